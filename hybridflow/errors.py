@@ -1,0 +1,40 @@
+"""Every exception that hybridflow raises for a user to read.
+
+A message names what was given, what is allowed, and what to change. A bug of ours is an ``AssertionError``.
+"""
+
+
+class HybridflowError(Exception):
+    """Base of all errors below; the command line prints its message without a traceback and exits 2."""
+
+
+class ConfigError(HybridflowError):
+    """A recipe or an override has an unknown, missing or ill-typed key."""
+
+
+class LayoutError(HybridflowError):
+    """A parallel layout does not fit its ranks or its model."""
+
+
+class GraphError(HybridflowError):
+    """A dataflow graph reads a column that nothing writes, or writes one twice."""
+
+
+class DataError(HybridflowError):
+    """A prompt file, tokenizer or sample is malformed."""
+
+
+class RewardError(HybridflowError):
+    """A reward function raised, or returned something other than one finite number per sample."""
+
+
+class ReshardError(HybridflowError):
+    """A tensor cannot be described, or two ranks disagree about a plan."""
+
+
+class CheckpointError(HybridflowError):
+    """A checkpoint is missing, incomplete or does not belong to this run."""
+
+
+class DeadlineError(HybridflowError):
+    """A wait for another rank passed its deadline, or a rank died."""

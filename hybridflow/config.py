@@ -1,0 +1,483 @@
+"""What the user asks for: a recipe, read from YAML and dotted overrides. Torch-free, so that a login node can check it.
+
+Each section is a frozen dataclass; a field without a default is required. ``load_recipe`` reads and checks a whole
+recipe; every error names the file or override, the dotted key, what was found, what is allowed, and what to change.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal
+
+from hybridflow.errors import ConfigError, LayoutError
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.sections import Bounds, parse_yaml, read_section
+
+Count = Annotated[int, Bounds(low=1)]
+CountOrZero = Annotated[int, Bounds(low=0)]
+Positive = Annotated[float, Bounds(low=0, above=True)]
+NotNegative = Annotated[float, Bounds(low=0)]
+Share = Annotated[float, Bounds(low=0, high=1)]
+Name = Annotated[str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
+
+KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The ranks of the job.
+
+    Attributes:
+        ranks: Number of ranks; started plainly, ``hybridflow train`` brings up so many on this machine.
+        ranks_per_node: Ranks on each node; None: all on one node.
+        deadline_s: Longest wait for another rank, in seconds.
+        start_deadline_s: Longest wait for all ranks to join, in seconds.
+        threads_per_rank: CPU threads of each rank.
+    """
+
+    ranks: Count = 1
+    ranks_per_node: Count | None = None
+    deadline_s: Positive = 120.0
+    start_deadline_s: Positive = 120.0
+    threads_per_rank: Count = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The shape of the language model, the same for actor, critic and reference.
+
+    Attributes:
+        num_query_groups: Key/value heads; None: as many as attention heads.
+        max_context: Longest sequence in tokens, prompt and response together.
+        vocab_size: True vocabulary; None: the tokenizer's.
+        vocab_divisible_by: The padded vocabulary is a multiple of this times ``tp``.
+        init_std: Standard deviation of initial weights.
+    """
+
+    num_layers: Count
+    hidden_size: Count
+    ffn_hidden_size: Count
+    num_attention_heads: Count
+    num_query_groups: Count | None = None
+    max_context: Count
+    vocab_size: Count | None = None
+    vocab_divisible_by: Count = 1
+    rotary_base: Positive = 10000.0
+    norm_eps: Positive = 1e-5
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    init_std: Positive = 0.02
+    dtype: Literal["fp32", "bf16"] = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """Made-up addition problems; ``hybridflow.data.arithmetic`` says what each number means."""
+
+    num_train: Count
+    num_held_out: Count
+    seed: int = 1
+    max_operand: Count = 99
+    mistake_share: Share = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where prompts come from.
+
+    Attributes:
+        train: JSONL file with one problem on each line.
+        held_out: JSONL file of problems for validation.
+        prompt_field: Field that holds the prompt.
+        answer_field: Field that holds the right answer.
+        solution_field: Field that holds the text to imitate in the warm start; rows without it give their answer.
+        arithmetic: Make the two files, when they are absent, from these numbers.
+    """
+
+    train: str
+    held_out: str
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    solution_field: str = "solution"
+    arithmetic: Arithmetic | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    """The sentencepiece tokenizer.
+
+    Attributes:
+        path: A sentencepiece ``.model``; None: train one on the training file and keep it in ``run_dir``.
+        vocab_size: Upper limit of the vocabulary of a trained tokenizer.
+    """
+
+    path: str | None = None
+    vocab_size: Count = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Adam with decoupled weight decay.
+
+    Attributes:
+        clip_grad: Largest global gradient norm; 0: no clipping.
+        distributed: Whether optimizer state is cut over the data-parallel ranks.
+    """
+
+    lr: Positive
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+    clip_grad: NotNegative = 1.0
+    distributed: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStart:
+    """Supervised training of the actor before reinforcement learning, in the actor's update layout.
+
+    Attributes:
+        steps: Optimizer steps.
+        batch_size: Samples in each.
+        lr: Learning rate; the rest is as in ``actor.optimizer``.
+    """
+
+    steps: Count
+    batch_size: Count
+    lr: Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Actor:
+    """The policy: its ranks (None: all) and its layout in each phase."""
+
+    ranks: tuple[int, ...] | None = None
+    update: ParallelLayout
+    rollout: ParallelLayout
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Critic:
+    """The value model: its ranks (None: all) and layout."""
+
+    ranks: tuple[int, ...] | None = None
+    layout: ParallelLayout
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The frozen copy of the actor: its ranks (None: the actor's) and layout (None: the actor's update layout)."""
+
+    ranks: tuple[int, ...] | None = None
+    layout: ParallelLayout | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """What scores a response: a built-in name, or ``package.module:function``."""
+
+    function: str = "exact_match"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """How responses are sampled. Validation is greedy whatever stands here.
+
+    Attributes:
+        group_size: Responses to each prompt.
+        max_new_tokens: Longest response in tokens.
+        top_k: Sample among so many of the likeliest tokens; 0: all.
+        top_p: Sample among the likeliest tokens that together reach this probability.
+        max_concurrent: Samples that one replica decodes together.
+    """
+
+    group_size: Count = 1
+    max_new_tokens: Count
+    temperature: Positive = 1.0
+    top_k: CountOrZero = 0
+    top_p: Annotated[float, Bounds(low=0, high=1, above=True)] = 1.0
+    max_concurrent: Count = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPO:
+    """PPO's numbers.
+
+    Attributes:
+        clip_low: The probability ratio is clipped below ``1 - clip_low``.
+        clip_high: The probability ratio is clipped above ``1 + clip_high``.
+        dual_clip: Bound of the loss where the advantage is negative; None: off.
+        value_clip: A new value stays so close to the old one.
+        kl_place: Whether the KL penalty is part of the reward or of the loss.
+        kl_target: Where adaptive KL steers; None: ``kl_coef`` stays fixed.
+        kl_horizon: Samples over which adaptive KL answers.
+        epochs: Passes over each global batch.
+
+    Paper: arXiv 1707.06347; dual clip arXiv 1912.09729; adaptive KL arXiv 1909.08593.
+    """
+
+    gamma: Share = 1.0
+    gae_lambda: Share = 1.0
+    clip_low: Share = 0.2
+    clip_high: NotNegative = 0.2
+    dual_clip: Annotated[float, Bounds(low=1, above=True)] | None = None
+    value_clip: Positive = 0.5
+    kl_coef: NotNegative = 0.0
+    kl_estimator: KLEstimator = "k1"
+    kl_place: Literal["reward", "loss"] = "reward"
+    kl_target: Positive | None = None
+    kl_horizon: Count = 10000
+    aggregation: Aggregation = "token-mean"
+    epochs: Count = 1
+    entropy_coef: NotNegative = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO:
+    """GRPO's numbers; the KL penalty is part of the loss.
+
+    Paper: arXiv 2402.03300.
+    """
+
+    clip_low: Share = 0.2
+    clip_high: NotNegative = 0.2
+    dual_clip: Annotated[float, Bounds(low=1, above=True)] | None = None
+    kl_coef: NotNegative = 0.04
+    kl_estimator: KLEstimator = "k3"
+    aggregation: Aggregation = "seq-mean-token-mean"
+    epochs: Count = 1
+    entropy_coef: NotNegative = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """The loop.
+
+    Attributes:
+        global_batch_size: Samples of one step.
+        mini_batch_size: Samples of one optimizer step; None: the global batch.
+        micro_batch_tokens: Token budget of one forward.
+        save_every: Steps between checkpoints; 0: only at the end.
+        validate_every: Steps between validations; 0: only before and after.
+        num_validation: Held-out problems used; None: the whole file.
+    """
+
+    steps: Count
+    global_batch_size: Count
+    mini_batch_size: Count | None = None
+    micro_batch_tokens: Count = 4096
+    save_every: CountOrZero = 0
+    validate_every: CountOrZero = 0
+    num_validation: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All that a training run is asked to do.
+
+    Attributes:
+        run_dir: Where the run keeps its files; left out: ``runs/<name>``.
+        warm_start: Supervised training before reinforcement learning; None: none.
+        critic: Required by PPO, refused by GRPO, which has none.
+    """
+
+    name: Name
+    algorithm: Literal["ppo", "grpo"]
+    seed: CountOrZero = 1
+    run_dir: str = ""
+    cluster: Cluster = Cluster()
+    model: Model
+    data: Data
+    tokenizer: Tokenizer = Tokenizer()
+    warm_start: WarmStart | None = None
+    actor: Actor
+    critic: Critic | None = None
+    reference: Reference = Reference()
+    reward: Reward = Reward()
+    rollout: Rollout
+    ppo: PPO = PPO()
+    grpo: GRPO = GRPO()
+    trainer: Trainer
+
+    def __post_init__(self) -> None:
+        if self.run_dir == "":
+            object.__setattr__(self, "run_dir", f"runs/{self.name}")
+
+
+def find_recipe(name: str | Path) -> Path:
+    """The file of a recipe: an existing path, or the name of a recipe that comes with the package.
+
+    Raises:
+        ConfigError: There is neither such a file nor such a shipped recipe.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    shipped = {path.stem: path for path in _shipped_recipes()}
+    if str(name) in shipped:
+        return shipped[str(name)]
+    raise ConfigError(
+        f"recipe {name}: no such file; give a YAML file or a shipped recipe: {', '.join(sorted(shipped))}"
+    )
+
+
+def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe, put overrides over it, and check the whole.
+
+    Args:
+        name: A YAML file, or the name of a shipped recipe.
+        overrides: ``"dotted.key=value"`` each, the value in YAML; later ones win.
+
+    Raises:
+        ConfigError: A file that cannot be read, a key that is unknown, missing, ill-typed or at odds with another.
+        LayoutError: A layout does not fit its ranks or its model.
+    """
+    path = find_recipe(name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    return recipe_from_dict(parse_yaml(text, str(path)), source=str(path), overrides=overrides)
+
+
+def recipe_from_dict(values: object, *, source: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
+    """Build and check a recipe from nested mappings, as YAML or JSON give them; the inverse of ``to_dict``.
+
+    Args:
+        values: The mapping.
+        source: What messages call it.
+        overrides: As for ``load_recipe``.
+
+    Raises:
+        ConfigError: As for ``load_recipe``.
+        LayoutError: As for ``load_recipe``.
+    """
+    recipe = read_section(Recipe, values, source=source, overrides=overrides)
+    try:
+        check_recipe(recipe)
+    except (ConfigError, LayoutError) as error:
+        raise type(error)(f"{source}: {error}") from None
+    return recipe
+
+
+def role_meshes(recipe: Recipe) -> dict[str, DeviceMesh]:
+    """The meshes of all roles: ``actor.update``, ``actor.rollout``, ``critic`` (if any) and ``reference``.
+
+    Raises:
+        LayoutError: A layout does not fill its ranks, or a rank is named twice.
+    """
+    actor, critic, reference = recipe.actor, recipe.critic, recipe.reference
+    everyone = tuple(range(recipe.cluster.ranks))
+    per_node = recipe.cluster.ranks_per_node
+    actor_ranks = everyone if actor.ranks is None else actor.ranks
+    placed = {"actor.update": (actor.update, actor_ranks), "actor.rollout": (actor.rollout, actor_ranks)}
+    if critic is not None:
+        placed["critic"] = (critic.layout, everyone if critic.ranks is None else critic.ranks)
+    placed["reference"] = (
+        actor.update if reference.layout is None else reference.layout,
+        actor_ranks if reference.ranks is None else reference.ranks,
+    )
+    return {
+        name: DeviceMesh(
+            name=name, layout=layout, ranks=ranks, ranks_per_node=len(everyone) if per_node is None else per_node
+        )
+        for name, (layout, ranks) in placed.items()
+    }
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Refuse keys that are right one by one and wrong together.
+
+    Raises:
+        ConfigError: Two keys contradict each other.
+        LayoutError: A layout does not fit its ranks or its model.
+    """
+    _check_algorithm(recipe)
+    _check_model(recipe.model)
+    _check_placement(recipe)
+    _check_batches(recipe)
+
+
+def _check_algorithm(recipe: Recipe) -> None:
+    if recipe.algorithm == "ppo" and recipe.critic is None:
+        raise ConfigError("critic: missing; algorithm=ppo needs one, give critic.layout and critic.optimizer.lr")
+    if recipe.algorithm == "grpo" and recipe.critic is not None:
+        raise ConfigError("critic: algorithm=grpo has no critic; remove the section, or set algorithm=ppo")
+    if recipe.algorithm == "ppo" and recipe.grpo != GRPO():
+        raise ConfigError("grpo: algorithm=ppo would ignore this section; remove it, or set algorithm=grpo")
+    if recipe.algorithm == "grpo" and recipe.ppo != PPO():
+        raise ConfigError("ppo: algorithm=grpo would ignore this section; remove it, or set algorithm=ppo")
+
+
+def _check_model(model: Model) -> None:
+    heads = model.num_attention_heads
+    groups = heads if model.num_query_groups is None else model.num_query_groups
+    if model.hidden_size % heads or model.hidden_size // heads % 2:
+        raise ConfigError(
+            f"model.hidden_size={model.hidden_size} over model.num_attention_heads={heads}: "
+            "rotary embeddings need an even, whole size of each head; make hidden_size a multiple of 2·heads"
+        )
+    if heads % groups:
+        raise ConfigError(
+            f"model.num_query_groups={groups} does not divide model.num_attention_heads={heads}; choose a divisor"
+        )
+
+
+def _check_placement(recipe: Recipe) -> None:
+    for role, section in (("actor", recipe.actor), ("critic", recipe.critic), ("reference", recipe.reference)):
+        ranks = () if section is None or section.ranks is None else section.ranks
+        strangers = [rank for rank in ranks if not 0 <= rank < recipe.cluster.ranks]
+        if strangers:
+            raise LayoutError(
+                f"{role}.ranks={list(ranks)}: {strangers} not among ranks 0 to {recipe.cluster.ranks - 1}; "
+                f"set cluster.ranks to at least {max(ranks) + 1}, or name ranks that exist"
+            )
+    model = recipe.model
+    groups = model.num_attention_heads if model.num_query_groups is None else model.num_query_groups
+    for name, mesh in role_meshes(recipe).items():
+        tp, pp = mesh.layout.tp, mesh.layout.pp
+        mesh.layout.check_trainable(name)
+        for key in ("num_attention_heads", "ffn_hidden_size"):
+            if getattr(model, key) % tp:
+                raise LayoutError(
+                    f"{name}: tp={tp} does not divide model.{key}={getattr(model, key)}; choose a divisor"
+                )
+        if groups % tp and tp % groups:
+            raise LayoutError(
+                f"{name}: tp={tp} neither divides nor is a multiple of model.num_query_groups={groups}; change one"
+            )
+        if model.num_layers % pp:
+            raise LayoutError(f"{name}: pp={pp} does not divide model.num_layers={model.num_layers}; choose a divisor")
+
+
+def _check_batches(recipe: Recipe) -> None:
+    batch, mini, group = recipe.trainer.global_batch_size, recipe.trainer.mini_batch_size, recipe.rollout.group_size
+    if batch % group:
+        raise ConfigError(
+            f"trainer.global_batch_size={batch} is not a multiple of rollout.group_size={group}; "
+            f"set it to {math.ceil(batch / group) * group}"
+        )
+    if mini is not None and batch % mini:
+        raise ConfigError(
+            f"trainer.mini_batch_size={mini} does not divide trainer.global_batch_size={batch}; choose a divisor"
+        )
+    if recipe.rollout.max_new_tokens >= recipe.model.max_context:
+        raise ConfigError(
+            f"rollout.max_new_tokens={recipe.rollout.max_new_tokens} leaves no token for the prompt within "
+            f"model.max_context={recipe.model.max_context}; lower the first or raise the second"
+        )
+
+
+def _shipped_recipes() -> Iterator[Path]:
+    folder = Path(str(resources.files("hybridflow.launch"))) / "recipes"
+    return folder.glob("*.yaml")

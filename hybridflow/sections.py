@@ -1,0 +1,248 @@
+"""Typed sections: from YAML and dotted overrides to frozen dataclasses, and back. Knows no recipe.
+
+A section is a dataclass whose fields are ``int``, ``float``, ``str``, ``bool``, a ``Literal``, a tuple of integers,
+another section, or any of these ``| None``. ``Annotated`` adds ``Bounds`` to a number, a regular expression to text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+
+from hybridflow.errors import ConfigError, LayoutError
+
+_Section = TypeVar("_Section")
+# What a person calls each type.
+_WORDS: dict[type, str] = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+# YAML 1.1 reads a number with an exponent and no point, such as 1e-4, as text.
+_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Which numbers a key takes; annotates its type.
+
+    Attributes:
+        low: Smallest number allowed; with ``above``, the number that must be exceeded.
+        high: Largest number allowed.
+        above: Whether ``low`` itself is refused.
+    """
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+
+    def __contains__(self, number: float) -> bool:
+        high_enough = number > self.low if self.above else number >= self.low
+        return high_enough and number <= self.high and math.isfinite(number)
+
+    def __str__(self) -> str:
+        upper = "" if self.high == math.inf else f" and at most {self.high:g}"
+        return f"{'above' if self.above else 'of at least'} {self.low:g}{upper}"
+
+
+def parse_yaml(text: str, source: str) -> object:
+    """The value that a YAML text stands for.
+
+    Args:
+        text: The YAML.
+        source: What messages call it.
+
+    Raises:
+        ConfigError: The text is not YAML, or gives a key twice.
+    """
+    try:
+        return yaml.load(text, Loader=_UniqueKeyLoader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date
+        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def read_section(kind: type[_Section], values: object, *, source: str, overrides: Sequence[str] = ()) -> _Section:
+    """Build a section, and those inside it, from nested mappings; the inverse of ``to_dict``.
+
+    Args:
+        kind: The dataclass.
+        values: The mapping.
+        source: What messages call it.
+        overrides: ``"dotted.key=value"`` each, the value in YAML; put over the mapping, later ones win.
+
+    Raises:
+        ConfigError: A key is unknown, missing, ill-typed or out of bounds.
+        LayoutError: A section that is a layout has an impossible size.
+    """
+    if not isinstance(values, Mapping):
+        names = ", ".join(item.name for item in dataclasses.fields(kind))  # type: ignore[arg-type]
+        raise ConfigError(f"{source}: expected a mapping with keys {names}; found {_found(values)}")
+    values, origins = _with_overrides(values, overrides)
+    return _Reader(root=kind, source=source, origins=origins).section(kind, values, "")
+
+
+def to_dict(section: Any) -> dict[str, Any]:
+    """The section as nested dicts and lists with every key, ready for YAML or JSON."""
+    return {key: _plain(value) for key, value in dataclasses.asdict(section).items()}
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML's safe loader, which would silently keep the last of two equal keys, made to refuse them."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: list[Any] = []
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key_node.value!r} twice", key_node.start_mark
+                )
+            seen.append(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def _with_overrides(values: Mapping[Any, Any], overrides: Sequence[str]) -> tuple[Mapping[Any, Any], Mapping[str, str]]:
+    """The values with overrides put over a copy, and the override that each dotted key came from."""
+    merged = _copy_mappings(values)
+    origins: dict[str, str] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not all(key.split(".")):
+            raise ConfigError(f"override {override!r}: expected dotted.key=value, for instance trainer.steps=10")
+        *sections, last = key.split(".")
+        place = merged
+        for depth, section in enumerate(sections):
+            if place.get(section) is None:
+                place[section] = {}
+            if not isinstance(place[section], dict):
+                name = ".".join(sections[: depth + 1])
+                raise ConfigError(f"override {override!r}: {name} is {_found(place[section])}, not a section with keys")
+            place = place[section]
+        place[last] = parse_yaml(text, f"override {override!r}")
+        origins[key] = f"override {override!r}"
+    return merged, origins
+
+
+def _copy_mappings(value: Any) -> Any:
+    return {key: _copy_mappings(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reader:
+    """Turns mappings into sections, and names the place in every complaint.
+
+    Attributes:
+        root: The outermost section, where a misplaced key may belong.
+        source: The file.
+        origins: For each overridden key, the override.
+    """
+
+    root: type
+    source: str
+    origins: Mapping[str, str]
+
+    def section(self, kind: type[_Section], values: Mapping[Any, Any], prefix: str) -> _Section:
+        hints = typing.get_type_hints(kind, include_extras=True)
+        for key in values:
+            if key not in hints:
+                raise self._unknown(str(key), list(hints), prefix)
+        read = {}
+        for item in dataclasses.fields(kind):  # type: ignore[arg-type]  # kind is always a dataclass
+            key = f"{prefix}{item.name}"
+            if item.name in values:
+                read[item.name] = self.value(hints[item.name], values[item.name], key)
+            elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+                raise self._error(key, f"missing; expected {_describe(hints[item.name])}")
+        try:
+            return kind(**read)
+        except LayoutError as error:
+            raise LayoutError(f"{self._origin(prefix[:-1])}: {prefix[:-1]}: {error}") from None
+
+    def value(self, hint: Any, value: object, key: str) -> Any:
+        bounds: tuple[Any, ...] = ()
+        kind = hint
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+            if value is None:
+                return None
+            kind = next(option for option in typing.get_args(hint) if option is not type(None))
+        if typing.get_origin(kind) is Annotated:
+            kind, *rest = typing.get_args(kind)
+            bounds = tuple(rest)
+        if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+            return self.section(typing.cast(type, kind), value, f"{key}.")
+        if typing.get_origin(kind) is tuple and isinstance(value, Sequence) and not isinstance(value, str):
+            (item_kind, _) = typing.get_args(kind)
+            return tuple(self.value(item_kind, item, f"{key}[{index}]") for index, item in enumerate(value))
+        if kind is float:
+            value = _as_float(value)
+        allowed = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
+        fits = any(value == item and type(value) is type(item) for item in allowed) if allowed else type(value) is kind
+        if not fits or not all(_within(value, bound) for bound in bounds):
+            raise self._error(key, f"expected {_describe(hint)}, found {_found(value)}")
+        return value
+
+    def _unknown(self, name: str, siblings: list[str], prefix: str) -> ConfigError:
+        elsewhere = [key for key in _all_keys(self.root) if key.split(".")[-1] == name]
+        close = difflib.get_close_matches(name, siblings, n=1, cutoff=0)
+        nearest = " or ".join(elsewhere if elsewhere else [f"{prefix}{close[0]}"])
+        where = f"keys of {prefix[:-1]}" if prefix else "keys"
+        return self._error(f"{prefix}{name}", f"unknown key; did you mean {nearest}? {where}: {', '.join(siblings)}")
+
+    def _error(self, key: str, complaint: str) -> ConfigError:
+        return ConfigError(f"{self._origin(key)}: {key}: {complaint}")
+
+    def _origin(self, key: str) -> str:
+        for given, override in reversed(list(self.origins.items())):
+            if f"{key}.".startswith(f"{given}.") or f"{given}.".startswith(f"{key}."):
+                return override
+        return self.source
+
+
+def _as_float(value: object) -> object:
+    if type(value) is int or (isinstance(value, str) and _EXPONENT.fullmatch(value)):
+        return float(typing.cast(str, value))
+    return value
+
+
+def _within(value: Any, bound: Bounds | re.Pattern[str]) -> bool:
+    return value in bound if isinstance(bound, Bounds) else bool(bound.fullmatch(value))
+
+
+def _describe(hint: Any) -> str:
+    """What a key takes, in words."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return " or ".join("null" if option is type(None) else _describe(option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is Annotated:
+        kind, bound = typing.get_args(hint)
+        return f"{_describe(kind)} {bound}" if isinstance(bound, Bounds) else f"{_describe(kind)} like {bound.pattern}"
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    if typing.get_origin(hint) is tuple:
+        return "a list of integers"
+    if dataclasses.is_dataclass(hint):
+        return "a section with keys " + ", ".join(item.name for item in dataclasses.fields(hint))
+    return _WORDS[hint]
+
+
+def _found(value: object) -> str:
+    kinds: dict[type, str] = {**_WORDS, dict: "a section", list: "a list"}
+    return "null" if value is None else f"{value!r} ({kinds.get(type(value), type(value).__name__)})"
+
+
+def _all_keys(kind: Any, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a section and those inside it."""
+    for name, hint in typing.get_type_hints(kind).items():
+        yield f"{prefix}{name}"
+        for option in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(option):
+                yield from _all_keys(option, f"{prefix}{name}.")

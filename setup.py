@@ -1,0 +1,50 @@
+"""The package, its dependencies and where its files lie. Tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "hybridflow/__init__.py").read_text(encoding="utf-8"))[1]
+
+setup(
+    name="hybridflow",
+    version=VERSION,
+    description="RL post-training of language models on HPC clusters: Megatron-Core inside, Slurm outside",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.14",
+    packages=[*find_packages(include=["hybridflow", "hybridflow.*"]), "hybridflow.launch", "hybridflow.slurm"],
+    # A top-level module named launch would collide with others, so both folders are installed inside the package.
+    package_dir={"hybridflow.launch": "launch", "hybridflow.slurm": "slurm"},
+    package_data={"hybridflow.launch": ["recipes/*.yaml", "*.sh"], "hybridflow.slurm": ["*.sbatch"]},
+    entry_points={"console_scripts": ["hybridflow = hybridflow.cli:main"]},
+    install_requires=[
+        "torch>=2.6",
+        # Pinned: we swap the globals of its parallel state and pass process groups to its internals,
+        # neither of which it keeps stable between releases.
+        "megatron-core==0.16.1",
+        # Imported by megatron-core, and not declared by it.
+        "einops",
+        "psutil",
+        # Our own.
+        "h5py",
+        "matplotlib",
+        "mpi4py",
+        "numpy",
+        "pyyaml",
+        "safetensors",
+        "sentencepiece",
+        "tensorboard",
+    ],
+    extras_require={
+        # Apex is not listed: PyPI's package of that name is another one. The docs give NVIDIA's git address.
+        "gpu": ["transformer-engine[pytorch]"],
+        "hf": ["transformers>=5", "datasets", "pyarrow"],
+        "vllm": ["vllm"],
+        "wandb": ["wandb"],
+        "dev": ["hypothesis", "mpich", "mypy", "pytest", "ruff", "scipy", "transformers>=5", "types-PyYAML"],
+    },
+)

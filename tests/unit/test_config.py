@@ -1,0 +1,213 @@
+"""Recipes: every key is checked, and every complaint names the place, the key and the remedy."""
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridflow.config import PPO, Optimizer, Recipe, find_recipe, load_recipe, recipe_from_dict, role_meshes
+from hybridflow.errors import ConfigError, LayoutError
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.sections import to_dict
+
+SMALLEST = """
+name: small
+algorithm: ppo
+cluster: {ranks: 4}
+model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, max_context: 32}
+data: {train: train.jsonl, held_out: held_out.jsonl}
+actor:
+  update: {tp: 2, dp: 2}
+  rollout: {dp: 4}
+  optimizer: {lr: 1e-4}
+critic:
+  layout: {pp: 2, dp: 2}
+  optimizer: {lr: 0.001}
+rollout: {max_new_tokens: 8}
+trainer: {steps: 10, global_batch_size: 16}
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALLEST)
+    return path
+
+
+def test_smallest_recipe_takes_the_defaults(recipe_file):
+    recipe = load_recipe(recipe_file)
+    assert recipe.run_dir == "runs/small"
+    assert recipe.actor.update == ParallelLayout(tp=2, pp=1, dp=2)
+    assert recipe.actor.optimizer == Optimizer(lr=1e-4)  # YAML 1.1 reads 1e-4 as text
+    assert recipe.ppo == PPO()
+    assert recipe.trainer.mini_batch_size is None
+
+
+def test_overrides_win_and_later_ones_over_earlier(recipe_file):
+    overrides = ["trainer.steps=3", "trainer.steps=4", "actor.optimizer.lr=2", "warm_start={steps: 1, batch_size: 2}"]
+    recipe = load_recipe(recipe_file, [*overrides, "warm_start.lr=1e-3", "critic.ranks=[3, 2, 1, 0]"])
+    assert recipe.trainer.steps == 4
+    assert recipe.actor.optimizer.lr == 2.0 and isinstance(recipe.actor.optimizer.lr, float)
+    assert recipe.warm_start.lr == 1e-3
+    assert recipe.critic.ranks == (3, 2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainer.step=3", ["override 'trainer.step=3'", "trainer.step:", "did you mean trainer.steps?", "save_every"]),
+        ("gamma=0.9", ["gamma: unknown key; did you mean ppo.gamma?"]),
+        ("lr=0.9", ["did you mean warm_start.lr or actor.optimizer.lr or critic.optimizer.lr?"]),
+        ("trainer.steps=many", ["trainer.steps: expected an integer of at least 1, found 'many' (text)"]),
+        ("trainer.steps=true", ["found True (true or false)"]),
+        ("trainer.steps=2.0", ["found 2.0 (a number)"]),
+        ("trainer.steps=0", ["expected an integer of at least 1, found 0"]),
+        ("ppo.gamma=1.5", ["ppo.gamma: expected a number of at least 0 and at most 1, found 1.5"]),
+        ("ppo.gamma=.nan", ["found nan"]),
+        ("ppo.clip_high=.inf", ["found inf"]),
+        ("actor.optimizer.lr=0", ["expected a number above 0, found 0.0"]),
+        ("ppo.kl_place=lossy", ["ppo.kl_place: expected one of reward, loss, found 'lossy'"]),
+        ("model.tied_embeddings=1", ["model.tied_embeddings: expected true or false, found 1 (an integer)"]),
+        ("name=yes", ["name: expected text", "found True"]),
+        ("name=a/b", ["expected text like [A-Za-z0-9]", "'a/b'"]),
+        ("trainer=null", ["trainer: expected a section with keys steps", "found null"]),
+        ("actor.ranks=3", ["actor.ranks: expected a list of integers or null, found 3"]),
+        ("actor.ranks=[0, x]", ["actor.ranks[1]: expected an integer, found 'x'"]),
+        ("seed.low=1", ["override 'seed.low=1'", "seed: expected an integer", "found {'low': 1} (a section)"]),
+        ("name.low=1", ["override 'name.low=1': name is 'small' (text), not a section"]),
+        ("trainer.steps", ["override 'trainer.steps': expected dotted.key=value"]),
+        ("trainer.steps=[", ["override 'trainer.steps=[': not valid YAML"]),
+        ("critic=null", ["critic: missing; algorithm=ppo needs one"]),
+        ("algorithm=grpo", ["critic: algorithm=grpo has no critic"]),
+        ("grpo.kl_coef=0.1", ["grpo: algorithm=ppo would ignore this section"]),
+        ("rollout.group_size=3", ["global_batch_size=16", "group_size=3", "set it to 18"]),
+        ("trainer.mini_batch_size=5", ["mini_batch_size=5 does not divide trainer.global_batch_size=16"]),
+        ("rollout.max_new_tokens=32", ["rollout.max_new_tokens=32", "model.max_context=32"]),
+        ("model.num_query_groups=3", ["model.num_query_groups=3 does not divide model.num_attention_heads=4"]),
+        ("model.hidden_size=30", ["model.hidden_size=30", "multiple of 2·heads"]),
+    ],
+)
+def test_bad_key_is_named_with_the_remedy(recipe_file, override, says):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe_file, [override])
+    for words in says:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["actor.update={tp: 2, pp: 4, dp: 4}"], ["actor.update", "= 32 ≠ 4 ranks"]),
+        (["actor.rollout.dp=2"], ["actor.rollout", "= 2 ≠ 4 ranks", "set dp=4"]),
+        (["actor.update.tp=0"], ["override 'actor.update.tp=0'", "actor.update: layout tp=0"]),
+        (["actor.update={cp: 2, dp: 2}"], ["actor.update.cp=2", "set cp=1"]),
+        (["actor.update={ep: 2, dp: 4}"], ["actor.update.ep=2"]),
+        (["critic.ranks=[2, 3, 4, 5]"], ["critic.ranks=[2, 3, 4, 5]", "[4, 5] not among ranks 0 to 3", "at least 6"]),
+        (["critic.ranks=[0, 0, 1, 2]"], ["critic: ranks [0, 0, 1, 2]: expected distinct"]),
+        (["critic.layout={pp: 4}"], ["critic: pp=4 does not divide model.num_layers=2"]),
+        (["actor.update={tp: 4}", "model.num_attention_heads=2"], ["tp=4 does not divide model.num_attention_heads=2"]),
+        (
+            ["model.num_query_groups=1", "actor.update={tp: 4}", "model.ffn_hidden_size=66"],
+            ["model.ffn_hidden_size=66"],
+        ),
+        (["reference.ranks=[0]"], ["reference", "≠ 1 ranks"]),
+    ],
+)
+def test_layout_that_does_not_fit_is_refused_before_any_model(recipe_file, overrides, says):
+    with pytest.raises(LayoutError) as caught:
+        load_recipe(recipe_file, overrides)
+    for words in says:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "expected a mapping with keys name"),
+        ("name: [", "not valid YAML"),
+        ("name: a\nname: b", "key 'name' twice"),
+        (SMALLEST.replace("steps: 10, ", ""), "trainer.steps: missing; expected an integer of at least 1"),
+        (SMALLEST + "rewards: {}", "rewards: unknown key; did you mean reward?"),
+    ],
+)
+def test_bad_file_is_named(tmp_path, text, says):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert says in str(caught.value)
+
+
+def test_file_that_is_not_text(tmp_path):
+    (tmp_path / "bad.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match=r"bad\.yaml: cannot be read as UTF-8"):
+        load_recipe(tmp_path / "bad.yaml")
+
+
+def test_meshes_of_the_roles(recipe_file):
+    recipe = load_recipe(recipe_file, ["critic={ranks: [2, 3], layout: {pp: 2}, optimizer: {lr: 1}}"])
+    meshes = role_meshes(recipe)
+    assert {name: (str(mesh.layout), mesh.ranks) for name, mesh in meshes.items()} == {
+        "actor.update": ("tp2.pp1.dp2", (0, 1, 2, 3)),
+        "actor.rollout": ("tp1.pp1.dp4", (0, 1, 2, 3)),
+        "critic": ("tp1.pp2.dp1", (2, 3)),
+        "reference": ("tp2.pp1.dp2", (0, 1, 2, 3)),
+    }
+    assert {mesh.ranks_per_node for mesh in meshes.values()} == {4}
+
+
+def test_unknown_recipe_lists_the_shipped_ones():
+    with pytest.raises(
+        ConfigError, match=r"recipe nonsense: no such file; .* shipped recipe: .*quick"
+    ):
+        find_recipe("nonsense")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "grpo", "split"])
+def test_shipped_recipes_are_valid(name):
+    assert load_recipe(name).name == name
+
+
+@given(
+    st.builds(
+        PPO,
+        gamma=st.floats(0, 1),
+        dual_clip=st.none() | st.floats(1.5, 1e300),
+        clip_high=st.floats(0, 1e300),
+        kl_coef=st.floats(0, 1e-300),
+        kl_place=st.sampled_from(["reward", "loss"]),
+        epochs=st.integers(1, 10**20),
+    ),
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
+    st.none() | st.permutations(range(4)).map(tuple),
+    st.integers(0, 2**63),
+)
+def test_recipe_survives_a_round_trip_through_yaml(ppo, text, ranks, seed):
+    recipe = recipe_from_dict(yaml.safe_load(SMALLEST))
+    recipe = replace(
+        recipe,
+        ppo=ppo,
+        seed=seed,
+        run_dir=text,
+        actor=replace(recipe.actor, ranks=ranks),
+        reward=replace(recipe.reward, function=text),
+    )
+    assert recipe_from_dict(yaml.safe_load(yaml.safe_dump(to_dict(recipe)))) == recipe
+
+
+def test_every_field_of_a_recipe_can_be_overridden(recipe_file):
+    recipe = load_recipe(recipe_file)
+    shown = to_dict(recipe)
+    overrides = [f"{item.name}={yaml.safe_dump(shown[item.name], default_flow_style=True)}" for item in fields(Recipe)]
+    assert load_recipe(recipe_file, overrides) == recipe
+
+
+def test_config_imports_no_torch():
+    code = "import sys, hybridflow.config; sys.exit('torch' in sys.modules or 'mpi4py' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

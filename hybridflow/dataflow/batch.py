@@ -29,7 +29,8 @@ class Ragged:
     def __post_init__(self) -> None:
         if self.lengths.dtype != torch.int64 or self.lengths.dim() != 1:
             raise DataError(
-                f"ragged lengths are {self.lengths.dtype} of shape {list(self.lengths.shape)}; give int64 of shape [samples]"
+                f"ragged lengths are {self.lengths.dtype} of shape {list(self.lengths.shape)}; "
+                "give int64 of shape [samples]"
             )
         if self.values.device.type != "cpu" or self.lengths.device.type != "cpu":
             raise DataError(
@@ -91,7 +92,7 @@ class Batch:
         columns: Name -> dense or ragged column with one row for each id, on the CPU.
 
     Raises:
-        DataError: A column has another number of rows than there are ids, is not in host memory, or an id is there twice.
+        DataError: A column has not one row for each id or is not in host memory, or an id is there twice.
     """
 
     ids: Tensor
@@ -104,7 +105,8 @@ class Batch:
             )
         if len(self.ids.unique()) != len(self.ids):
             raise DataError(
-                f"batch of {len(self.ids)} samples has only {len(self.ids.unique())} distinct ids; each sample needs its own"
+                f"batch of {len(self.ids)} samples has only {len(self.ids.unique())} distinct ids; "
+                "each sample needs its own"
             )
         for name, column in self.columns.items():
             rows = len(column) if isinstance(column, Ragged) else column.shape[0] if column.dim() else None

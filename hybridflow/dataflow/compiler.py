@@ -1,7 +1,7 @@
-"""From a flow to the program of the whole job: moves where columns are missing, phases where they change, concurrency. No torch.
+"""From a flow to the program of the whole job: moves, phases and concurrency filled in. No torch.
 
-Where a column is, while the program runs: after a call, on the mesh's holders (the last pipeline stage); after a move, on every
-rank of the destination. A node needs its columns on every rank of its mesh.
+Where a column is, while the program runs: after a call, on the mesh's holders (the last pipeline stage); after a move,
+on every rank of the destination. A node needs its columns on every rank of its mesh.
 """
 
 from __future__ import annotations
@@ -83,11 +83,13 @@ def _compile(flow: Flow, state: _State, job: _Job) -> tuple[Instruction, ...]:
         for lane in lanes:
             others = frozenset(rank for other in lanes if other is not lane for rank in other.ranks)
             branch: list[Instruction] = []
+            ready = set(before)
             for element in lane.elements:
-                for move in _moves(element, later, before, state, job):
-                    # A move that needs ranks of another branch comes first: its columns were written before all branches.
+                for move in _moves(element, later, ready, state, job):
+                    # A move that needs ranks of another branch comes first: its columns were there before all of them.
                     (branch if others.isdisjoint(participants(move, job.meshes)) else hoisted).append(move)
                 branch += _emit(element, state, job)
+                ready.update(_writes(element))
                 later.remove(element)
             branches.append(tuple(branch))
         program += hoisted
@@ -145,17 +147,18 @@ def _writes(element: Node | Repeat) -> tuple[str, ...]:
 
 
 def _moves(
-    element: Node | Repeat, later: Sequence[Node | Repeat], before: frozenset[str], state: _State, job: _Job
+    element: Node | Repeat, later: Sequence[Node | Repeat], ready: set[str], state: _State, job: _Job
 ) -> list[Move]:
-    """The moves that bring an element its columns; those of a repeat's body too, so that they move once, not on every turn.
+    """The moves that bring an element its columns, for a repeat the whole body's: once, not on every turn.
 
-    A move takes along what later elements on the same place will read, among the columns ``before`` this run.
+    A move takes along what later elements on the same place will read, as far as it is ``ready``: written before
+    all branches, or in this one.
     """
     moves: list[Move] = []
     for mesh, reads in element.needs():
         place = job.meshes[mesh].key
         wanted = [column for column in reads if (place, column) not in state.complete]
-        # Every move tells its destination the order of the samples, so that order alone asks for a move only as a last resort.
+        # Every move also tells the order of the samples: order asks for a move of its own only when there is no other.
         sources = dict.fromkeys(state.writer[column] for column in wanted if column != ORDER)
         if wanted and not sources:
             sources = {state.writer[ORDER]: None}
@@ -165,7 +168,7 @@ def _moves(
             for name, columns in other.needs()
             if job.meshes[name].key == place
             for column in columns
-            if column in before and (place, column) not in state.complete
+            if column in ready and (place, column) not in state.complete
         ]
         for source in sources:
             columns = tuple(
@@ -180,13 +183,17 @@ def _moves(
 
 def _emit(element: Node | Repeat, state: _State, job: _Job) -> list[Instruction]:
     if isinstance(element, Repeat):
-        # A turn follows what was before the loop or the end of the turn before, so at its start phases are unknown.
-        inner = _State() if element.has_source else _State(writer=dict(state.writer), complete=set(state.complete))
-        body = _compile(element.body, inner, job)
-        for node in element.nodes():
-            if node.phase is not None:
-                state.phase.pop(node.role, None)
-        return [Loop(element.decision, element.mesh, body)]
+        # A turn follows what was before the loop, or another turn: only phases that the whole body keeps are known.
+        asked = {(node.role, node.phase) for node in element.nodes() if node.phase is not None}
+        state.phase = {
+            role: phase
+            for role, phase in state.phase.items()
+            if all(other == phase for each, other in asked if each == role)
+        }
+        inner = _State(phase=dict(state.phase))
+        if not element.has_source:
+            inner.writer, inner.complete = dict(state.writer), set(state.complete)
+        return [Loop(element.decision, element.mesh, _compile(element.body, inner, job))]
     instructions: list[Instruction] = []
     if element.phase is not None and state.phase.get(element.role) != element.phase:
         state.phase[element.role] = element.phase

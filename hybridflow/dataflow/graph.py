@@ -55,11 +55,13 @@ class Node(_Chain):
     def __post_init__(self) -> None:
         if self.source and self.reads:
             raise GraphError(
-                f"node {self.name!r} is a source and reads {list(self.reads)}; a source makes new samples and reads none"
+                f"node {self.name!r} is a source and reads {list(self.reads)}; "
+                "a source makes new samples and reads none"
             )
         if self.writes and not self.reads and not self.source:
             raise GraphError(
-                f"node {self.name!r} writes {list(self.writes)} and reads nothing; let it read columns, or set source=True"
+                f"node {self.name!r} writes {list(self.writes)} and reads nothing; "
+                "let it read columns, or set source=True"
             )
         for what, names in (("reads", self.reads), ("writes", self.writes)):
             if len(set(names)) != len(names):
@@ -136,8 +138,8 @@ class Flow(_Chain):
         """Check names and columns of the whole flow.
 
         Raises:
-            GraphError: A column is read before anything wrote it, or written twice; a node's name is used twice; a second
-                source would mix two sets of samples. The message names nodes and columns.
+            GraphError: A column is read before anything wrote it, or written twice; a node's name is used twice; a
+                second source would mix two sets of samples. The message names nodes and columns.
         """
         names = [node.name for node in self.nodes()]
         for name in names:
@@ -157,7 +159,7 @@ class Flow(_Chain):
         return tuple(edges)
 
     def levels(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the nodes by the length of the longest path to them: nodes of one level do not wait for each other."""
+        """Names of the nodes by the longest path to them: those of one level do not wait for each other."""
         level = {node.name: 0 for node in self.nodes()}
         for edge in self.edges():
             level[edge.reader] = max(level[edge.reader], level[edge.writer] + 1)
@@ -180,15 +182,16 @@ class Flow(_Chain):
             yield element, writers
             if element.source and own_source is not None:
                 raise GraphError(
-                    f"nodes {own_source.name!r} and {element.name!r} are both sources; a flow follows one set of samples: "
-                    "compile the second flow on its own, or put it into a repeat"
+                    f"nodes {own_source.name!r} and {element.name!r} are both sources; a flow follows one set of "
+                    "samples: compile the second flow on its own, or put it into a repeat"
                 )
             own_source = element if element.source else own_source
             for column in element.writes:
                 if column in writers or column == ORDER:
                     first = writers[column].name if column in writers else "the source of the samples"
                     raise GraphError(
-                        f"column {column!r} is written by {first!r} and again by {element.name!r}; rename one of the two"
+                        f"column {column!r} is written by {first!r} and again by {element.name!r}; "
+                        "rename one of the two"
                     )
                 writers[column] = element
             if element.source:

@@ -5,8 +5,8 @@ A program is a tuple of instructions. The trainer composes what flows cannot say
     step = compile_flow(sample >> score >> update, meshes)
     program = (Loop("train_step", "job", (*step, Branch("validate", "job", validation))),)
 
-A program is the same on every rank, and each rank keeps the part that concerns it (``project``), in the program's order;
-so whatever several ranks do together, all of them reach in the same order.
+A program is the same on every rank, and each rank keeps the part that concerns it (``project``), in the program's
+order; so whatever several ranks do together, all of them reach in the same order.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from hybridflow.dataflow.graph import ORDER
 from hybridflow.errors import GraphError
 from hybridflow.parallel.mesh import DeviceMesh
 
@@ -46,8 +47,8 @@ class Call:
 class Move:
     """Columns from the holders of one mesh to every rank of another; each sample goes once to each receiving rank.
 
-    The destination also gets ``order``, each sample's position among all samples sorted by id. Source and destination may
-    be the same place: then the ranks before the last pipeline stage get what the last one computed.
+    The destination also gets ``order``, each sample's position among all samples sorted by id. Source and destination
+    may be the same place: then the ranks before the last pipeline stage get what the last one computed.
     """
 
     columns: tuple[str, ...]
@@ -147,12 +148,12 @@ def deciders(instruction: Loop | Branch, meshes: Mapping[str, DeviceMesh]) -> tu
 def project(program: tuple[Instruction, ...], rank: int, meshes: Mapping[str, DeviceMesh]) -> tuple[Instruction, ...]:
     """The rank's own schedule: what of the program concerns it, in the program's order.
 
-    A rank of the mesh that takes a decision keeps the loop or branch even when its body has nothing for it, since sharing
-    the decision is collective.
+    A rank of the mesh that takes a decision keeps the loop or branch even when its body has nothing for it, since
+    sharing the decision is collective.
 
     Raises:
-        GraphError: A mesh is unknown; a rank has work under a decision that is taken without it, or in two bodies of one
-            concurrent instruction.
+        GraphError: A mesh is unknown; a rank has work under a decision that is taken without it, or in two bodies of
+            one concurrent instruction.
     """
     check_meshes(program, meshes)
     return _project(program, rank, meshes, role_ranks(program, meshes))
@@ -179,7 +180,8 @@ def describe(instruction: Instruction) -> str:
         case Call():
             return f"call {instruction.name}"
         case Move():
-            return f"move {', '.join(instruction.columns) or 'order'} from {instruction.source} to {instruction.destination}"
+            columns = ", ".join(instruction.columns) or ORDER
+            return f"move {columns} from {instruction.source} to {instruction.destination}"
         case Phase():
             return f"phase {instruction.role} {instruction.phase}"
         case Loop():

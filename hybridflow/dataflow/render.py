@@ -1,4 +1,4 @@
-"""A compiled program for a person: a table of who does what, the program as text, the way of the columns as a picture. No torch."""
+"""A compiled program for a person: who does what, the program as text, the way of the columns. No torch."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def mermaid(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh]) 
     """The way of the columns through a program, as a Mermaid flowchart.
 
     A box is a call with its mesh and layout, a frame is a loop or branch; a thin arrow is columns read where they were
-    written, a thick one columns that a move brought.
+    written, a thick one columns that a move brought. A call
+    that the program makes in several places is one box.
     """
-    names = {
-        id(call): f"n{index}" for index, call in enumerate(each for each in walk(program) if isinstance(each, Call))
-    }
+    calls = dict.fromkeys(each for each in walk(program) if isinstance(each, Call))
+    names = {call: f"n{index}" for index, call in enumerate(calls)}
     lines = ["flowchart TD", *_boxes(program, meshes, names, "  ")]
     lines += [f'  {edge}|"{", ".join(columns)}"| {reader}' for edge, reader, columns in _arrows(program, names, meshes)]
     return "\n".join(lines)
@@ -86,16 +86,16 @@ def _lines(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh], i
 
 
 def _boxes(
-    program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh], names: Mapping[int, str], indent: str
+    program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh], names: Mapping[Call, str], indent: str
 ) -> Iterator[str]:
     for instruction in program:
         if isinstance(instruction, Call):
-            yield f'{indent}{names[id(instruction)]}["{instruction.name}<br/>{_mesh(instruction.mesh, meshes)}"]'
+            yield f'{indent}{names[instruction]}["{instruction.name}<br/>{_mesh(instruction.mesh, meshes)}"]'
             continue
         frame = isinstance(instruction, Loop | Branch)
         inside = [line for body in bodies(instruction) for line in _boxes(body, meshes, names, indent + "  " * frame)]
         if frame and inside:
-            first = next(iter(names[id(each)] for each in walk((instruction,)) if isinstance(each, Call)))
+            first = next(names[each] for each in walk((instruction,)) if isinstance(each, Call))
             yield f'{indent}subgraph {first}_frame["{describe(instruction)}"]'
             yield from inside
             yield f"{indent}end"
@@ -104,7 +104,7 @@ def _boxes(
 
 
 def _arrows(
-    program: tuple[Instruction, ...], names: Mapping[int, str], meshes: Mapping[str, DeviceMesh]
+    program: tuple[Instruction, ...], names: Mapping[Call, str], meshes: Mapping[str, DeviceMesh]
 ) -> list[tuple[str, str, list[str]]]:
     """(writer and arrow, reader, columns) of a program."""
     arrows: dict[tuple[str, str], list[str]] = {}
@@ -116,7 +116,7 @@ def _arrows(
                     place = meshes[instruction.destination].key
                     moved.update((column, place) for column in instruction.columns)
                 case Call():
-                    name = names[id(instruction)]
+                    name = names[instruction]
                     for column in instruction.reads:
                         if column in writers:
                             arrow = "==>" if (column, meshes[instruction.mesh].key) in moved else "-->"

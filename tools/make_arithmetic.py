@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Make two JSONL files of addition problems, one to train on and one held out.
 
-examples:
+Examples:
   python tools/make_arithmetic.py --train train.jsonl --held-out held_out.jsonl
-  python tools/make_arithmetic.py --train train.jsonl --held-out held_out.jsonl --max-operand 49 --num-train 1000 --dry-run
+  python tools/make_arithmetic.py --train train.jsonl --held-out held_out.jsonl --num-train 100 --dry-run
 """
 
 import argparse

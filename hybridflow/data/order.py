@@ -1,4 +1,7 @@
-"""The order of data as a pure function, the same on every machine and in every version of Python: nothing to save but a position."""
+"""The order of data as a pure function, so that a checkpoint keeps nothing of it but a position.
+
+The same on every machine and in every version of Python, which the standard library's shuffle is not.
+"""
 
 _MASK = 2**64 - 1
 _ROUNDS = 6
@@ -30,9 +33,9 @@ def permuted(index: int, *, size: int, key: tuple[int, ...]) -> int:
 
 
 def mixed(*numbers: int) -> int:
-    """64 well mixed bits that depend on every number, in order.
+    """64 well mixed bits that depend on every number, in order; each is absorbed by one round of SplitMix64.
 
-    Paper: SplitMix64, Steele, Lea and Flood, OOPSLA 2014.
+    Paper: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
     state = 0
     for number in numbers:

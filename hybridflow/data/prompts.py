@@ -121,8 +121,8 @@ def encode_solutions(
         prompt, response = _prompt_tokens(example, tokenizer), (*tokenizer.encode(text), tokenizer.eos_id)
         if len(prompt) + len(response) > max_context:
             raise DataError(
-                f"{example.place}: prompt of {len(prompt)} tokens + solution of {len(response)} = "
-                f"{len(prompt) + len(response)} exceeds model.max_context={max_context}; shorten one or raise max_context"
+                f"{example.place}: prompt of {len(prompt)} tokens + solution of {len(response)} = {len(prompt) + len(response)} "
+                f"exceeds model.max_context={max_context}; shorten it or raise max_context"
             )
         pairs.append((prompt, response))
     return tuple(pairs)

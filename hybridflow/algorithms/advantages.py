@@ -1,0 +1,153 @@
+"""Advantages: from rewards to how much better than expected each token was.
+
+Every statistic is over the global batch, so it does not depend on how samples are spread over ranks or micro-batches.
+Sums are taken in fp64, so that it does not depend on the order of addition either (to fp32 precision).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.inputs import alike
+
+SumOverRanks = Callable[[Tensor], Tensor]
+"""Sums a small fp64 tensor over the data-parallel ranks; every rank gets the sum."""
+
+
+def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
+    """Reward of each token: the sample's score on its last response token, less the KL penalty on every one.
+
+    ``r_t = score * [t is the last token with mask 1] - kl_coef * kl_t * mask_t``
+
+    Args:
+        scores: One score per sample, ``[samples]``.
+        kl: KL penalty of each token, ``[samples, tokens]``; any value at mask 0.
+        mask: 1 on tokens that the policy produced, ``[samples, tokens]``.
+        kl_coef: Weight of the penalty, the β of the papers.
+
+    Returns:
+        Rewards ``[samples, tokens]``, 0 at mask 0. A sample without a response token loses its score.
+
+    Raises:
+        ValueError: The shapes do not fit each other.
+
+    Paper: arXiv 1909.08593.
+    """
+    kl, mask = alike(kl=kl, mask=mask)
+    if scores.shape != kl.shape[:1]:
+        raise ValueError(f"scores {list(scores.shape)} for kl {list(kl.shape)}: must be one per sample, [samples]")
+    on = mask > 0
+    is_last = on & (on.cumsum(dim=1) == on.sum(dim=1, keepdim=True))
+    return scores.to(kl.dtype)[:, None] * is_last - kl_coef * torch.where(on, kl, 0)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over the tokens that the policy produced.
+
+    Backwards from the last token, with ``V`` and ``A`` 0 after it::
+
+        delta_t = r_t + gamma * V_{t+1} - V_t
+        A_t     = delta_t + gamma * gae_lambda * A_{t+1}
+        returns = A + V
+
+    At mask 0 (padding, tool and observation tokens) the running ``V_{t+1}`` and ``A_{t+1}`` pass through unchanged:
+    ``t + 1`` is the policy's next own token, and what is given at mask 0 is never read.
+
+    Args:
+        rewards: ``[samples, tokens]``.
+        values: The critic's values when the samples were made, ``[samples, tokens]``.
+        mask: 1 on tokens that the policy produced, ``[samples, tokens]``.
+        gamma: Discount per token.
+        gae_lambda: 1 is reward-to-go minus value, 0 is the one-step error.
+
+    Returns:
+        Advantages (not yet whitened) and returns, both ``[samples, tokens]`` and 0 at mask 0.
+
+    Raises:
+        ValueError: Shapes differ.
+
+    Paper: arXiv 1506.02438. It has no mask; the pass-through is ours.
+    """
+    rewards, values, mask = alike(rewards=rewards, values=values, mask=mask)
+    on = mask > 0
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    next_value, next_advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(on[:, t], delta + gamma * gae_lambda * next_advantage, next_advantage)
+        next_value = torch.where(on[:, t], values[:, t], next_value)
+        advantages[:, t] = torch.where(on[:, t], next_advantage, 0)
+        returns[:, t] = torch.where(on[:, t], next_advantage + next_value, 0)
+    return advantages, returns
+
+
+def whiten(x: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks | None = None) -> Tensor:
+    """Shift and scale to mean 0 and variance 1 over all mask-1 tokens of the global batch.
+
+    ``(x - mean) * rsqrt(var + 1e-8)`` with Bessel's correction, ``var = sum((x - mean)^2) / (n - 1)``. Two passes,
+    mean first: the difference of two large squares would lose the variance of a batch far from 0.
+
+    Args:
+        x: This rank's share, ``[samples, tokens]``; any value at mask 0.
+        mask: 1 on tokens that count, ``[samples, tokens]``.
+        sum_over_ranks: Sums over the data-parallel ranks; None if this rank holds the whole batch.
+
+    Returns:
+        ``[samples, tokens]``, 0 at mask 0.
+
+    Collective: dp, twice, when ``sum_over_ranks`` is given. Every rank raises if one does for too few tokens.
+
+    Raises:
+        ValueError: Shapes differ, or the global batch has fewer than two tokens.
+    """
+    x, mask = alike(x=x, mask=mask)
+    on = mask > 0
+    wide = torch.where(on, x, 0).double()
+    counts = torch.stack((on.sum().double(), wide.sum()))
+    num_tokens, x_sum = (counts if sum_over_ranks is None else sum_over_ranks(counts)).unbind()
+    if num_tokens < 2:
+        raise ValueError(
+            f"whitening over {int(num_tokens)} response token(s) of the global batch: a variance needs at least 2; "
+            "check the response masks, or make the batch larger"
+        )
+    centred = torch.where(on, wide - x_sum / num_tokens, 0)
+    square_sum = centred.square().sum().reshape(1)
+    square_sum = square_sum if sum_over_ranks is None else sum_over_ranks(square_sum)
+    return (centred * torch.rsqrt(square_sum / (num_tokens - 1) + 1e-8)).to(x.dtype)
+
+
+def group_normalize(scores: Tensor, groups: Tensor) -> Tensor:
+    """GRPO's advantage of each sample: how its score stands among the responses to the same prompt.
+
+    ``(score - mean) / (std + 1e-6)`` within the group, with the unbiased standard deviation (n - 1). A group of one has
+    mean 0 and std 1, so it keeps its score. The caller spreads the result over the sample's response mask.
+
+    Args:
+        scores: Scores of the whole global batch, ``[samples]``: a group may lie on several ranks, so gather first.
+        groups: Which group each sample belongs to, int64 ``[samples]``; any distinct numbers, in any order.
+
+    Returns:
+        ``[samples]``.
+
+    Raises:
+        ValueError: Shapes differ, or are not one-dimensional.
+
+    Paper: arXiv 2402.03300.
+    """
+    if scores.shape != groups.shape or scores.dim() != 1:
+        raise ValueError(
+            f"scores {list(scores.shape)} and groups {list(groups.shape)}: both must be [samples], one entry per sample"
+        )
+    _, index, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
+    # fp64: in fp32 the mean of equal scores misses them by a rounding error, which 1e-6 in the divisor blows up to 1e-2.
+    wide = scores.double()
+    group_sums = wide.new_zeros(len(sizes))
+    is_single = sizes == 1
+    means = torch.where(is_single, 0, group_sums.index_add(0, index, wide) / sizes)
+    centred = wide - means[index]
+    variances = group_sums.index_add(0, index, centred.square()) / (sizes - 1).clamp(min=1)
+    stds = torch.where(is_single, 1, variances.sqrt())
+    return (centred / (stds[index] + 1e-6)).to(torch.promote_types(scores.dtype, torch.float32))

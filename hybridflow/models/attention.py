@@ -1,0 +1,164 @@
+"""Core attention on packed tokens, with or without a key-value cache, for training and rollout alike.
+
+Activations are laid out ``[tokens, 1, hidden]``: all sequences of a micro-batch one after the other, without padding. Which
+tokens see which is told by an attention plan, an object that travels through megatron-core as ``attention_bias``. Training
+and prefill use ``PackedAttention``, decoding uses ``CachedAttention``; everything else of the model is the same code, so that the
+two agree on log-probabilities.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+
+class KeyValueCache:
+    """Keys and values of the sequences being decoded, for the layers of this stage.
+
+    Attributes:
+        keys: One tensor for each local layer, ``[slots, tokens, groups/tp, head]``.
+        values: As ``keys``.
+    """
+
+    def __init__(self, *, num_layers: int, num_slots: int, num_tokens: int, num_groups: int, head_size: int,
+                 dtype: torch.dtype, device: torch.device) -> None:
+        shape = (num_slots, num_tokens, num_groups, head_size)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def keep(self, slots: Tensor) -> None:
+        """Drop all sequences but those in ``slots`` (``[kept]``), which become slots 0 and up."""
+        self.keys = [keys[slots] for keys in self.keys]
+        self.values = [values[slots] for values in self.values]
+
+
+class PackedAttention:
+    """Each token sees itself and the tokens before it in its own sequence.
+
+    Args:
+        lengths: Tokens of each sequence.
+        device: Where the activations live.
+        cache: Where to leave the keys and values of sequence ``i``, in slot ``first_slot + i``.
+        first_slot: See ``cache``.
+    """
+
+    def __init__(
+        self, lengths: list[int], device: torch.device, cache: KeyValueCache | None = None, first_slot: int = 0
+    ) -> None:
+        self._samples = len(lengths)
+        self._width = max(lengths, default=0)
+        self._cache = cache
+        self._first_slot = first_slot
+        counts = torch.tensor(lengths, dtype=torch.int64)
+        starts = torch.cumsum(counts, 0) - counts
+        sample = torch.repeat_interleave(torch.arange(self._samples), counts)
+        self.positions = (torch.arange(int(counts.sum())) - starts[sample]).to(device)
+        # Equal lengths are already a rectangle: nothing to gather.
+        self._is_rectangle = len(set(lengths)) <= 1
+        self._places = sample.to(device) * self._width + self.positions
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attention of one layer.
+
+        Args:
+            layer: Local layer index.
+            query: ``[tokens, heads/tp, head]``.
+            key: ``[tokens, groups/tp, head]``.
+            value: As ``key``.
+            scale: Factor on the scores.
+
+        Returns:
+            ``[tokens, heads/tp, head]``.
+        """
+        query, key, value = self._rectangle(query), self._rectangle(key), self._rectangle(value)
+        if self._cache is not None:
+            slots = slice(self._first_slot, self._first_slot + self._samples)
+            self._cache.keys[layer][slots, : self._width] = key
+            self._cache.values[layer][slots, : self._width] = value
+        # Padding stands behind the tokens, where a causal query never looks.
+        context = scaled_dot_product_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, scale=scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        context = context.transpose(1, 2).reshape(self._samples * self._width, *query.shape[2:])
+        return context if self._is_rectangle else context[self._places]
+
+    def _rectangle(self, packed: Tensor) -> Tensor:
+        """``[tokens, …]`` to ``[samples, width, …]``, zeros behind the shorter sequences."""
+        if not self._is_rectangle:
+            rectangle = packed.new_zeros(self._samples * self._width, *packed.shape[1:])
+            packed = rectangle.index_copy(0, self._places, packed)
+        return packed.view(self._samples, self._width, *packed.shape[1:])
+
+
+class CachedAttention:
+    """One new token for each sequence, which sees the sequence's cached tokens and itself.
+
+    Args:
+        cache: Keys and values; the new token's are added.
+        positions: Position of the new token of the sequence in slot ``i``, ``[slots]``.
+    """
+
+    def __init__(self, cache: KeyValueCache, positions: Tensor) -> None:
+        self.positions = positions
+        self._cache = cache
+        self._slots = torch.arange(len(positions), device=positions.device)
+        self._width = int(positions.max()) + 1
+        seen = torch.arange(self._width, device=positions.device) <= positions[:, None]
+        self._mask = seen[:, None, None, :]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """As ``PackedAttention.attend``, with one token for each slot."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys[self._slots, self.positions] = key
+        values[self._slots, self.positions] = value
+        context = scaled_dot_product_attention(
+            query[:, :, None], keys[:, : self._width].transpose(1, 2), values[:, : self._width].transpose(1, 2),
+            attn_mask=self._mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return context[:, :, 0]
+
+
+AttentionPlan = PackedAttention | CachedAttention
+
+
+class SdpaCoreAttention(MegatronModule):
+    """megatron-core's core attention slot, filled with PyTorch's scaled dot-product attention.
+
+    Takes the place of ``DotProductAttention`` (which knows neither packing nor a cache of ours) and of Transformer Engine's
+    attention, so that rollout and training share one path on every machine.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, attn_mask_type: Any = None, attention_type: str = "self",
+        softmax_scale: float | None = None, cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.local_layer = 0
+        self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, /, *, attention_bias: AttentionPlan,
+        attn_mask_type: Any = None, packed_seq_params: None = None,
+    ) -> Tensor:
+        """``[tokens, 1, heads/tp, head]`` each (groups for key and value) to ``[tokens, 1, heads/tp * head]``."""
+        context = attention_bias.attend(self.local_layer, query[:, 0], key[:, 0], value[:, 0], self._scale)
+        return context.reshape(context.shape[0], 1, -1)
+
+
+def padded_lengths(lengths: list[int]) -> list[int]:
+    """Lengths of a padded micro-batch: every row as wide as the longest, the padding being tokens behind the others."""
+    return [max(lengths, default=0)] * len(lengths)
+
+
+def pad_packed(packed: Tensor, lengths: list[int], fill: int = 0) -> Tensor:
+    """Packed tokens ``[tokens]`` to a padded micro-batch, flattened: ``[samples * width]``."""
+    width = max(lengths, default=0)
+    return torch.cat([pad(row, (0, width - len(row)), value=fill) for row in packed.split(lengths)])

@@ -1,0 +1,172 @@
+"""GPT models from megatron-core, in any tensor, pipeline and data parallel layout, on packed tokens."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from hybridflow.config import Model
+from hybridflow.models.attention import AttentionPlan, SdpaCoreAttention
+from hybridflow.parallel.accelerators import has_transformer_engine
+from hybridflow.parallel.cpu import use_cpu_for_cuda
+from hybridflow.parallel.layout import ParallelLayout
+
+use_cpu_for_cuda()
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def padded_vocab_size(model: Model, vocab_size: int, tp: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks: the vocabulary, rounded up."""
+    multiple = model.vocab_divisible_by * tp
+    return -(-vocab_size // multiple) * multiple
+
+
+def transformer_config(model: Model, layout: ParallelLayout) -> TransformerConfig:
+    """megatron-core's description of this model in this layout."""
+    on_gpu = torch.cuda.is_available()
+    dtype = DTYPES[model.dtype]
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups or model.num_attention_heads,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        # Micro-batches are packed, so each has its own number of tokens.
+        variable_seq_lengths=True,
+        # No experts here, but the default dispatcher refuses variable lengths.
+        moe_token_dispatcher_type="alltoall",
+        # Our losses carry the global batch's denominators: megatron-core must not divide again.
+        calculate_per_token_loss=True,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_comm=on_gpu,
+        # Weights are a function of (seed, name), set after construction.
+        perform_initialization=False,
+        use_cpu_initialization=not on_gpu,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+class ValueHead(nn.Module):
+    """One number for each token, in the place of the vocabulary projection; the same on all tensor-parallel ranks."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, hidden_size, dtype=dtype, device=device))
+
+    def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
+        """``[tokens, 1, hidden]`` to ``[tokens, 1, 1]``."""
+        return nn.functional.linear(hidden, self.weight), None
+
+
+class Transformer(GPTModel):
+    """megatron-core's GPT on packed tokens: ``[tokens]`` in, ``[rows, vocab/tp]`` or values ``[rows, 1]`` out.
+
+    Inside, activations are Megatron's ``[tokens, 1, hidden]``.
+    """
+
+    def forward(self, tokens: Tensor, attention: AttentionPlan, rows: Tensor | None = None) -> Tensor:
+        """This stage's part of the forward pass.
+
+        Collective: tp.
+
+        Args:
+            tokens: Token ids of all sequences one after the other, ``[tokens]``; read by the first stage.
+            attention: Which token sees which, and each token's position.
+            rows: Which tokens' outputs are wanted, ``[rows]`` int64; None for all.
+
+        Returns:
+            Hidden states ``[tokens, 1, hidden]`` on all but the last stage; there logits ``[rows, padded_vocab/tp]``,
+            this rank's columns, or values ``[rows, 1]``.
+        """
+        hidden = None
+        if self.pre_process:
+            hidden = self.embedding(input_ids=tokens[None], position_ids=attention.positions[None])
+        rotary = self.rotary_pos_emb(self.max_sequence_length)[attention.positions]
+        hidden = self.decoder(
+            hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, attention_bias=attention
+        )
+        if not self.post_process:
+            return hidden
+        if rows is not None:
+            hidden = hidden[rows]
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden, weight=weight)[0][:, 0]
+
+
+def build_transformer(
+    model: Model,
+    layout: ParallelLayout,
+    groups: ProcessGroupCollection,
+    device: torch.device,
+    *,
+    vocab_size: int,
+    has_value_head: bool = False,
+) -> Transformer:
+    """This rank's stage and shard of a model, with weights not yet set.
+
+    Args:
+        model: Shape of the model.
+        layout: How it is cut; ``groups`` must be of such a mesh.
+        groups: This rank's process groups.
+        device: Where the weights live; ``meta`` for shapes only.
+        vocab_size: True vocabulary, before padding.
+        has_value_head: Values instead of logits.
+    """
+    config = transformer_config(model, layout)
+    first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
+    with device:
+        transformer = Transformer(
+            config=config,
+            transformer_layer_spec=_layer_spec(config),
+            vocab_size=padded_vocab_size(model, vocab_size, layout.tp),
+            max_sequence_length=model.max_context,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=model.tied_embeddings and not has_value_head,
+            position_embedding_type="rope",
+            rotary_base=model.rotary_base,
+            pg_collection=groups,
+        )
+        if has_value_head and last:
+            transformer.output_layer = ValueHead(config.hidden_size, config.params_dtype, device)
+    for index, layer in enumerate(transformer.decoder.layers):
+        layer.self_attention.core_attention.local_layer = index
+    return transformer if device.type == "meta" else transformer.to(device)
+
+
+def _layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """Transformer Engine's layers where it is installed, else megatron-core's local ones; our attention in both."""
+    if has_transformer_engine():
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
+    return spec

@@ -1,0 +1,121 @@
+"""Log-probabilities and entropy from vocabulary-parallel logits, which are never gathered.
+
+Each tensor-parallel rank holds some columns of the logits. Three sums over the group are enough: the largest logit, the sum
+of exponentials, and the target's own logit (one rank has it); the entropy needs a fourth. The backward pass recomputes the softmax of its columns, chunk by chunk, so that no
+fp32 copy of the logits is kept.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHUNK_TOKENS = 1024
+"""Rows of logits that are in fp32 at one time."""
+
+
+def vocab_parallel_log_probs(
+    logits: Tensor, targets: Tensor, *, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of each row, of ``softmax(logits / temperature)``.
+
+    Collective: tp, forward only.
+
+    Args:
+        logits: This rank's columns, ``[tokens, padded_vocab/tp]``, any floating type.
+        targets: Token ids, ``[tokens]`` int64; the same on every rank of the group.
+        group: The tensor-parallel group; the rank with group index ``i`` holds columns ``[i, i + 1) * padded_vocab/tp``.
+        vocab_size: True vocabulary; columns from there on are padding and have probability zero.
+        temperature: Divides the logits first.
+
+    Returns:
+        ``log_probs`` and ``entropy``, ``[tokens]`` fp32, the same on every rank of the group, both differentiable.
+    """
+    return _VocabParallelLogProbs.apply(logits, targets, group, vocab_size, temperature)
+
+
+class _VocabParallelLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, group, vocab_size, temperature):
+        columns = Columns(logits.shape[-1], group, vocab_size)
+        log_probs, entropies, normalizers = [], [], []
+        for rows, wanted in zip(logits.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
+            scaled = columns.scaled(rows, temperature)
+            largest = columns.max(scaled.amax(-1))
+            exp = (scaled - largest[:, None]).exp()
+            # Padding columns are -inf: their product with probability zero must count as zero.
+            weighted = (exp * scaled.clamp(min=torch.finfo(scaled.dtype).min)).sum(-1)
+            total, weighted, target = columns.sum(
+                torch.stack([exp.sum(-1), weighted, columns.pick(scaled, wanted)])
+            ).unbind()
+            normalizer = largest + total.log()
+            log_probs.append(target - normalizer)
+            entropies.append(normalizer - weighted / total)
+            normalizers.append(normalizer)
+        empty = logits.new_empty(0, dtype=torch.float32)
+        log_prob = torch.cat(log_probs) if log_probs else empty
+        entropy = torch.cat(entropies) if entropies else empty
+        ctx.save_for_backward(logits, targets, torch.cat(normalizers) if normalizers else empty, entropy)
+        ctx.columns, ctx.temperature = columns, temperature
+        return log_prob, entropy
+
+    @staticmethod
+    def backward(ctx, grad_log_prob, grad_entropy):
+        logits, targets, normalizer, entropy = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        start = 0
+        for rows in logits.split(CHUNK_TOKENS):
+            part = slice(start, start + len(rows))
+            start += len(rows)
+            scaled = ctx.columns.scaled(rows, ctx.temperature)
+            log_p = scaled - normalizer[part, None]
+            p = log_p.exp()
+            # d log p_t / d z = 1[t] - p;  d H / d z = -p (log p + H).
+            log_p = log_p.clamp(min=torch.finfo(log_p.dtype).min)
+            piece = -p * (grad_log_prob[part, None] + grad_entropy[part, None] * (log_p + entropy[part, None]))
+            ctx.columns.add_at(piece, targets[part], grad_log_prob[part])
+            grad[part] = (piece / ctx.temperature).to(grad.dtype)
+        return grad, None, None, None, None
+
+
+class Columns:
+    """Which columns of the vocabulary this rank holds, and sums over those of the whole group."""
+
+    def __init__(self, width: int, group: dist.ProcessGroup, vocab_size: int) -> None:
+        self.group = group
+        self.first = dist.get_rank(group) * width
+        self.num_real = max(0, min(width, vocab_size - self.first))
+
+    def scaled(self, logits: Tensor, temperature: float) -> Tensor:
+        """fp32 logits over temperature, padding columns at minus infinity, ``[tokens, padded_vocab/tp]``."""
+        scaled = logits.float() / temperature
+        scaled[:, self.num_real :] = -torch.inf
+        return scaled
+
+    def max(self, value: Tensor) -> Tensor:
+        """Largest value over the group. Collective: tp."""
+        if dist.get_world_size(self.group) > 1:
+            dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
+        return value
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum over the group. Collective: tp."""
+        if dist.get_world_size(self.group) > 1:
+            dist.all_reduce(value, group=self.group)
+        return value
+
+    def pick(self, scaled: Tensor, targets: Tensor) -> Tensor:
+        """The target's logit where this rank holds it, else 0, ``[tokens]``."""
+        local = targets - self.first
+        mine = (local >= 0) & (local < self.num_real)
+        picked = scaled.gather(1, local.clamp(0, scaled.shape[1] - 1)[:, None])[:, 0]
+        return torch.where(mine, picked, torch.zeros_like(picked))
+
+    def add_at(self, gradient: Tensor, targets: Tensor, amount: Tensor) -> None:
+        """Add ``amount`` (``[tokens]``) at the target's column where this rank holds it, in place."""
+        local = targets - self.first
+        mine = (local >= 0) & (local < self.num_real)
+        gradient.scatter_add_(
+            1, local.clamp(0, gradient.shape[1] - 1)[:, None], torch.where(mine, amount, torch.zeros_like(amount))[:, None]
+        )

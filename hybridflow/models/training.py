@@ -1,0 +1,187 @@
+"""A model that can be trained: megatron-core's DDP, 1F1B schedule, distributed optimizer and gradient clipping around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from hybridflow.config import Optimizer
+from hybridflow.models.gpt import Transformer
+from hybridflow.models.microbatch import MicroBatch
+
+LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]
+"""``(output of the last stage, micro-batch) -> (loss share, anything to keep)``. The loss shares of all micro-batches and
+data-parallel ranks add up to the loss: denominators are those of the global batch."""
+
+
+class Trainable:
+    """One rank's part of a model in training.
+
+    Attributes:
+        model: The bare model, for forward passes and weights.
+    """
+
+    def __init__(self, model: Transformer, groups: ProcessGroupCollection, settings: Optimizer) -> None:
+        config = model.config
+        self.model = model
+        self._groups = groups
+        self._config = config
+        config.finalize_model_grads_func = self._finalize
+        # The sum over replicas is wanted, not the mean: with per-token loss megatron-core scales by nothing.
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=settings.distributed, average_in_collective=False
+        )
+        self._ddp = DistributedDataParallel(config, ddp_config, model, pg_collection=groups)
+        self._optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=settings.lr,
+                adam_beta1=settings.beta1,
+                adam_beta2=settings.beta2,
+                adam_eps=settings.eps,
+                weight_decay=settings.weight_decay,
+                clip_grad=settings.clip_grad,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=settings.distributed,
+            ),
+            [self._ddp],
+            use_gloo_process_groups=False,
+            pg_collection=groups,
+        )
+
+    def accumulate(self, micro_batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
+        """Forward and backward over this rank's micro-batches; gradients are summed over the replicas at the end.
+
+        Collective: tp, pp, dp. A replica without samples passes no micro-batch and still takes part.
+
+        Returns:
+            What ``loss`` gave for each micro-batch; empty but on the last stage.
+        """
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        if not micro_batches:
+            self._finalize([self._ddp])
+            return []
+        return run_schedule(self._ddp, self._config, self._groups, micro_batches, loss, forward_only=False)
+
+    def step(self) -> float:
+        """Clip the gradients, update the weights, and return the gradient norm before clipping. Collective: all ranks."""
+        succeeded, grad_norm, _ = self._optimizer.step()
+        assert succeeded, "without loss scaling no step is ever skipped"
+        return float(grad_norm)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Use another learning rate from the next step on."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Local gradients by parameter name, summed over replicas where the optimizer is not distributed."""
+        return {name: parameter.main_grad for name, parameter in self.model.named_parameters()}
+
+    def _finalize(self, models: list[Any], num_tokens: Tensor | None = None, **_: Any) -> None:
+        # num_tokens is left out: the loss is already divided by the global batch's counts.
+        finalize_model_grads(models, None, pg_collection=self._groups)
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Every tensor that the optimizer needs to go on, by a stable name; live storage, not copies.
+
+        The fp32 master weights are included where the model's own are shorter.
+        """
+        state: dict[str, Tensor] = {}
+        for index, optimizer in enumerate(self._optimizer.chained_optimizers):
+            if getattr(optimizer, "is_stub_optimizer", False):
+                continue
+            inner = optimizer.optimizer
+            optimizer.init_state_fn(inner) if not inner.state else None
+            for group_index, group in enumerate(inner.param_groups):
+                for place, parameter in enumerate(group["params"]):
+                    prefix = f"{index}.{group_index}.{place}"
+                    state[f"{prefix}.master"] = parameter.data
+                    for key, value in inner.state[parameter].items():
+                        if isinstance(value, Tensor):
+                            state[f"{prefix}.{key}"] = value
+        return state
+
+
+def run_schedule(
+    model: torch.nn.Module,
+    config: Any,
+    groups: ProcessGroupCollection,
+    micro_batches: list[MicroBatch],
+    loss: LossFunction,
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """megatron-core's own schedule over packed micro-batches: 1F1B through the stages, or plain accumulation without.
+
+    Returns:
+        What ``loss`` gave beside the loss for each micro-batch; empty but on the last stage.
+    """
+
+    def forward_step(batches: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        micro_batch = next(batches)
+        output = stage(micro_batch.tokens, micro_batch.attention, micro_batch.rows)
+
+        def finish(output: Tensor) -> tuple[Tensor, Tensor, Any]:
+            share, kept = loss(output, micro_batch)
+            return share, torch.zeros([], dtype=torch.int, device=output.device), kept
+
+        return output, finish
+
+    arguments: dict[str, Any] = dict(
+        forward_step_func=forward_step,
+        data_iterator=iter(micro_batches),
+        model=model,
+        num_microbatches=len(micro_batches),
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        pg_collection=groups,
+    )
+    if groups.pp.size() == 1:
+        return forward_backward_no_pipelining(**arguments)
+    return forward_backward_pipelining_without_interleaving(
+        **arguments, p2p_communicator=P2PCommunicator(pp_group=groups.pp, config=config)
+    )
+
+
+@torch.no_grad()
+def forward_only(
+    model: Transformer, groups: ProcessGroupCollection, micro_batches: list[MicroBatch], compute: Callable[..., Any]
+) -> list[Any]:
+    """Forward passes without gradients. ``compute(output, micro_batch)`` gives what is kept, on the last stage.
+
+    Collective: tp, pp.
+    """
+    if not micro_batches:
+        return []
+
+    def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
+        return output.new_zeros(()), compute(output, micro_batch)
+
+    return run_schedule(model, model.config, groups, micro_batches, loss, forward_only=True)
+
+
+def sum_over(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """A function that sums a tensor over a group, in place. Collective: the group."""
+
+    def add(value: Tensor) -> Tensor:
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(value, group=group)
+        return value
+
+    return add

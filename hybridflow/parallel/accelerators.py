@@ -1,0 +1,22 @@
+"""The one door to Transformer Engine and Apex: whether they are there. megatron-core itself picks their fused Adam when so."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+
+@functools.cache
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine can be used: installed, with a CUDA device to run on."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+@functools.cache
+def has_apex() -> bool:
+    """Whether NVIDIA's Apex can be used (PyPI's ``apex`` is another project: it has no ``multi_tensor_apply``)."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("apex") is None:
+        return False
+    return importlib.util.find_spec("apex.multi_tensor_apply") is not None

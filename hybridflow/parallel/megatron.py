@@ -1,0 +1,84 @@
+"""The process groups of a mesh in the form that megatron-core takes them.
+
+Groups are arguments: every megatron-core call of hybridflow is given a ``ProcessGroupCollection``, and megatron-core's globals
+(``parallel_state``) are never initialised. So one process may hold models in several layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from hybridflow.parallel.cpu import use_cpu_for_cuda
+from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.parallel.world import World
+
+use_cpu_for_cuda()
+
+
+def rank_sets(meshes: Iterable[DeviceMesh], size: int) -> list[tuple[int, ...]]:
+    """Every set of ranks that needs a process group, in one order on all ranks: pass it to ``World.make_groups``.
+
+    Args:
+        meshes: All meshes of the job, in the same order on all ranks.
+        size: Ranks of the job.
+    """
+    sets: list[tuple[int, ...]] = [tuple(range(size))]
+    sets += [(rank,) for rank in range(size)]
+    for mesh in meshes:
+        sets.append(mesh.ranks)
+        for axes in (("tp",), ("pp",), ("dp", "cp"), ("tp", "pp"), ("tp", "dp", "cp")):
+            sets += mesh.groups(*axes)
+        sets += [_ends(group) for group in mesh.groups("pp")]
+    return list(dict.fromkeys(sets))
+
+
+def collection(world: World, mesh: DeviceMesh) -> ProcessGroupCollection:
+    """This rank's process groups in a mesh that it belongs to.
+
+    Context and expert parallel groups are single ranks, since layouts with ``cp`` or ``ep`` above 1 are refused earlier.
+    """
+    rank = world.rank
+    alone = world.group((rank,))
+
+    def along(*axes: str):
+        return world.group(mesh.group_of(rank, *axes))
+
+    pipeline = mesh.group_of(rank, "pp")
+    ends = _ends(pipeline)
+    return ProcessGroupCollection(
+        tp=along("tp"),
+        pp=along("pp"),
+        mp=along("tp", "pp"),
+        embd=world.group(ends) if rank in ends else None,
+        pos_embd=world.group((rank,)) if rank == pipeline[0] else None,
+        cp=alone,
+        tp_cp=along("tp"),
+        hcp=[alone],
+        ep=alone,
+        expt_tp=along("tp"),
+        tp_ep=along("tp"),
+        tp_ep_pp=along("tp", "pp"),
+        dp=along("dp", "cp"),
+        dp_cp=along("dp", "cp"),
+        expt_dp=along("dp", "cp"),
+        intra_dp_cp=along("dp", "cp"),
+        intra_expt_dp=along("dp", "cp"),
+        tp_dp_cp=along("tp", "dp", "cp"),
+        intra_dist_opt=world.group(mesh.ranks),
+    )
+
+
+def single_rank_collection(world: World) -> ProcessGroupCollection:
+    """Groups of this rank alone, for describing a whole model without its mesh."""
+    alone = world.group((world.rank,))
+    return ProcessGroupCollection(
+        tp=alone, pp=alone, mp=alone, embd=alone, pos_embd=alone, cp=alone, tp_cp=alone, hcp=[alone], ep=alone,
+        expt_tp=alone, tp_ep=alone, tp_ep_pp=alone, dp=alone, dp_cp=alone, expt_dp=alone,
+    )
+
+
+def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
+    """First and last stage: the ranks that share tied embeddings."""
+    return pipeline if len(pipeline) <= 2 else (pipeline[0], pipeline[-1])

@@ -1,0 +1,91 @@
+"""The one door to mpi4py: where MPI put this rank, and the coordinator's messages over MPI.
+
+mpi4py is imported only in a job that MPI started, since the import initialises MPI.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hybridflow.errors import DeadlineError
+
+_POLL_S = 0.0002
+
+
+class Place(NamedTuple):
+    """Where MPI put this process, and the TCP rendezvous that rank 0 offers."""
+
+    rank: int
+    size: int
+    local_rank: int
+    ranks_per_node: int
+    address: str
+    port: int
+
+
+def find_place() -> Place:
+    """Ask MPI for rank, size and node, and agree on rank 0's address and a free port. Collective: all ranks."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    offer = None
+    if world.rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            alone = node.size == world.size
+            offer = json.dumps(["127.0.0.1" if alone else socket.gethostname(), probe.getsockname()[1]])
+    address, port = json.loads(world.bcast(offer) if world.size > 1 else offer)
+    return Place(world.rank, world.size, node.rank, node.size, address, port)
+
+
+class MpiMessenger:
+    """Byte messages among some ranks over MPI; every wait has a deadline."""
+
+    def __init__(self, ranks: tuple[int, ...], deadline_s: float) -> None:
+        from mpi4py import MPI
+
+        group = MPI.COMM_WORLD.Get_group().Incl(list(ranks))
+        self._comm: Any = MPI.COMM_WORLD.Create_group(group)
+        self._ranks = ranks
+        self._deadline_s = deadline_s
+
+    def broadcast(self, payload: bytes | None, name: str) -> bytes:
+        """The lowest rank's bytes on every rank. Raises DeadlineError when a rank does not come."""
+        size = np.array([len(payload) if payload is not None else 0], dtype=np.int64)
+        self._wait([self._comm.Ibcast(size, root=0)], name)
+        buffer = np.frombuffer(payload, dtype=np.uint8).copy() if payload is not None else np.empty(size[0], np.uint8)
+        self._wait([self._comm.Ibcast(buffer, root=0)], name)
+        return buffer.tobytes()
+
+    def gather(self, payload: bytes, name: str) -> list[bytes]:
+        """Every rank's bytes, in rank order, on every rank. Raises DeadlineError when a rank does not come."""
+        sizes = np.empty(len(self._ranks), dtype=np.int64)
+        self._wait([self._comm.Iallgather(np.array([len(payload)], dtype=np.int64), sizes)], name)
+        buffer = np.empty(int(sizes.sum()), dtype=np.uint8)
+        mine = np.frombuffer(payload, dtype=np.uint8).copy()
+        self._wait([self._comm.Iallgatherv(mine, [buffer, sizes.tolist()])], name)
+        ends = np.cumsum(sizes)
+        return [buffer[end - size : end].tobytes() for end, size in zip(ends, sizes, strict=True)]
+
+    def exchange(self, sends: dict[int, np.ndarray], receives: dict[int, np.ndarray], name: str) -> None:
+        """Point-to-point arrays of known sizes, all posted at once. Raises DeadlineError when one does not come."""
+        requests = [self._comm.Irecv(array, source=self._ranks.index(rank)) for rank, array in receives.items()]
+        requests += [self._comm.Isend(array, dest=self._ranks.index(rank)) for rank, array in sends.items()]
+        self._wait(requests, name)
+
+    def _wait(self, requests: list[Any], name: str) -> None:
+        end = time.monotonic() + self._deadline_s
+        for request in requests:
+            while not request.Test():
+                if time.monotonic() > end:
+                    raise DeadlineError(
+                        f"{name}: some of ranks {list(self._ranks)} did not answer within {self._deadline_s:g} s over MPI; "
+                        "look for a rank that failed earlier, or raise cluster.deadline_s"
+                    )
+                time.sleep(_POLL_S)

@@ -1,0 +1,172 @@
+"""All ranks of the job: joining them, their process groups, and telling a failure once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.errors import DeadlineError
+from hybridflow.parallel.coordinator import Coordinator, GlooMessenger, Messenger
+from hybridflow.parallel.start import Start
+
+
+class World:
+    """The ranks of the job as this one sees them.
+
+    Attributes:
+        rank: This process's global rank.
+        size: Ranks of the job.
+        ranks_per_node: Consecutive ranks that share a node.
+        device: Where this rank's models live.
+        deadline_s: Longest wait for another rank, in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        ranks_per_node: int,
+        device: torch.device,
+        deadline_s: float,
+        store: dist.Store,
+        uses_mpi: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.ranks_per_node = ranks_per_node
+        self.device = device
+        self.deadline_s = deadline_s
+        self._store = store
+        self._uses_mpi = uses_mpi
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._coordinators: dict[tuple[int, ...], Coordinator] = {}
+        timeout = timedelta(seconds=deadline_s)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(
+                backend, store=dist.PrefixStore("torch", store), rank=rank, world_size=size, timeout=timeout
+            )
+        except RuntimeError as error:
+            raise DeadlineError(
+                f"rank {rank}: not all {size} ranks came within {deadline_s:g} s: {str(error).splitlines()[0]}"
+            ) from error
+
+    def make_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
+        """Create the process groups over these sets of ranks, once each.
+
+        Collective: all ranks of the job, with the same sets in the same order, also those that hold none of them.
+        """
+        for ranks in dict.fromkeys(rank_sets):
+            if ranks not in self._groups:
+                self._groups[ranks] = self._new_group(ranks)
+
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if ranks == tuple(range(self.size)):
+            return dist.group.WORLD
+        # Ranks within a group are in mesh order, so that group ranks are coordinates.
+        unsorted = {"sort_ranks": False} if list(ranks) != sorted(ranks) else {}
+        return dist.new_group(list(ranks), timeout=timedelta(seconds=self.deadline_s), **unsorted)
+
+    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The process group over these ranks, made before by ``make_groups``."""
+        assert ranks in self._groups, f"no process group was made for ranks {ranks}"
+        return self._groups[ranks]
+
+    def coordinator(self, ranks: tuple[int, ...]) -> Coordinator:
+        """The coordinator over these ranks; its first use is collective over them."""
+        if ranks not in self._coordinators:
+            messenger: Messenger | None = None
+            if len(ranks) > 1 and self._uses_mpi:
+                from hybridflow.parallel.mpi import MpiMessenger
+
+                messenger = MpiMessenger(ranks, self.deadline_s)
+            elif len(ranks) > 1:
+                messenger = GlooMessenger(self.group(ranks), ranks, self.deadline_s)
+            self._coordinators[ranks] = Coordinator(self.rank, ranks, messenger)
+        return self._coordinators[ranks]
+
+    def is_first_to_fail(self) -> bool:
+        """Whether this rank's error is the first of the job, and so the one to print.
+
+        No collective: after a failure those could wait for ever. A store that is gone means that rank 0, which hosts it,
+        failed and spoke before.
+        """
+        try:
+            winner = self._store.compare_set("hybridflow/first_error", "", str(self.rank))
+        except (RuntimeError, ValueError):
+            return False
+        return winner.decode() == str(self.rank)
+
+    def close(self) -> None:
+        """Leave the job in order."""
+        dist.destroy_process_group()
+
+
+def find_device(local_rank: int) -> torch.device:
+    """This rank's GPU if the machine has any, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_world(start: Start, *, deadline_s: float, start_deadline_s: float) -> World:
+    """Meet the other ranks.
+
+    Args:
+        start: Which rank this is, from ``find_start``.
+        deadline_s: Longest later wait for another rank, in seconds.
+        start_deadline_s: Longest wait for the ranks to come, in seconds.
+
+    Raises:
+        DeadlineError: The rendezvous cannot be reached, or not all ranks came.
+    """
+    store: dist.Store
+    if start.size == 1 and not start.agent_store:
+        store = dist.HashStore()
+    else:
+        try:
+            store = dist.TCPStore(
+                start.address,
+                start.port,
+                start.size,
+                is_master=start.rank == 0 and not start.agent_store,
+                timeout=timedelta(seconds=start_deadline_s),
+                wait_for_workers=False,
+            )
+        except RuntimeError as error:
+            raise DeadlineError(
+                f"rank {start.rank}: no rendezvous at {start.address}:{start.port} within {start_deadline_s:g} s: "
+                f"{str(error).splitlines()[0]}; rank 0 must run there, and the port must be free"
+            ) from error
+        wait_for_all(store, start, start_deadline_s)
+    return World(
+        rank=start.rank,
+        size=start.size,
+        ranks_per_node=start.ranks_per_node,
+        device=find_device(start.local_rank),
+        deadline_s=deadline_s,
+        store=store,
+        uses_mpi=start.launcher == "mpi",
+    )
+
+
+def wait_for_all(store: dist.Store, start: Start, start_deadline_s: float) -> None:
+    """Return when every rank has signed in.
+
+    Raises:
+        DeadlineError: Names the ranks that did not come.
+    """
+    names = [f"hybridflow/here/{rank}" for rank in range(start.size)]
+    store.set(names[start.rank], "1")
+    with contextlib.suppress(RuntimeError):
+        store.wait(names, timedelta(seconds=start_deadline_s))
+        return
+    missing = [rank for rank, name in enumerate(names) if not store.check([name])]
+    raise DeadlineError(f"rank {start.rank}: ranks {missing} did not come within {start_deadline_s:g} s of the start")

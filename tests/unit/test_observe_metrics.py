@@ -65,6 +65,7 @@ def test_resume_drops_the_steps_after_its_checkpoint(tmp_path: Path):
     before = (tmp_path / "metrics.jsonl").read_text().splitlines()
     with MetricsLog(tmp_path, num_steps=9, resumed_step=3):
         assert (tmp_path / "metrics.jsonl").read_text().splitlines() == before[:4]  # steps 0 to 3, unchanged
+    assert sorted(tensorboard_scalars(tmp_path, "reward/mean")) == [0, 1, 2, 3]
     write_steps(tmp_path, range(4, 8), resumed_step=3, shift=0.01)
     expected = {0: 0.0, 1: 0.1, 2: 0.2, 3: 0.3, 4: 0.41, 5: 0.51, 6: 0.61, 7: 0.71}
     assert {row["step"]: row["reward/mean"] for row in read_metrics(tmp_path)} == pytest.approx(expected)

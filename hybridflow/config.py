@@ -80,11 +80,16 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """Made-up addition problems; ``hybridflow.data.arithmetic`` says what each number means."""
+    """Made-up addition problems, as ``hybridflow.data.arithmetic`` makes them.
+
+    Attributes:
+        max_operand: Operands go from 0 to this.
+        mistake_share: Expected share of wrong solutions to imitate among the training problems that carry.
+    """
 
     num_train: Count
     num_held_out: Count
-    seed: int = 1
+    seed: CountOrZero = 1
     max_operand: Count = 99
     mistake_share: Share = 0.0
 

@@ -163,9 +163,7 @@ def test_meshes_of_the_roles(recipe_file):
 
 
 def test_unknown_recipe_lists_the_shipped_ones():
-    with pytest.raises(
-        ConfigError, match=r"recipe nonsense: no such file; .* shipped recipe: .*quick"
-    ):
+    with pytest.raises(ConfigError, match=r"recipe nonsense: no such file; .* shipped recipe: .*quick"):
         find_recipe("nonsense")
 
 

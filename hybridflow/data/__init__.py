@@ -1,0 +1,1 @@
+"""What comes in: tokenizers, prompts and their order, made-up problems."""

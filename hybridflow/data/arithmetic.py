@@ -1,0 +1,96 @@
+"""Made-up addition problems: a task small enough for a laptop whose right answers a program can check.
+
+The rows of the training file carry a worked ``solution`` beside the right ``answer``. As in text found on the web, some
+solutions are wrong, and wrong in the same way: they forget the carry from the units, as in 27+35=52. Supervised
+training imitates the slip; reinforcement learning, which sees the right answer, can mend it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridflow.config import Arithmetic
+from hybridflow.data.order import mixed, permuted
+from hybridflow.errors import DataError
+
+Row = dict[str, str]
+
+# Keeps the three uses of one seed apart.
+_WHICH, _ORDER, _SLIP = range(3)
+
+
+def make_problems(spec: Arithmetic) -> tuple[list[Row], list[Row]]:
+    """Training and held-out problems, a function of ``spec`` alone.
+
+    No problem stands in both, not even with its operands exchanged. ``spec.mistake_share`` is the expected share of
+    wrong solutions among the training problems that carry from the units; the others are always right, and every
+    ``answer`` is right.
+
+    Args:
+        spec: How many problems, operands from 0 to ``max_operand``, and how many slips.
+
+    Returns:
+        Rows ``{"prompt": "27+35=", "answer": "62", "solution": "52"}``, and rows without a solution.
+
+    Raises:
+        DataError: There are fewer different problems than asked for.
+    """
+    largest = spec.max_operand
+    num_pairs = (largest + 1) * (largest + 2) // 2
+    wanted = spec.num_train + spec.num_held_out
+    if wanted > num_pairs:
+        raise DataError(
+            f"arithmetic: num_train={spec.num_train} + num_held_out={spec.num_held_out} = {wanted} problems, "
+            f"but operands up to max_operand={largest} make only {num_pairs}; raise max_operand or ask for fewer"
+        )
+    train, held_out = [], []
+    for number in range(wanted):
+        pair = permuted(number, size=num_pairs, key=(spec.seed, _WHICH))
+        # Pairs (small, large) in order: the one at (s, l) has index l·(l+1)/2 + s.
+        large = (math.isqrt(8 * pair + 1) - 1) // 2
+        small = pair - large * (large + 1) // 2
+        left, right = (small, large) if mixed(spec.seed, _ORDER, pair) % 2 else (large, small)
+        row = {"prompt": f"{left}+{right}=", "answer": str(left + right)}
+        if number < spec.num_train:
+            slips = mixed(spec.seed, _SLIP, pair) < spec.mistake_share * 2**64
+            train.append({**row, "solution": str(without_carry(left, right) if slips else left + right)})
+        else:
+            held_out.append(row)
+    return train, held_out
+
+
+def without_carry(left: int, right: int) -> int:
+    """The sum of someone who forgets the carry from the units: 27 + 35 → 52, 21 + 35 → 56."""
+    return left + right - (10 if left % 10 + right % 10 >= 10 else 0)
+
+
+def ensure_files(spec: Arithmetic, *, train: str | Path, held_out: str | Path) -> None:
+    """Write the two JSONL files where they are absent; one process calls this for all.
+
+    Raises:
+        DataError: A file is there and holds something else, or cannot be written; or as ``make_problems``.
+    """
+    for path, rows in zip((Path(train), Path(held_out)), make_problems(spec), strict=True):
+        text = to_jsonl(rows)
+        try:
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+                aside.write_text(text, encoding="utf-8")
+                aside.replace(path)
+            elif path.read_bytes() != text.encode():
+                raise DataError(
+                    f"{path}: is there already, and is not what data.arithmetic describes; "
+                    "remove the file to have it made anew, or set data.arithmetic=null to use it as it is"
+                )
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written: {error}; choose another place") from error
+
+
+def to_jsonl(rows: Sequence[Row]) -> str:
+    """One JSON object on each line."""
+    return "".join(json.dumps(row) + "\n" for row in rows)

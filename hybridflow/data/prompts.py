@@ -1,0 +1,171 @@
+"""Prompts from JSONL files, their tokens, and the order in which training draws them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridflow.config import Data
+from hybridflow.data.order import permuted
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A problem.
+
+    Attributes:
+        prompt: What the model is given.
+        answer: The right answer, for the reward.
+        solution: Text to imitate in the warm start, if the row has one.
+        place: File and line, for messages.
+    """
+
+    prompt: str
+    answer: str
+    solution: str | None = None
+    place: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSource:
+    """The examples in the order of training, shuffled anew in each epoch.
+
+    The example of a draw is a function of the draw's serial number, the seed and the number of examples, so all that a
+    checkpoint keeps of the data order is one integer.
+
+    Attributes:
+        examples: The rows of the file.
+        seed: Of the order.
+    """
+
+    examples: tuple[Example, ...]
+    seed: int
+
+    def row(self, draw: int) -> int:
+        """Index into ``examples`` of a draw, counted from 0 over all epochs."""
+        epoch, index = divmod(draw, len(self.examples))
+        return permuted(index, size=len(self.examples), key=(self.seed, epoch))
+
+    def example(self, draw: int) -> Example:
+        """The example of a draw."""
+        return self.examples[self.row(draw)]
+
+
+def read_examples(path: str | Path, data: Data) -> tuple[Example, ...]:
+    """The problems of a JSONL file, in its order; blank lines are skipped.
+
+    Args:
+        path: The file.
+        data: Names the fields.
+
+    Raises:
+        DataError: The file is missing or empty, or a line is not UTF-8, not a JSON object, or lacks a field of text.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; set data.train and data.held_out") from error
+    examples = [_example(line, f"{path}:{number}", data) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not examples:
+        raise DataError(f"{path}: holds no rows; expected one JSON object with {data.prompt_field!r} on each line")
+    return tuple(examples)
+
+
+def encode_prompts(
+    examples: Sequence[Example], tokenizer: Tokenizer, *, max_new_tokens: int, max_context: int
+) -> tuple[tuple[int, ...], ...]:
+    """Each prompt's tokens, after the beginning-of-sequence token where the tokenizer has one.
+
+    Args:
+        examples: The problems.
+        tokenizer: Gives the tokens.
+        max_new_tokens: Longest response in tokens.
+        max_context: Longest sequence in tokens.
+
+    Raises:
+        DataError: A prompt leaves no room for the longest response; names its file and line.
+    """
+    prompts = tuple(_prompt_tokens(example, tokenizer) for example in examples)
+    for example, prompt in zip(examples, prompts, strict=True):
+        if len(prompt) + max_new_tokens > max_context:
+            raise DataError(
+                f"{example.place}: prompt of {len(prompt)} tokens + rollout.max_new_tokens={max_new_tokens} = "
+                f"{len(prompt) + max_new_tokens} exceeds model.max_context={max_context}; shorten the prompt to "
+                f"{max_context - max_new_tokens} tokens, lower max_new_tokens or raise max_context"
+            )
+    return prompts
+
+
+def encode_solutions(
+    examples: Sequence[Example], tokenizer: Tokenizer, *, max_context: int
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """What the warm start imitates: each prompt's tokens, and those of its solution with the end of sequence.
+
+    A row without a solution gives its answer.
+
+    Args:
+        examples: The problems.
+        tokenizer: Gives the tokens.
+        max_context: Longest sequence in tokens.
+
+    Raises:
+        DataError: Prompt and solution together exceed ``max_context``; names the file and line.
+    """
+    pairs = []
+    for example in examples:
+        text = example.answer if example.solution is None else example.solution
+        prompt, response = _prompt_tokens(example, tokenizer), (*tokenizer.encode(text), tokenizer.eos_id)
+        if len(prompt) + len(response) > max_context:
+            raise DataError(
+                f"{example.place}: prompt of {len(prompt)} tokens + solution of {len(response)} = {len(prompt) + len(response)} "
+                f"exceeds model.max_context={max_context}; shorten it or raise max_context"
+            )
+        pairs.append((prompt, response))
+    return tuple(pairs)
+
+
+def _prompt_tokens(example: Example, tokenizer: Tokenizer) -> tuple[int, ...]:
+    begin = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
+    return (*begin, *tokenizer.encode(example.prompt))
+
+
+def _example(line: bytes, place: str, data: Data) -> Example:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: not UTF-8: {error.reason} at byte {error.start}; save the file as UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: not valid JSON: {error}; expected one object on each line") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: expected a JSON object, found {type(row).__name__} {row!r:.60}")
+    prompt = _text(row, data.prompt_field, place)
+    if prompt == "":
+        raise DataError(f"{place}: field {data.prompt_field!r} is empty; a prompt needs at least one character")
+    has_solution = data.solution_field in row
+    return Example(
+        prompt=prompt,
+        answer=_text(row, data.answer_field, place),
+        solution=_text(row, data.solution_field, place) if has_solution else None,
+        place=place,
+    )
+
+
+def _text(row: dict[str, object], name: str, place: str) -> str:
+    if name not in row:
+        raise DataError(
+            f"{place}: no field {name!r}; found {sorted(row)}; add it, or set data.*_field to its name here"
+        )
+    value = row[name]
+    if not isinstance(value, str):
+        raise DataError(f"{place}: field {name!r}: expected text, found {value!r:.60}; put it in quotes")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place}: field {name!r}: half of a surrogate pair at character {error.start}; mend it"
+        ) from error
+    return value

@@ -131,6 +131,7 @@ class Mover:
         everything = sorted(sample for ids in table for sample in ids)
         if len(set(everything)) != len(everything):
             raise DataError(f"{describe(move)}: a sample id is in two replicas of {move.source}; ids must be distinct")
+        common = _common(move, shares)
         known = [reports[destination_mesh.holders(dp)[0]]["destination"] for dp in range(destination_mesh.layout.dp)]
         wanted = self._assign(everything, known, shares)
         transfers = plan_transfers(table, wanted, source_mesh, destination_mesh)
@@ -155,7 +156,7 @@ class Mover:
         )
         if me not in destination_mesh:
             return None
-        pieces = [_Layout(_common(move, shares), (), move.columns).unpack(torch.empty(0, dtype=torch.uint8))]
+        pieces = [_Layout(common, (), move.columns).unpack(torch.empty(0, dtype=torch.uint8))]
         pieces += [layout.unpack(buffers[giver]) for giver, layout in incoming.items()]
         if (me, me) in transfers:
             pieces.append(_pick(held, transfers[me, me], move.columns))
@@ -255,13 +256,18 @@ def _common(move: Move, shares: list[dict[str, Any]]) -> dict[str, Any]:
     """A share with the type that all replicas agree on; those without samples are not asked. Raises GraphError."""
     filled = [share for share in shares if share["ids"]] or shares[:1]
     for name in move.columns:
-        kinds = {(kind["dtype"], *kind["shape"]) for kind in (share["columns"][name] for share in filled)}
+        kinds = {_spell(share["columns"][name]) for share in filled}
         if len(kinds) > 1:
             raise GraphError(
-                f"{describe(move)}: replicas give column {name!r} as {' and '.join(map(str, sorted(kinds)))}; "
+                f"{describe(move)}: replicas give column {name!r} as {' and '.join(sorted(kinds))}; "
                 "its type must be the same on all ranks"
             )
     return filled[0]
+
+
+def _spell(kind: dict[str, Any]) -> str:
+    """A column's type for a message: ``ragged float32 [4]``, where the shape is that of one entry."""
+    return f"{'dense' if kind['lengths'] is None else 'ragged'} {kind['dtype']} {kind['shape']}"
 
 
 def _speaks(mesh: DeviceMesh, rank: int) -> bool:

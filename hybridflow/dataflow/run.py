@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,19 +22,13 @@ from hybridflow.dataflow.schedule import (
     walk,
 )
 from hybridflow.errors import GraphError
+from hybridflow.observe.timeline import Timeline
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 
 Scope = dict[tuple[ParallelLayout, tuple[int, ...]], Batch]
 """Place -> the samples that this rank holds there, in order of id."""
-
-
-class Timeline(Protocol):
-    """Notes when things begin and end."""
-
-    def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
-        """A context that lasts as long as the thing."""
 
 
 class Executor:

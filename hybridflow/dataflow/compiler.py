@@ -81,13 +81,12 @@ def _compile(flow: Flow, state: _State, job: _Job) -> tuple[Instruction, ...]:
         hoisted: list[Instruction] = []
         branches: list[tuple[Instruction, ...]] = []
         for lane in lanes:
-            others = frozenset(rank for other in lanes if other is not lane for rank in other.ranks)
             branch: list[Instruction] = []
             ready = set(before)
             for element in lane.elements:
                 for move in _moves(element, later, ready, state, job):
-                    # A move that needs ranks of another branch comes first: its columns were there before all of them.
-                    (branch if others.isdisjoint(participants(move, job.meshes)) else hoisted).append(move)
+                    # A move that needs other ranks too comes first: its columns were there before all branches.
+                    (branch if lane.ranks.issuperset(participants(move, job.meshes)) else hoisted).append(move)
                 branch += _emit(element, state, job)
                 ready.update(_writes(element))
                 later.remove(element)

@@ -137,6 +137,19 @@ def test_meshes_of_several_stages_fill_the_others_before_a_call() -> None:
     assert lines(compile_flow(flow, meshes)) == ["call x.make", "move t, u from m to m", "call x.use", "call x.more"]
 
 
+def test_moves_from_a_common_source_come_before_concurrent_calls() -> None:
+    meshes = {name: mesh(name, "dp1", (rank,)) for name, rank in (("a", 0), ("b", 1), ("c", 2))}
+    flow = node("x.make", "a", writes="t", source=True) >> node("x.left", "b", "t") >> node("x.right", "c", "t")
+    assert lines(compile_flow(flow, meshes)) == [
+        "call x.make",
+        "move t from a to b",
+        "move t from a to c",
+        "concurrent",
+        "call x.left",
+        "call x.right",
+    ]
+
+
 def test_a_role_enters_a_phase_only_when_it_changes() -> None:
     meshes = {"m": mesh("m", "dp1", range(1))}
     make = node("a.make", "m", writes="t", source=True, phase="p")
@@ -306,7 +319,7 @@ def jobs(draw) -> tuple[Flow, dict[str, DeviceMesh]]:
 
 
 @given(jobs())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_every_rank_has_what_its_calls_read(job) -> None:
     """Play the program with sets of columns: complete at each call, phases right, no column moved twice to a place."""
     flow, meshes = job

@@ -176,11 +176,14 @@ class Mover:
                     f"{describe(move)}: rank {self.world.rank} holds no {', '.join(missing) or 'samples'} there; "
                     "a call on the source must write it before"
                 )
+            # Most columns have the lengths of others: each list is named once, so that the report is one short message.
+            lengths: list[list[int]] = []
             weight = source.columns.get(_WEIGHT)
             report["source"] = {
                 "ids": source.ids.tolist(),
-                "weights": weight.lengths.tolist() if isinstance(weight, Ragged) else [1] * len(source),
-                "columns": {name: _kind(source.columns[name]) for name in move.columns},
+                "weights": _intern(weight.lengths.tolist(), lengths) if isinstance(weight, Ragged) else None,
+                "columns": {name: _kind(source.columns[name], lengths) for name in move.columns},
+                "lengths": lengths,
             }
         if _speaks(destination_mesh, self.world.rank) and destination is not None:
             report["destination"] = destination.ids.tolist()
@@ -190,9 +193,10 @@ class Mover:
         """Which replica of the destination has which samples: as they lie there already, else balanced by tokens."""
         if None not in known and sorted(sample for ids in known for sample in ids or ()) == everything:
             return tuple(tuple(ids or ()) for ids in known)
-        weights = {
-            sample: weight for share in shares for sample, weight in zip(share["ids"], share["weights"], strict=True)
-        }
+        weights = dict.fromkeys(everything, 1)
+        for share in shares:
+            if share["weights"] is not None:
+                weights.update(zip(share["ids"], share["lengths"][share["weights"]], strict=True))
         parts = balance([weights[sample] for sample in everything], len(known), self.chunk)
         return tuple(
             tuple(sample for sample, part in zip(everything, parts, strict=True) if part == dp)
@@ -211,7 +215,8 @@ class _Layout:
         for name in columns:
             kind = share["columns"][name]
             dtype: torch.dtype = getattr(torch, kind["dtype"])
-            lengths = None if kind["lengths"] is None else [kind["lengths"][position[sample]] for sample in ids]
+            known = None if kind["lengths"] is None else share["lengths"][kind["lengths"]]
+            lengths = None if known is None else [known[position[sample]] for sample in ids]
             shape = [len(ids) if lengths is None else sum(lengths), *kind["shape"]]
             self._columns.append((name, dtype, shape, lengths, self.num_bytes))
             self.num_bytes += _aligned(torch.Size(shape).numel() * dtype.itemsize)
@@ -242,14 +247,21 @@ def _pick(source: Batch, ids: Sequence[int], columns: Sequence[str]) -> Batch:
     return source.only(columns).select(torch.tensor([position[sample] for sample in ids], dtype=torch.int64))
 
 
-def _kind(column: Column) -> dict[str, Any]:
-    """Type, trailing shape and lengths of a column, as JSON."""
+def _kind(column: Column, lengths: list[list[int]]) -> dict[str, Any]:
+    """Type, trailing shape and place in ``lengths`` of a column, as JSON."""
     values = column.values if isinstance(column, Ragged) else column
     return {
         "dtype": str(values.dtype).removeprefix("torch."),
         "shape": list(values.shape[1:]),
-        "lengths": column.lengths.tolist() if isinstance(column, Ragged) else None,
+        "lengths": _intern(column.lengths.tolist(), lengths) if isinstance(column, Ragged) else None,
     }
+
+
+def _intern(values: list[int], known: list[list[int]]) -> int:
+    """The place of ``values`` in ``known``; they are added when they are new."""
+    if values not in known:
+        known.append(values)
+    return known.index(values)
 
 
 def _common(move: Move, shares: list[dict[str, Any]]) -> dict[str, Any]:

@@ -40,11 +40,12 @@ def columns_of(ids: list[int]) -> dict[str, Column]:
         bits[:1] = (0x7FC00001, -0x80000000, 0x7F800000)[sample % 3]
         rows.append(bits)
     lengths = torch.tensor([length(sample) for sample in ids], dtype=torch.int64)
+    odd = torch.tensor([sample % 2 for sample in ids], dtype=torch.int64)
     tokens = torch.cat([torch.empty(0, dtype=torch.int32), *rows])
     return {
         "tokens": Ragged(tokens.long(), lengths),
         "log_probs": Ragged(tokens.view(torch.float32), lengths),
-        "pairs": Ragged(tokens[:, None].repeat(1, 3).to(torch.int8), lengths),
+        "pairs": Ragged(torch.tensor(ids, dtype=torch.int8).repeat_interleave(odd)[:, None].repeat(1, 3), odd),
         "scores": torch.tensor(ids, dtype=torch.float64) / 3,
         "flags": torch.tensor([sample % 3 == 0 for sample in ids], dtype=torch.bool),
         "vectors": torch.tensor(ids, dtype=torch.bfloat16)[:, None].repeat(1, 5),

@@ -148,7 +148,8 @@ class Script:
     ],
 )
 def test_replicas_that_disagree_are_refused(ids, dtype: str, error, message: str) -> None:
-    share = {"ids": ids, "weights": [1], "columns": {"x": {"dtype": dtype, "shape": [], "lengths": None}}}
+    columns = {"x": {"dtype": dtype, "shape": [], "lengths": None}}
+    share = {"ids": ids, "weights": None, "columns": columns, "lengths": []}
     world = SimpleNamespace(rank=0, coordinator=lambda ranks: Script([{"source": share, "destination": ids}]))
     mover = Mover(world, {"a": mesh("dp2", range(2))}, 4)  # type: ignore[arg-type]
     batch = Batch(torch.tensor([1]), {"x": torch.zeros(1)})

@@ -1,14 +1,18 @@
 """The local launcher, with small programs in the place of ranks."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from hybridflow.launch.local import REPORTED, run_local
+
+ROOT = Path(__file__).parents[2]
 
 # A rank that writes its pid, so that a test can see it gone.
 PRELUDE = (
@@ -148,3 +152,70 @@ def test_ranks_die_with_a_killed_parent(none_left, tmp_path):
 def test_program_that_does_not_exist():
     with pytest.raises(FileNotFoundError):
         run_local([], num_ranks=2, program=["/nonexistent/program"])
+
+
+# Stands in for an interpreter: notes its calls, makes "virtual environments" of itself, and says that it is new enough.
+FAKE_PYTHON = """#!/usr/bin/env bash
+echo "python $*" >> "$LOG"
+if [ "$1 $2" = "-m venv" ]; then
+    mkdir -p "$3/bin"
+    cp "$0" "$3/bin/python"
+    printf '#!/bin/sh\\necho "hybridflow $*" >> "$LOG"; exit 7\\n' > "$3/bin/hybridflow"
+    chmod +x "$3/bin/hybridflow"
+elif [ "$1" = -c ]; then
+    exit "${TOO_OLD:-0}"
+fi
+"""
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A clone in a folder with a space in its name; called, runs a script of it: exit status, calls, errors."""
+    root = tmp_path / "my clone"
+    for name in ("launch/venv.sh", "launch/quickstart.sh", "tests/run.sh", "setup.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    python = tmp_path / "fake-python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    log = tmp_path / "log"
+
+    def run_script(name, *argv, **environ):
+        log.write_text("")
+        environ = {**os.environ, "PYTHON": str(python), "LOG": str(log), **environ}
+        done = subprocess.run([root / name, *argv], env=environ, capture_output=True, text=True, check=False)
+        calls = [line for line in log.read_text().splitlines() if not line.startswith("python -c")]
+        return done.returncode, [call.replace(f"{root}/", "") for call in calls], done.stderr
+
+    run_script.root = root
+    return run_script
+
+
+PIP = "python -m pip install --disable-pip-version-check"
+
+
+def test_quickstart_installs_once_and_passes_arguments_and_status_on(clone):
+    status, calls, _ = clone("launch/quickstart.sh", "trainer.steps=1", "name=a b")
+    train = "hybridflow train quickstart trainer.steps=1 name=a b"
+    editable = f"{PIP} --editable {clone.root}"
+    assert calls == ["python -m venv .venv", f"{PIP} torch==2.13.0", editable, train]
+    assert status == 7
+    assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart"]
+    with open(clone.root / "setup.py", "a") as setup:
+        setup.write("# changed\n")
+    assert clone("launch/quickstart.sh")[1] == [f"{PIP} torch==2.13.0", editable, "hybridflow train quickstart"]
+
+
+def test_tests_install_their_tools_and_leave_the_long_ones_out(clone):
+    clone("launch/quickstart.sh")
+    pytest_call = "python -m pytest -m not slow and not slurm and not vllm -k layout"
+    editable = f"{PIP} --editable {clone.root}[dev]"
+    assert clone("tests/run.sh", "-k", "layout")[1] == [f"{PIP} torch==2.13.0", editable, pytest_call]
+    assert clone("tests/run.sh", "--all", "-x")[1] == ["python -m pytest -m  -x"]
+    assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart"]
+
+
+def test_unsuitable_python_is_refused(clone):
+    status, calls, errors = clone("launch/quickstart.sh", TOO_OLD="1")
+    assert (status, calls) == (2, [])
+    assert "is not Python 3.10 to 3.13; install one and set PYTHON" in errors

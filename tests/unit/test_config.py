@@ -83,6 +83,7 @@ def test_overrides_win_and_later_ones_over_earlier(recipe_file):
         ("critic=null", ["critic: missing; algorithm=ppo needs one"]),
         ("algorithm=grpo", ["critic: algorithm=grpo has no critic"]),
         ("grpo.kl_coef=0.1", ["grpo: algorithm=ppo would ignore this section"]),
+        ("ppo.kl_target=6", ["ppo.kl_target: adaptive KL multiplies ppo.kl_coef, which is 0"]),
         ("rollout.group_size=3", ["global_batch_size=16", "group_size=3", "set it to 18"]),
         ("trainer.mini_batch_size=5", ["mini_batch_size=5 does not divide trainer.global_batch_size=16"]),
         ("rollout.max_new_tokens=32", ["rollout.max_new_tokens=32", "model.max_context=32"]),

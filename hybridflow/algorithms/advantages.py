@@ -142,7 +142,7 @@ def group_normalize(scores: Tensor, groups: Tensor) -> Tensor:
             f"scores {list(scores.shape)} and groups {list(groups.shape)}: both must be [samples], one entry per sample"
         )
     _, index, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
-    # fp64: in fp32 the mean of equal scores misses them by a rounding error, which 1e-6 in the divisor blows up to 1e-2.
+    # fp64: in fp32 the mean of three scores of 0.9 misses them by 6e-8, which a divisor of 1e-6 makes 0.06.
     wide = scores.double()
     group_sums = wide.new_zeros(len(sizes))
     is_single = sizes == 1

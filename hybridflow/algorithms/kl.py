@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ def _k3(d: Tensor) -> Tensor:
     return (torch.exp((-d).clamp(-20, 20)) + d - 1).clamp(-10, 10)
 
 
-_ESTIMATORS = {"k1": lambda d: d, "abs": torch.abs, "k2": _k2, "k3": _k3}
+_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda d: d, "abs": torch.abs, "k2": _k2, "k3": _k3}
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
@@ -81,7 +83,7 @@ def sequence_mean_kl(kl: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks |
     mean_sum, num_sequences = (counts if sum_over_ranks is None else sum_over_ranks(counts)).tolist()
     if num_sequences == 0:
         raise ValueError("mean KL over 0 sequences with response tokens: at least 1 is needed; check the masks")
-    return mean_sum / num_sequences
+    return float(mean_sum / num_sequences)
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, *, target: float, num_samples: int, horizon: int) -> float:

@@ -184,8 +184,8 @@ def test_group_normalize_by_hand():
 
 
 def test_group_of_equal_scores_has_no_advantage():
-    # A mean taken in fp32 would miss 0.1 by 7e-9, and 7e-9 / 1e-6 is an advantage of 0.007.
-    close(group_normalize(torch.full((3,), 0.1), torch.zeros(3, dtype=torch.int64)), torch.zeros(3))
+    # A mean taken in fp32 would miss 0.9 by 6e-8, and 6e-8 / 1e-6 is an advantage of 0.06.
+    close(group_normalize(torch.full((3,), 0.9), torch.zeros(3, dtype=torch.int64)), torch.zeros(3))
 
 
 @settings(max_examples=30, deadline=None)

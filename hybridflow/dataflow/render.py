@@ -1,0 +1,136 @@
+"""A compiled program for a person: who does what, the program as text, the way of the columns. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hybridflow.dataflow.schedule import Branch, Call, Instruction, Loop, Move, bodies, describe, walk
+from hybridflow.parallel.mesh import DeviceMesh
+
+
+def plan_table(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh], num_ranks: int) -> str:
+    """Ranks × role × calls, ranks that do the same in one row, and below it the program.
+
+    Args:
+        program: The program of the whole job.
+        meshes: Name -> mesh.
+        num_ranks: Ranks of the job; those without any call are listed as idle.
+    """
+    work: dict[tuple[tuple[str, str, str], ...], list[int]] = {}
+    for rank in range(num_ranks):
+        work.setdefault(_work(program, meshes, rank), []).append(rank)
+    rows = [("ranks", "role", "mesh", "calls")]
+    for tasks, ranks in work.items():
+        for index, task in enumerate(tasks or (("idle", "", ""),)):
+            rows.append((format_ranks(ranks) if index == 0 else "", *task))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*table, "", "program", *_lines(program, meshes, "  ")])
+
+
+def format_ranks(ranks: list[int]) -> str:
+    """Ascending ranks with runs shortened: ``0-3,6``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def mermaid(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh]) -> str:
+    """The way of the columns through a program, as a Mermaid flowchart.
+
+    A box is a call with its mesh and layout, a frame is a loop or branch; a thin arrow is columns read where they were
+    written, a thick one columns that a move brought. A call
+    that the program makes in several places is one box.
+    """
+    calls = dict.fromkeys(each for each in walk(program) if isinstance(each, Call))
+    names = {call: f"n{index}" for index, call in enumerate(calls)}
+    lines = ["flowchart TD", *_boxes(program, meshes, names, "  ")]
+    lines += [f'  {edge}|"{", ".join(columns)}"| {reader}' for edge, reader, columns in _arrows(program, names, meshes)]
+    return "\n".join(lines)
+
+
+def _work(
+    program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh], rank: int
+) -> tuple[tuple[str, str, str], ...]:
+    """The rank's (role, mesh, calls), in the order of their first call."""
+    calls: dict[tuple[str, str], dict[str, None]] = {}
+    for instruction in walk(program):
+        if isinstance(instruction, Call) and rank in meshes[instruction.mesh]:
+            calls.setdefault((instruction.role, _mesh(instruction.mesh, meshes)), {})[instruction.call] = None
+    return tuple((role, mesh, ", ".join(names)) for (role, mesh), names in calls.items())
+
+
+def _mesh(name: str, meshes: Mapping[str, DeviceMesh]) -> str:
+    return f"{name} {meshes[name].layout}"
+
+
+def _lines(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh], indent: str) -> Iterator[str]:
+    for instruction in program:
+        line = indent + describe(instruction)
+        if isinstance(instruction, Call):
+            line += f" on {_mesh(instruction.mesh, meshes)}"
+        elif isinstance(instruction, Loop | Branch):
+            line += f", decided on {instruction.mesh}"
+        yield line
+        for index, body in enumerate(bodies(instruction)):
+            if len(bodies(instruction)) > 1 and body:
+                label = ("then", "otherwise")[index] if isinstance(instruction, Branch) else "at the same time"
+                yield f"{indent}  {label}"
+                yield from _lines(body, meshes, indent + "    ")
+            else:
+                yield from _lines(body, meshes, indent + "  ")
+
+
+def _boxes(
+    program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh], names: Mapping[Call, str], indent: str
+) -> Iterator[str]:
+    for instruction in program:
+        if isinstance(instruction, Call):
+            yield f'{indent}{names[instruction]}["{instruction.name}<br/>{_mesh(instruction.mesh, meshes)}"]'
+            continue
+        frame = isinstance(instruction, Loop | Branch)
+        inside = [line for body in bodies(instruction) for line in _boxes(body, meshes, names, indent + "  " * frame)]
+        if frame and inside:
+            first = next(names[each] for each in walk((instruction,)) if isinstance(each, Call))
+            yield f'{indent}subgraph {first}_frame["{describe(instruction)}"]'
+            yield from inside
+            yield f"{indent}end"
+        else:
+            yield from inside
+
+
+def _arrows(
+    program: tuple[Instruction, ...], names: Mapping[Call, str], meshes: Mapping[str, DeviceMesh]
+) -> list[tuple[str, str, list[str]]]:
+    """(writer and arrow, reader, columns) of a program."""
+    arrows: dict[tuple[str, str], list[str]] = {}
+
+    def follow(body: tuple[Instruction, ...], writers: dict[str, str], moved: set[tuple[str, object]]) -> None:
+        for instruction in body:
+            match instruction:
+                case Move():
+                    place = meshes[instruction.destination].key
+                    moved.update((column, place) for column in instruction.columns)
+                case Call():
+                    name = names[instruction]
+                    for column in instruction.reads:
+                        if column in writers:
+                            arrow = "==>" if (column, meshes[instruction.mesh].key) in moved else "-->"
+                            arrows.setdefault((f"{writers[column]} {arrow}", name), []).append(column)
+                    if instruction.source:
+                        writers.clear()
+                        moved.clear()
+                    writers.update(dict.fromkeys(instruction.writes, name))
+                case Loop() | Branch():
+                    for inner in bodies(instruction):
+                        follow(inner, dict(writers), set(moved))
+                case _:
+                    for inner in bodies(instruction):
+                        follow(inner, writers, moved)
+
+    follow(program, {}, set())
+    return [(edge, reader, columns) for (edge, reader), columns in arrows.items()]

@@ -1,0 +1,163 @@
+"""Running a rank's schedule: calls, moves, phases, and loops and branches on shared decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hybridflow.dataflow.batch import Batch
+from hybridflow.dataflow.move import Mover
+from hybridflow.dataflow.schedule import (
+    Branch,
+    Call,
+    Concurrent,
+    Instruction,
+    Loop,
+    Move,
+    Phase,
+    deciders,
+    describe,
+    walk,
+)
+from hybridflow.errors import GraphError
+from hybridflow.observe.timeline import Timeline
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.parallel.world import World
+
+Scope = dict[tuple[ParallelLayout, tuple[int, ...]], Batch]
+"""Place -> the samples that this rank holds there, in order of id."""
+
+
+class Executor:
+    """Runs a rank's own schedule, as ``schedule.project`` gives it.
+
+    A role's method is called as ``method(batch, decided)``: the batch has exactly the columns that the node reads, with
+    this rank's samples in order of id; ``decided`` has the values of the loops and branches around it. On the holders
+    of the mesh it returns a batch with exactly the columns that the node writes; what other ranks return is not kept.
+
+    A turn of a loop and the body of a branch see the columns outside, and their own columns end with them.
+
+    Args:
+        schedule: What this rank does.
+        roles: Name -> object with the methods that the schedule calls, and ``enter_phase(phase)`` where it needs one.
+        decisions: Name -> function that takes the decision; called on the lowest rank of the deciding mesh alone. A
+            loop ends at the first falsy value, so turns are numbered from 1.
+        mover: Executes moves.
+        world: The ranks of the job.
+        meshes: Name -> mesh.
+        timeline: Notes the time of every call, move, phase and decision.
+
+    Raises:
+        GraphError: The schedule names a role, method or decision that is not there.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: tuple[Instruction, ...],
+        roles: Mapping[str, Any],
+        decisions: Mapping[str, Callable[[], Any]],
+        mover: Mover,
+        world: World,
+        meshes: Mapping[str, DeviceMesh],
+        timeline: Timeline,
+    ) -> None:
+        self._schedule = schedule
+        self._roles = roles
+        self._decisions = decisions
+        self._mover = mover
+        self._world = world
+        self._meshes = meshes
+        self._timeline = timeline
+        for instruction in walk(schedule):
+            self._check(instruction)
+
+    def run(self) -> None:
+        """Run the schedule once. Raises GraphError when a role's columns are not those of its node."""
+        self._run(self._schedule, {}, {})
+
+    def _run(self, program: tuple[Instruction, ...], scope: Scope, decided: Mapping[str, Any]) -> None:
+        for instruction in program:
+            match instruction:
+                case Call():
+                    with self._timeline.span("call", instruction.name):
+                        self._call(instruction, scope, decided)
+                case Move():
+                    with self._timeline.span("move", describe(instruction)):
+                        self._move(instruction, scope)
+                case Phase():
+                    with self._timeline.span("phase", describe(instruction)):
+                        self._roles[instruction.role].enter_phase(instruction.phase)
+                case Loop():
+                    while value := self._decide(instruction):
+                        self._run(instruction.body, dict(scope), {**decided, instruction.decision: value})
+                case Branch():
+                    value = self._decide(instruction)
+                    body = instruction.then if value else instruction.otherwise
+                    self._run(body, dict(scope), {**decided, instruction.decision: value})
+                case Concurrent():
+                    raise AssertionError("a rank's own schedule has no concurrent bodies: project the program first")
+
+    def _decide(self, instruction: Loop | Branch) -> Any:
+        ranks = deciders(instruction, self._meshes)
+        with self._timeline.span("control", instruction.decision):
+            value = self._decisions[instruction.decision]() if self._world.rank == ranks[0] else None
+            return self._world.coordinator(ranks).decide(instruction.decision, value)
+
+    def _move(self, move: Move, scope: Scope) -> None:
+        source, destination = self._meshes[move.source].key, self._meshes[move.destination].key
+        moved = self._mover.move(move, scope.get(source), scope.get(destination))
+        if moved is not None:
+            held = scope.get(destination)
+            is_same = held is not None and torch.equal(held.ids, moved.ids)
+            scope[destination] = held.with_columns(moved.columns) if held is not None and is_same else moved
+
+    def _call(self, call: Call, scope: Scope, decided: Mapping[str, Any]) -> None:
+        mesh = self._meshes[call.mesh]
+        given = scope.get(mesh.key, Batch.empty()) if call.reads else Batch.empty()
+        for column in call.reads:
+            if column not in given.columns:
+                raise GraphError(
+                    f"node {call.name!r} reads column {column!r}, which rank {self._world.rank} does not hold on "
+                    f"{call.mesh}; move it there before"
+                )
+        result = getattr(self._roles[call.role], call.call)(given.only(call.reads), decided)
+        if call.source:
+            # New samples hide those of before, wherever this rank held them.
+            scope.clear()
+        if self._world.rank not in mesh.holders(mesh.coordinate(self._world.rank).dp):
+            return
+        written = () if result is None else tuple(result.columns)
+        if set(written) != set(call.writes):
+            raise GraphError(
+                f"node {call.name!r} ({call.role}.{call.call}) returned columns {sorted(written)} on rank "
+                f"{self._world.rank}; it declares to write {sorted(call.writes)}: return exactly these"
+            )
+        if result is None or not written:
+            return
+        if call.source:
+            scope[mesh.key] = result.select(result.ids.argsort())
+        elif torch.equal(result.ids, given.ids):
+            scope[mesh.key] = scope[mesh.key].with_columns(result.columns)
+        else:
+            raise GraphError(
+                f"node {call.name!r} ({call.role}.{call.call}) returned other samples than it was given on rank "
+                f"{self._world.rank} ({len(result)} for {len(given)}); return the ids of the batch, in its order"
+            )
+
+    def _check(self, instruction: Instruction) -> None:
+        match instruction:
+            case Call() | Phase():
+                method = instruction.call if isinstance(instruction, Call) else "enter_phase"
+                if not hasattr(self._roles.get(instruction.role), method):
+                    known = ", ".join(self._roles) or "none"
+                    raise GraphError(
+                        f"{describe(instruction)}: there is no {instruction.role}.{method}; the roles are {known}"
+                    )
+            case Loop() | Branch():
+                if instruction.decision not in self._decisions:
+                    known = ", ".join(self._decisions) or "none"
+                    raise GraphError(f"{describe(instruction)}: nothing decides it; the decisions are {known}")

@@ -1,0 +1,129 @@
+"""The summary is whole or the one before; the learning curve is a picture of the metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridflow.errors import DataError
+from hybridflow.observe.report import draw_learning_curve, write_summary
+
+
+def test_summary_round_trip(tmp_path: Path):
+    summary = {"accuracy_before_rl": 0.4, "steps": 60, "phases": {"rollout_s": 1.5}, "note": None}
+    assert write_summary(tmp_path, summary) == tmp_path / "summary.json"
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+@pytest.mark.parametrize("broken", ["os.fsync", "os.replace"])
+def test_a_failed_write_leaves_the_old_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str):
+    write_summary(tmp_path, {"steps": 1})
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(broken, fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_summary(tmp_path, {"steps": 2})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_killed_write_leaves_the_old_summary_and_the_next_one_succeeds(tmp_path: Path):
+    write_summary(tmp_path, {"steps": 1})
+    script = (
+        "import os, pathlib\nfrom hybridflow.observe.report import write_summary\n"
+        f"os.replace = lambda *_: os._exit(9)\nwrite_summary(pathlib.Path({str(tmp_path)!r}), {{'steps': 2}})"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 9
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1}
+    write_summary(tmp_path, {"steps": 3})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 3}
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_content_is_synced_before_the_rename_and_the_directory_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        calls.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        real_fsync(descriptor)
+
+    def replace(source: Path, target: Path) -> None:
+        calls.append(("rename", target.name))
+        real_replace(source, target)
+
+    monkeypatch.setattr("os.fsync", fsync)
+    monkeypatch.setattr("os.replace", replace)
+    write_summary(tmp_path, {"steps": 1})
+    assert calls == [("sync", ".summary.json.tmp"), ("rename", "summary.json"), ("sync", tmp_path.name)]
+
+
+def test_what_json_cannot_hold_is_refused_before_the_disk_is_touched(tmp_path: Path):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_summary(tmp_path, {"accuracy_after_rl": float("nan")})
+    assert list(tmp_path.iterdir()) == []
+
+
+def rows(num_steps: int) -> list[dict]:
+    """A run that learns, with eight phases (two at step 1), a null, and an accuracy at every tenth step."""
+    table: list[dict] = [{"step": 0, "validation/accuracy": 0.4}]
+    for step in range(1, num_steps + 1):
+        row = {"step": step, "reward/mean": step / num_steps, "kl/ref": step / 1000, "response/length_mean": 5.0}
+        row |= {f"time/phase{i}_s": 0.1 * i for i in range(2 if step == 1 else 8)} | {"time/step_s": 4.0}
+        table.append(row | ({"validation/accuracy": 0.5} if step % 10 == 0 else {}))
+    table[-1]["kl/ref"] = None
+    return table
+
+
+@pytest.mark.parametrize("table", [rows(60), rows(3), [{"step": 0, "validation/accuracy": 0.4}], [{"step": 5}]])
+def test_the_curve_is_a_picture(tmp_path: Path, table: list[dict]):
+    from matplotlib.image import imread
+
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+    path = draw_learning_curve(tmp_path)
+    picture = imread(path)
+    assert path == tmp_path / "learning_curve.png" and picture.shape[0] > 500 and picture.shape[1] > 800
+    assert picture.std() > 0.01  # not blank
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["learning_curve.png", "metrics.jsonl"]
+
+
+def test_the_curve_shows_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+    real_savefig = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **kwargs: (figures.append(self), real_savefig(self, *args, **kwargs))
+    )
+    run_dir = tmp_path / "my-run"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(10)))
+    draw_learning_curve(run_dir)
+    assert "my-run" in figures[0].get_suptitle()
+    reward, kl, length, time = figures[0].axes
+    assert [axes.get_ylabel() for axes in (kl, length, time)] == [
+        "KL (nats per token)",
+        "length (tokens)",
+        "time (s)",
+    ]
+    assert length.get_xlabel() == time.get_xlabel() == "step"
+    means, accuracy = (line.get_xydata().tolist() for line in reward.lines)
+    assert means == [[step, step / 10] for step in range(1, 11)]
+    assert accuracy == [[0, 0.4], [10, 0.5]]
+    # The longest first; the three shortest as one.
+    stacked = [text.get_text() for text in time.get_legend().get_texts()]
+    assert stacked == ["phase7", "phase6", "phase5", "phase4", "phase3", "other phases", "whole step"]
+
+
+def test_nothing_to_draw_is_an_error(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(DataError, match="holds no step"):
+        draw_learning_curve(tmp_path)

@@ -422,6 +422,8 @@ def _check_algorithm(recipe: Recipe) -> None:
         raise ConfigError("grpo: algorithm=ppo would ignore this section; remove it, or set algorithm=grpo")
     if recipe.algorithm == "grpo" and recipe.ppo != PPO():
         raise ConfigError("ppo: algorithm=grpo would ignore this section; remove it, or set algorithm=ppo")
+    if recipe.ppo.kl_target is not None and recipe.ppo.kl_coef == 0:
+        raise ConfigError("ppo.kl_target: adaptive KL multiplies ppo.kl_coef, which is 0; set it above 0, say to 0.1")
 
 
 def _check_model(model: Model) -> None:

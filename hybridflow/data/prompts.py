@@ -119,10 +119,11 @@ def encode_solutions(
     for example in examples:
         text = example.answer if example.solution is None else example.solution
         prompt, response = _prompt_tokens(example, tokenizer), (*tokenizer.encode(text), tokenizer.eos_id)
-        if len(prompt) + len(response) > max_context:
+        length = len(prompt) + len(response)
+        if length > max_context:
             raise DataError(
-                f"{example.place}: prompt of {len(prompt)} tokens + solution of {len(response)} = {len(prompt) + len(response)} "
-                f"exceeds model.max_context={max_context}; shorten it or raise max_context"
+                f"{example.place}: prompt of {len(prompt)} tokens + solution of {len(response)} = {length} exceeds "
+                f"model.max_context={max_context}; shorten it or raise max_context"
             )
         pairs.append((prompt, response))
     return tuple(pairs)

@@ -26,8 +26,17 @@ class KeyValueCache:
         values: As ``keys``.
     """
 
-    def __init__(self, *, num_layers: int, num_slots: int, num_tokens: int, num_groups: int, head_size: int,
-                 dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        num_tokens: int,
+        num_groups: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         shape = (num_slots, num_tokens, num_groups, head_size)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
@@ -83,7 +92,11 @@ class PackedAttention:
             self._cache.values[layer][slots, : self._width] = value
         # Padding stands behind the tokens, where a causal query never looks.
         context = scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, scale=scale,
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=True,
+            scale=scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
         context = context.transpose(1, 2).reshape(self._samples * self._width, *query.shape[2:])
@@ -119,8 +132,12 @@ class CachedAttention:
         keys[self._slots, self.positions] = key
         values[self._slots, self.positions] = value
         context = scaled_dot_product_attention(
-            query[:, :, None], keys[:, : self._width].transpose(1, 2), values[:, : self._width].transpose(1, 2),
-            attn_mask=self._mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1],
+            query[:, :, None],
+            keys[:, : self._width].transpose(1, 2),
+            values[:, : self._width].transpose(1, 2),
+            attn_mask=self._mask,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         return context[:, :, 0]
 
@@ -136,8 +153,13 @@ class SdpaCoreAttention(MegatronModule):
     """
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, attn_mask_type: Any = None, attention_type: str = "self",
-        softmax_scale: float | None = None, cp_comm_type: str | None = None,
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
@@ -145,8 +167,16 @@ class SdpaCoreAttention(MegatronModule):
         self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, /, *, attention_bias: AttentionPlan,
-        attn_mask_type: Any = None, packed_seq_params: None = None,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        /,
+        *,
+        attention_bias: AttentionPlan,
+        attn_mask_type: Any = None,
+        packed_seq_params: None = None,
     ) -> Tensor:
         """``[tokens, 1, heads/tp, head]`` each (groups for key and value) to ``[tokens, 1, heads/tp * head]``."""
         context = attention_bias.attend(self.local_layer, query[:, 0], key[:, 0], value[:, 0], self._scale)

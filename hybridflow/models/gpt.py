@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -9,6 +11,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -31,9 +34,9 @@ def padded_vocab_size(model: Model, vocab_size: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def transformer_config(model: Model, layout: ParallelLayout) -> TransformerConfig:
+def transformer_config(model: Model, layout: ParallelLayout, device: torch.device) -> TransformerConfig:
     """megatron-core's description of this model in this layout."""
-    on_gpu = torch.cuda.is_available()
+    on_gpu = device.type == "cuda"
     dtype = DTYPES[model.dtype]
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -63,8 +66,10 @@ def transformer_config(model: Model, layout: ParallelLayout) -> TransformerConfi
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=on_gpu,
-        # Weights are a function of (seed, name), set after construction.
-        perform_initialization=False,
+        # Weights are a function of (seed, name), set after construction; megatron-core's own initialization, which also marks
+        # the tensor-parallel parameters, is left nothing to fill.
+        init_method=_leave,
+        output_layer_init_method=_leave,
         use_cpu_initialization=not on_gpu,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -72,6 +77,16 @@ def transformer_config(model: Model, layout: ParallelLayout) -> TransformerConfi
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
     )
+
+
+@functools.cache
+def _add_rng_state() -> None:
+    """megatron-core forks this state around initialization on a GPU; nothing of ours draws from it."""
+    get_cuda_rng_tracker().add("model-parallel-rng", 0)
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight
 
 
 class ValueHead(nn.Module):
@@ -129,6 +144,7 @@ def build_transformer(
     *,
     vocab_size: int,
     has_value_head: bool = False,
+    pad_vocab: bool = True,
 ) -> Transformer:
     """This rank's stage and shard of a model, with weights not yet set.
 
@@ -139,14 +155,17 @@ def build_transformer(
         device: Where the weights live; ``meta`` for shapes only.
         vocab_size: True vocabulary, before padding.
         has_value_head: Values instead of logits.
+        pad_vocab: Round the vocabulary up for this layout; False shows its true shape.
     """
-    config = transformer_config(model, layout)
+    config = transformer_config(model, layout, device)
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
+    if device.type == "cuda":
+        _add_rng_state()
     with device:
         transformer = Transformer(
             config=config,
-            transformer_layer_spec=_layer_spec(config),
-            vocab_size=padded_vocab_size(model, vocab_size, layout.tp),
+            transformer_layer_spec=_layer_spec(config, device),
+            vocab_size=padded_vocab_size(model, vocab_size, layout.tp) if pad_vocab else vocab_size,
             max_sequence_length=model.max_context,
             pre_process=first,
             post_process=last,
@@ -162,9 +181,9 @@ def build_transformer(
     return transformer if device.type == "meta" else transformer.to(device)
 
 
-def _layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Transformer Engine's layers where it is installed, else megatron-core's local ones; our attention in both."""
-    if has_transformer_engine():
+def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec:
+    """Transformer Engine's layers where it can run, else megatron-core's local ones; our attention in both."""
+    if device.type == "cuda" and has_transformer_engine():
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)

@@ -117,5 +117,7 @@ class Columns:
         local = targets - self.first
         mine = (local >= 0) & (local < self.num_real)
         gradient.scatter_add_(
-            1, local.clamp(0, gradient.shape[1] - 1)[:, None], torch.where(mine, amount, torch.zeros_like(amount))[:, None]
+            1,
+            local.clamp(0, gradient.shape[1] - 1)[:, None],
+            torch.where(mine, amount, torch.zeros_like(amount))[:, None],
         )

@@ -56,9 +56,7 @@ class MicroBatch:
     attention: PackedAttention
 
 
-def pack(
-    samples: list[int], sequences: list[Tensor], prompt_lengths: list[int], device: torch.device
-) -> MicroBatch:
+def pack(samples: list[int], sequences: list[Tensor], prompt_lengths: list[int], device: torch.device) -> MicroBatch:
     """Pack some samples of a rank's batch.
 
     Args:

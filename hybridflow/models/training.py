@@ -97,24 +97,52 @@ class Trainable:
         finalize_model_grads(models, None, pg_collection=self._groups)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Every tensor that the optimizer needs to go on, by a stable name; live storage, not copies.
+        """Every tensor that the optimizer needs to go on, by a stable name; live storage, so that copying into it loads it.
 
-        The fp32 master weights are included where the model's own are shorter.
+        fp32 master weights are included: they are the model's own where that is fp32, and longer where it is not.
         """
         state: dict[str, Tensor] = {}
-        for index, optimizer in enumerate(self._optimizer.chained_optimizers):
+        for index, (inner, group_index, group) in enumerate(self._parameter_groups()):
+            for place, parameter in enumerate(group["params"]):
+                prefix = f"{index}.{group_index}.{place}"
+                state[f"{prefix}.master"] = parameter.data
+                state |= {
+                    f"{prefix}.{key}": value
+                    for key, value in inner.state[parameter].items()
+                    if isinstance(value, Tensor)
+                }
+        return state
+
+    def optimizer_steps(self) -> list[int]:
+        """Step counts that fused optimizers keep beside their tensors; empty for torch's, whose counts are tensors."""
+        return [int(group["step"]) for _, _, group in self._parameter_groups() if "step" in group]
+
+    def set_optimizer_steps(self, steps: list[int]) -> None:
+        """The inverse of ``optimizer_steps``."""
+        groups = [group for _, _, group in self._parameter_groups() if "step" in group]
+        for group, step in zip(groups, steps, strict=True):
+            group["step"] = step
+
+    def reset_optimizer(self) -> None:
+        """Forget all moments and step counts, and keep the weights."""
+        for name, tensor in self.optimizer_state().items():
+            if not name.endswith(".master"):
+                tensor.zero_()
+        self.set_optimizer_steps([0 for _ in self.optimizer_steps()])
+
+    def _parameter_groups(self) -> Iterator[tuple[torch.optim.Optimizer, int, dict[str, Any]]]:
+        """The groups of the inner optimizers, with their state there from the start."""
+        for optimizer in self._optimizer.chained_optimizers:
             if getattr(optimizer, "is_stub_optimizer", False):
                 continue
             inner = optimizer.optimizer
-            optimizer.init_state_fn(inner) if not inner.state else None
-            for group_index, group in enumerate(inner.param_groups):
-                for place, parameter in enumerate(group["params"]):
-                    prefix = f"{index}.{group_index}.{place}"
-                    state[f"{prefix}.master"] = parameter.data
-                    for key, value in inner.state[parameter].items():
-                        if isinstance(value, Tensor):
-                            state[f"{prefix}.{key}"] = value
-        return state
+            optimizer.init_state_fn(inner)
+            for index, group in enumerate(inner.param_groups):
+                if isinstance(inner, torch.optim.AdamW):
+                    # megatron-core makes the moments; torch then takes its own count to be there too.
+                    for parameter in group["params"]:
+                        inner.state[parameter].setdefault("step", torch.tensor(0.0))
+                yield inner, index, group
 
 
 def run_schedule(

@@ -1,0 +1,241 @@
+"""The actor: generates in its rollout layout, learns in its update layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.kl import kl_penalty
+from hybridflow.algorithms.losses import Totals, aggregate, policy_loss
+from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.models.microbatch import MicroBatch, pack, split_by_tokens
+from hybridflow.models.training import Trainable
+from hybridflow.reshard.execute import Resharder
+from hybridflow.reshard.plan import shares_storage
+from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.job import Job
+from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
+from hybridflow.rollout.generate import Generator, Request
+from hybridflow.rollout.sampling import SamplingParams
+
+
+class Actor:
+    """The policy being trained.
+
+    Attributes:
+        model: Its weights in the update layout; None on a rank outside that mesh.
+        trainable: Gradients and optimizer of ``model``.
+        metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
+    """
+
+    def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
+        self.metrics: dict[str, float] = {}
+        self.spec = role_spec(job)
+        self._job = job
+        self._kl_coef = kl_coef
+        self._settings = job.recipe.ppo if job.recipe.algorithm == "ppo" else job.recipe.grpo
+        update, rollout = job.meshes["actor.update"], job.meshes["actor.rollout"]
+        rank = job.world.rank
+        self.model = PlacedModel(job, update, self.spec) if rank in update else None
+        self.trainable: Trainable | None = None
+        if self.model is not None:
+            self.trainable = Trainable(self.model.transformer, self.model.groups, job.recipe.actor.optimizer)
+        self._is_shared = shares_storage(update, rollout)
+        self._rollout = self.model if self._is_shared else None
+        self._resharder: Resharder | None = None
+        if not self._is_shared:
+            self._rollout = PlacedModel(job, rollout, self.spec) if rank in rollout else None
+            self._resharder = Resharder(job.world, self.spec, update, rollout)
+        self._rollout_is_current = False
+        self._generator: Generator | None = None
+        if self._rollout is not None:
+            self._generator = Generator(
+                self._rollout.transformer,
+                self._rollout.groups,
+                vocab_size=job.vocab_size,
+                seed=job.recipe.seed,
+                max_concurrent=job.recipe.rollout.max_concurrent,
+            )
+
+    def enter_phase(self, phase: str) -> None:
+        """Bring the rollout layout's weights up to date before a rollout. Collective: all ranks of both layouts."""
+        if phase != "rollout" or self._rollout_is_current:
+            return
+        if self._resharder is not None:
+            stats = self._resharder.run(
+                self.model.tensors() if self.model is not None else None,
+                self._rollout.tensors() if self._rollout is not None else None,
+            )
+            self.metrics["reshard/time_s"] = stats.time_s
+            self.metrics["reshard/received_bytes"] = float(stats.received_bytes)
+        self._rollout_is_current = True
+
+    def sample(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
+        """Generate the step's responses: ``group_size`` for each prompt.
+
+        Source of ``tokens``, ``prompt_lengths``, ``draws``, ``response_mask`` and ``rollout_log_probs``. Whole groups are
+        dealt to the replicas in turn.
+        """
+        recipe = self._job.recipe
+        first, count = decided["train_step"]["first_draw"], decided["train_step"]["num_prompts"]
+        place = self._rollout_place()
+        requests = [
+            Request(prompt=torch.tensor(self._job.train.prompt(draw)), draw=draw, index=index)
+            for draw in range(first + place.dp, first + count, self._job.meshes["actor.rollout"].layout.dp)
+            for index in range(recipe.rollout.group_size)
+        ]
+        return self._generate(requests, self._sampling(greedy=False), "rollout")
+
+    def answer(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
+        """Greedy responses to the held-out problems; their ``draws`` are places in the held-out file. A source, as ``sample``."""
+        limit = self._job.recipe.trainer.num_validation
+        count = len(self._job.held_out) if limit is None else min(limit, len(self._job.held_out))
+        place, step = self._rollout_place(), self._job.meshes["actor.rollout"].layout.dp
+        requests = [
+            Request(prompt=torch.tensor(self._job.held_out[row][1]), draw=row, index=0)
+            for row in range(place.dp, count, step)
+        ]
+        return self._generate(requests, self._sampling(greedy=True), "validation")
+
+    def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
+        """``old_log_probs``: those of the weights at the start of the update."""
+        assert self.model is not None, "called outside the update mesh"
+        column = self.model.per_token(batch, lambda output, part: self.model.log_probs(output, part)[0])
+        return None if column is None else Batch(batch.ids, {"old_log_probs": column})
+
+    def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+        """One optimizer step on one mini-batch. Collective: all ranks of the update mesh."""
+        assert self.model is not None and self.trainable is not None, "called outside the update mesh"
+        part = mini_batch(self._job, batch, decided["actor_mini_batch"]["index"])
+        totals = self.model.totals(part)
+        kept = self.trainable.accumulate(
+            self.model.micro_batches(part), lambda output, micro_batch: self._loss(output, micro_batch, part, totals)
+        )
+        grad_norm = self.trainable.step()
+        self._rollout_is_current = False
+        if self.model.is_holder:
+            self._report(kept, grad_norm)
+
+    def imitate(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+        """One step of supervised training on solutions: token mean of the cross-entropy. Collective: the update mesh."""
+        assert self.model is not None and self.trainable is not None, "called outside the update mesh"
+        warm = self._job.recipe.warm_start
+        assert warm is not None, "a warm start was scheduled without its section"
+        problems, step = self._job.train, decided["warm_step"]["step"]
+        rows = [problems.source.row(draw) for draw in range(step * warm.batch_size, (step + 1) * warm.batch_size)]
+        num_tokens = sum(len(problems.solutions[row][1]) for row in rows)
+        layout, place = self.model.mesh.layout, self.model.mesh.coordinate(self._job.world.rank)
+        pairs = [problems.solutions[row] for row in rows[place.dp :: layout.dp]]
+        sequences = [torch.tensor(prompt + solution) for prompt, solution in pairs]
+        chosen = split_by_tokens([len(each) for each in sequences], self._job.recipe.trainer.micro_batch_tokens)
+        prompt_lengths = [len(prompt) for prompt, _ in pairs]
+        micro_batches = [pack(samples, sequences, prompt_lengths, self._job.world.device) for samples in chosen]
+
+        def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+            log_probs, _ = self.model.log_probs(output, micro_batch)
+            share = -log_probs.sum() / num_tokens
+            return share, share.detach()[None]
+
+        self.trainable.set_learning_rate(warm.lr)
+        kept = self.trainable.accumulate(micro_batches, loss)
+        self.trainable.step()
+        self._rollout_is_current = False
+        if self.model.is_holder:
+            (self.metrics["warm_start/loss"],) = self.model.add_up(kept, 1)
+
+    def end_warm_start(self) -> None:
+        """Forget the moments of the supervised phase and take up the recipe's own learning rate."""
+        if self.trainable is not None:
+            self.trainable.reset_optimizer()
+            self.trainable.set_learning_rate(self._job.recipe.actor.optimizer.lr)
+
+    def mark_changed(self) -> None:
+        """The update layout's weights were written from outside: the rollout's are no longer current."""
+        self._rollout_is_current = False
+
+    def _rollout_place(self) -> Any:
+        return self._job.meshes["actor.rollout"].coordinate(self._job.world.rank)
+
+    def _sampling(self, *, greedy: bool) -> SamplingParams:
+        rollout = self._job.recipe.rollout
+        return SamplingParams(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            greedy=greedy,
+            stop_ids=(self._job.tokenizer.eos_id,),
+        )
+
+    def _generate(self, requests: list[Request], params: SamplingParams, purpose: str) -> Batch | None:
+        assert self._generator is not None and self._rollout is not None, "called outside the rollout mesh"
+        responses = self._generator.generate(requests, params, purpose)
+        if not self._rollout.is_holder:
+            return None
+        group = self._job.recipe.rollout.group_size
+        sequences = [torch.cat([ask.prompt, got.tokens]) for ask, got in zip(requests, responses, strict=True)]
+        draws = torch.tensor([ask.draw for ask in requests], dtype=torch.int64)
+        indices = torch.tensor([ask.index for ask in requests], dtype=torch.int64)
+        return Batch(
+            draws * group + indices,
+            {
+                "tokens": Ragged.from_list(sequences, torch.int64),
+                "prompt_lengths": torch.tensor([len(ask.prompt) for ask in requests], dtype=torch.int64),
+                "draws": draws,
+                "response_mask": Ragged.from_list([torch.ones(len(got.tokens)) for got in responses], torch.float32),
+                "rollout_log_probs": Ragged.from_list([got.log_probs for got in responses], torch.float32),
+            },
+        )
+
+    def _loss(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
+        """The micro-batch's share of the loss; beside it, shares of what is reported."""
+        settings, device = self._settings, output.device
+        log_probs, entropy = self.model.log_probs(output, micro_batch)
+        log_probs = pad_rows(log_probs.split(micro_batch.response_lengths))
+        entropy = pad_rows(entropy.split(micro_batch.response_lengths))
+        columns = {
+            name: padded(part, name, micro_batch.samples, device)
+            for name in ("response_mask", "old_log_probs", "advantages")
+        }
+        mask = columns["response_mask"]
+        per_token, stats = policy_loss(
+            log_probs,
+            columns["old_log_probs"],
+            columns["advantages"],
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
+        )
+        loss = aggregate(per_token, mask, settings.aggregation, totals)
+        policy_share = loss.detach()
+        if self._kl_coef.is_in_loss:
+            reference = padded(part, "ref_log_probs", micro_batch.samples, device)
+            kl = kl_penalty(log_probs, reference, settings.kl_estimator)
+            loss = loss + self._kl_coef.value * aggregate(kl, mask, settings.aggregation, totals)
+        if settings.entropy_coef:
+            loss = loss - settings.entropy_coef * aggregate(entropy, mask, settings.aggregation, totals)
+        log_ratio = (log_probs - columns["old_log_probs"]).detach()
+        reported = torch.stack(
+            [
+                policy_share,
+                loss.detach(),
+                (stats.is_clipped * mask).sum() / totals.num_tokens,
+                (entropy.detach() * mask).sum() / totals.num_tokens,
+                (-log_ratio * mask).sum() / totals.num_tokens,
+            ]
+        )
+        return loss, reported
+
+    def _report(self, kept: list[Tensor], grad_norm: float) -> None:
+        policy, loss, clipped, entropy, kl = self.model.add_up(kept, 5)
+        self.metrics |= {
+            "actor/policy_loss": policy,
+            "actor/loss": loss,
+            "actor/clip_share": clipped,
+            "actor/entropy": entropy,
+            "actor/kl_to_old": kl,
+            "actor/grad_norm": grad_norm,
+        }

@@ -1,0 +1,68 @@
+"""The critic: a value for each response token, learned from returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.algorithms.losses import Totals, aggregate, value_loss
+from hybridflow.dataflow.batch import Batch
+from hybridflow.models.microbatch import MicroBatch
+from hybridflow.models.training import Trainable
+from hybridflow.roles.job import Job
+from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
+
+
+class Critic:
+    """The value model. The value of a response token is that of the state before it.
+
+    Attributes:
+        model: Its weights; None on a rank outside its mesh.
+        trainable: Gradients and optimizer of ``model``.
+        metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
+    """
+
+    def __init__(self, job: Job) -> None:
+        assert job.recipe.critic is not None, "no critic in the recipe"
+        self.metrics: dict[str, float] = {}
+        self.spec = role_spec(job, has_value_head=True)
+        self._job = job
+        mesh = job.meshes["critic"]
+        self.model = PlacedModel(job, mesh, self.spec, has_value_head=True) if job.world.rank in mesh else None
+        self.trainable: Trainable | None = None
+        if self.model is not None:
+            self.trainable = Trainable(self.model.transformer, self.model.groups, job.recipe.critic.optimizer)
+
+    def values(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
+        """``values``, before the update."""
+        assert self.model is not None, "called outside the critic's mesh"
+        column = self.model.per_token(batch, lambda output, part: output[:, 0])
+        return None if column is None else Batch(batch.ids, {"values": column})
+
+    def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+        """One optimizer step on one mini-batch. Collective: all ranks of the critic's mesh."""
+        assert self.model is not None and self.trainable is not None, "called outside the critic's mesh"
+        part = mini_batch(self._job, batch, decided["critic_mini_batch"]["index"])
+        totals = self.model.totals(part)
+        kept = self.trainable.accumulate(
+            self.model.micro_batches(part), lambda output, micro_batch: self._loss(output, micro_batch, part, totals)
+        )
+        grad_norm = self.trainable.step()
+        if self.model.is_holder:
+            (loss,) = self.model.add_up(kept, 1)
+            self.metrics |= {"critic/loss": loss, "critic/grad_norm": grad_norm}
+
+    def _loss(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
+        values = pad_rows(output[:, 0].float().split(micro_batch.response_lengths))
+        columns = {
+            name: padded(part, name, micro_batch.samples, output.device)
+            for name in ("response_mask", "values", "returns")
+        }
+        per_token = value_loss(
+            values, columns["values"], columns["returns"], value_clip=self._job.recipe.ppo.value_clip
+        )
+        # The factor 0.5 of the definition is inside value_loss.
+        loss = aggregate(per_token, columns["response_mask"], "token-mean", totals)
+        return loss, loss.detach()[None]

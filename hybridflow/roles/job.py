@@ -1,0 +1,62 @@
+"""What every role is built from: the ranks, the recipe, the meshes and the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hybridflow.config import Recipe
+from hybridflow.data.prompts import Example, PromptSource
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.parallel.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problems:
+    """Problems with their tokens.
+
+    Attributes:
+        source: The examples in the order in which they are drawn.
+        prompts: Token ids of each example's prompt, in the order of the file.
+        solutions: Token ids of each example's prompt and solution, for the warm start; empty where there is none.
+    """
+
+    source: PromptSource
+    prompts: tuple[tuple[int, ...], ...]
+    solutions: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+
+    def example(self, draw: int) -> Example:
+        """The example of a draw."""
+        return self.source.example(draw)
+
+    def prompt(self, draw: int) -> tuple[int, ...]:
+        """The prompt's tokens of a draw."""
+        return self.prompts[self.source.row(draw)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every role is built from; equal on all ranks but for ``world``.
+
+    Attributes:
+        world: This rank and the others.
+        recipe: What was asked for.
+        meshes: Name -> mesh, from ``trainer.placement``.
+        tokenizer: Text to tokens and back.
+        train: Problems to learn from.
+        held_out: Problems to be judged by, in the order of the file.
+    """
+
+    world: World
+    recipe: Recipe
+    meshes: Mapping[str, DeviceMesh]
+    tokenizer: Tokenizer
+    train: Problems
+    held_out: tuple[tuple[Example, tuple[int, ...]], ...]
+
+    @property
+    def vocab_size(self) -> int:
+        """The model's vocabulary: the recipe's, or the tokenizer's where it names none."""
+        size = self.recipe.model.vocab_size
+        return self.tokenizer.vocab_size if size is None else size

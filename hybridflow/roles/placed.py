@@ -1,0 +1,154 @@
+"""A role's model on one mesh, and columns computed with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from hybridflow.algorithms.losses import Totals
+from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.models.gpt import build_transformer
+from hybridflow.models.log_probs import vocab_parallel_log_probs
+from hybridflow.models.microbatch import MicroBatch, pack, split_by_tokens
+from hybridflow.models.training import forward_only, sum_over
+from hybridflow.models.weights import describe_model, initialize, local_shards
+from hybridflow.parallel.megatron import collection
+from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.reshard.spec import ModelSpec
+from hybridflow.roles.job import Job
+
+
+def role_spec(job: Job, *, has_value_head: bool = False) -> ModelSpec:
+    """How the tensors of a role's model are cut; the same on every rank, in its meshes or not."""
+    return describe_model(job.world, job.recipe.model, vocab_size=job.vocab_size, has_value_head=has_value_head)
+
+
+class PlacedModel:
+    """This rank's part of a role's model in one mesh, with initial weights from (seed, tensor name).
+
+    Attributes:
+        mesh: Where the model is.
+        groups: This rank's process groups there.
+        transformer: This rank's stage and shard.
+    """
+
+    def __init__(self, job: Job, mesh: DeviceMesh, spec: ModelSpec, *, has_value_head: bool = False) -> None:
+        recipe = job.recipe
+        self.mesh = mesh
+        self.groups = collection(job.world, mesh)
+        self.transformer = build_transformer(
+            recipe.model,
+            mesh.layout,
+            self.groups,
+            job.world.device,
+            vocab_size=job.vocab_size,
+            has_value_head=has_value_head,
+        )
+        initialize(self.transformer, spec, mesh, job.world.rank, seed=recipe.seed, std=recipe.model.init_std)
+        self._spec = spec
+        self._rank = job.world.rank
+        self._device = job.world.device
+        self._budget_tokens = recipe.trainer.micro_batch_tokens
+        self._vocab_size = job.vocab_size
+        self._temperature = recipe.rollout.temperature
+        self._max_response_tokens = recipe.rollout.max_new_tokens
+
+    @property
+    def is_holder(self) -> bool:
+        """Whether this rank has the model's outputs: the last pipeline stage."""
+        return self.transformer.post_process
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Live weights by logical name, as this rank holds them."""
+        return {
+            name: tensor for name, (tensor, _) in local_shards(self.transformer, self._spec, self.mesh, self._rank).items()
+        }
+
+    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        """The batch cut by the recipe's token budget."""
+        sequences, prompt_lengths = column_rows(batch, "tokens"), batch.columns["prompt_lengths"].tolist()
+        chosen = split_by_tokens([len(sequence) for sequence in sequences], self._budget_tokens)
+        return [pack(samples, sequences, prompt_lengths, self._device) for samples in chosen]
+
+    def log_probs(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of each response token at the rollout's temperature, ``[responses]`` each."""
+        return vocab_parallel_log_probs(
+            output,
+            micro_batch.targets,
+            group=self.groups.tp,
+            vocab_size=self._vocab_size,
+            temperature=self._temperature,
+        )
+
+    def totals(self, part: Batch) -> Totals:
+        """Counts of a mini-batch over all data-parallel ranks, from ``response_mask``. Collective: dp."""
+        rows = column_rows(part, "response_mask")
+        counts = torch.tensor([sum(float(row.sum()) for row in rows), sum(bool(row.any()) for row in rows)])
+        num_tokens, num_sequences = sum_over(self.groups.dp)(counts.double()).tolist()
+        return Totals(
+            num_tokens=int(num_tokens),
+            num_sequences=int(num_sequences),
+            max_response_tokens=self._max_response_tokens,
+        )
+
+    def add_up(self, shares: list[Tensor], width: int) -> list[float]:
+        """Sums of ``[width]`` shares over micro-batches and data-parallel ranks. Collective: dp, on holders."""
+        return sum_over(self.groups.dp)(torch.stack([*shares, torch.zeros(width, device=self._device)]).sum(0)).tolist()
+
+    def per_token(self, batch: Batch, compute: Callable[[Tensor, MicroBatch], Tensor]) -> Ragged | None:
+        """One number for each response token, without gradients.
+
+        Collective: tp, pp.
+
+        Args:
+            batch: With ``tokens`` and ``prompt_lengths``.
+            compute: ``(output, micro-batch) -> [responses]``.
+
+        Returns:
+            The column, ``[samples, response]`` ragged; None but on holders.
+        """
+
+        def rows(output: Tensor, micro_batch: MicroBatch) -> list[tuple[int, Tensor]]:
+            values = compute(output, micro_batch).float().cpu()
+            return list(zip(micro_batch.samples, values.split(micro_batch.response_lengths), strict=True))
+
+        parts = forward_only(self.transformer, self.groups, self.micro_batches(batch), rows)
+        if not self.is_holder:
+            return None
+        by_sample: Mapping[int, Tensor] = dict(pair for part in parts for pair in part)
+        return Ragged.from_list([by_sample[index] for index in range(len(batch))], torch.float32)
+
+
+def column_rows(batch: Batch, name: str) -> list[Tensor]:
+    """The rows of a ragged column."""
+    column = batch.columns[name]
+    assert isinstance(column, Ragged), f"column {name} is dense"
+    return column.to_list()
+
+
+def padded(batch: Batch, name: str, samples: list[int] | None = None, device: torch.device | None = None) -> Tensor:
+    """Rows of a ragged column side by side, ``[samples, tokens]``, zeros behind the shorter ones."""
+    rows = column_rows(batch, name)
+    chosen = rows if samples is None else [rows[index] for index in samples]
+    return pad_rows(chosen).to(device) if device is not None else pad_rows(chosen)
+
+
+def mini_batch_size(job: Job) -> int:
+    """Samples of one optimizer step."""
+    trainer = job.recipe.trainer
+    return trainer.global_batch_size if trainer.mini_batch_size is None else trainer.mini_batch_size
+
+
+def pad_rows(rows: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    """``[samples, tokens]`` from rows of unequal length; differentiable."""
+    return pad_sequence(list(rows), batch_first=True) if rows else torch.zeros(0, 0)
+
+
+def mini_batch(job: Job, batch: Batch, index: int) -> Batch:
+    """This rank's samples of one mini-batch: those at places ``[index, index + 1) * size`` of the global batch by id."""
+    size, order = mini_batch_size(job), batch.columns["order"]
+    assert isinstance(order, Tensor), "order is a dense column"
+    return batch.select((order // size == index).nonzero()[:, 0])

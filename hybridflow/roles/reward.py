@@ -1,0 +1,95 @@
+"""The reward: a function of problem and response, called for each sample on one rank."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hybridflow.data.prompts import Example
+from hybridflow.dataflow.batch import Batch
+from hybridflow.errors import ConfigError, RewardError
+from hybridflow.roles.job import Job
+from hybridflow.roles.placed import column_rows
+
+RewardFunction = Callable[[str, str, str], float]
+"""``(prompt, response, answer) -> score``."""
+
+
+def exact_match(prompt: str, response: str, answer: str) -> float:
+    """1 if the response is the answer, but for spaces around it; else 0."""
+    return float(response.strip() == answer.strip())
+
+
+BUILT_IN: dict[str, RewardFunction] = {"exact_match": exact_match}
+
+
+def find_function(name: str) -> RewardFunction:
+    """A built-in reward by name, or ``package.module:function`` by import.
+
+    Raises:
+        ConfigError: There is no such function.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"reward.function={name!r}: {error}; give one of {', '.join(BUILT_IN)} or 'package.module:function'"
+        ) from error
+    return found
+
+
+class Reward:
+    """Scores responses on its mesh, one data-parallel replica a rank, so that each sample is scored once.
+
+    Attributes:
+        metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.metrics: dict[str, float] = {}
+        self._job = job
+        self._function = find_function(job.recipe.reward.function)
+
+    def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """``scores`` of responses to training problems.
+
+        Raises:
+            RewardError: The function raised, or gave something other than a finite number; names the problem.
+        """
+        return Batch(batch.ids, {"scores": self._scores(batch, self._job.train.example)})
+
+    def judge(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+        """Measure ``validation/accuracy``: the mean score of responses to held-out problems. Collective: the reward's mesh."""
+        scores = self._scores(batch, lambda row: self._job.held_out[row][0])
+        coordinator = self._job.world.coordinator(self._job.meshes["reward"].ranks)
+        shares = coordinator.gather([float(scores.double().sum()), len(scores)], "validation")
+        self.metrics["validation/accuracy"] = sum(total for total, _ in shares) / sum(count for _, count in shares)
+
+    def _scores(self, batch: Batch, example_of: Callable[[int], Example]) -> torch.Tensor:
+        draws = batch.columns["draws"].tolist()
+        prompt_lengths = batch.columns["prompt_lengths"].tolist()
+        scores = [
+            self._score(example_of(draw), sequence[length:].tolist())
+            for sequence, length, draw in zip(column_rows(batch, "tokens"), prompt_lengths, draws, strict=True)
+        ]
+        return torch.tensor(scores, dtype=torch.float32)
+
+    def _score(self, example: Example, tokens: list[int]) -> float:
+        stop = self._job.tokenizer.eos_id
+        response = self._job.tokenizer.decode(tokens[:-1] if tokens[-1:] == [stop] else tokens)
+        where = f"reward {self._job.recipe.reward.function!r} on {example.place} with response {response!r}"
+        try:
+            score = float(self._function(example.prompt, response, example.answer))
+        # A user's function may raise anything; whatever it is, the message must name the sample.
+        except Exception as error:
+            raise RewardError(f"{where}: {type(error).__name__}: {error}; mend the function or the sample") from error
+        if not math.isfinite(score):
+            raise RewardError(f"{where}: returned {score}; expected a finite number")
+        return score

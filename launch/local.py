@@ -1,0 +1,180 @@
+"""Ranks as processes of this machine: started together, ended together."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+REPORTED = 2
+"""Exit status of a rank whose error a person has already been told of."""
+
+_POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1
+
+
+def run_local(
+    argv: Sequence[str],
+    *,
+    num_ranks: int,
+    threads_per_rank: int = 1,
+    grace_s: float = 10.0,
+    program: Sequence[str] = (sys.executable, "-m", "hybridflow"),
+) -> int:
+    """Run a command as ``num_ranks`` processes of this machine, and wait for all of them.
+
+    The ranks write to this process's output. When one exits non-zero or is killed, the others get SIGTERM and, after
+    ``grace_s``, SIGKILL; one line on standard error says which rank it was, unless its exit status is ``REPORTED``.
+    SIGINT and SIGTERM of this process go to every rank, with the same grace; a second one ends them at once. The ranks
+    die with this process however it ends. There is no deadline for the whole: a rank's own waits have theirs.
+
+    Args:
+        argv: Arguments of the program.
+        num_ranks: Processes to start; each finds its place in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+            MASTER_ADDR and MASTER_PORT.
+        threads_per_rank: CPU threads of each (OMP_NUM_THREADS).
+        grace_s: Seconds between SIGTERM and SIGKILL.
+        program: What to start.
+
+    Returns:
+        0 if every rank exited with 0; else the exit status of the rank that failed first; 128 + the signal where a
+        signal ended that rank or this process.
+    """
+    with _caught_signals() as received:
+        ranks = _start([*program, *argv], num_ranks, threads_per_rank)
+        try:
+            return _watch(ranks, received, grace_s)
+        finally:
+            _kill(ranks)
+
+
+def _start(command: Sequence[str], num_ranks: int, threads_per_rank: int) -> list[subprocess.Popen[bytes]]:
+    shared = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": str(threads_per_rank),
+        "HYBRIDFLOW_LAUNCHED": "local",
+    }
+    die_with_parent = _die_with_parent()
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(num_ranks):
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                # A session of its own: Ctrl-C reaches a rank through us, once; what it starts can be killed with it.
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+            ranks.append(process)
+    except OSError:
+        _kill(ranks)
+        raise
+    return ranks
+
+
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], received: list[int], grace_s: float) -> int:
+    """Wait for every rank; from the first failure or signal on, for no longer than ``grace_s``."""
+    status = 0
+    kill_at = float("inf")
+    forwarded = 0
+    while any(rank.poll() is None for rank in ranks):
+        if len(received) > forwarded:
+            if forwarded:
+                break
+            forwarded = len(received)
+            status = 128 + received[0]
+            kill_at = time.monotonic() + grace_s
+            _signal(ranks, received[0])
+        elif status == 0 and (failed := _first_failure(ranks)) is not None:
+            status = _report(failed, ranks[failed].returncode, len(ranks))
+            kill_at = time.monotonic() + grace_s
+            _signal(ranks, signal.SIGTERM)
+        elif time.monotonic() > kill_at:
+            break
+        time.sleep(_POLL_S)
+    if status == 0 and (failed := _first_failure(ranks)) is not None:
+        status = _report(failed, ranks[failed].returncode, len(ranks))
+    return status
+
+
+def _first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """The failed rank that is likeliest the cause: one ended by a signal before one that missed it, then the lowest."""
+    failed = [index for index, rank in enumerate(ranks) if rank.poll() not in (None, 0)]
+    return min(failed, key=lambda index: (ranks[index].returncode > 0, index), default=None)
+
+
+def _report(index: int, returncode: int, num_ranks: int) -> int:
+    """Say which rank failed unless it has said so itself; return the exit status of the whole."""
+    if returncode == REPORTED:
+        return returncode
+    if returncode > 0:
+        what, status = f"exited with status {returncode}; its message is above", returncode
+    else:
+        what, status = f"was killed by {signal.Signals(-returncode).name}", 128 - returncode
+        if -returncode == signal.SIGKILL:
+            what += "; if nobody did so, memory ran out: use a smaller trainer.micro_batch_tokens, or fewer ranks"
+    others = ", the other ranks were ended" if num_ranks > 1 else ""
+    print(f"error: rank {index} {what}{others}", file=sys.stderr, flush=True)
+    return status
+
+
+def _signal(ranks: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
+    for rank in ranks:
+        rank.send_signal(signum)
+
+
+def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End what is left of every rank that did not end well, with all that it started."""
+    for rank in ranks:
+        if rank.returncode != 0:
+            with suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+    for rank in ranks:
+        rank.wait()
+
+
+@contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM in a list instead of ending on them."""
+    received: list[int] = []
+    before = {
+        signum: signal.signal(signum, lambda number, _frame: received.append(number))
+        for signum in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What a child runs before its program, so that it cannot outlive us. Linux alone offers it."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None)
+    parent = os.getpid()
+
+    def ask() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
+
+    return ask

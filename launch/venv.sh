@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Makes the virtual environment .venv of this clone and installs the package into it, unless that is done already.
+#   launch/venv.sh [EXTRAS]      for instance: launch/venv.sh dev
+# PYTHON names the interpreter to make it with; left out, the first suitable one is taken.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+extras=${1:-}
+venv=$root/.venv
+# What was installed holds as long as setup.py and the place of the clone stay as they are.
+mark="$(cksum < "$root/setup.py") $root"
+installed=$venv/.installed
+candidates=(python3 python3.13 python3.12 python3.11 python3.10)
+[ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+
+suits() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2> /dev/null; }
+
+if [ -f "$installed" ] && grep -qxF -e "$mark [$extras]" -e "$mark [dev]" "$installed"; then
+    exit 0
+fi
+
+if [ ! -x "$venv/bin/python" ]; then
+    for python in "${candidates[@]}"; do
+        if suits "$python"; then
+            "$python" -m venv "$venv" || { rm -rf "$venv"; exit 2; }
+            break
+        fi
+    done
+fi
+if ! suits "$venv/bin/python"; then
+    echo "error: ${PYTHON:-python3} is not Python 3.10 to 3.13; install one and set PYTHON, for instance PYTHON=python3.12" \
+        "(and remove $venv if it is there)" >&2
+    exit 2
+fi
+
+# torch first, and pinned: with no version, pip may choose a build of several GB that matches nothing else here.
+"$venv/bin/python" -m pip install --disable-pip-version-check torch==2.13.0
+"$venv/bin/python" -m pip install --disable-pip-version-check --editable "$root${extras:+[$extras]}"
+echo "$mark [$extras]" >> "$installed"

@@ -1,0 +1,72 @@
+"""Small models for tests, in any layout."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridflow.config import Model
+from hybridflow.models.gpt import Transformer, build_transformer
+from hybridflow.models.weights import describe_model, initialize
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.megatron import collection, rank_sets
+from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.parallel.world import World
+
+TINY = Model(
+    num_layers=8,
+    hidden_size=64,
+    ffn_hidden_size=96,
+    num_attention_heads=8,
+    max_context=48,
+    vocab_divisible_by=4,
+    qkv_bias=True,
+)
+VOCAB = 29
+
+
+def layouts_of(size: int, model: Model = TINY) -> list[ParallelLayout]:
+    """Every TP×PP×DP factorisation of a number of ranks that the model allows."""
+    sizes = [size_of for size_of in range(1, size + 1) if size % size_of == 0]
+    return [
+        ParallelLayout(tp=tp, pp=pp, dp=size // (tp * pp))
+        for tp in sizes
+        for pp in sizes
+        if size % (tp * pp) == 0 and model.num_attention_heads % tp == 0 and model.num_layers % pp == 0
+    ]
+
+
+def place(world: World, layout: ParallelLayout, ranks: tuple[int, ...] | None = None):
+    """A mesh, and this rank's groups in it."""
+    ranks = ranks if ranks is not None else tuple(range(layout.world_size))
+    mesh = DeviceMesh(name=str(layout), layout=layout, ranks=ranks, ranks_per_node=world.ranks_per_node)
+    world.make_groups(rank_sets([mesh], world.size))
+    return mesh, collection(world, mesh) if world.rank in mesh else None
+
+
+def make_model(
+    world: World,
+    layout: ParallelLayout,
+    *,
+    model: Model = TINY,
+    seed: int = 3,
+    std: float = 0.1,
+    has_value_head: bool = False,
+) -> tuple[Transformer, DeviceMesh, object, object]:
+    """This rank's part of a model with weights from (seed, name): larger than usual, so that differences show."""
+    mesh, groups = place(world, layout)
+    spec = describe_model(world, model, vocab_size=VOCAB, has_value_head=has_value_head)
+    built = build_transformer(model, layout, groups, world.device, vocab_size=VOCAB, has_value_head=has_value_head)
+    initialize(built, spec, mesh, world.rank, seed=seed, std=std)
+    return built, mesh, groups, spec
+
+
+def samples(count: int, seed: int = 0) -> tuple[list[torch.Tensor], list[int]]:
+    """Sequences of unequal length and the length of each one's prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences, prompts = [], []
+    for _ in range(count):
+        prompt = int(torch.randint(1, 9, (1,), generator=generator))
+        length = prompt + int(torch.randint(1, 12, (1,), generator=generator))
+        sequences.append(torch.randint(0, VOCAB, (length,), generator=generator))
+        prompts.append(prompt)
+    return sequences, prompts

@@ -1,0 +1,116 @@
+"""Rollout: the same text in every layout, and the log-probabilities that training computes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.models.microbatch import pack, split_by_tokens
+from hybridflow.models.log_probs import Columns, vocab_parallel_log_probs
+from hybridflow.models.training import forward_only
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.rollout.generate import Generator, Request
+from hybridflow.rollout.sampling import SamplingParams, gumbel_noise, row_keys
+from tests.multi.models import TINY, VOCAB, layouts_of, make_model
+from tests.ranks import run_ranks
+
+PARAMS = {
+    "plain": SamplingParams(max_new_tokens=8, stop_ids=(2, 5)),
+    "cut": SamplingParams(max_new_tokens=8, temperature=0.7, top_k=9, top_p=0.8, stop_ids=(2,)),
+    "greedy": SamplingParams(max_new_tokens=8, greedy=True, stop_ids=(2,)),
+}
+SEED = 11
+
+
+def requests() -> list[Request]:
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in (3, 9, 1, 5, 5)]
+    return [Request(prompt=prompts[draw], draw=100 + draw, index=index) for draw in range(5) for index in range(3)]
+
+
+def rollout(world, layouts: list[ParallelLayout], max_concurrent: int, kinds: tuple[str, ...]):
+    """Responses of every layout, gathered on every rank, with the sampler's and the trainer's log-probabilities."""
+    found = {}
+    for layout in layouts:
+        model, mesh, groups, _ = make_model(world, layout)
+        generator = Generator(model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=max_concurrent)
+        mine = requests()[mesh.coordinate(world.rank).dp :: layout.dp]
+        for name in kinds:
+            params = PARAMS[name]
+            responses = generator.generate(mine, params)
+            sequences = [torch.cat([ask.prompt, got.tokens]) for ask, got in zip(mine, responses)]
+            prompts = [len(ask.prompt) for ask in mine]
+            batches = [
+                pack(samples, sequences, prompts, world.device)
+                for samples in split_by_tokens([len(each) for each in sequences], 40)
+            ]
+
+            def compute(output, batch, temperature=params.temperature):
+                log_probs, _ = vocab_parallel_log_probs(
+                    output, batch.targets, group=groups.tp, vocab_size=VOCAB, temperature=temperature
+                )
+                return dict(zip(batch.samples, log_probs.split(batch.response_lengths)))
+
+            trained = {}
+            for part in forward_only(model, groups, batches, compute):
+                trained.update(part)
+            for index, (ask, got) in enumerate(zip(mine, responses)):
+                if trained:
+                    found[str(layout), name, ask.draw, ask.index] = (
+                        got.tokens.tolist(),
+                        got.log_probs.tolist(),
+                        trained[index].tolist(),
+                    )
+    return found
+
+
+def merged(size: int, layouts: list[ParallelLayout], max_concurrent: int, kinds: tuple[str, ...] = tuple(PARAMS)):
+    found: dict = {}
+    for part in run_ranks(rollout, size, layouts, max_concurrent, kinds):
+        found.update(part)
+    return found
+
+
+def logits_at(world, sequence: list[int]) -> torch.Tensor:
+    """The next token's logits by one rank: what a margin is measured in."""
+    model, *_ = make_model(world, ParallelLayout())
+    batch = pack([0], [torch.tensor([*sequence, 0])], [len(sequence)], world.device)
+    return model(batch.tokens, batch.attention, batch.rows)[0].detach()
+
+
+def margin(sequence: list[int], draw: int, index: int, params: SamplingParams) -> float:
+    """How far the decision was from another one: the perturbed top-two gap, or the distance to the nucleus edge."""
+    logits = run_ranks(logits_at, 1, sequence)[0][:VOCAB] / params.temperature
+    if params.greedy:
+        top = logits.topk(2).values
+        return float(top[0] - top[1])
+    key = row_keys(SEED, "rollout", torch.tensor([draw]), torch.tensor([index]), torch.tensor([len(sequence)]))
+    top = (logits + gumbel_noise(key, 0, VOCAB)[0]).topk(2).values
+    ordered = logits.softmax(-1).sort(descending=True).values
+    edge = float((ordered.cumsum(0) - params.top_p).abs().min()) if params.top_p < 1 else 1.0
+    return min(float(top[0] - top[1]), edge)
+
+
+def test_same_text_in_every_layout_and_batching_and_the_log_probs_of_training():
+    reference = merged(1, [ParallelLayout()], 256)
+    by_request = {key[1:]: value for key, value in reference.items()}
+    assert len(by_request) == len(PARAMS) * 15
+    assert len({tuple(tokens) for tokens, _, _ in by_request.values()}) > 20, "samples are all alike"
+    assert {len(tokens) for tokens, _, _ in by_request.values()} > {8}, "some must stop early, some must not"
+    # A wave of 5 cuts the 15 requests differently from one of 256. Eight ranks, being slow here, sample one kind.
+    cases = [(reference, 1), (merged(2, layouts_of(2), 5), 2), (merged(4, layouts_of(4), 256), 4)]
+    cases += [(merged(8, layouts_of(8), 256, ("cut",)), 8)]
+    num_texts = 0
+    for found, size in cases:
+        for (layout, kind, draw, index), (tokens, sampled, trained) in found.items():
+            where = (size, layout, kind, draw, index)
+            num_texts += 1
+            difference = (torch.tensor(sampled) - torch.tensor(trained)).abs().max().item()
+            assert difference <= 1e-5, (where, difference)
+            expected = by_request[kind, draw, index][0]
+            if tokens != expected:
+                first = next(place for place, pair in enumerate(zip(tokens, expected)) if pair[0] != pair[1])
+                prompt = next(ask.prompt.tolist() for ask in requests() if ask.draw == draw)
+                gap = margin([*prompt, *tokens[:first]], draw, index, PARAMS[kind])
+                assert gap < 1e-4, (where, first, gap)
+    assert num_texts == 45 * (1 + len(layouts_of(2)) + len(layouts_of(4))) + 15 * len(layouts_of(8))

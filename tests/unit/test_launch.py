@@ -1,0 +1,231 @@
+"""The local launcher, with small programs in the place of ranks."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridflow.launch.local import REPORTED, run_local
+
+ROOT = Path(__file__).parents[2]
+
+# A rank that writes its pid, so that a test can see it gone.
+PRELUDE = (
+    "import os, signal, sys, time; rank = int(os.environ['RANK']); open(f'pid{rank}', 'w').write(str(os.getpid()))\n"
+)
+
+
+def run(code, *, num_ranks=3, grace_s=5.0, argv=()):
+    return run_local(argv, num_ranks=num_ranks, grace_s=grace_s, program=[sys.executable, "-c", PRELUDE + code])
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def none_left(tmp_path):
+    yield
+    for path in tmp_path.glob("pid*"):
+        assert is_gone(int(path.read_text())), path.name
+
+
+def is_gone(pid, within_s=5.0):
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        try:
+            with open(f"/proc/{pid}/stat") as stat:  # orphans of a container without an init stay as zombies
+                if stat.read().split()[2] == "Z":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_ranks_know_their_place(tmp_path):
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS HYBRIDFLOW_LAUNCHED"
+    code = f"print(*[os.environ[n] for n in {names.split()}], *sys.argv[1:], file=open(f'seen{{rank}}', 'w'))"
+    code += "\nassert int(os.environ['MASTER_PORT']) > 1023 and sys.stdin.read() == ''"
+    assert run(code, argv=["train", "a b"]) == 0
+    seen = [(tmp_path / f"seen{rank}").read_text().split(" ", 7) for rank in range(3)]
+    assert seen == [[str(r), "3", str(r), "3", "127.0.0.1", "1", "local", "train a b\n"] for r in range(3)]
+
+
+def test_output_of_the_ranks_is_ours(capfd):
+    assert run("print('out of', rank); print('err of', rank, file=sys.stderr)") == 0
+    shown = capfd.readouterr()
+    assert sorted(shown.out.splitlines()) == [f"out of {rank}" for rank in range(3)]
+    assert sorted(shown.err.splitlines()) == [f"err of {rank}" for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("death", "status", "says"),
+    [
+        ("sys.exit(3)", 3, "error: rank 1 exited with status 3; its message is above, the other ranks were ended\n"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "error: rank 1 was killed by SIGSEGV, the other ranks"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "error: rank 1 was killed by SIGKILL; if nobody did so, memory"),
+        (f"sys.exit({REPORTED})", REPORTED, ""),
+    ],
+)
+def test_one_rank_that_fails_ends_all_with_one_line(none_left, capfd, death, status, says):
+    start = time.monotonic()
+    assert run(f"if rank == 1: {death}\ntime.sleep(60)") == status
+    assert time.monotonic() - start < 5
+    errors = capfd.readouterr().err
+    assert errors.startswith(says) and errors.count("\n") == (says != "")
+
+
+def test_rank_that_ignores_sigterm_is_killed_after_the_grace(none_left):
+    code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'deaf{rank}', 'w')\n"
+    code += "while rank == 0 and not os.path.exists('deaf1'): time.sleep(0.01)\n"
+    start = time.monotonic()
+    assert run(code + "if rank == 0: sys.exit(4)\ntime.sleep(60)", num_ranks=2, grace_s=0.5) == 4
+    assert 0.5 < time.monotonic() - start < 10
+
+
+def test_failure_of_the_last_rank_left_is_seen(capfd):
+    assert run("time.sleep(0.3 * rank); sys.exit(5 if rank == 2 else 0)") == 5
+    assert "rank 2 exited with status 5" in capfd.readouterr().err
+
+
+def test_what_a_rank_started_ends_with_it(none_left):
+    code = (
+        "import subprocess\nchild = subprocess.Popen(['sleep', '60'])\nopen('pid-child', 'w').write(str(child.pid))\n"
+    )
+    assert run(code + "sys.exit(6)", num_ranks=1) == 6
+
+
+PARENT = """
+import sys
+from hybridflow.launch.local import run_local
+sys.exit(run_local([], num_ranks=2, grace_s=float(sys.argv[1]), program=[sys.executable, "-c", sys.argv[2]]))
+"""
+
+
+def start_parent(tmp_path, code, grace_s="5"):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, grace_s, PRELUDE + code + "\nopen(f'up{rank}', 'w')\ntime.sleep(60)"]
+    )
+    deadline = time.monotonic() + 20
+    while not all((tmp_path / f"up{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.02)
+    return parent
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_every_rank(none_left, tmp_path, signum):
+    code = f"def seen(*_):\n    open(f'seen{{rank}}', 'w')\n    sys.exit(0)\nsignal.signal({int(signum)}, seen)"
+    parent = start_parent(tmp_path, code)
+    parent.send_signal(signum)
+    assert parent.wait(10) == 128 + signum
+    assert all((tmp_path / f"seen{rank}").exists() for rank in range(2))
+
+
+def test_second_signal_ends_deaf_ranks_at_once(none_left, tmp_path):
+    parent = start_parent(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)", grace_s="60")
+    parent.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert parent.poll() is None
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(5) == 128 + signal.SIGTERM
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends children with their parent")
+def test_ranks_die_with_a_killed_parent(none_left, tmp_path):
+    parent = start_parent(tmp_path, "")
+    parent.kill()
+    parent.wait(5)
+
+
+def test_program_that_does_not_exist():
+    with pytest.raises(FileNotFoundError):
+        run_local([], num_ranks=2, program=["/nonexistent/program"])
+
+
+# Stands in for an interpreter: notes its calls, makes "virtual environments" of itself, and says that it is new enough.
+FAKE_PYTHON = """#!/usr/bin/env bash
+echo "python $*" >> "$LOG"
+if [ "$1 $2" = "-m venv" ]; then
+    mkdir -p "$3/bin"
+    cp "$0" "$3/bin/python"
+    printf '#!/bin/sh\\necho "hybridflow $*" >> "$LOG"; exit 7\\n' > "$3/bin/hybridflow"
+    chmod +x "$3/bin/hybridflow"
+elif [ "$1" = -c ]; then
+    exit "${TOO_OLD:-0}"
+fi
+"""
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A clone in a folder with a space in its name; called, runs a script of it: exit status, calls, errors."""
+    root = tmp_path / "my clone"
+    for name in ("launch/venv.sh", "launch/quickstart.sh", "tests/run.sh", "setup.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    python = tmp_path / "fake-python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    log = tmp_path / "log"
+
+    def run_script(name, *argv, **environ):
+        log.write_text("")
+        environ = {**os.environ, "PYTHON": str(python), "LOG": str(log), **environ}
+        done = subprocess.run([root / name, *argv], env=environ, capture_output=True, text=True, check=False)
+        calls = [line for line in log.read_text().splitlines() if not line.startswith("python -c")]
+        return done.returncode, [call.replace(f"{root}/", "") for call in calls], done.stderr
+
+    run_script.root = root
+    return run_script
+
+
+PIP = "python -m pip install --disable-pip-version-check"
+
+
+def test_quickstart_installs_once_and_passes_arguments_and_status_on(clone):
+    status, calls, _ = clone("launch/quickstart.sh", "trainer.steps=1", "name=a b")
+    train = "hybridflow train quickstart trainer.steps=1 name=a b"
+    editable = f"{PIP} --editable {clone.root}"
+    assert calls == ["python -m venv .venv", f"{PIP} torch==2.13.0", editable, train]
+    assert status == 7
+    assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart"]
+    with open(clone.root / "setup.py", "a") as setup:
+        setup.write("# changed\n")
+    assert clone("launch/quickstart.sh")[1] == [f"{PIP} torch==2.13.0", editable, "hybridflow train quickstart"]
+
+
+def test_tests_install_their_tools_and_leave_the_long_ones_out(clone):
+    clone("launch/quickstart.sh")
+    pytest_call = "python -m pytest -m not slow and not slurm and not vllm -k layout"
+    editable = f"{PIP} --editable {clone.root}[dev]"
+    assert clone("tests/run.sh", "-k", "layout")[1] == [f"{PIP} torch==2.13.0", editable, pytest_call]
+    assert clone("tests/run.sh", "--all", "-x")[1] == ["python -m pytest -m  -x"]
+    assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart"]
+
+
+def test_unsuitable_python_is_refused(clone):
+    status, calls, errors = clone("launch/quickstart.sh", TOO_OLD="1")
+    assert (status, calls) == (2, [])
+    assert "is not Python 3.10 to 3.13; install one and set PYTHON" in errors
+
+
+def test_batch_script_starts_the_ranks_with_srun(tmp_path, monkeypatch):
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nprintf "%s|" "$@"; exit 9\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    script = ["bash", str(ROOT / "slurm/train.sbatch"), "grpo", "name=a b"]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 9 and done.stdout == "--kill-on-bad-exit=1|hybridflow|train|grpo|name=a b|"

@@ -1,0 +1,117 @@
+"""The direction of imports, and what stays light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Each imports only from those before it. Geometry comes before config, which checks a recipe's layouts against its
+# ranks.
+ORDER = [
+    *("errors", "sections", "parallel.layout", "parallel.mesh", "config"),
+    *("parallel", "algorithms", "observe", "dataflow", "reshard", "data", "models", "checkpoint"),
+    *("rollout", "roles", "mapping", "trainer", "launch", "cli", "__main__"),
+]
+
+# Imported on login nodes and before ranks start: none may bring in torch or MPI.
+LIGHT = [
+    *("errors", "sections", "config", "parallel.layout", "parallel.mesh", "parallel.start"),
+    *("dataflow.graph", "dataflow.schedule", "dataflow.compiler", "reshard.plan"),
+    *("data.order", "data.arithmetic", "data.tokenizer", "data.prompts", "launch", "launch.local", "cli"),
+]
+
+# One third-party package, one door.
+DOORS = ["sentencepiece", "h5py", "mpi4py", "transformer_engine", "apex", "vllm", "wandb"]
+
+
+def modules():
+    """Every module of the package: dotted name below ``hybridflow`` → syntax tree."""
+    files = [*(ROOT / "hybridflow").rglob("*.py"), *(ROOT / "launch").rglob("*.py")]
+    return {dotted(path): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+
+
+def dotted(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] == "hybridflow" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = modules()
+
+
+def imports(tree):
+    """Full names that a module imports anywhere; ``from a import b`` counts as ``a.b``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import of {node.module}: write it out"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(name):
+    """Modules of ours that a module imports."""
+    for full in imports(MODULES[name]):
+        if full.startswith("hybridflow."):
+            target = full.removeprefix("hybridflow.")
+            target = target if target in MODULES else target.rpartition(".")[0]
+            if target not in ("", name):  # "" is the package itself: its version
+                yield target
+
+
+def level(name):
+    """Place in ORDER; the longest entry that names the module or a package around it."""
+    entries = [entry for entry in ORDER if f"{name}.".startswith(f"{entry}.")]
+    assert entries, f"hybridflow/{name} is not in ORDER: add it here and to the table of packages in the docs"
+    return ORDER.index(max(entries, key=len))
+
+
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - {""}))
+def test_imports_go_to_what_stands_before(name):
+    for target in own_imports(name):
+        assert level(target) <= level(name), f"{name} imports {target}, which comes after it in ORDER"
+
+
+def test_no_import_runs_in_a_circle():
+    pending = {name: set(own_imports(name)) for name in MODULES}
+    while pending:
+        free = [name for name, needed in pending.items() if not needed & pending.keys()]
+        assert free, f"modules that import each other are among {sorted(pending)}"
+        for name in free:
+            del pending[name]
+
+
+@pytest.mark.parametrize("package", DOORS)
+def test_one_third_party_package_one_door(package):
+    doors = [
+        name for name, tree in MODULES.items() if any(f"{full}.".startswith(f"{package}.") for full in imports(tree))
+    ]
+    assert len(doors) <= 1, f"{package} is imported by {doors}; go through one of them"
+
+
+def test_light_modules_bring_in_neither_torch_nor_mpi():
+    names = ["hybridflow", *(f"hybridflow.{name}" for name in LIGHT if name in MODULES)]
+    code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
+    code += "    heavy = {'torch', 'megatron', 'mpi4py'} & sys.modules.keys()\n    assert not heavy, (name, heavy)\n"
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(name for name, tree in MODULES.items() if name))
+def test_every_module_says_what_it_is(name):
+    assert ast.get_docstring(MODULES[name]), f"hybridflow/{name} has no docstring"
+
+
+def test_no_pickle_no_eval_no_shell():
+    for name, tree in MODULES.items():
+        assert not any(full.split(".")[0] in ("pickle", "dill", "cloudpickle") for full in imports(tree)), name
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                assert not (isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec")), (name, node.lineno)
+                assert not any(keyword.arg == "shell" for keyword in node.keywords), (name, node.lineno)
+                torch_pickle = ast.unparse(node.func) in ("torch.save", "torch.load")
+                assert not torch_pickle, (name, node.lineno)

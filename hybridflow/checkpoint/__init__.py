@@ -1,0 +1,1 @@
+"""What stays: checkpoints that are complete or absent, and resuming from them."""

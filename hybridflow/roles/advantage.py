@@ -108,15 +108,23 @@ class Advantage:
         difference = (old - sampled).abs() * mask
         scores = batch.columns["scores"].double()
         sums = self._sum()(
-            torch.stack([scores.sum(), torch.tensor(len(batch)).double(), mask.sum().double(), difference.sum().double()])
+            torch.stack(
+                [
+                    scores.sum(),
+                    torch.tensor(len(batch)).double(),
+                    mask.sum().double(),
+                    batch.columns["tokens"].lengths.sum().double(),
+                    difference.sum().double(),
+                ]
+            )
         )
-        score_sum, num_samples, num_tokens, difference_sum = sums.tolist()
+        score_sum, num_samples, num_tokens, num_all_tokens, difference_sum = sums.tolist()
         kl = kl_penalty(old, padded(batch, "ref_log_probs"), "k1")
         self._kl_coef.measured = sequence_mean_kl(kl, mask, sum_over_ranks=self._sum())
         self.metrics |= {
             "reward/mean": score_sum / num_samples,
             "response/length_mean": num_tokens / num_samples,
-            "response/num_tokens": num_tokens,
+            "batch/num_tokens": num_all_tokens,
             "kl/ref": self._kl_coef.measured,
             "kl/coef": self._kl_coef.value,
             "rollout/logprob_abs_diff": difference_sum / num_tokens,

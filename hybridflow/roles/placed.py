@@ -64,7 +64,8 @@ class PlacedModel:
     def tensors(self) -> dict[str, Tensor]:
         """Live weights by logical name, as this rank holds them."""
         return {
-            name: tensor for name, (tensor, _) in local_shards(self.transformer, self._spec, self.mesh, self._rank).items()
+            name: tensor
+            for name, (tensor, _) in local_shards(self.transformer, self._spec, self.mesh, self._rank).items()
         }
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:

@@ -1,0 +1,7 @@
+"""``python -m hybridflow``: the same as the ``hybridflow`` command."""
+
+import sys
+
+from hybridflow.cli import main
+
+sys.exit(main())

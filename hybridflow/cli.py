@@ -1,0 +1,157 @@
+"""The door: ``hybridflow train / plan``. Light at import; what a command needs it imports itself."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hybridflow import __version__
+from hybridflow.config import Recipe, load_recipe
+from hybridflow.errors import HybridflowError
+
+if TYPE_CHECKING:
+    from hybridflow.parallel.start import Start
+
+USER_ERROR = 2
+"""Exit status after an error that has been explained on stderr."""
+
+FAILURE = 1
+"""Exit status after a failure of ours, with a traceback on stderr."""
+
+_EXAMPLES = """examples:
+  hybridflow train quickstart
+  hybridflow train launch/recipes/grpo.yaml trainer.steps=20 run_dir=runs/try
+  torchrun --nproc-per-node 4 -m hybridflow train quickstart
+  srun --ntasks 4 hybridflow train quickstart
+  hybridflow train quickstart --resume
+  hybridflow plan job split
+
+exit status: 0 done, 2 an error that was explained, 1 a failure of hybridflow itself
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except HybridflowError as error:
+        print(f"hybridflow: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hybridflow",
+        description="RL post-training of language models on HPC clusters.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"hybridflow {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="run a recipe",
+        description="Run a recipe. Started plainly it brings up the recipe's number of ranks on this machine; under torchrun, "
+        "mpirun or srun it joins the ranks that are there.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_recipe(train)
+    train.add_argument("--resume", action="store_true", help="go on from the run's latest checkpoint, if there is one")
+    train.add_argument("--dry-run", action="store_true", help="check the recipe, print the plan, and stop")
+    train.set_defaults(run=_train)
+    plan = commands.add_parser("plan", help="show what a recipe would do, without starting it")
+    plans = plan.add_subparsers(required=True, metavar="WHAT")
+    job = plans.add_parser(
+        "job",
+        help="which rank calls what, and the compiled schedule",
+        description="Print rank × role × calls for every rank, and the program of the job. Starts no process and imports no "
+        "torch.",
+    )
+    _add_recipe(job)
+    job.add_argument("--mermaid", action="store_true", help="print one step as a mermaid flowchart instead")
+    job.set_defaults(run=_plan_job)
+    return parser
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="a YAML file, or the name of a shipped recipe such as quickstart")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
+
+
+def _plan_job(arguments: argparse.Namespace) -> int:
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.mermaid:
+        from hybridflow.dataflow.render import mermaid
+        from hybridflow.trainer.plan import plan_job
+
+        plan = plan_job(recipe)
+        print(mermaid(plan.train, plan.meshes))
+    else:
+        _print_plan(recipe)
+    return 0
+
+
+def _print_plan(recipe: Recipe) -> None:
+    from hybridflow.dataflow.render import plan_table
+    from hybridflow.trainer.plan import plan_job
+
+    plan = plan_job(recipe)
+    print(plan_table(plan.whole, plan.meshes, recipe.cluster.ranks))
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from hybridflow.parallel.start import find_start
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.dry_run:
+        _print_plan(recipe)
+        return 0
+    start = find_start()
+    if start.launcher == "alone" and recipe.cluster.ranks > 1:
+        from hybridflow.launch.local import run_local
+
+        command = ["train", arguments.recipe, *arguments.overrides, *(["--resume"] if arguments.resume else [])]
+        return run_local(command, num_ranks=recipe.cluster.ranks, threads_per_rank=recipe.cluster.threads_per_rank)
+    return _train_rank(recipe, start, resume=arguments.resume)
+
+
+def _train_rank(recipe: Recipe, start: Start, *, resume: bool) -> int:
+    """One rank's part of a job: whatever goes wrong ends the process at once, and is told by one rank alone."""
+    # What megatron-core and torch say about themselves; none of it is for our user to act on.
+    warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
+    from hybridflow.parallel.world import join_world
+    from hybridflow.trainer.trainer import train
+
+    world = None
+    try:
+        cluster = recipe.cluster
+        world = join_world(start, deadline_s=cluster.deadline_s, start_deadline_s=cluster.start_deadline_s)
+        train(recipe, world, resume=resume)
+        world.close()
+    except Exception as error:
+        if world is None or world.is_first_to_fail():
+            _tell(error, start.rank)
+        sys.stdout.flush()
+        # No interpreter shutdown: it could wait for ranks that are gone.
+        os._exit(USER_ERROR if isinstance(error, HybridflowError) else FAILURE)
+    return 0
+
+
+def _tell(error: Exception, rank: int) -> None:
+    """Print an error of a rank: a message for what was foreseen, else the traceback."""
+    if isinstance(error, HybridflowError):
+        print(f"hybridflow: rank {rank}: {error}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+        print(
+            f"hybridflow: rank {rank} failed, see above; this is an error of hybridflow's own",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,83 @@
+"""Where a recipe's roles are and what every rank will do. No torch: a login node prints it before a GPU is held."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hybridflow.config import Recipe, role_meshes
+from hybridflow.dataflow.compiler import compile_flow
+from hybridflow.dataflow.schedule import Branch, Call, Instruction, Loop, rank_sets
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.trainer.recipes import grpo, ppo
+from hybridflow.trainer.recipes.nodes import VALIDATION, WARM_START
+
+STEPS = {"ppo": ppo.STEP, "grpo": grpo.STEP}
+"""Algorithm -> the flow of one training step."""
+
+Program = tuple[Instruction, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """A recipe, compiled.
+
+    Attributes:
+        meshes: Name -> mesh. Beside the roles' own: ``reward``, one replica on each rollout rank, and ``job``, all ranks.
+        warm_start: Supervised training before reinforcement learning; empty without one.
+        validation: Greedy answers to the held-out problems, judged.
+        train: The loop over training steps.
+    """
+
+    meshes: Mapping[str, DeviceMesh]
+    warm_start: Program
+    validation: Program
+    train: Program
+
+    @property
+    def whole(self) -> Program:
+        """All that the job does, in order."""
+        return self.warm_start + self.validation + self.train + self.validation
+
+    def rank_sets(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of ranks that exchange messages beside those of a model: for moves, decisions and copies of weights."""
+        sets = dict.fromkeys(rank_sets(self.whole, self.meshes))
+        update = self.meshes["actor.update"]
+        for name in ("actor.rollout", "reference", "critic"):
+            if name in self.meshes:
+                sets[tuple(sorted({*update.ranks, *self.meshes[name].ranks}))] = None
+        return tuple(sets)
+
+
+def plan_job(recipe: Recipe) -> JobPlan:
+    """Place and compile a recipe, the same on every rank and without any message.
+
+    Raises:
+        LayoutError: A layout does not fit its ranks.
+    """
+    meshes = role_meshes(recipe)
+    rollout = meshes["actor.rollout"]
+    everyone = tuple(range(recipe.cluster.ranks))
+    meshes["reward"] = DeviceMesh(
+        name="reward",
+        layout=ParallelLayout(dp=len(rollout.ranks)),
+        ranks=rollout.ranks,
+        ranks_per_node=rollout.ranks_per_node,
+    )
+    meshes["job"] = DeviceMesh(
+        name="job",
+        layout=ParallelLayout(dp=len(everyone)),
+        ranks=everyone,
+        ranks_per_node=rollout.ranks_per_node,
+    )
+    validation = compile_flow(VALIDATION, meshes)
+    step = compile_flow(STEPS[recipe.algorithm], meshes)
+    finish = Call("trainer.finish_step", "trainer", "finish_step", "job")
+    save = Branch("save", "job", (Call("trainer.save", "trainer", "save", "job"),))
+    return JobPlan(
+        meshes=meshes,
+        warm_start=compile_flow(WARM_START, meshes) if recipe.warm_start is not None else (),
+        validation=validation,
+        train=(Loop("train_step", "job", (*step, Branch("validate", "job", validation), finish, save)),),
+    )

@@ -1,0 +1,12 @@
+"""GRPO (arXiv 2402.03300): each response is judged against the others to its prompt, so there is no critic."""
+
+from hybridflow.trainer.recipes import nodes
+
+STEP = (
+    nodes.SAMPLE
+    >> nodes.SCORE
+    >> nodes.ACTOR_LOG_PROBS
+    >> nodes.REFERENCE_LOG_PROBS
+    >> nodes.GRPO_ADVANTAGES
+    >> nodes.ACTOR_UPDATE
+)

@@ -1,0 +1,104 @@
+"""The nodes that algorithms are made of: which role does what on which mesh, reading and writing which columns. No torch."""
+
+from __future__ import annotations
+
+from hybridflow.dataflow.graph import Flow, Node, repeat
+
+SEQUENCES = ("tokens", "prompt_lengths")
+
+SAMPLE = Node(
+    name="actor.sample",
+    role="actor",
+    call="sample",
+    mesh="actor.rollout",
+    phase="rollout",
+    source=True,
+    writes=(*SEQUENCES, "draws", "response_mask", "rollout_log_probs"),
+)
+SCORE = Node(
+    name="reward.score",
+    role="reward",
+    call="score",
+    mesh="reward",
+    reads=(*SEQUENCES, "draws"),
+    writes=("scores",),
+)
+ACTOR_LOG_PROBS = Node(
+    name="actor.log_probs",
+    role="actor",
+    call="log_probs",
+    mesh="actor.update",
+    reads=SEQUENCES,
+    writes=("old_log_probs",),
+)
+REFERENCE_LOG_PROBS = Node(
+    name="reference.log_probs",
+    role="reference",
+    call="log_probs",
+    mesh="reference",
+    reads=SEQUENCES,
+    writes=("ref_log_probs",),
+)
+CRITIC_VALUES = Node(
+    name="critic.values",
+    role="critic",
+    call="values",
+    mesh="critic",
+    reads=SEQUENCES,
+    writes=("values",),
+)
+_LOG_PROBS = ("response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs")
+PPO_ADVANTAGES = Node(
+    name="advantage.ppo",
+    role="advantage",
+    call="ppo",
+    mesh="actor.update",
+    reads=("tokens", "scores", "values", *_LOG_PROBS),
+    writes=("advantages", "returns"),
+)
+GRPO_ADVANTAGES = Node(
+    name="advantage.grpo",
+    role="advantage",
+    call="grpo",
+    mesh="actor.update",
+    reads=("tokens", "scores", "draws", *_LOG_PROBS),
+    writes=("advantages",),
+)
+CRITIC_UPDATE = repeat(
+    "critic_mini_batch",
+    Node(
+        name="critic.update",
+        role="critic",
+        call="update",
+        mesh="critic",
+        reads=(*SEQUENCES, "response_mask", "values", "returns", "order"),
+    ),
+    mesh="critic",
+)
+ACTOR_UPDATE = repeat(
+    "actor_mini_batch",
+    Node(
+        name="actor.update",
+        role="actor",
+        call="update",
+        mesh="actor.update",
+        reads=(*SEQUENCES, "response_mask", "old_log_probs", "ref_log_probs", "advantages", "order"),
+    ),
+    mesh="actor.update",
+)
+IMITATE = repeat(
+    "warm_step", Node(name="actor.imitate", role="actor", call="imitate", mesh="actor.update"), mesh="actor.update"
+)
+ANSWER = Node(
+    name="actor.answer",
+    role="actor",
+    call="answer",
+    mesh="actor.rollout",
+    phase="rollout",
+    source=True,
+    writes=(*SEQUENCES, "draws", "response_mask", "rollout_log_probs"),
+)
+JUDGE = Node(name="reward.judge", role="reward", call="judge", mesh="reward", reads=(*SEQUENCES, "draws"))
+
+WARM_START = Flow(elements=(IMITATE,))
+VALIDATION = ANSWER >> JUDGE

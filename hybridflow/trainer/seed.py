@@ -1,0 +1,42 @@
+"""One role's weights as another's beginning: a plan from mesh to mesh over the tensors that both have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.reshard.execute import Resharder
+from hybridflow.reshard.spec import ModelSpec
+from hybridflow.roles.job import Job
+from hybridflow.roles.placed import PlacedModel
+
+
+def copy_weights(job: Job, source: Any, source_mesh: str, target: Any, target_mesh: str) -> None:
+    """Copy the tensors that two roles' models share; heads that only one has stay as they are.
+
+    Collective: all ranks of both meshes; other ranks return at once.
+
+    Args:
+        job: The job.
+        source: Role with ``spec`` and ``model`` (None on ranks outside its mesh).
+        source_mesh: Name of the source's mesh.
+        target: As ``source``.
+        target_mesh: Name of the target's mesh.
+    """
+    one, other = job.meshes[source_mesh], job.meshes[target_mesh]
+    if job.world.rank not in one and job.world.rank not in other:
+        return
+    names = {tensor.name for tensor in target.spec.tensors}
+    shared = ModelSpec(
+        tensors=tuple(tensor for tensor in source.spec.tensors if tensor.name in names),
+        num_layers=source.spec.num_layers,
+    )
+    Resharder(job.world, shared, one, other).run(_tensors(source.model, shared), _tensors(target.model, shared))
+
+
+def _tensors(model: PlacedModel | None, spec: ModelSpec) -> dict[str, Tensor] | None:
+    if model is None:
+        return None
+    names = {tensor.name for tensor in spec.tensors}
+    return {name: tensor for name, tensor in model.tensors().items() if name in names}

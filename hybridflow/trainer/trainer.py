@@ -1,0 +1,215 @@
+"""The training loop: run the compiled schedule, take its decisions, and record each step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config import Recipe
+from hybridflow.dataflow.batch import Batch
+from hybridflow.dataflow.move import Mover
+from hybridflow.dataflow.run import Executor
+from hybridflow.dataflow.schedule import project
+from hybridflow.errors import LayoutError
+from hybridflow.observe.metrics import MetricsLog
+from hybridflow.observe.report import draw_learning_curve, write_summary
+from hybridflow.observe.timeline import Timeline
+from hybridflow.parallel.megatron import rank_sets
+from hybridflow.parallel.world import World
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.advantage import Advantage, KLCoefficient
+from hybridflow.roles.critic import Critic
+from hybridflow.roles.job import Job
+from hybridflow.roles.placed import mini_batch_size
+from hybridflow.roles.reference import Reference
+from hybridflow.roles.reward import Reward
+from hybridflow.trainer import checkpoints
+from hybridflow.trainer.open import open_job
+from hybridflow.trainer.plan import JobPlan, Program, plan_job
+from hybridflow.trainer.seed import copy_weights
+from hybridflow.trainer.step_metrics import merge_metrics, step_metrics
+
+
+def train(recipe: Recipe, world: World, *, resume: bool = False) -> None:
+    """Run a recipe on the ranks that are there, this process being one of them.
+
+    Raises:
+        HybridflowError: Whatever stops the run, with a message for the user.
+    """
+    if world.size != recipe.cluster.ranks:
+        raise LayoutError(
+            f"cluster.ranks={recipe.cluster.ranks}, but {world.size} ranks were started; start {recipe.cluster.ranks}, or set "
+            f"cluster.ranks={world.size} with layouts that fit"
+        )
+    plan = plan_job(recipe)
+    world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
+    Trainer(open_job(recipe, world, plan), plan).run(resume=resume)
+
+
+class Trainer:
+    """Runs a job's schedule on this rank. A role of its own, too: it ends each step, and saves.
+
+    Attributes:
+        step: Training steps done.
+        roles: Name -> role.
+        summary: What is known of the run so far; goes into ``summary.json``.
+    """
+
+    def __init__(self, job: Job, plan: JobPlan) -> None:
+        recipe = job.recipe
+        self.step = 0
+        self.kl_coef = KLCoefficient(recipe)
+        self.roles: dict[str, Any] = {
+            "actor": Actor(job, self.kl_coef),
+            "reference": Reference(job),
+            "reward": Reward(job),
+            "advantage": Advantage(job, self.kl_coef),
+        }
+        if recipe.critic is not None:
+            self.roles["critic"] = Critic(job)
+        self.summary: dict[str, Any] = {"name": recipe.name, "algorithm": recipe.algorithm, "ranks": job.world.size}
+        self.job = job
+        self._plan = plan
+        self._everyone = job.world.coordinator(plan.meshes["job"].ranks)
+        self._mover = Mover(job.world, plan.meshes, chunk=mini_batch_size(job))
+        self._timeline = Timeline()
+        self._log: MetricsLog | None = None
+        self._run_dir = Path(recipe.run_dir)
+        self._totals = {"steps": 0, "step_s": 0.0, "tokens": 0.0, "control_s": 0.0}
+
+    def run(self, *, resume: bool) -> None:
+        """Warm start, reinforcement learning, and validation before and after; or what is left of it after a resume."""
+        resumed = checkpoints.load(self) if resume else False
+        if self.job.world.rank == 0:
+            self._log = MetricsLog(
+                self._run_dir, num_steps=self.job.recipe.trainer.steps, resumed_step=self.step if resumed else None
+            )
+        if not resumed:
+            self._execute(self._plan.warm_start)
+            self.roles["actor"].end_warm_start()
+            self._spread_weights()
+            self.summary["accuracy_before_rl"] = self._validate()
+        self._step_began_s = time.perf_counter()
+        self._execute(self._plan.train)
+        self.summary["accuracy_after_rl"] = self._validate()
+        self._finish()
+
+    def finish_step(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+        """Gather and record what the step measured. Collective: all ranks."""
+        measured = merge_metrics(role.metrics for role in self.roles.values())
+        shares = self._everyone.gather([measured, list(self._timeline.spans)], "metrics of the step")
+        step_s = time.perf_counter() - self._step_began_s
+        self._step_began_s = time.perf_counter()
+        self._timeline.reset()
+        self.step = decided["train_step"]["step"]
+        metrics = step_metrics(shares, step_s)
+        for role in self.roles.values():
+            role.metrics.clear()
+        self.kl_coef.advance()
+        self._totals["steps"] += 1
+        self._totals["step_s"] += step_s
+        self._totals["tokens"] += metrics["batch/num_tokens"]
+        self._totals["control_s"] += metrics["control/overhead_share"] * step_s
+        if self._log is not None:
+            self._log.write(self.step, metrics)
+
+    def save(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+        """Write a checkpoint, complete or not at all. Collective: all ranks."""
+        checkpoints.save(self)
+
+    def _execute(self, program: Program) -> None:
+        """Run this rank's part of a program."""
+        meshes = self._plan.meshes
+        Executor(
+            schedule=project(program, self.job.world.rank, meshes),
+            roles={**self.roles, "trainer": self},
+            decisions=self._decisions(),
+            mover=self._mover,
+            world=self.job.world,
+            meshes=meshes,
+            timeline=self._timeline,
+        ).run()
+
+    def _decisions(self) -> dict[str, Callable[[], Any]]:
+        """What the schedule's loops and branches ask for; each is called on one rank of the mesh concerned."""
+        recipe = self.job.recipe
+        settings = recipe.ppo if recipe.algorithm == "ppo" else recipe.grpo
+        return {
+            "warm_step": _warm_steps(recipe).__next__,
+            "train_step": self._next_step,
+            "critic_mini_batch": _mini_batches(self.job, settings.epochs).__next__,
+            "actor_mini_batch": _mini_batches(self.job, settings.epochs).__next__,
+            "validate": lambda: _is_due(self.step + 1, recipe.trainer.validate_every) and not self._is_last(),
+            "save": lambda: self._is_last(done=True) or _is_due(self.step, recipe.trainer.save_every),
+        }
+
+    def _next_step(self) -> dict[str, int] | None:
+        recipe = self.job.recipe
+        if self.step == recipe.trainer.steps:
+            return None
+        num_prompts = recipe.trainer.global_batch_size // recipe.rollout.group_size
+        return {"step": self.step + 1, "first_draw": self.step * num_prompts, "num_prompts": num_prompts}
+
+    def _is_last(self, *, done: bool = False) -> bool:
+        return self.step + (0 if done else 1) == self.job.recipe.trainer.steps
+
+    def _spread_weights(self) -> None:
+        """Reference and critic begin as the actor that the warm start left. Collective: all ranks."""
+        actor = self.roles["actor"]
+        actor.mark_changed()
+        for name in ("reference", "critic"):
+            if name in self.roles:
+                copy_weights(self.job, actor, "actor.update", self.roles[name], name)
+
+    def _validate(self) -> float:
+        """Greedy accuracy on the held-out problems, on every rank."""
+        self._execute(self._plan.validation)
+        shares = self._everyone.gather(merge_metrics(role.metrics for role in self.roles.values()), "validation")
+        for role in self.roles.values():
+            role.metrics.clear()
+        self._timeline.reset()
+        accuracy = merge_metrics(shares)["validation/accuracy"]
+        if self.job.world.rank == 0:
+            print(f"held-out accuracy {accuracy:.1%} after {self.step} training steps", flush=True)
+        return accuracy
+
+    def _finish(self) -> None:
+        if self._log is None:
+            return
+        self._log.close()
+        totals = self._totals
+        self.summary["steps"] = self.step
+        if totals["steps"]:
+            self.summary |= {
+                "tokens_per_s": totals["tokens"] / totals["step_s"],
+                "step_s": totals["step_s"] / totals["steps"],
+                "control_overhead_share": totals["control_s"] / totals["step_s"],
+            }
+            draw_learning_curve(self._run_dir)
+        path = write_summary(self._run_dir, self.summary)
+        print(f"wrote {path}", flush=True)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _warm_steps(recipe: Recipe) -> Iterator[dict[str, int] | None]:
+    """The turns of the warm start, with progress on the console, then the end of the loop."""
+    steps = recipe.warm_start.steps if recipe.warm_start is not None else 0
+    for step in range(steps):
+        if step % max(1, steps // 10) == 0:
+            print(f"warm start: step {step}/{steps}", flush=True)
+        yield {"step": step}
+    yield None
+
+
+def _mini_batches(job: Job, epochs: int) -> Iterator[dict[str, int] | None]:
+    """The mini-batches of one training step, then the end of the loop, and so on for ever."""
+    while True:
+        for epoch in range(epochs):
+            for index in range(job.recipe.trainer.global_batch_size // mini_batch_size(job)):
+                yield {"epoch": epoch, "index": index}
+        yield None

@@ -1,7 +1,7 @@
 """The one helper that makes ranks for a test: forked processes, gloo, a file as rendezvous, one thread each.
 
-Forking from a parent that has imported torch and megatron-core starts eight ranks in about a second; so a test file does its
-imports at the top, and covers many cases in one call.
+Forking from a parent that has imported torch and megatron-core starts eight ranks in about a second; so a test file
+does its imports at the top, and covers many cases in one call.
 """
 
 from __future__ import annotations

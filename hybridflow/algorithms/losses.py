@@ -125,7 +125,8 @@ def policy_loss(
     Raises:
         ValueError: Shapes differ, or ``dual_clip`` is not above 1.
 
-    Paper: arXiv 1707.06347; clip-higher arXiv 2503.14476; dual clip arXiv 1912.09729. The clamp of the exponent is ours.
+    Paper: arXiv 1707.06347; clip-higher arXiv 2503.14476; dual clip arXiv 1912.09729. The clamp of the exponent is
+        ours.
     """
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip={dual_clip}: must be above 1 (3 is usual), or None for no dual clip")

@@ -1,9 +1,9 @@
 """Core attention on packed tokens, with or without a key-value cache, for training and rollout alike.
 
-Activations are laid out ``[tokens, 1, hidden]``: all sequences of a micro-batch one after the other, without padding. Which
-tokens see which is told by an attention plan, an object that travels through megatron-core as ``attention_bias``. Training
-and prefill use ``PackedAttention``, decoding uses ``CachedAttention``; everything else of the model is the same code, so that the
-two agree on log-probabilities.
+Activations are laid out ``[tokens, 1, hidden]``: all sequences of a micro-batch one after the other, without padding.
+Which tokens see which is told by an attention plan, an object that travels through megatron-core as
+``attention_bias``. Training and prefill use ``PackedAttention``, decoding uses ``CachedAttention``; everything else of
+the model is the same code, so that the two agree on log-probabilities.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ AttentionPlan = PackedAttention | CachedAttention
 class SdpaCoreAttention(MegatronModule):
     """megatron-core's core attention slot, filled with PyTorch's scaled dot-product attention.
 
-    Takes the place of ``DotProductAttention`` (which knows neither packing nor a cache of ours) and of Transformer Engine's
-    attention, so that rollout and training share one path on every machine.
+    Takes the place of ``DotProductAttention`` (which knows neither packing nor a cache of ours) and of Transformer
+    Engine's attention, so that rollout and training share one path on every machine.
     """
 
     def __init__(

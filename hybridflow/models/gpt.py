@@ -66,8 +66,8 @@ def transformer_config(model: Model, layout: ParallelLayout, device: torch.devic
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=on_gpu,
-        # Weights are a function of (seed, name), set after construction; megatron-core's own initialization, which also marks
-        # the tensor-parallel parameters, is left nothing to fill.
+        # Weights are a function of (seed, name), set after construction; megatron-core's own initialization, which
+        # also marks the tensor-parallel parameters, is left nothing to fill.
         init_method=_leave,
         output_layer_init_method=_leave,
         use_cpu_initialization=not on_gpu,

@@ -1,8 +1,8 @@
 """Log-probabilities and entropy from vocabulary-parallel logits, which are never gathered.
 
-Each tensor-parallel rank holds some columns of the logits. Three sums over the group are enough: the largest logit, the sum
-of exponentials, and the target's own logit (one rank has it); the entropy needs a fourth. The backward pass recomputes the softmax of its columns, chunk by chunk, so that no
-fp32 copy of the logits is kept.
+Each tensor-parallel rank holds some columns of the logits. Three sums over the group are enough: the largest logit,
+the sum of exponentials, and the target's own logit (one rank has it); the entropy needs a fourth. The backward pass
+recomputes the softmax of its columns, chunk by chunk, so that no fp32 copy of the logits is kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def vocab_parallel_log_probs(
     Args:
         logits: This rank's columns, ``[tokens, padded_vocab/tp]``, any floating type.
         targets: Token ids, ``[tokens]`` int64; the same on every rank of the group.
-        group: The tensor-parallel group; the rank with group index ``i`` holds columns ``[i, i + 1) * padded_vocab/tp``.
+        group: The tensor-parallel group; the rank with group index ``i`` holds columns ``[i, i + 1) *
+            padded_vocab/tp``.
         vocab_size: True vocabulary; columns from there on are padding and have probability zero.
         temperature: Divides the logits first.
 

@@ -22,7 +22,8 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.models.microbatch import MicroBatch
 
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]
-"""``(output of the last stage, micro-batch) -> (loss share, anything to keep)``. The loss shares of all micro-batches and
+"""``(output of the last stage, micro-batch) -> (loss share, anything to keep)``. The loss shares of all micro-batches
+and
 data-parallel ranks add up to the loss: denominators are those of the global batch."""
 
 
@@ -97,7 +98,8 @@ class Trainable:
         finalize_model_grads(models, None, pg_collection=self._groups)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Every tensor that the optimizer needs to go on, by a stable name; live storage, so that copying into it loads it.
+        """Every tensor that the optimizer needs to go on, by a stable name; live storage, so that copying into it
+        loads it.
 
         fp32 master weights are included: they are the model's own where that is fp32, and longer where it is not.
         """

@@ -1,8 +1,9 @@
 """Parameters by their logical names, how each is cut, and their initial values.
 
 A logical name is the parameter's name in the whole model, with the global layer index, the same with and without
-Transformer Engine and in every layout. How a tensor is cut is read off megatron-core's own parameters (``tensor_model_parallel``,
-``partition_dim``) in an uncut model built without storage; only the gate and up halves of SwiGLU are known by their module.
+Transformer Engine and in every layout. How a tensor is cut is read off megatron-core's own parameters
+(``tensor_model_parallel``, ``partition_dim``) in an uncut model built without storage; only the gate and up halves of
+SwiGLU are known by their module.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Running megatron-core on a machine without CUDA. Does nothing where CUDA is there.
 
-megatron-core 0.16.1 computes correctly on the CPU, but asks for "the current CUDA device" by name in a few places. This module
-answers with the CPU. It touches torch.cuda's questions about the device, and the name ``torch`` inside the few megatron-core
-modules that spell ``device="cuda"``; no call outside them pays for it.
+megatron-core 0.16.1 computes correctly on the CPU, but asks for "the current CUDA device" by name in a few places.
+This module answers with the CPU. It touches torch.cuda's questions about the device, and the name ``torch`` inside the
+few megatron-core modules that spell ``device="cuda"``; no call outside them pays for it.
 """
 
 from __future__ import annotations

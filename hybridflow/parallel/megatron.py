@@ -1,7 +1,7 @@
 """The process groups of a mesh in the form that megatron-core takes them.
 
-Groups are arguments: every megatron-core call of hybridflow is given a ``ProcessGroupCollection``, and megatron-core's globals
-(``parallel_state``) are never initialised. So one process may hold models in several layouts.
+Groups are arguments: every megatron-core call of hybridflow is given a ``ProcessGroupCollection``, and megatron-core's
+globals (``parallel_state``) are never initialised. So one process may hold models in several layouts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def rank_sets(meshes: Iterable[DeviceMesh], size: int) -> list[tuple[int, ...]]:
 def collection(world: World, mesh: DeviceMesh) -> ProcessGroupCollection:
     """This rank's process groups in a mesh that it belongs to.
 
-    Context and expert parallel groups are single ranks, since layouts with ``cp`` or ``ep`` above 1 are refused earlier.
+    Context and expert parallel groups are single ranks, since layouts with ``cp`` or ``ep`` above 1 are refused
+    earlier.
     """
     rank = world.rank
     alone = world.group((rank,))

@@ -1,7 +1,7 @@
 """How this process was started, and which rank it is: one object whichever launcher it was. No torch.
 
-Known launchers: hybridflow's own and torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``), MPI (``mpirun``, or ``srun --mpi``
-with an MPI that answers), Slurm's ``srun`` (``SLURM_PROCID``), or none: one process, one rank.
+Known launchers: hybridflow's own and torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``), MPI (``mpirun``, or ``srun
+--mpi`` with an MPI that answers), Slurm's ``srun`` (``SLURM_PROCID``), or none: one process, one rank.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ class World:
     def is_first_to_fail(self) -> bool:
         """Whether this rank's error is the first of the job, and so the one to print.
 
-        No collective: after a failure those could wait for ever. A store that is gone means that rank 0, which hosts it,
-        failed and spoke before.
+        No collective: after a failure those could wait for ever. A store that is gone means that rank 0, which hosts
+        it, failed and spoke before.
         """
         try:
             winner = self._store.compare_set("hybridflow/first_error", "", str(self.rank))

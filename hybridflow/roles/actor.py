@@ -76,8 +76,8 @@ class Actor:
     def sample(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Generate the step's responses: ``group_size`` for each prompt.
 
-        Source of ``tokens``, ``prompt_lengths``, ``draws``, ``response_mask`` and ``rollout_log_probs``. Whole groups are
-        dealt to the replicas in turn.
+        Source of ``tokens``, ``prompt_lengths``, ``draws``, ``response_mask`` and ``rollout_log_probs``. Whole groups
+        are dealt to the replicas in turn.
         """
         recipe = self._job.recipe
         first, count = decided["train_step"]["first_draw"], decided["train_step"]["num_prompts"]

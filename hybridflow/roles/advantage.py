@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybridflow.algorithms.advantages import gae, group_normalize, token_rewards, whiten
 from hybridflow.algorithms.kl import adapt_kl_coef, kl_penalty, sequence_mean_kl

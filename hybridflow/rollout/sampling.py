@@ -1,8 +1,9 @@
 """Choosing the next token from vocabulary-parallel logits, the same in every layout.
 
-Noise is counter-based: a hash of (seed, purpose, draw, sample index, position, vocabulary id), so no generator has a state to keep, and a
-tensor-parallel rank makes the noise of its own columns alone. The token is the argmax of logits plus Gumbel noise, which
-samples from the softmax (Gumbel-max, see arXiv 1611.00712); only each rank's best candidate crosses the group.
+Noise is counter-based: a hash of (seed, purpose, draw, sample index, position, vocabulary id), so no generator has a
+state to keep, and a tensor-parallel rank makes the noise of its own columns alone. The token is the argmax of logits
+plus Gumbel noise, which samples from the softmax (Gumbel-max, see arXiv 1611.00712); only each rank's best candidate
+crosses the group.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ def _threshold(scaled: Tensor, normalizer: Tensor, columns: Columns, params: Sam
 def _nucleus_edge(scaled: Tensor, probabilities: Tensor, floor: Tensor, columns: Columns, top_p: float) -> Tensor:
     """The largest logit ``t`` with ``mass(logits ≥ t) ≥ top_p``, ``[rows]``.
 
-    Found digit by digit in the bits of fp32 numbers, with a histogram of the mass over 256 digits each time: exact after
-    four small sums over the group, with no sorting and no gathered logits.
+    Found digit by digit in the bits of fp32 numbers, with a histogram of the mass over 256 digits each time: exact
+    after four small sums over the group, with no sorting and no gathered logits.
     """
     kept = torch.where(scaled >= floor[:, None], probabilities, torch.zeros_like(probabilities))
     wanted = top_p * columns.sum(kept.sum(-1))

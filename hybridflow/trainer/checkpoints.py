@@ -2,60 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridflow import __version__
-from hybridflow.checkpoint.store import begin_step, complete_step, load_latest, read_shard, write_shard
+from hybridflow.checkpoint.store import Checkpoint, begin_step, complete_step, load_latest, read_shard, write_shard
 from hybridflow.errors import CheckpointError
 from hybridflow.roles.job import Job
 from hybridflow.sections import to_dict
-
-if TYPE_CHECKING:
-    from hybridflow.trainer.trainer import Trainer
 
 KEEP_LAST = 2
 _MUST_MATCH = ("algorithm", "seed", "model", "data", "actor", "critic", "reference", "rollout", "ppo", "grpo")
 """Sections of the recipe that a run is resumed with unchanged."""
 
 
-def save(trainer: Trainer) -> None:
-    """Write every role's tensors, each rank its own, and the job's state. Collective: all ranks."""
-    job, step = trainer.job, trainer.step
+def save(job: Job, roles: Mapping[str, Any], step: int, state: Mapping[str, Any]) -> None:
+    """Write every role's tensors, each rank its own, and the job's state.
+
+    Collective: all ranks.
+
+    Args:
+        job: The job.
+        roles: Name -> role; those with a model are saved.
+        step: Training steps done.
+        state: What else the run needs to go on; JSON.
+    """
     run_dir, everyone = Path(job.recipe.run_dir), job.world.coordinator(job.meshes["job"].ranks)
     if everyone.is_lead:
         begin_step(run_dir, step)
     everyone.barrier("start of the checkpoint")
-    files = [
-        write_shard(run_dir, step, name, job.world.rank, tensors) for name, tensors in _tensors(trainer.roles).items()
-    ]
+    files = [write_shard(run_dir, step, name, job.world.rank, tensors) for name, tensors in _tensors(roles).items()]
+    counts = everyone.gather(_optimizer_steps(roles), "optimizer steps of the checkpoint")
     shares = everyone.gather(files, "files of the checkpoint")
     if everyone.is_lead:
-        state = {
+        whole = {
             "version": __version__,
             "recipe": to_dict(job.recipe),
-            "kl_coef": trainer.kl_coef.value,
-            "summary": trainer.summary,
+            "optimizer_steps": counts,
+            **state,
         }
-        complete_step(run_dir, step, state, [file for share in shares for file in share], KEEP_LAST)
+        complete_step(run_dir, step, whole, [file for share in shares for file in share], KEEP_LAST)
     everyone.barrier("end of the checkpoint")
 
 
-def load(trainer: Trainer) -> bool:
-    """Take up the latest checkpoint of the run; False if there is none yet. Collective: all ranks.
+def load(job: Job, roles: Mapping[str, Any]) -> Checkpoint | None:
+    """Fill the roles from the latest checkpoint of the run, and return it; None if there is none yet.
 
     Raises:
         CheckpointError: It is damaged, or belongs to another recipe; names what differs.
     """
-    job = trainer.job
     checkpoint = load_latest(Path(job.recipe.run_dir))
     if checkpoint is None:
-        return False
+        return None
     _check_recipe(job, checkpoint.state["recipe"])
-    for name, tensors in _tensors(trainer.roles).items():
+    for name, tensors in _tensors(roles).items():
         saved = read_shard(checkpoint, name, job.world.rank)
         if saved.keys() != tensors.keys():
             raise CheckpointError(
@@ -65,16 +69,20 @@ def load(trainer: Trainer) -> bool:
         with torch.no_grad():
             for key, tensor in tensors.items():
                 tensor.copy_(saved[key].view(tensor.shape))
-    trainer.step = checkpoint.step
-    trainer.kl_coef.value = checkpoint.state["kl_coef"]
-    trainer.summary = checkpoint.state["summary"]
-    trainer.roles["actor"].mark_changed()
-    if job.world.rank == 0:
-        print(f"resumed from {checkpoint.path}", flush=True)
-    return True
+    for name, steps in checkpoint.state["optimizer_steps"][job.world.rank].items():
+        roles[name].trainable.set_optimizer_steps(steps)
+    return checkpoint
 
 
-def _tensors(roles: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+def _optimizer_steps(roles: Mapping[str, Any]) -> dict[str, list[int]]:
+    return {
+        name: role.trainable.optimizer_steps()
+        for name, role in roles.items()
+        if getattr(role, "trainable", None) is not None
+    }
+
+
+def _tensors(roles: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
     """File name -> live tensors: copying into them loads a checkpoint."""
     found: dict[str, dict[str, Tensor]] = {}
     for name in ("actor", "critic", "reference"):

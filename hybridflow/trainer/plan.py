@@ -24,7 +24,8 @@ class JobPlan:
     """A recipe, compiled.
 
     Attributes:
-        meshes: Name -> mesh. Beside the roles' own: ``reward``, one replica on each rollout rank, and ``job``, all ranks.
+        meshes: Name -> mesh. Beside the roles' own: ``reward``, one replica on each rollout rank, and ``job``, all
+            ranks.
         warm_start: Supervised training before reinforcement learning; empty without one.
         validation: Greedy answers to the held-out problems, judged.
         train: The loop over training steps.

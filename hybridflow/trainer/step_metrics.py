@@ -41,10 +41,10 @@ def step_metrics(shares: list[tuple[dict[str, float], list[Any]]], step_s: float
         step_s: Length of the step.
 
     Returns:
-        The roles' metrics; ``time/<phase>_s``, of the rank that took longest; ``throughput/tokens_per_s`` over prompts and
-        responses; and ``control/overhead_share``: the part of the step that went into the schedule, decisions, metrics and moving
-        columns. Of a move or decision only the time of the quickest participant counts: the others waited
-        for computations to end.
+        The roles' metrics; ``time/<phase>_s``, of the rank that took longest; ``throughput/tokens_per_s`` over prompts
+        and responses; and ``control/overhead_share``: the part of the step that went into the schedule, decisions,
+        metrics and moving columns. Of a move or decision only the time of the quickest participant counts: the others
+        waited for computations to end.
     """
     metrics = merge_metrics(share for share, _ in shares)
     phases: dict[str, float] = {}

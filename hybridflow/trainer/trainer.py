@@ -81,7 +81,7 @@ class Trainer:
 
     def run(self, *, resume: bool) -> None:
         """Warm start, reinforcement learning, and validation before and after; or what is left of it after a resume."""
-        resumed = checkpoints.load(self) if resume else False
+        resumed = resume and self._resume()
         if self.job.world.rank == 0:
             self._log = MetricsLog(
                 self._run_dir, num_steps=self.job.recipe.trainer.steps, resumed_step=self.step if resumed else None
@@ -117,7 +117,21 @@ class Trainer:
 
     def save(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Write a checkpoint, complete or not at all. Collective: all ranks."""
-        checkpoints.save(self)
+        state = {"kl_coef": self.kl_coef.value, "summary": self.summary}
+        checkpoints.save(self.job, self.roles, self.step, state)
+
+    def _resume(self) -> bool:
+        """Take up the latest checkpoint; False if there is none yet."""
+        checkpoint = checkpoints.load(self.job, self.roles)
+        if checkpoint is None:
+            return False
+        self.step = checkpoint.step
+        self.kl_coef.value = checkpoint.state["kl_coef"]
+        self.summary = checkpoint.state["summary"]
+        self.roles["actor"].mark_changed()
+        if self.job.world.rank == 0:
+            print(f"resumed from {checkpoint.path}", flush=True)
+        return True
 
     def _execute(self, program: Program) -> None:
         """Run this rank's part of a program."""

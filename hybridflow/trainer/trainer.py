@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config import Recipe
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover
-from hybridflow.dataflow.run import Executor
+from hybridflow.dataflow.run import Executor, Replicated
 from hybridflow.dataflow.schedule import project
 from hybridflow.errors import LayoutError
 from hybridflow.observe.metrics import MetricsLog
@@ -146,17 +146,18 @@ class Trainer:
             timeline=self._timeline,
         ).run()
 
-    def _decisions(self) -> dict[str, Callable[[], Any]]:
-        """What the schedule's loops and branches ask for; each is called on one rank of the mesh concerned."""
+    def _decisions(self) -> dict[str, Replicated]:
+        """What the schedule's loops and branches ask for: functions of the step alone, so that no rank need ask another."""
         recipe = self.job.recipe
         settings = recipe.ppo if recipe.algorithm == "ppo" else recipe.grpo
+        is_lead = self.job.world.rank == self._plan.meshes["actor.update"].ranks[0]
         return {
-            "warm_step": _warm_steps(recipe).__next__,
-            "train_step": self._next_step,
-            "critic_mini_batch": _mini_batches(self.job, settings.epochs).__next__,
-            "actor_mini_batch": _mini_batches(self.job, settings.epochs).__next__,
-            "validate": lambda: _is_due(self.step + 1, recipe.trainer.validate_every) and not self._is_last(),
-            "save": lambda: self._is_last(done=True) or _is_due(self.step, recipe.trainer.save_every),
+            "warm_step": Replicated(_warm_steps(recipe, is_shown=is_lead).__next__),
+            "train_step": Replicated(self._next_step),
+            "critic_mini_batch": Replicated(_mini_batches(self.job, settings.epochs).__next__),
+            "actor_mini_batch": Replicated(_mini_batches(self.job, settings.epochs).__next__),
+            "validate": Replicated(self._is_validation_due),
+            "save": Replicated(self._is_save_due),
         }
 
     def _next_step(self) -> dict[str, int] | None:
@@ -166,8 +167,14 @@ class Trainer:
         num_prompts = recipe.trainer.global_batch_size // recipe.rollout.group_size
         return {"step": self.step + 1, "first_draw": self.step * num_prompts, "num_prompts": num_prompts}
 
-    def _is_last(self, *, done: bool = False) -> bool:
-        return self.step + (0 if done else 1) == self.job.recipe.trainer.steps
+    def _is_validation_due(self) -> bool:
+        """Asked before the step is counted; after the last step a validation comes anyway."""
+        trainer = self.job.recipe.trainer
+        return _is_due(self.step + 1, trainer.validate_every) and self.step + 1 < trainer.steps
+
+    def _is_save_due(self) -> bool:
+        trainer = self.job.recipe.trainer
+        return self.step == trainer.steps or _is_due(self.step, trainer.save_every)
 
     def _spread_weights(self) -> None:
         """Reference and critic begin as the actor that the warm start left. Collective: all ranks."""
@@ -210,11 +217,11 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _warm_steps(recipe: Recipe) -> Iterator[dict[str, int] | None]:
+def _warm_steps(recipe: Recipe, *, is_shown: bool) -> Iterator[dict[str, int] | None]:
     """The turns of the warm start, with progress on the console, then the end of the loop."""
     steps = recipe.warm_start.steps if recipe.warm_start is not None else 0
     for step in range(steps):
-        if step % max(1, steps // 10) == 0:
+        if is_shown and step % max(1, steps // 10) == 0:
             print(f"warm start: step {step}/{steps}", flush=True)
         yield {"step": step}
     yield None

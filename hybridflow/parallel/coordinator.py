@@ -1,4 +1,7 @@
-"""Small messages among the ranks of a mesh: decisions, gathered facts, columns. Over MPI when MPI started the job, else gloo."""
+"""Small messages among the ranks of a mesh: decisions, gathered facts, columns.
+
+They go over MPI when MPI started the job, else over gloo.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,14 @@ frame larger together, up to this."""
 class Messenger(Protocol):
     """Byte messages among a fixed set of ranks; what a coordinator is built on."""
 
-    def broadcast(self, payload: bytes | None, name: str) -> bytes: ...
+    def broadcast(self, payload: bytes | None, name: str) -> bytes:
+        """The lowest rank's bytes on every rank."""
 
-    def gather(self, payload: bytes, name: str) -> list[bytes]: ...
+    def gather(self, payload: bytes, name: str) -> list[bytes]:
+        """Every rank's bytes, in rank order, on every rank."""
 
-    def exchange(self, sends: dict[int, np.ndarray], receives: dict[int, np.ndarray], name: str) -> None: ...
+    def exchange(self, sends: dict[int, np.ndarray], receives: dict[int, np.ndarray], name: str) -> None:
+        """Point-to-point arrays of known sizes, all posted at once."""
 
 
 class GlooMessenger:
@@ -163,8 +169,8 @@ class _lost:
 
     def __init__(self, name: str, ranks: tuple[int, ...], deadline_s: float) -> None:
         self._message = (
-            f"{name}: lost contact with some of ranks {list(ranks)} (deadline {deadline_s:g} s); look for a rank that failed "
-            "earlier, or raise cluster.deadline_s if one is only slow"
+            f"{name}: lost contact with some of ranks {list(ranks)} (deadline {deadline_s:g} s); look for a rank that "
+            "failed earlier, or raise cluster.deadline_s if one is only slow"
         )
 
     def __enter__(self) -> None:

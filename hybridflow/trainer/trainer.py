@@ -40,8 +40,8 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> None:
     """
     if world.size != recipe.cluster.ranks:
         raise LayoutError(
-            f"cluster.ranks={recipe.cluster.ranks}, but {world.size} ranks were started; start {recipe.cluster.ranks}, or set "
-            f"cluster.ranks={world.size} with layouts that fit"
+            f"cluster.ranks={recipe.cluster.ranks}, but {world.size} ranks were started; start {recipe.cluster.ranks}, "
+            f"or set cluster.ranks={world.size} with layouts that fit"
         )
     plan = plan_job(recipe)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])

@@ -17,8 +17,10 @@ from hybridflow.errors import DeadlineError
 
 _FIRST_FRAME_BYTES = 2048
 _LARGEST_FRAME_BYTES = 1 << 17
-"""A message that fits the frame travels in one collective, a longer one in two. All ranks see each size, so all make the
-frame larger together, up to this."""
+"""A message that fits the frame travels in one collective, a longer one in two.
+
+All ranks see each size, so all make the frame larger together, up to this.
+"""
 
 
 class Messenger(Protocol):

@@ -147,7 +147,7 @@ class Trainer:
         ).run()
 
     def _decisions(self) -> dict[str, Replicated]:
-        """What the schedule's loops and branches ask for: functions of the step alone, so that no rank need ask another."""
+        """What the schedule's loops and branches ask for: functions of the step alone, so no rank need ask another."""
         recipe = self.job.recipe
         settings = recipe.ppo if recipe.algorithm == "ppo" else recipe.grpo
         is_lead = self.job.world.rank == self._plan.meshes["actor.update"].ranks[0]

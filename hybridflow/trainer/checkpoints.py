@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from hybridflow import __version__
-from hybridflow.checkpoint.store import Checkpoint, begin_step, complete_step, load_latest, read_shard, write_shard
+from hybridflow.checkpoint.store import (
+    Checkpoint,
+    begin_step,
+    complete_step,
+    latest_step,
+    load_latest,
+    read_shard,
+    write_shard,
+)
 from hybridflow.errors import CheckpointError
 from hybridflow.roles.job import Job
 from hybridflow.sections import to_dict
@@ -18,6 +26,22 @@ from hybridflow.sections import to_dict
 KEEP_LAST = 2
 _MUST_MATCH = ("algorithm", "seed", "model", "data", "actor", "critic", "reference", "rollout", "ppo", "grpo")
 """Sections of the recipe that a run is resumed with unchanged."""
+
+
+def check_new(run_dir: Path) -> None:
+    """Refuse to begin a run anew where an earlier one has checkpoints.
+
+    Its own first save would be refused too, when the training is done.
+
+    Raises:
+        CheckpointError: There is a checkpoint.
+    """
+    step = latest_step(run_dir)
+    if step is not None:
+        raise CheckpointError(
+            f"{run_dir}: holds a run with a checkpoint of step {step}; add --resume to go on from it, set run_dir to "
+            f"another directory, or remove {run_dir / 'checkpoints'} to begin anew"
+        )
 
 
 def save(job: Job, roles: Mapping[str, Any], step: int, state: Mapping[str, Any]) -> None:

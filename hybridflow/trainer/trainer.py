@@ -43,6 +43,8 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> None:
             f"cluster.ranks={recipe.cluster.ranks}, but {world.size} ranks were started; start {recipe.cluster.ranks}, "
             f"or set cluster.ranks={world.size} with layouts that fit"
         )
+    if not resume:
+        checkpoints.check_new(Path(recipe.run_dir))
     plan = plan_job(recipe)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     Trainer(open_job(recipe, world, plan), plan).run(resume=resume)

@@ -109,7 +109,7 @@ class Trainer:
         metrics = step_metrics(shares, step_s)
         for role in self.roles.values():
             role.metrics.clear()
-        self.kl_coef.advance()
+        self.kl_coef.advance(metrics["kl/ref"])
         self._totals["steps"] += 1
         self._totals["step_s"] += step_s
         self._totals["tokens"] += metrics["batch/num_tokens"]

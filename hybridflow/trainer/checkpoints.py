@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,11 @@ from hybridflow.roles.job import Job
 from hybridflow.sections import to_dict
 
 KEEP_LAST = 2
-_MUST_MATCH = ("algorithm", "seed", "model", "data", "actor", "critic", "reference", "rollout", "ppo", "grpo")
-"""Sections of the recipe that a run is resumed with unchanged."""
+_MUST_MATCH = (
+    *("algorithm", "seed", "model", "data", "tokenizer", "actor", "critic", "reference", "rollout", "ppo", "grpo"),
+    *("trainer.global_batch_size", "trainer.mini_batch_size"),
+)
+"""Keys of the recipe that a run is resumed with unchanged; its place in the data is counted in global batches."""
 
 
 def check_new(run_dir: Path) -> None:
@@ -121,11 +126,12 @@ def _tensors(roles: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
 
 def _check_recipe(job: Job, saved: dict[str, Any]) -> None:
     now = to_dict(job.recipe)
-    for section in _MUST_MATCH:
-        if now[section] != saved[section]:
+    for key in _MUST_MATCH:
+        wanted, found = (functools.reduce(operator.getitem, key.split("."), recipe) for recipe in (saved, now))
+        if found != wanted:
             raise CheckpointError(
-                f"{job.recipe.run_dir}: the checkpoint was written with {section}={saved[section]}, the recipe now has "
-                f"{now[section]}; resume with the same, or start another run_dir"
+                f"{job.recipe.run_dir}: the checkpoint was written with {key}={wanted}, the recipe now has {found}; "
+                "resume with the same, or start another run_dir"
             )
     if now["cluster"]["ranks"] != saved["cluster"]["ranks"]:
         raise CheckpointError(

@@ -40,9 +40,11 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> None:
     """
     if world.size != recipe.cluster.ranks:
         raise LayoutError(
-            f"cluster.ranks={recipe.cluster.ranks}, but {world.size} ranks were started; start {recipe.cluster.ranks}, or set "
-            f"cluster.ranks={world.size} with layouts that fit"
+            f"cluster.ranks={recipe.cluster.ranks}, but {world.size} ranks were started; start {recipe.cluster.ranks}, "
+            f"or set cluster.ranks={world.size} with layouts that fit"
         )
+    if not resume:
+        checkpoints.check_new(Path(recipe.run_dir))
     plan = plan_job(recipe)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     Trainer(open_job(recipe, world, plan), plan).run(resume=resume)
@@ -107,7 +109,7 @@ class Trainer:
         metrics = step_metrics(shares, step_s)
         for role in self.roles.values():
             role.metrics.clear()
-        self.kl_coef.advance()
+        self.kl_coef.advance(metrics["kl/ref"])
         self._totals["steps"] += 1
         self._totals["step_s"] += step_s
         self._totals["tokens"] += metrics["batch/num_tokens"]
@@ -147,7 +149,7 @@ class Trainer:
         ).run()
 
     def _decisions(self) -> dict[str, Replicated]:
-        """What the schedule's loops and branches ask for: functions of the step alone, so that no rank need ask another."""
+        """What the schedule's loops and branches ask for: functions of the step alone, so no rank need ask another."""
         recipe = self.job.recipe
         settings = recipe.ppo if recipe.algorithm == "ppo" else recipe.grpo
         is_lead = self.job.world.rank == self._plan.meshes["actor.update"].ranks[0]

@@ -67,7 +67,7 @@ def test_scripts_are_there_and_quickstart_takes_its_settings(command, capsys):
     script, *words = shlex.split(command)
     assert (ROOT / script).is_file() and (ROOT / script).stat().st_mode & 0o100
     if script.endswith("quickstart.sh"):
-        assert cli.main(["train", "quickstart", *words, "--dry-run"]) == 0, capsys.readouterr().err
+        assert cli.main(["train", "quickstart", "--resume", "--dry-run", *words]) == 0, capsys.readouterr().err
 
 
 def test_every_kind_of_command_was_found():

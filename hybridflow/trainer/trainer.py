@@ -185,6 +185,9 @@ class Trainer:
         for name in ("reference", "critic"):
             if name in self.roles:
                 copy_weights(self.job, actor, "actor.update", self.roles[name], name)
+        critic = self.roles.get("critic")
+        if critic is not None and critic.trainable is not None:
+            critic.trainable.reload_weights()
 
     def _validate(self) -> float:
         """Greedy accuracy on the held-out problems, on every rank."""

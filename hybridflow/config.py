@@ -97,7 +97,7 @@ class Arithmetic:
         num_held_out: Problems held out, none of which is among those to train on.
         seed: Another seed, other problems.
         max_operand: Operands go from 0 to this.
-        mistake_share: Expected share of wrong solutions to imitate among the training problems that carry.
+        mistake_share: Expected share of the training problems whose solution to imitate is wrong.
     """
 
     num_train: Count

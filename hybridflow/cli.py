@@ -57,8 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="run a recipe",
-        description="Run a recipe. Started plainly it brings up the recipe's number of ranks on this machine; under torchrun, "
-        "mpirun or srun it joins the ranks that are there.",
+        description="Run a recipe. Started plainly it brings up the recipe's number of ranks on this machine; under "
+        "torchrun, mpirun or srun it joins the ranks that are there.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -71,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     job = plans.add_parser(
         "job",
         help="which rank calls what, and the compiled schedule",
-        description="Print rank × role × calls for every rank, and the program of the job. Starts no process and imports no "
-        "torch.",
+        description="Print rank × role × calls for every rank, and the program of the job. Starts no process and "
+        "imports no torch.",
     )
     _add_recipe(job)
     job.add_argument("--mermaid", action="store_true", help="print one step as a mermaid flowchart instead")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,13 @@ Scope = dict[tuple[ParallelLayout, tuple[int, ...]], Batch]
 """Place -> the samples that this rank holds there, in order of id."""
 
 
+@dataclass(frozen=True)
+class Replicated:
+    """A decision that needs no data and comes out the same on every rank, so that no message is needed to share it."""
+
+    take: Callable[[], Any]
+
+
 class Executor:
     """Runs a rank's own schedule, as ``schedule.project`` gives it.
 
@@ -43,7 +51,8 @@ class Executor:
     Args:
         schedule: What this rank does.
         roles: Name -> object with the methods that the schedule calls, and ``enter_phase(phase)`` where it needs one.
-        decisions: Name -> function that takes the decision; called on the lowest rank of the deciding mesh alone. A
+        decisions: Name -> function that takes the decision; called on the lowest rank of the deciding mesh alone, and
+            on all of its ranks, without a message, where it is ``Replicated``. A
             loop ends at the first falsy value, so turns are numbered from 1.
         mover: Executes moves.
         world: The ranks of the job.
@@ -59,7 +68,7 @@ class Executor:
         *,
         schedule: tuple[Instruction, ...],
         roles: Mapping[str, Any],
-        decisions: Mapping[str, Callable[[], Any]],
+        decisions: Mapping[str, Callable[[], Any] | Replicated],
         mover: Mover,
         world: World,
         meshes: Mapping[str, DeviceMesh],
@@ -102,9 +111,11 @@ class Executor:
                     raise AssertionError("a rank's own schedule has no concurrent bodies: project the program first")
 
     def _decide(self, instruction: Loop | Branch) -> Any:
-        ranks = deciders(instruction, self._meshes)
+        decision, ranks = self._decisions[instruction.decision], deciders(instruction, self._meshes)
         with self._timeline.span("control", instruction.decision):
-            value = self._decisions[instruction.decision]() if self._world.rank == ranks[0] else None
+            if isinstance(decision, Replicated):
+                return decision.take()
+            value = decision() if self._world.rank == ranks[0] else None
             return self._world.coordinator(ranks).decide(instruction.decision, value)
 
     def _move(self, move: Move, scope: Scope) -> None:

@@ -1,4 +1,7 @@
-"""Small messages among the ranks of a mesh: decisions, gathered facts, columns. Over MPI when MPI started the job, else gloo."""
+"""Small messages among the ranks of a mesh: decisions, gathered facts, columns.
+
+They go over MPI when MPI started the job, else over gloo.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,25 @@ import torch.distributed as dist
 
 from hybridflow.errors import DeadlineError
 
-_INLINE_BYTES = 2048
-"""A message up to this size travels in one collective; a longer one in two."""
+_FIRST_FRAME_BYTES = 2048
+_LARGEST_FRAME_BYTES = 1 << 17
+"""A message that fits the frame travels in one collective, a longer one in two.
+
+All ranks see each size, so all make the frame larger together, up to this.
+"""
 
 
 class Messenger(Protocol):
     """Byte messages among a fixed set of ranks; what a coordinator is built on."""
 
-    def broadcast(self, payload: bytes | None, name: str) -> bytes: ...
+    def broadcast(self, payload: bytes | None, name: str) -> bytes:
+        """The lowest rank's bytes on every rank."""
 
-    def gather(self, payload: bytes, name: str) -> list[bytes]: ...
+    def gather(self, payload: bytes, name: str) -> list[bytes]:
+        """Every rank's bytes, in rank order, on every rank."""
 
-    def exchange(self, sends: dict[int, np.ndarray], receives: dict[int, np.ndarray], name: str) -> None: ...
+    def exchange(self, sends: dict[int, np.ndarray], receives: dict[int, np.ndarray], name: str) -> None:
+        """Point-to-point arrays of known sizes, all posted at once."""
 
 
 class GlooMessenger:
@@ -33,39 +43,37 @@ class GlooMessenger:
         self._group = group
         self._ranks = ranks
         self._deadline_s = deadline_s
+        self._broadcast_frame_bytes = _FIRST_FRAME_BYTES
+        self._gather_frame_bytes = _FIRST_FRAME_BYTES
 
     def broadcast(self, payload: bytes | None, name: str) -> bytes:
         """The lowest rank's bytes on every rank. Raises DeadlineError when a rank does not come."""
         root = self._ranks[0]
-        frame = torch.zeros(8 + _INLINE_BYTES, dtype=torch.uint8)
-        if payload is not None:
-            _fill(frame, payload)
+        frame = _frame(payload, self._broadcast_frame_bytes)
         with _lost(name, self._ranks, self._deadline_s):
             dist.broadcast(frame, src=root, group=self._group)
             size = _size(frame)
-            if size <= _INLINE_BYTES:
-                return frame[8 : 8 + size].numpy().tobytes()
-            rest = torch.empty(size, dtype=torch.uint8)
-            if payload is not None:
-                rest.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-            dist.broadcast(rest, src=root, group=self._group)
-        return rest.numpy().tobytes()
+            if size > self._broadcast_frame_bytes:
+                self._broadcast_frame_bytes = _larger(size)
+                frame = _frame(payload, size)
+                dist.broadcast(frame, src=root, group=self._group)
+        return _content(frame)
 
     def gather(self, payload: bytes, name: str) -> list[bytes]:
         """Every rank's bytes, in rank order, on every rank. Raises DeadlineError when a rank does not come."""
-        frame = torch.zeros(8 + _INLINE_BYTES, dtype=torch.uint8)
-        _fill(frame, payload)
-        frames = [torch.empty_like(frame) for _ in self._ranks]
         with _lost(name, self._ranks, self._deadline_s):
-            dist.all_gather(frames, frame, group=self._group)
-            sizes = [_size(each) for each in frames]
-            if max(sizes) <= _INLINE_BYTES:
-                return [each[8 : 8 + size].numpy().tobytes() for each, size in zip(frames, sizes, strict=True)]
-            mine = torch.zeros(max(sizes), dtype=torch.uint8)
-            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            whole = [torch.empty_like(mine) for _ in self._ranks]
-            dist.all_gather(whole, mine, group=self._group)
-        return [each[:size].numpy().tobytes() for each, size in zip(whole, sizes, strict=True)]
+            frames = self._gather(payload, self._gather_frame_bytes)
+            largest = max(map(_size, frames))
+            if largest > self._gather_frame_bytes:
+                self._gather_frame_bytes = _larger(largest)
+                frames = self._gather(payload, largest)
+        return [_content(frame) for frame in frames]
+
+    def _gather(self, payload: bytes, num_bytes: int) -> list[torch.Tensor]:
+        frame = _frame(payload, num_bytes)
+        frames = [torch.empty_like(frame) for _ in self._ranks]
+        dist.all_gather(frames, frame, group=self._group)
+        return frames
 
     def exchange(self, sends: dict[int, np.ndarray], receives: dict[int, np.ndarray], name: str) -> None:
         """Point-to-point arrays of known sizes, all posted at once. Raises DeadlineError when one does not come."""
@@ -135,15 +143,27 @@ class Coordinator:
         )
 
 
-def _fill(frame: torch.Tensor, payload: bytes) -> None:
-    """Write the size, and the payload when it fits, into a frame."""
-    frame[:8] = torch.frombuffer(bytearray(len(payload).to_bytes(8, "little")), dtype=torch.uint8)
-    if 0 < len(payload) <= _INLINE_BYTES:
-        frame[8 : 8 + len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+def _frame(payload: bytes | None, num_bytes: int) -> torch.Tensor:
+    """The size of a payload, and the payload itself when it fits, ``[8 + num_bytes]`` uint8; zeros for None."""
+    frame = np.zeros(8 + num_bytes, dtype=np.uint8)
+    if payload is not None:
+        frame[:8] = np.frombuffer(len(payload).to_bytes(8, "little"), dtype=np.uint8)
+        if len(payload) <= num_bytes:
+            frame[8 : 8 + len(payload)] = np.frombuffer(payload, dtype=np.uint8)
+    return torch.from_numpy(frame)
 
 
 def _size(frame: torch.Tensor) -> int:
     return int.from_bytes(frame[:8].numpy().tobytes(), "little")
+
+
+def _content(frame: torch.Tensor) -> bytes:
+    return frame[8 : 8 + _size(frame)].numpy().tobytes()
+
+
+def _larger(num_bytes: int) -> int:
+    """The next frame: the smallest power of two that holds such a message, within bounds."""
+    return min(1 << (num_bytes - 1).bit_length(), _LARGEST_FRAME_BYTES)
 
 
 class _lost:
@@ -151,8 +171,8 @@ class _lost:
 
     def __init__(self, name: str, ranks: tuple[int, ...], deadline_s: float) -> None:
         self._message = (
-            f"{name}: lost contact with some of ranks {list(ranks)} (deadline {deadline_s:g} s); look for a rank that failed "
-            "earlier, or raise cluster.deadline_s if one is only slow"
+            f"{name}: lost contact with some of ranks {list(ranks)} (deadline {deadline_s:g} s); look for a rank that "
+            "failed earlier, or raise cluster.deadline_s if one is only slow"
         )
 
     def __enter__(self) -> None:

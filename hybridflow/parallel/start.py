@@ -74,9 +74,9 @@ def _from_mpi(env: Mapping[str, str]) -> Start:
     expected = int(env.get("SLURM_NTASKS", env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", str(place.size)))))
     if place.size != expected:
         raise LayoutError(
-            f"MPI sees {place.size} process(es) where the launcher started {expected}: the MPI library and the launcher do "
-            "not speak to each other; start with `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open MPI), or with mpirun "
-            "of the same MPI"
+            f"MPI sees {place.size} process(es) where the launcher started {expected}: the MPI library and the "
+            "launcher do not speak to each other; start with `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open "
+            "MPI), or with mpirun of the same MPI"
         )
     return Start(
         launcher="mpi",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,41 @@ import torch
 from torch import Tensor
 
 from hybridflow import __version__
-from hybridflow.checkpoint.store import Checkpoint, begin_step, complete_step, load_latest, read_shard, write_shard
+from hybridflow.checkpoint.store import (
+    Checkpoint,
+    begin_step,
+    complete_step,
+    latest_step,
+    load_latest,
+    read_shard,
+    write_shard,
+)
 from hybridflow.errors import CheckpointError
 from hybridflow.roles.job import Job
 from hybridflow.sections import to_dict
 
 KEEP_LAST = 2
-_MUST_MATCH = ("algorithm", "seed", "model", "data", "actor", "critic", "reference", "rollout", "ppo", "grpo")
-"""Sections of the recipe that a run is resumed with unchanged."""
+_MUST_MATCH = (
+    *("algorithm", "seed", "model", "data", "tokenizer", "actor", "critic", "reference", "rollout", "ppo", "grpo"),
+    *("trainer.global_batch_size", "trainer.mini_batch_size"),
+)
+"""Keys of the recipe that a run is resumed with unchanged; its place in the data is counted in global batches."""
+
+
+def check_new(run_dir: Path) -> None:
+    """Refuse to begin a run anew where an earlier one has checkpoints.
+
+    Its own first save would be refused too, when the training is done.
+
+    Raises:
+        CheckpointError: There is a checkpoint.
+    """
+    step = latest_step(run_dir)
+    if step is not None:
+        raise CheckpointError(
+            f"{run_dir}: holds a run with a checkpoint of step {step}; add --resume to go on from it, set run_dir to "
+            f"another directory, or remove {run_dir / 'checkpoints'} to begin anew"
+        )
 
 
 def save(job: Job, roles: Mapping[str, Any], step: int, state: Mapping[str, Any]) -> None:
@@ -97,11 +126,12 @@ def _tensors(roles: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
 
 def _check_recipe(job: Job, saved: dict[str, Any]) -> None:
     now = to_dict(job.recipe)
-    for section in _MUST_MATCH:
-        if now[section] != saved[section]:
+    for key in _MUST_MATCH:
+        wanted, found = (functools.reduce(operator.getitem, key.split("."), recipe) for recipe in (saved, now))
+        if found != wanted:
             raise CheckpointError(
-                f"{job.recipe.run_dir}: the checkpoint was written with {section}={saved[section]}, the recipe now has "
-                f"{now[section]}; resume with the same, or start another run_dir"
+                f"{job.recipe.run_dir}: the checkpoint was written with {key}={wanted}, the recipe now has {found}; "
+                "resume with the same, or start another run_dir"
             )
     if now["cluster"]["ranks"] != saved["cluster"]["ranks"]:
         raise CheckpointError(

@@ -25,7 +25,7 @@ CONTROL_CALLS = ("trainer.finish_step",)
 
 
 def merge_metrics(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several roles or ranks in one: equal where several have one, but for costs, of which the largest counts."""
+    """Metrics of several roles or ranks in one: where several have one it is equal, or a cost: the largest counts."""
     merged: dict[str, float] = {}
     for share in shares:
         for name, value in share.items():

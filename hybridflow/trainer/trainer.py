@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config import Recipe
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover
-from hybridflow.dataflow.run import Executor
+from hybridflow.dataflow.run import Executor, Replicated
 from hybridflow.dataflow.schedule import project
 from hybridflow.errors import LayoutError
 from hybridflow.observe.metrics import MetricsLog
@@ -40,9 +40,11 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> None:
     """
     if world.size != recipe.cluster.ranks:
         raise LayoutError(
-            f"cluster.ranks={recipe.cluster.ranks}, but {world.size} ranks were started; start {recipe.cluster.ranks}, or set "
-            f"cluster.ranks={world.size} with layouts that fit"
+            f"cluster.ranks={recipe.cluster.ranks}, but {world.size} ranks were started; start {recipe.cluster.ranks}, "
+            f"or set cluster.ranks={world.size} with layouts that fit"
         )
+    if not resume:
+        checkpoints.check_new(Path(recipe.run_dir))
     plan = plan_job(recipe)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     Trainer(open_job(recipe, world, plan), plan).run(resume=resume)
@@ -107,7 +109,7 @@ class Trainer:
         metrics = step_metrics(shares, step_s)
         for role in self.roles.values():
             role.metrics.clear()
-        self.kl_coef.advance()
+        self.kl_coef.advance(metrics["kl/ref"])
         self._totals["steps"] += 1
         self._totals["step_s"] += step_s
         self._totals["tokens"] += metrics["batch/num_tokens"]
@@ -117,7 +119,7 @@ class Trainer:
 
     def save(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Write a checkpoint, complete or not at all. Collective: all ranks."""
-        state = {"kl_coef": self.kl_coef.value, "summary": self.summary}
+        state = {"kl_coef": self.kl_coef.value, "summary": self.summary, "totals": self._totals}
         checkpoints.save(self.job, self.roles, self.step, state)
 
     def _resume(self) -> bool:
@@ -127,7 +129,7 @@ class Trainer:
             return False
         self.step = checkpoint.step
         self.kl_coef.value = checkpoint.state["kl_coef"]
-        self.summary = checkpoint.state["summary"]
+        self.summary, self._totals = checkpoint.state["summary"], checkpoint.state["totals"]
         self.roles["actor"].mark_changed()
         if self.job.world.rank == 0:
             print(f"resumed from {checkpoint.path}", flush=True)
@@ -146,28 +148,35 @@ class Trainer:
             timeline=self._timeline,
         ).run()
 
-    def _decisions(self) -> dict[str, Callable[[], Any]]:
-        """What the schedule's loops and branches ask for; each is called on one rank of the mesh concerned."""
+    def _decisions(self) -> dict[str, Replicated]:
+        """What the schedule's loops and branches ask for: functions of the step alone, so no rank need ask another."""
         recipe = self.job.recipe
         settings = recipe.ppo if recipe.algorithm == "ppo" else recipe.grpo
+        is_lead = self.job.world.rank == self._plan.meshes["actor.update"].ranks[0]
         return {
-            "warm_step": _warm_steps(recipe).__next__,
-            "train_step": self._next_step,
-            "critic_mini_batch": _mini_batches(self.job, settings.epochs).__next__,
-            "actor_mini_batch": _mini_batches(self.job, settings.epochs).__next__,
-            "validate": lambda: _is_due(self.step + 1, recipe.trainer.validate_every) and not self._is_last(),
-            "save": lambda: self._is_last(done=True) or _is_due(self.step, recipe.trainer.save_every),
+            "warm_step": Replicated(_warm_steps(recipe, is_shown=is_lead).__next__),
+            "train_step": Replicated(self._next_step),
+            "critic_mini_batch": Replicated(_mini_batches(self.job, settings.epochs).__next__),
+            "actor_mini_batch": Replicated(_mini_batches(self.job, settings.epochs).__next__),
+            "validate": Replicated(self._is_validation_due),
+            "save": Replicated(self._is_save_due),
         }
 
     def _next_step(self) -> dict[str, int] | None:
         recipe = self.job.recipe
-        if self.step == recipe.trainer.steps:
+        if self.step >= recipe.trainer.steps:
             return None
         num_prompts = recipe.trainer.global_batch_size // recipe.rollout.group_size
         return {"step": self.step + 1, "first_draw": self.step * num_prompts, "num_prompts": num_prompts}
 
-    def _is_last(self, *, done: bool = False) -> bool:
-        return self.step + (0 if done else 1) == self.job.recipe.trainer.steps
+    def _is_validation_due(self) -> bool:
+        """Asked before the step is counted; after the last step a validation comes anyway."""
+        trainer = self.job.recipe.trainer
+        return _is_due(self.step + 1, trainer.validate_every) and self.step + 1 < trainer.steps
+
+    def _is_save_due(self) -> bool:
+        trainer = self.job.recipe.trainer
+        return self.step == trainer.steps or _is_due(self.step, trainer.save_every)
 
     def _spread_weights(self) -> None:
         """Reference and critic begin as the actor that the warm start left. Collective: all ranks."""
@@ -210,11 +219,11 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _warm_steps(recipe: Recipe) -> Iterator[dict[str, int] | None]:
+def _warm_steps(recipe: Recipe, *, is_shown: bool) -> Iterator[dict[str, int] | None]:
     """The turns of the warm start, with progress on the console, then the end of the loop."""
     steps = recipe.warm_start.steps if recipe.warm_start is not None else 0
     for step in range(steps):
-        if step % max(1, steps // 10) == 0:
+        if is_shown and step % max(1, steps // 10) == 0:
             print(f"warm start: step {step}/{steps}", flush=True)
         yield {"step": step}
     yield None

@@ -37,12 +37,23 @@ exit status: 0 done, 2 an error that was explained, 1 a failure of hybridflow it
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         return arguments.run(arguments)
     except HybridflowError as error:
         print(f"hybridflow: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse does not take settings that follow an option, as in: train quickstart --resume trainer.steps=10
+    strangers = [word for word in rest if word.startswith("-")]
+    if strangers:
+        parser.error(f"unrecognized arguments: {' '.join(strangers)}")
+    arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

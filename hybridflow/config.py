@@ -273,7 +273,7 @@ class PPO:
         kl_place: Whether the KL penalty is part of the reward or of the loss.
         kl_target: Where adaptive KL steers; None: ``kl_coef`` stays fixed.
         kl_horizon: Samples over which adaptive KL answers.
-        aggregation: How the losses of tokens become one number.
+        aggregation: How the actor's token losses become one number; the critic's is always their token mean.
         epochs: Passes over each global batch, in the same order.
         entropy_coef: Weight of the entropy, which the actor's loss then rewards.
 

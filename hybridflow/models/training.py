@@ -91,6 +91,10 @@ class Trainable:
         assert succeeded, "without loss scaling no step is ever skipped"
         return float(grad_norm)
 
+    def reload_weights(self) -> None:
+        """Take up weights that were written from outside: of those that are not fp32, the optimizer steps copies."""
+        self._optimizer.reload_model_params()
+
     def set_learning_rate(self, lr: float) -> None:
         """Use another learning rate from the next step on."""
         for group in self._optimizer.param_groups:

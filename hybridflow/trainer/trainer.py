@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hybridflow.config import Recipe
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover
@@ -43,6 +45,8 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> None:
             f"cluster.ranks={recipe.cluster.ranks}, but {world.size} ranks were started; start {recipe.cluster.ranks}, "
             f"or set cluster.ranks={world.size} with layouts that fit"
         )
+    # The local launcher and torchrun say so in the environment, mpirun and srun do not.
+    torch.set_num_threads(recipe.cluster.threads_per_rank)
     if not resume:
         checkpoints.check_new(Path(recipe.run_dir))
     plan = plan_job(recipe)
@@ -185,6 +189,9 @@ class Trainer:
         for name in ("reference", "critic"):
             if name in self.roles:
                 copy_weights(self.job, actor, "actor.update", self.roles[name], name)
+        critic = self.roles.get("critic")
+        if critic is not None and critic.trainable is not None:
+            critic.trainable.reload_weights()
 
     def _validate(self) -> float:
         """Greedy accuracy on the held-out problems, on every rank."""

@@ -196,14 +196,18 @@ PIP = "python -m pip install --disable-pip-version-check"
 
 def test_quickstart_installs_once_and_passes_arguments_and_status_on(clone):
     status, calls, _ = clone("launch/quickstart.sh", "trainer.steps=1", "name=a b")
-    train = "hybridflow train quickstart trainer.steps=1 name=a b"
+    train = "hybridflow train quickstart --resume trainer.steps=1 name=a b"
     editable = f"{PIP} --editable {clone.root}"
     assert calls == ["python -m venv .venv", f"{PIP} torch==2.13.0", editable, train]
     assert status == 7
-    assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart"]
+    assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart --resume"]
     with open(clone.root / "setup.py", "a") as setup:
         setup.write("# changed\n")
-    assert clone("launch/quickstart.sh")[1] == [f"{PIP} torch==2.13.0", editable, "hybridflow train quickstart"]
+    assert clone("launch/quickstart.sh")[1] == [
+        f"{PIP} torch==2.13.0",
+        editable,
+        "hybridflow train quickstart --resume",
+    ]
 
 
 def test_tests_install_their_tools_and_leave_the_long_ones_out(clone):
@@ -212,7 +216,7 @@ def test_tests_install_their_tools_and_leave_the_long_ones_out(clone):
     editable = f"{PIP} --editable {clone.root}[dev]"
     assert clone("tests/run.sh", "-k", "layout")[1] == [f"{PIP} torch==2.13.0", editable, pytest_call]
     assert clone("tests/run.sh", "--all", "-x")[1] == ["python -m pytest -m  -x"]
-    assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart"]
+    assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart --resume"]
 
 
 def test_unsuitable_python_is_refused(clone):

@@ -240,8 +240,8 @@ def cases_of(size: int) -> list[Case]:
     for layout in layouts_of(size, MODELS[plain]):
         cases.append(Case(layout=layout, algorithm="ppo", model=plain, micro_batch_tokens=SMALL))
         cases.append(Case(layout=layout, algorithm="grpo", model=plain, micro_batch_tokens=LARGE))
-        if layout.dp > 1 and size < 8:
-            cases.append(replace(cases[-2], distributed=True, micro_batch_tokens=LARGE))
+        if size < 8:
+            cases.append(replace(cases[-2], distributed=layout.dp > 1, micro_batch_tokens=LARGE))
     if size in (2, 4):
         for layout in layouts_of(size, MIXED):
             cases.append(Case(layout=layout, algorithm="ppo", model="mixed", micro_batch_tokens=LARGE))

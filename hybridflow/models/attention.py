@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -181,6 +183,37 @@ class SdpaCoreAttention(MegatronModule):
         """``[tokens, 1, heads/tp, head]`` each (groups for key and value) to ``[tokens, 1, heads/tp * head]``."""
         context = attention_bias.attend(self.local_layer, query[:, 0], key[:, 0], value[:, 0], self._scale)
         return context.reshape(context.shape[0], 1, -1)
+
+
+class GroupedSelfAttention(SelfAttention):
+    """megatron-core's self-attention, also with fewer query groups than tensor-parallel ranks.
+
+    There megatron-core 0.16.1 looks for the tensor-parallel group in its globals, which are never set here.
+    """
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: None = None, output_gate: bool = False, split_qkv: bool = True
+    ) -> Any:
+        """``[tokens, 1, hidden]`` to query ``[tokens, 1, heads/tp, head]``, key, value ``[tokens, 1, groups, head]``.
+
+        Collective: tp. ``groups`` are this rank's query groups, 1 where several ranks share one.
+        """
+        num_groups, head = self.config.num_query_groups, self.hidden_size_per_attention_head
+        if num_groups >= self.world_size:
+            return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
+        assert split_qkv and not output_gate, "neither fused rotary embeddings nor gated attention here"
+        # A rank's rows of the fused weight are a part of one group: "q1 q2 k v" or a piece of that.
+        sharers = self.world_size // num_groups
+        tp_rank = self.tp_group.rank()
+        mixed = all_gather_last_dim_from_tensor_parallel_region(self.linear_qkv(hidden_states)[0], group=self.tp_group)
+        heads = mixed.unflatten(-1, (num_groups, -1, head))[:, :, tp_rank // sharers]
+        query, key, value = heads.split([heads.shape[2] - 2, 1, 1], dim=2)
+        query = query.chunk(sharers, dim=2)[tp_rank % sharers]
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        return query, key, value
 
 
 def padded_lengths(lengths: list[int]) -> list[int]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from hybridflow.config import Model
-from hybridflow.models.attention import AttentionPlan, SdpaCoreAttention
+from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, SdpaCoreAttention
 from hybridflow.parallel.accelerators import has_transformer_engine
 from hybridflow.parallel.cpu import use_cpu_for_cuda
 from hybridflow.parallel.layout import ParallelLayout
@@ -187,5 +187,6 @@ def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec:
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    spec.submodules.self_attention.module = GroupedSelfAttention
     spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
     return spec

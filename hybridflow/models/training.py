@@ -20,6 +20,7 @@ from torch import Tensor
 from hybridflow.config import Optimizer
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.microbatch import MicroBatch
+from hybridflow.parallel.megatron import gathering_within
 
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]
 """``(output of the last stage, micro-batch) -> (loss share, anything to keep)``.
@@ -47,23 +48,24 @@ class Trainable:
             grad_reduce_in_fp32=True, use_distributed_optimizer=settings.distributed, average_in_collective=False
         )
         self._ddp = DistributedDataParallel(config, ddp_config, model, pg_collection=groups)
-        self._optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=settings.lr,
-                adam_beta1=settings.beta1,
-                adam_beta2=settings.beta2,
-                adam_eps=settings.eps,
-                weight_decay=settings.weight_decay,
-                clip_grad=settings.clip_grad,
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=settings.distributed,
-            ),
-            [self._ddp],
-            use_gloo_process_groups=False,
-            pg_collection=groups,
-        )
+        with gathering_within(groups.intra_dist_opt):
+            self._optimizer = get_megatron_optimizer(
+                OptimizerConfig(
+                    optimizer="adam",
+                    lr=settings.lr,
+                    adam_beta1=settings.beta1,
+                    adam_beta2=settings.beta2,
+                    adam_eps=settings.eps,
+                    weight_decay=settings.weight_decay,
+                    clip_grad=settings.clip_grad,
+                    bf16=config.bf16,
+                    params_dtype=config.params_dtype,
+                    use_distributed_optimizer=settings.distributed,
+                ),
+                [self._ddp],
+                use_gloo_process_groups=False,
+                pg_collection=groups,
+            )
 
     def accumulate(self, micro_batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
         """Forward and backward over this rank's micro-batches; gradients are summed over the replicas at the end.

@@ -6,8 +6,11 @@ globals (``parallel_state``) are never initialised. So one process may hold mode
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from hybridflow.parallel.cpu import use_cpu_for_cuda
@@ -91,6 +94,26 @@ def single_rank_collection(world: World) -> ProcessGroupCollection:
         dp_cp=alone,
         expt_dp=alone,
     )
+
+
+@contextmanager
+def gathering_within(group: dist.ProcessGroup) -> Iterator[None]:
+    """Objects that megatron-core gathers over the whole job come, for the duration, from ``group`` alone.
+
+    megatron-core 0.16.1 compares parameter groups over all ranks whenever it makes an optimizer, which would never end
+    where some ranks have no part in the model.
+    """
+    gather = dist.all_gather_object
+
+    def gather_within(objects: list[Any], mine: Any) -> None:
+        objects[:] = [None] * group.size()
+        gather(objects, mine, group=group)
+
+    dist.all_gather_object = gather_within
+    try:
+        yield
+    finally:
+        dist.all_gather_object = gather
 
 
 def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class Actor:
         self._is_shared = shares_storage(update, rollout)
         self._rollout = self.model if self._is_shared else None
         self._resharder: Resharder | None = None
-        if not self._is_shared:
+        if not self._is_shared and (rank in update or rank in rollout):
             self._rollout = PlacedModel(job, rollout, self.spec) if rank in rollout else None
             self._resharder = Resharder(job.world, self.spec, update, rollout)
         self._rollout_is_current = False

@@ -1,0 +1,140 @@
+"""Jobs and samples for tests of roles: a recipe on the ranks of a test, without files."""
+
+from __future__ import annotations
+
+import zlib
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from hybridflow import config
+from hybridflow.config import Recipe, check_recipe
+from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.models.weights import local_shards
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.megatron import rank_sets
+from hybridflow.parallel.world import World
+from hybridflow.roles.job import Job
+from hybridflow.roles.placed import PlacedModel
+from hybridflow.trainer.plan import JobPlan, plan_job
+from tests.multi.models import TINY, VOCAB, samples
+
+EOS = 2
+SETTINGS = {
+    "ppo": config.PPO(
+        gamma=0.95,
+        gae_lambda=0.9,
+        dual_clip=2.0,
+        kl_coef=0.1,
+        kl_estimator="k2",
+        kl_place="loss",
+        entropy_coef=0.05,
+    ),
+    "grpo": config.GRPO(clip_high=0.28, dual_clip=3.0, kl_coef=0.1, entropy_coef=0.05),
+}
+"""Every term of the actor's loss is on."""
+
+
+def tiny_recipe(
+    layout: ParallelLayout,
+    algorithm: str = "ppo",
+    *,
+    model: config.Model = TINY,
+    critic: ParallelLayout | None = None,
+    settings: config.PPO | config.GRPO | None = None,
+    micro_batch_tokens: int = 4096,
+    num_samples: int = 12,
+    mini_batch_size: int = 6,
+    group_size: int = 1,
+    optimizer: config.Optimizer | None = None,
+) -> Recipe:
+    """A recipe of a tiny model, all roles on the ranks of ``layout``, which is the critic's too unless one is given."""
+    optimizer = config.Optimizer(lr=1e-3) if optimizer is None else optimizer
+    is_ppo = algorithm == "ppo"
+    recipe = Recipe(
+        name="tiny",
+        algorithm=algorithm,
+        cluster=config.Cluster(ranks=layout.world_size),
+        model=config.Model(**{**vars(model), "vocab_size": VOCAB, "init_std": 0.1}),
+        data=config.Data(train="none", held_out="none"),
+        actor=config.Actor(update=layout, rollout=layout, optimizer=optimizer),
+        critic=config.Critic(layout=layout if critic is None else critic, optimizer=optimizer) if is_ppo else None,
+        rollout=config.Rollout(max_new_tokens=12, temperature=0.8, group_size=group_size),
+        trainer=config.Trainer(
+            steps=1,
+            global_batch_size=num_samples,
+            mini_batch_size=mini_batch_size,
+            micro_batch_tokens=micro_batch_tokens,
+        ),
+        **{algorithm: SETTINGS[algorithm] if settings is None else settings},
+    )
+    check_recipe(recipe)
+    return recipe
+
+
+def make_job(world: World, recipe: Recipe) -> tuple[Job, JobPlan]:
+    """The job of a recipe on the ranks that are there, without data: roles are called with batches made by hand."""
+    plan = plan_job(recipe)
+    world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
+    job = Job(
+        world=world,
+        recipe=recipe,
+        meshes=plan.meshes,
+        tokenizer=SimpleNamespace(eos_id=EOS, vocab_size=VOCAB),
+        train=None,
+        held_out=(),
+    )
+    return job, plan
+
+
+def draw(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Standard normal numbers that depend on seed, name and shape alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+    return torch.randn(shape, generator=generator)
+
+
+def add_noise(placed: PlacedModel, spec, rank: int, *, seed: int, std: float = 0.05) -> None:
+    """Move every weight, norms and biases too, off its initial value, the same in every layout."""
+    shapes = {tensor.name: tensor.shape for tensor in spec.tensors}
+    for name, (local, part) in local_shards(placed.transformer, spec, placed.mesh, rank).items():
+        local[inner_of(part)] += std * draw(seed, name, shapes[name])[outer_of(part)]
+
+
+def inner_of(part) -> tuple[slice, ...]:
+    """Where a shard's elements are in the rank's tensor."""
+    return tuple(slice(0, stop - start) for start, stop in part.box)
+
+
+def outer_of(part) -> tuple[slice, ...]:
+    """Where a shard's elements are in the logical tensor."""
+    return tuple(slice(start, stop) for start, stop in part.box)
+
+
+def make_batch(count: int = 12, seed: int = 7) -> Batch:
+    """Samples with all columns of an update: some tokens and one whole sample masked, ratios far from 1."""
+    sequences, prompts = samples(count, seed)
+    lengths = [len(sequence) - prompt for sequence, prompt in zip(sequences, prompts, strict=True)]
+    generator = torch.Generator().manual_seed(seed)
+
+    def ragged(mean: float, std: float) -> Ragged:
+        rows = [mean + std * torch.randn(length, generator=generator) for length in lengths]
+        return Ragged.from_list(rows, torch.float32)
+
+    masks = [(torch.rand(length, generator=generator) < 0.9).float() for length in lengths]
+    masks[1] = torch.zeros(lengths[1])
+    return Batch(
+        torch.arange(count),
+        {
+            "tokens": Ragged.from_list(sequences, torch.int64),
+            "prompt_lengths": torch.tensor(prompts),
+            "draws": torch.arange(count),
+            "order": torch.arange(count),
+            "response_mask": Ragged.from_list(masks, torch.float32),
+            "old_log_probs": ragged(-3.4, 0.7),
+            "ref_log_probs": ragged(-3.4, 0.7),
+            "advantages": ragged(0.0, 1.0),
+            "values": ragged(0.0, 0.7),
+            "returns": ragged(0.0, 1.0),
+        },
+    )

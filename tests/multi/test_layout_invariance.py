@@ -1,0 +1,282 @@
+"""The crown test: what is learned from given samples depends neither on TP×PP×DP nor on micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridflow import config
+from hybridflow.dataflow.batch import Batch
+from hybridflow.models.weights import local_shards, logical_parameters
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.world import World
+from hybridflow.reshard.spec import Shard, num_elements
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.critic import Critic
+from tests.multi.jobs import add_noise, inner_of, make_batch, make_job, outer_of, tiny_recipe
+from tests.multi.models import TINY, layouts_of
+from tests.ranks import run_ranks
+
+# Tied embeddings, one key-value head for several tensor-parallel ranks, norms of queries and keys, and a vocabulary of
+# 29 padded to 30 by one or two ranks and to 40 by four: the last then holds nothing but padding.
+MIXED = config.Model(
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=96,
+    num_attention_heads=8,
+    num_query_groups=2,
+    max_context=48,
+    vocab_divisible_by=5,
+    tied_embeddings=True,
+    qk_norm=True,
+)
+MODELS = {"plain": replace(TINY, num_layers=4), "deep": TINY, "mixed": MIXED}
+SMALL, LARGE = 24, 4096
+"""Token budgets of a micro-batch: a few samples of at most 19 tokens, and all that a rank has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to compute the same two optimizer steps."""
+
+    layout: ParallelLayout
+    algorithm: str
+    model: str = "plain"
+    micro_batch_tokens: int = LARGE
+    distributed: bool = False
+
+
+@dataclass
+class Findings:
+    """What a rank computed.
+
+    Attributes:
+        replica: Its data-parallel coordinate.
+        numbers: Reported over the global batch.
+        rows: Quantity and sample -> one number for each response token.
+        tensors: Quantity and logical name -> this rank's elements and where they are in the whole.
+    """
+
+    replica: int = 0
+    numbers: dict[str, float] = field(default_factory=dict)
+    rows: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    tensors: dict[tuple[str, str], tuple[Tensor, Shard]] = field(default_factory=dict)
+
+
+def share_of(batch: Batch, dp: int, case: Case) -> Batch:
+    """The samples of one replica: of one mini-batch of six an uneven part, of the other all or none."""
+    last = case.layout.dp - 1
+    uneven, alone = [0, 0, 0, 0, min(1, last), last], [last] * 6
+    owners = torch.tensor(uneven + alone if case.micro_batch_tokens == SMALL else alone + uneven)
+    return batch.select((owners == dp).nonzero()[:, 0])
+
+
+def compute(world: World, case: Case) -> Findings:
+    """Two optimizer steps of every trained role, with all that must not depend on the case."""
+    # Adam's first step is the learning rate times the gradient's sign, so wherever the exact gradient is about zero,
+    # rounding decides over a whole step: at a rate of 1e-3 biases would differ by 1e-4 of their norm.
+    recipe = tiny_recipe(
+        case.layout,
+        case.algorithm,
+        model=MODELS[case.model],
+        micro_batch_tokens=case.micro_batch_tokens,
+        optimizer=config.Optimizer(lr=1e-4, distributed=case.distributed, weight_decay=0.1),
+    )
+    job, _ = make_job(world, recipe)
+    mesh = job.meshes["actor.update"]
+    batch = share_of(make_batch(), mesh.coordinate(world.rank).dp, case)
+    found = Findings(replica=mesh.coordinate(world.rank).dp)
+    actor = Actor(job, KLCoefficient(recipe))
+    initial(found, "actor", actor, world.rank)
+    keep_rows(found, "log_probs", actor, batch, lambda output, part: actor.model.log_probs(output, part)[0])
+    keep_rows(found, "entropy", actor, batch, lambda output, part: actor.model.log_probs(output, part)[1])
+    two_steps(found, "actor", actor, batch, world.rank, case)
+    if recipe.critic is not None:
+        critic = Critic(job)
+        initial(found, "critic", critic, world.rank)
+        keep_rows(found, "values", critic, batch, lambda output, part: output[:, 0])
+        two_steps(found, "critic", critic, batch, world.rank, case)
+    return found
+
+
+def initial(found: Findings, name: str, role: Any, rank: int) -> None:
+    """Keep the initial weights, then move them off their ones and zeros."""
+    keep_tensors(found, f"{name} initial weights", role, rank)
+    add_noise(role.model, role.spec, rank, seed=3)
+
+
+def two_steps(found: Findings, name: str, role: Any, batch: Batch, rank: int, case: Case) -> None:
+    """One optimizer step on each of two mini-batches."""
+    step = role.trainable.step
+    for index in range(2):
+
+        def keep_gradients_and_step(index: int = index) -> float:
+            # The distributed optimizer leaves each rank with the sum over replicas of its own part alone.
+            if not case.distributed:
+                keep_tensors(found, f"{name} gradients {index}", role, rank, "main_grad")
+            return step()
+
+        with mock.patch.object(role.trainable, "step", keep_gradients_and_step):
+            role.update(batch, {f"{name}_mini_batch": {"index": index}})
+        found.numbers |= {f"{metric} {index}": value for metric, value in role.metrics.items()}
+        keep_tensors(found, f"{name} weights {index}", role, rank)
+
+
+def keep_tensors(found: Findings, quantity: str, role: Any, rank: int, attribute: str = "data") -> None:
+    """Keep this rank's part of every tensor: its weights, or another attribute of the parameter."""
+    parameters = logical_parameters(role.model.transformer)
+    for name, (_, part) in local_shards(role.model.transformer, role.spec, role.model.mesh, rank).items():
+        tensor = getattr(parameters[name], attribute).view(part.local_shape)
+        found.tensors[quantity, name] = (tensor.detach().clone(), part)
+
+
+def keep_rows(found: Findings, quantity: str, role: Any, batch: Batch, function: Callable[..., Tensor]) -> None:
+    """Keep a number for each response token, on ranks that have it."""
+    column = role.model.per_token(batch, function)
+    if column is not None:
+        rows = zip(batch.ids.tolist(), column.to_list(), strict=True)
+        found.rows |= {(quantity, sample): row for sample, row in rows}
+
+
+def compute_all(world: World, cases: list[Case]) -> list[Findings]:
+    """What one rank computes, as arrays, which travel from a child to the test."""
+    every = [compute(world, case) for case in cases]
+    for found in every:
+        found.rows = {key: row.numpy() for key, row in found.rows.items()}
+        found.tensors = {key: (local[inner_of(part)].numpy(), part) for key, (local, part) in found.tensors.items()}
+    return every
+
+
+def compare(world: World, cases: list[Case], expected: dict[tuple[str, str], Findings]) -> list[dict[str, Any]]:
+    """How far this rank's part of each case is from what one rank computed.
+
+    Returns:
+        For each case: ``numbers``, quantity -> largest difference, relative to the scale of 1 or more; ``samples``,
+        quantity -> samples that this rank has it of; ``tensors``, (quantity, tensor, replica) -> over this rank's
+        elements, sums of squares of the difference and of the expected, and their number.
+    """
+    reports = []
+    for case in cases:
+        found, whole = compute(world, case), expected[case.algorithm, case.model]
+        numbers: dict[str, float] = {}
+        for quantity, value in found.numbers.items():
+            numbers[quantity] = abs(value - whole.numbers[quantity]) / max(1.0, abs(whole.numbers[quantity]))
+        for (quantity, sample), row in found.rows.items():
+            difference = float((row - torch.from_numpy(whole.rows[quantity, sample])).abs().max())
+            numbers[quantity] = max(numbers.get(quantity, 0.0), difference)
+        tensors: dict[tuple[str, str, int], tuple[float, float, int]] = {}
+        for (quantity, name), (local, part) in found.tensors.items():
+            mine = local[inner_of(part)].double()
+            theirs = torch.from_numpy(whole.tensors[quantity, name][0])[outer_of(part)].double()
+            sums = float((mine - theirs).square().sum()), float(theirs.square().sum())
+            tensors[quantity, name, found.replica] = (*sums, num_elements(part.box))
+            assert local.count_nonzero() == mine.count_nonzero(), f"{case}: padding of {name}: {quantity} is not 0"
+        samples = {quantity: {sample for what, sample in found.rows if what == quantity} for quantity, _ in found.rows}
+        reports.append({"numbers": numbers, "samples": samples, "tensors": tensors})
+    return reports
+
+
+def worst_differences(reports: list[dict[str, Any]], whole: Findings, replicas: int) -> dict[str, float]:
+    """Quantity -> largest difference over ranks and tensors; checks that together the ranks have everything."""
+    worst: dict[str, float] = {}
+    sums: dict[tuple[str, str, int], Tensor] = {}
+    samples: dict[str, set[int]] = {}
+    for report in reports:
+        for quantity, difference in report["numbers"].items():
+            worst[quantity] = max(worst.get(quantity, 0.0), difference)
+        for quantity, some in report["samples"].items():
+            samples.setdefault(quantity, set()).update(some)
+        for key, share in report["tensors"].items():
+            sums[key] = sums.get(key, torch.zeros(3, dtype=torch.float64)) + torch.tensor(share, dtype=torch.float64)
+    assert set(worst) == {*whole.numbers, *(quantity for quantity, _ in whole.rows)}
+    assert all(some == set(range(12)) for some in samples.values())
+    assert {key[:2] for key in sums} <= set(whole.tensors)
+    for quantity, name in whole.tensors:
+        if not any(key[0] == quantity for key in sums):
+            assert "gradients" in quantity, f"{quantity} of {name} are nowhere"
+            continue
+        for replica in range(replicas):
+            difference, expected, count = sums[quantity, name, replica].tolist()
+            assert count and count % whole.tensors[quantity, name][0].size == 0, (quantity, name, replica, count)
+            # Biases begin as zeros.
+            assert expected > 0 or "initial" in quantity, f"{quantity} of {name}: nothing to compare"
+            distance = math.sqrt(difference / expected) if expected else math.sqrt(difference)
+            worst[quantity] = max(worst.get(quantity, 0.0), distance)
+    return worst
+
+
+LIMITS = {
+    "initial weights": 0.0,
+    "weights": 2e-5,
+    "gradients": 1e-5,
+    "grad_norm": 1e-5,
+    "log_probs": 1e-5,
+    "entropy": 1e-5,
+    "values": 1e-5,
+}
+"""Quantity -> largest relative difference, of a tensor by its norm; of losses and other means of the batch 1e-6."""
+
+
+def limit(quantity: str) -> float:
+    """What the difference of a quantity may be."""
+    named = [name for name in LIMITS if quantity.removesuffix(" 0").removesuffix(" 1").endswith(name)]
+    allowed = LIMITS[max(named, key=len)] if named else 1e-6
+    # The second step begins with weights that already differ within their limit.
+    return allowed if not quantity.endswith("1") or "weights" in quantity else 10 * allowed
+
+
+def cases_of(size: int) -> list[Case]:
+    """Every layout of a number of ranks, with few and many tokens to a micro-batch, for PPO and GRPO."""
+    plain = "deep" if size == 8 else "plain"
+    cases = []
+    for layout in layouts_of(size, MODELS[plain]):
+        cases.append(Case(layout=layout, algorithm="ppo", model=plain, micro_batch_tokens=SMALL))
+        cases.append(Case(layout=layout, algorithm="grpo", model=plain, micro_batch_tokens=LARGE))
+        if size < 8:
+            cases.append(replace(cases[-2], distributed=layout.dp > 1, micro_batch_tokens=LARGE))
+    if size in (2, 4):
+        for layout in layouts_of(size, MIXED):
+            cases.append(Case(layout=layout, algorithm="ppo", model="mixed", micro_batch_tokens=LARGE))
+            cases.append(
+                Case(
+                    layout=layout, algorithm="grpo", model="mixed", micro_batch_tokens=SMALL, distributed=layout.tp == 2
+                )
+            )
+    return cases
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[tuple[str, str], Findings]:
+    """What one rank computes with all samples in one micro-batch, by algorithm and model."""
+    keys = [(algorithm, model) for algorithm in ("ppo", "grpo") for model in MODELS]
+    cases = [Case(layout=ParallelLayout(), algorithm=algorithm, model=model) for algorithm, model in keys]
+    (found,) = run_ranks(compute_all, 1, cases)
+    return dict(zip(keys, found, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_layout_and_micro_batches_change_nothing(size, expected):
+    cases = cases_of(size)
+    assert {str(case.layout) for case in cases} == {str(layout) for layout in layouts_of(size)}, "a layout is left out"
+    reports = run_ranks(compare, size, cases, expected)
+    for number, case in enumerate(cases):
+        whole = expected[case.algorithm, case.model]
+        worst = worst_differences([report[number] for report in reports], whole, case.layout.dp)
+        too_far = {quantity: found for quantity, found in worst.items() if found > limit(quantity)}
+        assert not too_far, f"{case}: {too_far}"
+
+
+def test_the_samples_reach_every_branch_of_the_loss(expected):
+    numbers = expected["ppo", "plain"].numbers
+    assert 0.1 < numbers["actor/clip_share 0"] < 0.9
+    assert numbers["actor/grad_norm 0"] > 1.0, "clipping of the gradient is not at work"
+    assert abs(numbers["actor/loss 0"] - numbers["actor/policy_loss 0"]) > 0.01, "neither KL nor entropy counts"
+    assert expected["grpo", "plain"].numbers["actor/loss 0"] != numbers["actor/loss 0"]

@@ -1,0 +1,132 @@
+"""Where the roles are changes nothing: whole runs on other ranks and in other layouts log the same numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow import config
+from hybridflow.config import Recipe, check_recipe
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.world import World
+from hybridflow.trainer.trainer import train
+from tests.ranks import run_ranks
+
+OF_THE_MACHINE = ("time", "throughput/", "control/", "reshard/")
+"""Beginnings of metrics that differ from run to run."""
+
+
+def share_of_ones(prompt: str, response: str, answer: str) -> float:
+    """A reward that a random model gets in every amount."""
+    return response.count("1") - 0.25 * len(response)
+
+
+def layout(tp: int = 1, pp: int = 1, dp: int = 1) -> ParallelLayout:
+    return ParallelLayout(tp=tp, pp=pp, dp=dp)
+
+
+def recipe(folder: Path, name: str, algorithm: str, ranks: int, **placement: Any) -> Recipe:
+    """Two steps of two mini-batches with a tiny model, after a warm start of two steps."""
+    optimizer = config.Optimizer(lr=1e-4)
+    update = placement.get("update", layout(dp=ranks))
+    critic = None
+    if algorithm == "ppo":
+        critic = config.Critic(
+            ranks=placement.get("critic_ranks"), layout=placement.get("critic", update), optimizer=optimizer
+        )
+    made = Recipe(
+        name=name,
+        algorithm=algorithm,
+        seed=5,
+        run_dir=str(folder / name),
+        cluster=config.Cluster(ranks=ranks),
+        model=config.Model(
+            num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, max_context=16, init_std=0.1
+        ),
+        data=config.Data(
+            train=str(folder / "train.jsonl"),
+            held_out=str(folder / "held_out.jsonl"),
+            arithmetic=config.Arithmetic(num_train=60, num_held_out=8, max_operand=20),
+        ),
+        tokenizer=config.Tokenizer(vocab_size=20),
+        warm_start=config.WarmStart(steps=2, batch_size=10, lr=1e-3),
+        actor=config.Actor(
+            ranks=placement.get("actor_ranks"),
+            update=update,
+            rollout=placement.get("rollout", update),
+            optimizer=optimizer,
+        ),
+        critic=critic,
+        reference=config.Reference(ranks=placement.get("reference_ranks"), layout=placement.get("reference")),
+        reward=config.Reward(function=f"{__name__}:share_of_ones"),
+        rollout=config.Rollout(max_new_tokens=6, group_size=4 if algorithm == "grpo" else 1),
+        trainer=config.Trainer(steps=2, global_batch_size=16, mini_batch_size=8, micro_batch_tokens=48),
+        **{
+            algorithm: config.PPO(kl_coef=0.1, kl_target=0.5, kl_horizon=100, entropy_coef=0.01, value_clip=0.1)
+            if algorithm == "ppo"
+            else config.GRPO(kl_coef=0.1)
+        },
+    )
+    check_recipe(made)
+    return made
+
+
+def run(world: World, made: Recipe) -> None:
+    train(made, world)
+
+
+def record(made: Recipe) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """The run's metrics, a row for each step, and its summary."""
+    run_ranks(run, made.cluster.ranks, made)
+    folder = Path(made.run_dir)
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines], json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+
+
+PPO_PLACEMENTS = {
+    "two": dict(ranks=2, update=layout(tp=2), rollout=layout(dp=2), critic=layout(pp=2)),
+    "colocated": dict(ranks=4, update=layout(tp=2, dp=2), rollout=layout(dp=4), critic=layout(pp=2, dp=2)),
+    "split": dict(
+        ranks=6,
+        actor_ranks=(0, 1, 2, 3),
+        update=layout(tp=2, dp=2),
+        rollout=layout(dp=4),
+        critic_ranks=(4, 5),
+        critic=layout(pp=2),
+    ),
+    "overlapping": dict(
+        ranks=6,
+        actor_ranks=(3, 2, 1, 0),
+        update=layout(tp=2, pp=2),
+        rollout=layout(tp=2, dp=2),
+        critic_ranks=(2, 3, 4, 5),
+        critic=layout(tp=2, dp=2),
+        reference_ranks=(4, 1),
+        reference=layout(dp=2),
+    ),
+}
+GRPO_PLACEMENTS = {
+    "four": dict(ranks=4, update=layout(pp=2, dp=2), rollout=layout(tp=2, dp=2)),
+    "reference apart": dict(ranks=3, actor_ranks=(0, 2), update=layout(dp=2), reference_ranks=(1,), reference=layout()),
+}
+
+
+@pytest.mark.parametrize(
+    "algorithm, placements", [("ppo", PPO_PLACEMENTS), ("grpo", GRPO_PLACEMENTS)], ids=["ppo", "grpo"]
+)
+def test_every_placement_logs_the_same_numbers(algorithm, placements, tmp_path):
+    alone, summary = record(recipe(tmp_path, "alone", algorithm, 1))
+    assert len(alone) == 2
+    assert alone[1]["kl/ref"] > 0.001 and alone[0]["actor/grad_norm"] > 0.1, "there is something to compare"
+    for name, placement in placements.items():
+        found, other_summary = record(recipe(tmp_path, name, algorithm, **placement))
+        for step, (expected, other) in enumerate(zip(alone, found, strict=True), start=1):
+            for metric, value in expected.items():
+                if not metric.startswith(OF_THE_MACHINE):
+                    # The floor is what rounding leaves of means that cancel, such as the KL to weights just left.
+                    assert abs(other[metric] - value) <= 1e-5 * abs(value) + 1e-6, (name, step, metric)
+        for accuracy in ("accuracy_before_rl", "accuracy_after_rl"):
+            assert abs(other_summary[accuracy] - summary[accuracy]) <= 1e-6, (name, accuracy)

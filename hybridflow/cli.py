@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 from hybridflow import __version__
 from hybridflow.config import Recipe, load_recipe
 from hybridflow.errors import HybridflowError
+from hybridflow.parallel.start import find_start, rank_hint
 
 if TYPE_CHECKING:
     from hybridflow.parallel.start import Start
@@ -22,6 +25,11 @@ USER_ERROR = 2
 
 FAILURE = 1
 """Exit status after a failure of ours, with a traceback on stderr."""
+
+_EXPLAINED = (HybridflowError, OSError)
+"""Errors whose message is enough for a user; an OSError names its file."""
+
+_AFTER_RANK_0_S = 3.0
 
 _EXAMPLES = """examples:
   hybridflow train quickstart
@@ -37,12 +45,25 @@ exit status: 0 done, 2 an error that was explained, 1 a failure of hybridflow it
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
-    arguments = _parser().parse_args(argv)
+    arguments = parse(argv)
     try:
         return arguments.run(arguments)
     except HybridflowError as error:
+        if rank_hint() > 0:
+            # Every rank of a launcher finds the same; rank 0 says it, and the launcher ends the others meanwhile.
+            time.sleep(_AFTER_RANK_0_S)
         print(f"hybridflow: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read a command line; exits with 2 and a message where it is not one. Settings may stand on both sides of options."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if any(word.startswith("-") or "=" not in word for word in rest):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.overrides += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,8 +128,6 @@ def _print_plan(recipe: Recipe) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from hybridflow.parallel.start import find_start
-
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
         _print_plan(recipe)
@@ -116,7 +135,9 @@ def _train(arguments: argparse.Namespace) -> int:
     start = find_start()
     if start.launcher == "alone" and recipe.cluster.ranks > 1:
         from hybridflow.launch.local import run_local
+        from hybridflow.trainer.plan import plan_job
 
+        plan_job(recipe)  # what does not fit is said before ranks are started
         command = ["train", arguments.recipe, *arguments.overrides, *(["--resume"] if arguments.resume else [])]
         return run_local(command, num_ranks=recipe.cluster.ranks, threads_per_rank=recipe.cluster.threads_per_rank)
     return _train_rank(recipe, start, resume=arguments.resume)
@@ -124,29 +145,38 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _train_rank(recipe: Recipe, start: Start, *, resume: bool) -> int:
     """One rank's part of a job: whatever goes wrong ends the process at once, and is told by one rank alone."""
+    # A reward function may lie in the working directory, also for the console script.
+    sys.path.insert(0, os.getcwd())
+    # The launcher, which Ctrl-C reaches too, speaks for its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # What megatron-core and torch say about themselves; none of it is for our user to act on.
     warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
-    from hybridflow.parallel.world import join_world
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from hybridflow.parallel.failure import lost_contact, tell_once
+    from hybridflow.parallel.world import join_world, open_store
     from hybridflow.trainer.trainer import train
 
-    world = None
+    cluster, store = recipe.cluster, None
     try:
-        cluster = recipe.cluster
-        world = join_world(start, deadline_s=cluster.deadline_s, start_deadline_s=cluster.start_deadline_s)
-        train(recipe, world, resume=resume)
-        world.close()
+        store = open_store(start, start_deadline_s=cluster.start_deadline_s)
+        with lost_contact("the job", tuple(range(start.size)), cluster.deadline_s):
+            world = join_world(
+                start, store, deadline_s=cluster.deadline_s, start_deadline_s=cluster.start_deadline_s
+            )
+            train(recipe, world, resume=resume)
+            world.close()
     except Exception as error:
-        if world is None or world.is_first_to_fail():
-            _tell(error, start.rank)
+        failure = error
+        tell_once(failure, lambda: _tell(failure, start.rank), store, start.rank)
         sys.stdout.flush()
         # No interpreter shutdown: it could wait for ranks that are gone.
-        os._exit(USER_ERROR if isinstance(error, HybridflowError) else FAILURE)
+        os._exit(USER_ERROR if isinstance(failure, _EXPLAINED) else FAILURE)
     return 0
 
 
 def _tell(error: Exception, rank: int) -> None:
     """Print an error of a rank: a message for what was foreseen, else the traceback."""
-    if isinstance(error, HybridflowError):
+    if isinstance(error, _EXPLAINED):
         print(f"hybridflow: rank {rank}: {error}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)

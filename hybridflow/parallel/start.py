@@ -67,6 +67,12 @@ def find_start(environ: Mapping[str, str] | None = None) -> Start:
     return Start(launcher="alone")
 
 
+def rank_hint(environ: Mapping[str, str] | None = None) -> int:
+    """This process's rank as far as variables tell, without asking MPI; 0 when alone."""
+    env = os.environ if environ is None else environ
+    return int(next((env[name] for name in ("RANK", *MPI_RANK_VARIABLES, "SLURM_PROCID") if name in env), "0"))
+
+
 def _from_mpi(env: Mapping[str, str]) -> Start:
     from hybridflow.parallel import mpi
 

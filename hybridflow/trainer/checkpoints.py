@@ -10,14 +10,30 @@ import torch
 from torch import Tensor
 
 from hybridflow import __version__
-from hybridflow.checkpoint.store import Checkpoint, begin_step, complete_step, load_latest, read_shard, write_shard
+from hybridflow.checkpoint.store import Checkpoint, begin_step, complete_step, latest_step, load_latest, read_shard, write_shard
 from hybridflow.errors import CheckpointError
 from hybridflow.roles.job import Job
 from hybridflow.sections import to_dict
 
 KEEP_LAST = 2
-_MUST_MATCH = ("algorithm", "seed", "model", "data", "actor", "critic", "reference", "rollout", "ppo", "grpo")
-"""Sections of the recipe that a run is resumed with unchanged."""
+_MAY_CHANGE = ("name", "run_dir", "warm_start", "cluster", "trainer")
+"""Sections of the recipe that need not be those of the run that is resumed, but for the keys below."""
+
+_MUST_MATCH = ("cluster.ranks", "trainer.global_batch_size", "trainer.mini_batch_size")
+
+
+def refuse_old(run_dir: Path) -> None:
+    """Refuse to start a new run where another has left checkpoints: it would overwrite what they belong to.
+
+    Raises:
+        CheckpointError: There is a checkpoint.
+    """
+    step = latest_step(run_dir)
+    if step is not None:
+        raise CheckpointError(
+            f"{run_dir}: holds a run that was saved at step {step}; go on from there with --resume, or start a new run "
+            "with another run_dir"
+        )
 
 
 def save(job: Job, roles: Mapping[str, Any], step: int, state: Mapping[str, Any]) -> None:
@@ -96,15 +112,26 @@ def _tensors(roles: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
 
 
 def _check_recipe(job: Job, saved: dict[str, Any]) -> None:
-    now = to_dict(job.recipe)
-    for section in _MUST_MATCH:
-        if now[section] != saved[section]:
-            raise CheckpointError(
-                f"{job.recipe.run_dir}: the checkpoint was written with {section}={saved[section]}, the recipe now has "
-                f"{now[section]}; resume with the same, or start another run_dir"
-            )
-    if now["cluster"]["ranks"] != saved["cluster"]["ranks"]:
+    before, now = _fixed_keys(saved), _fixed_keys(to_dict(job.recipe))
+    changed = [
+        f"{key}={before.get(key)} there, {now.get(key)} here"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    if changed:
         raise CheckpointError(
-            f"{job.recipe.run_dir}: the checkpoint was written by {saved['cluster']['ranks']} ranks, this run has "
-            f"{now['cluster']['ranks']}; resume with as many (resuming in another layout is not there yet)"
+            f"{job.recipe.run_dir}: the checkpoint was written by another recipe: {'; '.join(changed)}; resume with the same, "
+            "or start a new run with another run_dir"
         )
+
+
+def _fixed_keys(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value of all that a run is resumed with unchanged."""
+    flat = _flat(recipe)
+    return {key: flat[key] for key in flat if key in _MUST_MATCH or key.split(".")[0] not in _MAY_CHANGE}
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix[:-1]: value}
+    return {key: item for name, inner in value.items() for key, item in _flat(inner, f"{prefix}{name}.").items()}

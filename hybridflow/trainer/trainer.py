@@ -43,6 +43,8 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> None:
             f"cluster.ranks={recipe.cluster.ranks}, but {world.size} ranks were started; start {recipe.cluster.ranks}, or set "
             f"cluster.ranks={world.size} with layouts that fit"
         )
+    if not resume:
+        checkpoints.refuse_old(Path(recipe.run_dir))
     plan = plan_job(recipe)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     Trainer(open_job(recipe, world, plan), plan).run(resume=resume)
@@ -117,7 +119,7 @@ class Trainer:
 
     def save(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Write a checkpoint, complete or not at all. Collective: all ranks."""
-        state = {"kl_coef": self.kl_coef.value, "summary": self.summary}
+        state = {"kl_coef": self.kl_coef.value, "summary": self.summary, "totals": self._totals}
         checkpoints.save(self.job, self.roles, self.step, state)
 
     def _resume(self) -> bool:
@@ -128,6 +130,7 @@ class Trainer:
         self.step = checkpoint.step
         self.kl_coef.value = checkpoint.state["kl_coef"]
         self.summary = checkpoint.state["summary"]
+        self._totals = checkpoint.state["totals"]
         self.roles["actor"].mark_changed()
         if self.job.world.rank == 0:
             print(f"resumed from {checkpoint.path}", flush=True)
@@ -162,7 +165,7 @@ class Trainer:
 
     def _next_step(self) -> dict[str, int] | None:
         recipe = self.job.recipe
-        if self.step == recipe.trainer.steps:
+        if self.step >= recipe.trainer.steps:
             return None
         num_prompts = recipe.trainer.global_batch_size // recipe.rollout.group_size
         return {"step": self.step + 1, "first_draw": self.step * num_prompts, "num_prompts": num_prompts}

@@ -72,7 +72,7 @@ def test_output_of_the_ranks_is_ours(capfd):
 @pytest.mark.parametrize(
     ("death", "status", "says"),
     [
-        ("sys.exit(3)", 3, "error: rank 1 exited with status 3; its message is above, the other ranks were ended\n"),
+        ("sys.exit(3)", 3, "error: rank 1 exited with status 3; if it said why, that is above, the other ranks were ended\n"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "error: rank 1 was killed by SIGSEGV, the other ranks"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "error: rank 1 was killed by SIGKILL; if nobody did so, memory"),
         (f"sys.exit({REPORTED})", REPORTED, ""),
@@ -196,14 +196,14 @@ PIP = "python -m pip install --disable-pip-version-check"
 
 def test_quickstart_installs_once_and_passes_arguments_and_status_on(clone):
     status, calls, _ = clone("launch/quickstart.sh", "trainer.steps=1", "name=a b")
-    train = "hybridflow train quickstart trainer.steps=1 name=a b"
+    train = "hybridflow train quickstart --resume trainer.steps=1 name=a b"
     editable = f"{PIP} --editable {clone.root}"
     assert calls == ["python -m venv .venv", f"{PIP} torch==2.13.0", editable, train]
     assert status == 7
-    assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart"]
+    assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart --resume"]
     with open(clone.root / "setup.py", "a") as setup:
         setup.write("# changed\n")
-    assert clone("launch/quickstart.sh")[1] == [f"{PIP} torch==2.13.0", editable, "hybridflow train quickstart"]
+    assert clone("launch/quickstart.sh")[1] == [f"{PIP} torch==2.13.0", editable, "hybridflow train quickstart --resume"]
 
 
 def test_tests_install_their_tools_and_leave_the_long_ones_out(clone):
@@ -212,7 +212,7 @@ def test_tests_install_their_tools_and_leave_the_long_ones_out(clone):
     editable = f"{PIP} --editable {clone.root}[dev]"
     assert clone("tests/run.sh", "-k", "layout")[1] == [f"{PIP} torch==2.13.0", editable, pytest_call]
     assert clone("tests/run.sh", "--all", "-x")[1] == ["python -m pytest -m  -x"]
-    assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart"]
+    assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart --resume"]
 
 
 def test_unsuitable_python_is_refused(clone):

@@ -151,7 +151,7 @@ def _train_rank(recipe: Recipe, start: Start, *, resume: bool) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # What megatron-core and torch say about themselves; none of it is for our user to act on.
     warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from hybridflow.parallel.failure import lost_contact, tell_once
     from hybridflow.parallel.world import join_world, open_store
     from hybridflow.trainer.trainer import train

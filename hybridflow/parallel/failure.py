@@ -65,7 +65,9 @@ def tell_once(error: Exception, tell: Callable[[], None], store: dist.Store | No
         teller = _answer(lambda: store.compare_set(_TELLER, "", str(rank)).decode())
     except TimeoutError:
         # The store's keeper hangs, so it cannot choose; the rank after it speaks.
-        teller = "1"
+        if rank == 1:
+            tell()
+        return
     except RuntimeError:
         # The keeper is gone: it has told its error, or the launcher has told its death.
         return

@@ -1,7 +1,7 @@
 """How this process was started, and which rank it is: one object whichever launcher it was. No torch.
 
 Known launchers: hybridflow's own and torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``), MPI (``mpirun``, or ``srun
---mpi`` with an MPI that answers), Slurm's ``srun`` (``SLURM_PROCID``), or none: one process, one rank.
+--mpi`` with an MPI that answers), Slurm's ``srun`` (``SLURM_STEP_ID``, ``SLURM_PROCID``), or none: one process, one rank.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def find_start(environ: Mapping[str, str] | None = None) -> Start:
         )
     if any(name in env for name in MPI_RANK_VARIABLES):
         return _from_mpi(env)
-    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
+    # A batch script has SLURM_PROCID too; only what srun started is a step.
+    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in env:
         return _from_slurm(env)
     return Start(launcher="alone")
 

@@ -160,9 +160,7 @@ def _train_rank(recipe: Recipe, start: Start, *, resume: bool) -> int:
     try:
         store = open_store(start, start_deadline_s=cluster.start_deadline_s)
         with lost_contact("the job", tuple(range(start.size)), cluster.deadline_s):
-            world = join_world(
-                start, store, deadline_s=cluster.deadline_s, start_deadline_s=cluster.start_deadline_s
-            )
+            world = join_world(start, store, deadline_s=cluster.deadline_s, start_deadline_s=cluster.start_deadline_s)
             train(recipe, world, resume=resume)
             world.close()
     except Exception as error:

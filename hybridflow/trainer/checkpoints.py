@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from hybridflow import __version__
-from hybridflow.checkpoint.store import Checkpoint, begin_step, complete_step, latest_step, load_latest, read_shard, write_shard
+from hybridflow.checkpoint.store import (
+    Checkpoint,
+    begin_step,
+    complete_step,
+    latest_step,
+    load_latest,
+    read_shard,
+    write_shard,
+)
 from hybridflow.errors import CheckpointError
 from hybridflow.roles.job import Job
 from hybridflow.sections import to_dict

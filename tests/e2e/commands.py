@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -27,10 +28,17 @@ actor:
   update: {tp: 2}
   rollout: {dp: 2}
   optimizer: {lr: 1.0e-2}
+reward: {function: "rewards:score"}
 rollout: {max_new_tokens: 4, group_size: 2}
 trainer: {steps: 2, global_batch_size: 8, mini_batch_size: 4}
 """
 """GRPO on two ranks, in the smallest model that has two layers and two heads."""
+
+REWARDS = """
+def score(prompt, response, answer):
+    return float(sum(map(ord, prompt + response)) % 3)
+"""
+"""A module for the working directory; its scores differ within every group, so that there is something to learn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +58,10 @@ class Done:
         assert all(code != 0 for code in self.codes), self.codes
 
 
-def write_recipe(folder: Path, text: str = RECIPE) -> Path:
-    """Put a recipe into a folder."""
-    path = folder / "tiny.yaml"
-    path.write_text(text)
-    return path
+def write_recipe(folder: Path, text: str = RECIPE) -> None:
+    """Put a recipe and its rewards into a folder."""
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "tiny.yaml").write_text(text)
 
 
 def run_command(
@@ -113,9 +120,16 @@ def fork_ranks(
     return Done(codes=codes, **logs, seconds=time.monotonic() - start)
 
 
-def _fork_rank(
-    argv: list[str], folder: Path, rank: int, num_ranks: int, port: int, hook: Callable[[int], None]
-) -> int:
+def lasting_metrics(run_dir: Path) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl without what depends on the clock."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in row.items() if not name.endswith("_s") and not name.startswith("control/")}
+        for row in rows
+    ]
+
+
+def _fork_rank(argv: list[str], folder: Path, rank: int, num_ranks: int, port: int, hook: Callable[[int], None]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()

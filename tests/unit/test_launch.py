@@ -72,7 +72,11 @@ def test_output_of_the_ranks_is_ours(capfd):
 @pytest.mark.parametrize(
     ("death", "status", "says"),
     [
-        ("sys.exit(3)", 3, "error: rank 1 exited with status 3; if it said why, that is above, the other ranks were ended\n"),
+        (
+            "sys.exit(3)",
+            3,
+            "error: rank 1 exited with status 3; if it said why, that is above, the other ranks were ended\n",
+        ),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "error: rank 1 was killed by SIGSEGV, the other ranks"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "error: rank 1 was killed by SIGKILL; if nobody did so, memory"),
         (f"sys.exit({REPORTED})", REPORTED, ""),
@@ -203,7 +207,11 @@ def test_quickstart_installs_once_and_passes_arguments_and_status_on(clone):
     assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart --resume"]
     with open(clone.root / "setup.py", "a") as setup:
         setup.write("# changed\n")
-    assert clone("launch/quickstart.sh")[1] == [f"{PIP} torch==2.13.0", editable, "hybridflow train quickstart --resume"]
+    assert clone("launch/quickstart.sh")[1] == [
+        f"{PIP} torch==2.13.0",
+        editable,
+        "hybridflow train quickstart --resume",
+    ]
 
 
 def test_tests_install_their_tools_and_leave_the_long_ones_out(clone):

@@ -44,12 +44,14 @@ def test_torchrun():
 
 def test_srun(scontrol):
     start = find_start(SLURM)
-    assert start == Start(
-        launcher="slurm", rank=5, size=8, local_rank=1, ranks_per_node=4, address="n1", port=20123
-    )
+    assert start == Start(launcher="slurm", rank=5, size=8, local_rank=1, ranks_per_node=4, address="n1", port=20123)
     assert find_start({**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"}).address == "10.0.0.1"
     # All ranks of a job agree on the port, and two jobs on one node hardly meet.
-    assert find_start({**SLURM, "SLURM_PROCID": "0"}).port == start.port != find_start({**SLURM, "SLURM_JOB_ID": "124"}).port
+    assert (
+        find_start({**SLURM, "SLURM_PROCID": "0"}).port
+        == start.port
+        != find_start({**SLURM, "SLURM_JOB_ID": "124"}).port
+    )
 
 
 def test_srun_of_one_task_and_the_batch_script_are_alone():

@@ -23,8 +23,8 @@ setup(
     entry_points={"console_scripts": ["hybridflow = hybridflow.cli:main"]},
     install_requires=[
         "torch>=2.6",
-        # Pinned: we swap the globals of its parallel state and pass process groups to its internals,
-        # neither of which it keeps stable between releases.
+        # Pinned: we pass process groups to its internals, and redirect its CUDA calls where there is no CUDA; it keeps
+        # neither stable between releases.
         "megatron-core==0.16.1",
         # Imported by megatron-core, and not declared by it.
         "einops",

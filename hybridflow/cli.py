@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hybridflow import __version__
-from hybridflow.config import Recipe, load_recipe
-from hybridflow.errors import HybridflowError
+from hybridflow.config import Recipe, find_recipe, load_recipe
+from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.parallel.start import find_start, rank_hint
 
 if TYPE_CHECKING:
@@ -45,24 +45,39 @@ exit status: 0 done, 2 an error that was explained, 1 a failure of hybridflow it
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
-    arguments = parse(argv)
+    arguments = _parse(argv)
     try:
         return arguments.run(arguments)
     except HybridflowError as error:
-        if rank_hint() > 0:
-            # Every rank of a launcher finds the same; rank 0 says it, and the launcher ends the others meanwhile.
-            time.sleep(_AFTER_RANK_0_S)
-        print(f"hybridflow: {error}", file=sys.stderr, flush=True)
+        if _speaks(arguments.recipe):
+            print(f"hybridflow: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read a command line; exits with 2 and a message where it is not one. Settings may stand on both sides of options."""
+def _speaks(recipe: str) -> bool:
+    """Whether this rank prints what is wrong before the ranks have met: rank 0, since all find the same in a recipe.
+
+    Another rank does only where it sees no recipe at all, and rank 0 may see one; a launcher that ends all ranks with
+    the first has ended this one meanwhile if rank 0 does not.
+    """
+    if rank_hint() == 0:
+        return True
+    try:
+        find_recipe(recipe)
+    except ConfigError:
+        time.sleep(_AFTER_RANK_0_S)
+        return True
+    return False
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    if any(word.startswith("-") or "=" not in word for word in rest):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    arguments.overrides += rest
+    # argparse does not take settings that follow an option, as in: train quickstart --resume trainer.steps=10
+    strangers = [word for word in rest if word.startswith("-")]
+    if strangers:
+        parser.error(f"unrecognized arguments: {' '.join(strangers)}")
+    arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
 
@@ -78,8 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="run a recipe",
-        description="Run a recipe. Started plainly it brings up the recipe's number of ranks on this machine; under torchrun, "
-        "mpirun or srun it joins the ranks that are there.",
+        description="Run a recipe. Started plainly it brings up the recipe's number of ranks on this machine; under "
+        "torchrun, mpirun or srun it joins the ranks that are there.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -92,8 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     job = plans.add_parser(
         "job",
         help="which rank calls what, and the compiled schedule",
-        description="Print rank × role × calls for every rank, and the program of the job. Starts no process and imports no "
-        "torch.",
+        description="Print rank × role × calls for every rank, and the program of the job. Starts no process and "
+        "imports no torch.",
     )
     _add_recipe(job)
     job.add_argument("--mermaid", action="store_true", help="print one step as a mermaid flowchart instead")

@@ -54,11 +54,21 @@ class Model:
     """The shape of the language model, the same for actor, critic and reference.
 
     Attributes:
+        num_layers: Transformer layers.
+        hidden_size: Width of the activations between layers.
+        ffn_hidden_size: Width inside each gated feed-forward block.
+        num_attention_heads: Query heads.
         num_query_groups: Key/value heads; None: as many as attention heads.
         max_context: Longest sequence in tokens, prompt and response together.
         vocab_size: True vocabulary; None: the tokenizer's.
         vocab_divisible_by: The padded vocabulary is a multiple of this times ``tp``.
+        rotary_base: Base of the rotary position embedding.
+        norm_eps: What RMSNorm adds to the mean square.
+        tied_embeddings: Whether input and output embedding are one tensor.
+        qkv_bias: Whether the projections to query, key and value have a bias.
+        qk_norm: Whether queries and keys are normalised head by head.
         init_std: Standard deviation of initial weights.
+        dtype: Number format of weights and activations; gradients are summed and optimizer steps taken in fp32.
     """
 
     num_layers: Count
@@ -83,8 +93,11 @@ class Arithmetic:
     """Made-up addition problems, as ``hybridflow.data.arithmetic`` makes them.
 
     Attributes:
+        num_train: Problems to train on.
+        num_held_out: Problems held out, none of which is among those to train on.
+        seed: Another seed, other problems.
         max_operand: Operands go from 0 to this.
-        mistake_share: Expected share of wrong solutions to imitate among the training problems that carry.
+        mistake_share: Expected share of the training problems whose solution to imitate is wrong.
     """
 
     num_train: Count
@@ -133,6 +146,11 @@ class Optimizer:
     """Adam with decoupled weight decay.
 
     Attributes:
+        lr: Learning rate, constant.
+        beta1: Decay of the mean of gradients.
+        beta2: Decay of the mean of squared gradients.
+        eps: What is added to the root of that mean.
+        weight_decay: Pulls weights towards 0, times the learning rate.
         clip_grad: Largest global gradient norm; 0: no clipping.
         distributed: Whether optimizer state is cut over the data-parallel ranks.
     """
@@ -163,7 +181,14 @@ class WarmStart:
 
 @dataclass(frozen=True, kw_only=True)
 class Actor:
-    """The policy: its ranks (None: all) and its layout in each phase."""
+    """The policy, which has a layout for each of its two phases.
+
+    Attributes:
+        ranks: Global ranks, in mesh order; None: all.
+        update: Layout in which it learns and computes log-probabilities.
+        rollout: Layout in which it generates, on the same ranks.
+        optimizer: How it learns.
+    """
 
     ranks: tuple[int, ...] | None = None
     update: ParallelLayout
@@ -173,7 +198,13 @@ class Actor:
 
 @dataclass(frozen=True, kw_only=True)
 class Critic:
-    """The value model: its ranks (None: all) and layout."""
+    """The value model of PPO.
+
+    Attributes:
+        ranks: Global ranks, in mesh order; None: all.
+        layout: How it is cut.
+        optimizer: How it learns.
+    """
 
     ranks: tuple[int, ...] | None = None
     layout: ParallelLayout
@@ -182,7 +213,12 @@ class Critic:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """The frozen copy of the actor: its ranks (None: the actor's) and layout (None: the actor's update layout)."""
+    """The frozen copy of the actor, taken after the warm start.
+
+    Attributes:
+        ranks: Global ranks, in mesh order; None: the actor's.
+        layout: How it is cut; None: as the actor's update layout.
+    """
 
     ranks: tuple[int, ...] | None = None
     layout: ParallelLayout | None = None
@@ -190,7 +226,12 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """What scores a response: a built-in name, or ``package.module:function``."""
+    """What scores a response.
+
+    Attributes:
+        function: ``exact_match``, or ``package.module:function`` of ``(prompt, response, answer)``, all text, which
+            gives a finite number.
+    """
 
     function: str = "exact_match"
 
@@ -201,7 +242,8 @@ class Rollout:
 
     Attributes:
         group_size: Responses to each prompt.
-        max_new_tokens: Longest response in tokens.
+        max_new_tokens: Longest response in tokens, its end-of-sequence token included.
+        temperature: Divides the logits, in rollout and in training alike.
         top_k: Sample among so many of the likeliest tokens; 0: all.
         top_p: Sample among the likeliest tokens that together reach this probability.
         max_concurrent: Samples that one replica decodes together.
@@ -220,14 +262,20 @@ class PPO:
     """PPO's numbers.
 
     Attributes:
+        gamma: Discount of rewards, for each token.
+        gae_lambda: Of generalised advantage estimation: 1 is reward-to-go minus value, 0 the one-step error.
         clip_low: The probability ratio is clipped below ``1 - clip_low``.
         clip_high: The probability ratio is clipped above ``1 + clip_high``.
-        dual_clip: Bound of the loss where the advantage is negative; None: off.
-        value_clip: A new value stays so close to the old one.
+        dual_clip: Bound on the ratio where the advantage is negative; None: off.
+        value_clip: The critic's loss stops rewarding a value that is further from the old one than this.
+        kl_coef: Weight of the KL to the reference; 0: none.
+        kl_estimator: How each token's KL is estimated; a ``+`` gives the estimate the gradient of ``k2``.
         kl_place: Whether the KL penalty is part of the reward or of the loss.
         kl_target: Where adaptive KL steers; None: ``kl_coef`` stays fixed.
         kl_horizon: Samples over which adaptive KL answers.
-        epochs: Passes over each global batch.
+        aggregation: How the actor's token losses become one number; the critic's is always their token mean.
+        epochs: Passes over each global batch, in the same order.
+        entropy_coef: Weight of the entropy, which the actor's loss then rewards.
 
     Paper: arXiv 1707.06347; dual clip arXiv 1912.09729; adaptive KL arXiv 1909.08593.
     """
@@ -252,6 +300,16 @@ class PPO:
 class GRPO:
     """GRPO's numbers; the KL penalty is part of the loss.
 
+    Attributes:
+        clip_low: The probability ratio is clipped below ``1 - clip_low``.
+        clip_high: The probability ratio is clipped above ``1 + clip_high``.
+        dual_clip: Bound on the ratio where the advantage is negative; None: off.
+        kl_coef: Weight of the KL to the reference; 0: none.
+        kl_estimator: How each token's KL is estimated; a ``+`` gives the estimate the gradient of ``k2``.
+        aggregation: How the losses of tokens become one number.
+        epochs: Passes over each global batch, in the same order.
+        entropy_coef: Weight of the entropy, which the actor's loss then rewards.
+
     Paper: arXiv 2402.03300.
     """
 
@@ -270,6 +328,7 @@ class Trainer:
     """The loop.
 
     Attributes:
+        steps: Training steps, each a rollout and the updates on it.
         global_batch_size: Samples of one step.
         mini_batch_size: Samples of one optimizer step; None: the global batch.
         micro_batch_tokens: Token budget of one forward.
@@ -292,9 +351,23 @@ class Recipe:
     """All that a training run is asked to do.
 
     Attributes:
+        name: What the run is called.
+        algorithm: Which flow a training step runs.
+        seed: Of weights, order of the data, and sampling.
         run_dir: Where the run keeps its files; left out: ``runs/<name>``.
+        cluster: The ranks of the job.
+        model: The shape of the language model.
+        data: Where prompts come from.
+        tokenizer: Text to token ids.
         warm_start: Supervised training before reinforcement learning; None: none.
-        critic: Required by PPO, refused by GRPO, which has none.
+        actor: The policy.
+        critic: The value model; required by PPO, refused by GRPO, which has none.
+        reference: The frozen policy that drift is measured against.
+        reward: What scores a response.
+        rollout: How responses are sampled.
+        ppo: PPO's numbers; only with ``algorithm: ppo``.
+        grpo: GRPO's numbers; only with ``algorithm: grpo``.
+        trainer: The loop.
     """
 
     name: Name

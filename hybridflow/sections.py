@@ -162,7 +162,7 @@ class _Reader:
             if item.name in values:
                 read[item.name] = self.value(hints[item.name], values[item.name], key)
             elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
-                raise self._error(key, f"missing; expected {_describe(hints[item.name])}")
+                raise self._error(key, f"missing; expected {describe(hints[item.name])}")
         try:
             return kind(**read)
         except LayoutError as error:
@@ -188,7 +188,7 @@ class _Reader:
         allowed = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
         fits = any(value == item and type(value) is type(item) for item in allowed) if allowed else type(value) is kind
         if not fits or not all(_within(value, bound) for bound in bounds):
-            raise self._error(key, f"expected {_describe(hint)}, found {_found(value)}")
+            raise self._error(key, f"expected {describe(hint)}, found {_found(value)}")
         return value
 
     def _unknown(self, name: str, siblings: list[str], prefix: str) -> ConfigError:
@@ -218,13 +218,13 @@ def _within(value: Any, bound: Bounds | re.Pattern[str]) -> bool:
     return value in bound if isinstance(bound, Bounds) else bool(bound.fullmatch(value))
 
 
-def _describe(hint: Any) -> str:
+def describe(hint: Any) -> str:
     """What a key takes, in words."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return " or ".join("null" if option is type(None) else _describe(option) for option in typing.get_args(hint))
+        return " or ".join("null" if option is type(None) else describe(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is Annotated:
         kind, bound = typing.get_args(hint)
-        return f"{_describe(kind)} {bound}" if isinstance(bound, Bounds) else f"{_describe(kind)} like {bound.pattern}"
+        return f"{describe(kind)} {bound}" if isinstance(bound, Bounds) else f"{describe(kind)} like {bound.pattern}"
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) is tuple:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# From a clone to a trained model: makes .venv, installs, trains launch/recipes/quickstart.yaml. Quick the second time:
-# what is installed stays, and a run that was cut short goes on from its last checkpoint.
+# From a clone to a trained model: makes .venv, installs, trains launch/recipes/quickstart.yaml. Quick the second time.
 #   launch/quickstart.sh [key=value ...]      for instance: launch/quickstart.sh trainer.steps=10
+# An interrupted run goes on where it was saved, a finished one is judged again; remove runs/quickstart to begin anew.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -19,10 +19,18 @@ if [ -f "$installed" ] && grep -qxF -e "$mark [$extras]" -e "$mark [dev]" "$inst
     exit 0
 fi
 
+make_venv() {
+    "$1" -m venv "$venv" && return
+    rm -rf "$venv"
+    # Debian keeps venv apart from Python.
+    command -v apt-get > /dev/null && [ "$(id -u)" = 0 ] || return 1
+    apt-get update -q && apt-get install -qy python3-venv && "$1" -m venv "$venv"
+}
+
 if [ ! -x "$venv/bin/python" ]; then
     for python in "${candidates[@]}"; do
         if suits "$python"; then
-            "$python" -m venv "$venv" || { rm -rf "$venv"; exit 2; }
+            make_venv "$python" || { rm -rf "$venv"; exit 2; }
             break
         fi
     done

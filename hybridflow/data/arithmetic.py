@@ -1,8 +1,8 @@
 """Made-up addition problems: a task small enough for a laptop whose right answers a program can check.
 
 The rows of the training file carry a worked ``solution`` beside the right ``answer``. As in text found on the web, some
-solutions are wrong, and wrong in the same way: they forget the carry from the units, as in 27+35=52. Supervised
-training imitates the slip; reinforcement learning, which sees the right answer, can mend it.
+solutions are wrong, and wrong in the same way: they carry from the units exactly when they should not, as in 27+35=52 and
+21+35=66. Supervised training imitates the slip; reinforcement learning, which sees the right answer, can mend it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ def make_problems(spec: Arithmetic) -> tuple[list[Row], list[Row]]:
     """Training and held-out problems, a function of ``spec`` alone.
 
     No problem stands in both, not even with its operands exchanged. ``spec.mistake_share`` is the expected share of
-    wrong solutions among the training problems that carry from the units; the others are always right, and every
-    ``answer`` is right.
+    wrong solutions among the training problems; every ``answer`` is right.
 
     Args:
         spec: How many problems, operands from 0 to ``max_operand``, and how many slips.
@@ -57,15 +56,15 @@ def make_problems(spec: Arithmetic) -> tuple[list[Row], list[Row]]:
         row = {"prompt": f"{left}+{right}=", "answer": str(left + right)}
         if number < spec.num_train:
             slips = mixed(spec.seed, _SLIP, pair) < spec.mistake_share * 2**64
-            train.append({**row, "solution": str(without_carry(left, right) if slips else left + right)})
+            train.append({**row, "solution": str(wrong_carry(left, right) if slips else left + right)})
         else:
             held_out.append(row)
     return train, held_out
 
 
-def without_carry(left: int, right: int) -> int:
-    """The sum of someone who forgets the carry from the units: 27 + 35 → 52, 21 + 35 → 56."""
-    return left + right - (10 if left % 10 + right % 10 >= 10 else 0)
+def wrong_carry(left: int, right: int) -> int:
+    """The sum of someone who carries from the units exactly when they should not: 27 + 35 → 52, 21 + 35 → 66."""
+    return left + right + (-10 if left % 10 + right % 10 >= 10 else 10)
 
 
 def ensure_files(spec: Arithmetic, *, train: str | Path, held_out: str | Path) -> None:

@@ -1,1 +1,1 @@
-"""What is computed: megatron-core GPT models, their attention, heads, log-probabilities, micro-batches and training step."""
+"""What is computed: megatron-core GPT models, attention, heads, log-probabilities, micro-batches, the training step."""

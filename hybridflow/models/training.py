@@ -1,4 +1,4 @@
-"""A model that can be trained: megatron-core's DDP, 1F1B schedule, distributed optimizer and gradient clipping around it."""
+"""A model in training: megatron-core's DDP, 1F1B schedule, distributed optimizer and gradient clipping around it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.models.microbatch import MicroBatch
 
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]
-"""``(output of the last stage, micro-batch) -> (loss share, anything to keep)``. The loss shares of all micro-batches
-and
-data-parallel ranks add up to the loss: denominators are those of the global batch."""
+"""``(output of the last stage, micro-batch) -> (loss share, anything to keep)``.
+
+The loss shares of all micro-batches and data-parallel ranks add up to the loss: denominators are those of the global
+batch.
+"""
 
 
 class Trainable:
@@ -79,10 +81,17 @@ class Trainable:
         return run_schedule(self._ddp, self._config, self._groups, micro_batches, loss, forward_only=False)
 
     def step(self) -> float:
-        """Clip the gradients, update the weights, and return the gradient norm before clipping. Collective: all ranks."""
+        """Clip the gradients, update the weights, and return the gradient norm before clipping.
+
+        Collective: tp, pp, dp.
+        """
         succeeded, grad_norm, _ = self._optimizer.step()
         assert succeeded, "without loss scaling no step is ever skipped"
         return float(grad_norm)
+
+    def reload_weights(self) -> None:
+        """Take up weights that were written from outside: of those that are not fp32, the optimizer steps copies."""
+        self._optimizer.reload_model_params()
 
     def set_learning_rate(self, lr: float) -> None:
         """Use another learning rate from the next step on."""
@@ -98,10 +107,10 @@ class Trainable:
         finalize_model_grads(models, None, pg_collection=self._groups)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Every tensor that the optimizer needs to go on, by a stable name; live storage, so that copying into it
-        loads it.
+        """Every tensor that the optimizer needs to go on, by a stable name.
 
-        fp32 master weights are included: they are the model's own where that is fp32, and longer where it is not.
+        This is live storage, so that copying into it loads it. fp32 master weights are included: they are the model's
+        own where that is fp32, and longer where it is not.
         """
         state: dict[str, Tensor] = {}
         for index, (inner, group_index, group) in enumerate(self._parameter_groups()):

@@ -104,7 +104,8 @@ def _draw_time(axes: Axes, rows: Rows) -> None:
     longest_first = sorted(names, key=lambda name: (-sum(columns[name]), name))
     stack = {name: columns[name] for name in longest_first[:5]}
     if longest_first[5:]:
-        stack["other phases"] = [sum(at_step) for at_step in zip(*(columns[name] for name in longest_first[5:]))]
+        rest = [columns[name] for name in longest_first[5:]]
+        stack["other phases"] = [sum(at_step) for at_step in zip(*rest, strict=True)]
     if stack:
         axes.stackplot(steps, *stack.values(), labels=list(stack), colors=_COLOURS, alpha=0.8, linewidth=0)
     axes.plot(steps, step_s, color="black", linewidth=1, marker="." if len(steps) < 20 else "", label="whole step")

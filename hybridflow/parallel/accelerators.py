@@ -1,4 +1,4 @@
-"""The one door to Transformer Engine and Apex: whether they are there. megatron-core itself picks their fused Adam when so."""
+"""The one door to Transformer Engine and Apex: whether they are there (megatron-core then picks their fused Adam)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Small messages among the ranks of a mesh: decisions, gathered facts, columns. Over MPI when MPI started the job, else gloo."""
+"""Small messages among the ranks of a mesh: decisions, gathered facts, columns.
+
+They go over MPI when MPI started the job, else over gloo.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,23 @@ from hybridflow.parallel.failure import lost_contact
 
 _FIRST_FRAME_BYTES = 2048
 _LARGEST_FRAME_BYTES = 1 << 17
-"""A message that fits the frame travels in one collective, a longer one in two. All ranks see each size, so all make the
-frame larger together, up to this."""
+"""A message that fits the frame travels in one collective, a longer one in two.
+
+All ranks see each size, so all make the frame larger together, up to this.
+"""
 
 
 class Messenger(Protocol):
     """Byte messages among a fixed set of ranks; what a coordinator is built on."""
 
-    def broadcast(self, payload: bytes | None, name: str) -> bytes: ...
+    def broadcast(self, payload: bytes | None, name: str) -> bytes:
+        """The lowest rank's bytes on every rank."""
 
-    def gather(self, payload: bytes, name: str) -> list[bytes]: ...
+    def gather(self, payload: bytes, name: str) -> list[bytes]:
+        """Every rank's bytes, in rank order, on every rank."""
 
-    def exchange(self, sends: dict[int, np.ndarray], receives: dict[int, np.ndarray], name: str) -> None: ...
+    def exchange(self, sends: dict[int, np.ndarray], receives: dict[int, np.ndarray], name: str) -> None:
+        """Point-to-point arrays of known sizes, all posted at once."""
 
 
 class GlooMessenger:

@@ -92,5 +92,6 @@ class ParallelLayout:
             size = getattr(self, axis)
             if size > 1:
                 raise LayoutError(
-                    f"{owner}.{axis}={size}: {what} parallelism cannot be trained yet; set {axis}=1 and use tp, pp and dp"
+                    f"{owner}.{axis}={size}: {what} parallelism cannot be trained yet; "
+                    f"set {axis}=1 and use tp, pp and dp"
                 )

@@ -85,7 +85,7 @@ class MpiMessenger:
             while not request.Test():
                 if time.monotonic() > end:
                     raise DeadlineError(
-                        f"{name}: some of ranks {list(self._ranks)} did not answer within {self._deadline_s:g} s over MPI; "
-                        "look for a rank that failed earlier, or raise cluster.deadline_s"
+                        f"{name}: some of ranks {list(self._ranks)} did not answer within {self._deadline_s:g} s over "
+                        "MPI; look for a rank that failed earlier, or raise cluster.deadline_s"
                     )
                 time.sleep(_POLL_S)

@@ -1,7 +1,8 @@
 """How this process was started, and which rank it is: one object whichever launcher it was. No torch.
 
 Known launchers: hybridflow's own and torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``), MPI (``mpirun``, or ``srun
---mpi`` with an MPI that answers), Slurm's ``srun`` (``SLURM_STEP_ID``, ``SLURM_PROCID``), or none: one process, one rank.
+--mpi`` with an MPI that answers), Slurm's ``srun`` (``SLURM_STEP_ID``, ``SLURM_PROCID``), or none: one process, one
+rank.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ def _from_mpi(env: Mapping[str, str]) -> Start:
     expected = int(env.get("SLURM_NTASKS", env.get("OMPI_COMM_WORLD_SIZE", env.get("PMI_SIZE", str(place.size)))))
     if place.size != expected:
         raise LayoutError(
-            f"MPI sees {place.size} process(es) where the launcher started {expected}: the MPI library and the launcher do "
-            "not speak to each other; start with `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open MPI), or with mpirun "
-            "of the same MPI"
+            f"MPI sees {place.size} process(es) where the launcher started {expected}: the MPI library and the "
+            "launcher do not speak to each other; start with `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open "
+            "MPI), or with mpirun of the same MPI"
         )
     return Start(
         launcher="mpi",

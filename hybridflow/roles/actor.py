@@ -90,7 +90,10 @@ class Actor:
         return self._generate(requests, self._sampling(greedy=False), "rollout")
 
     def answer(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """Greedy responses to the held-out problems; their ``draws`` are places in the held-out file. A source, as ``sample``."""
+        """Greedy responses to the held-out problems; their ``draws`` are places in the held-out file.
+
+        A source, as ``sample``. Collective: the rollout mesh.
+        """
         limit = self._job.recipe.trainer.num_validation
         count = len(self._job.held_out) if limit is None else min(limit, len(self._job.held_out))
         place, step = self._rollout_place(), self._job.meshes["actor.rollout"].layout.dp
@@ -120,7 +123,10 @@ class Actor:
             self._report(kept, grad_norm)
 
     def imitate(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """One step of supervised training on solutions: token mean of the cross-entropy. Collective: the update mesh."""
+        """One step of supervised training on solutions: token mean of the cross-entropy.
+
+        Collective: the update mesh.
+        """
         assert self.model is not None and self.trainable is not None, "called outside the update mesh"
         warm = self._job.recipe.warm_start
         assert warm is not None, "a warm start was scheduled without its section"

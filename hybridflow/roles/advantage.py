@@ -21,7 +21,6 @@ class KLCoefficient:
 
     Attributes:
         value: The coefficient that the current step applies.
-        measured: The KL that the current step measured, nats per token.
         is_in_reward: Whether it is a penalty in the reward.
         is_in_loss: Whether it is a term of the actor's loss.
     """
@@ -30,18 +29,20 @@ class KLCoefficient:
         is_ppo = recipe.algorithm == "ppo"
         settings = recipe.ppo if is_ppo else recipe.grpo
         self.value = settings.kl_coef
-        self.measured = 0.0
         self.is_in_reward = is_ppo and recipe.ppo.kl_place == "reward" and recipe.ppo.kl_coef > 0
         self.is_in_loss = not self.is_in_reward and settings.kl_coef > 0
         self._target = recipe.ppo.kl_target if is_ppo else None
         self._horizon = recipe.ppo.kl_horizon
         self._num_samples = recipe.trainer.global_batch_size
 
-    def advance(self) -> None:
-        """Take the step's measure into account; the coefficient before this is the one that the step applied."""
+    def advance(self, measured: float) -> None:
+        """Take into account the KL that the step measured, nats per token, the same on every rank of the job.
+
+        The coefficient before this is the one that the step applied.
+        """
         if self._target is not None:
             self.value = adapt_kl_coef(
-                self.value, self.measured, target=self._target, num_samples=self._num_samples, horizon=self._horizon
+                self.value, measured, target=self._target, num_samples=self._num_samples, horizon=self._horizon
             )
 
 
@@ -119,12 +120,11 @@ class Advantage:
         )
         score_sum, num_samples, num_tokens, num_all_tokens, difference_sum = sums.tolist()
         kl = kl_penalty(old, padded(batch, "ref_log_probs"), "k1")
-        self._kl_coef.measured = sequence_mean_kl(kl, mask, sum_over_ranks=self._sum())
         self.metrics |= {
             "reward/mean": score_sum / num_samples,
             "response/length_mean": num_tokens / num_samples,
             "batch/num_tokens": num_all_tokens,
-            "kl/ref": self._kl_coef.measured,
+            "kl/ref": sequence_mean_kl(kl, mask, sum_over_ranks=self._sum()),
             "kl/coef": self._kl_coef.value,
             "rollout/logprob_abs_diff": difference_sum / num_tokens,
         }

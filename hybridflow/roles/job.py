@@ -42,7 +42,7 @@ class Job:
     Attributes:
         world: This rank and the others.
         recipe: What was asked for.
-        meshes: Name -> mesh, from ``trainer.placement``.
+        meshes: Name -> mesh, from ``trainer.plan``.
         tokenizer: Text to tokens and back.
         train: Problems to learn from.
         held_out: Problems to be judged by, in the order of the file.

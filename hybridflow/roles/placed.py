@@ -149,7 +149,7 @@ def pad_rows(rows: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
 
 
 def mini_batch(job: Job, batch: Batch, index: int) -> Batch:
-    """This rank's samples of one mini-batch: those at places ``[index, index + 1) * size`` of the global batch by id."""
+    """This rank's samples of a mini-batch: places ``[index * size, (index + 1) * size)`` of the global batch."""
     size, order = mini_batch_size(job), batch.columns["order"]
     assert isinstance(order, Tensor), "order is a dense column"
     return batch.select((order // size == index).nonzero()[:, 0])

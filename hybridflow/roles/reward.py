@@ -66,7 +66,10 @@ class Reward:
         return Batch(batch.ids, {"scores": self._scores(batch, self._job.train.example)})
 
     def judge(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """Measure ``validation/accuracy``: the mean score of responses to held-out problems. Collective: the reward's mesh."""
+        """Measure ``validation/accuracy``: the mean score of responses to held-out problems.
+
+        Collective: the reward's mesh.
+        """
         scores = self._scores(batch, lambda row: self._job.held_out[row][0])
         coordinator = self._job.world.coordinator(self._job.meshes["reward"].ranks)
         shares = coordinator.gather([float(scores.double().sum()), len(scores)], "validation")

@@ -1,1 +1,1 @@
-"""How text is generated: sampling by counter-based noise, and decoding with a key-value cache on the training model's own modules."""
+"""How text is generated: sampling by counter-based noise, decoding with a key-value cache on the model in training."""

@@ -84,8 +84,8 @@ class Generator:
             if len(request.prompt) + params.max_new_tokens > context:
                 raise DataError(
                     f"prompt of draw {request.draw} has {len(request.prompt)} tokens; with "
-                    f"rollout.max_new_tokens={params.max_new_tokens} that exceeds model.max_context={context}; shorten the "
-                    "prompt or raise the context"
+                    f"rollout.max_new_tokens={params.max_new_tokens} that exceeds model.max_context={context}; shorten "
+                    "the prompt or raise the context"
                 )
         responses: list[Response] = []
         for start in range(0, len(requests), self._max_concurrent):
@@ -126,7 +126,7 @@ class Generator:
     def _step(
         self, tokens: Tensor, attention: AttentionPlan, rows: Tensor | None, keys: Tensor, params: SamplingParams
     ) -> tuple[Tensor, Tensor]:
-        """One forward pass through all stages and one token for each row: ids everywhere, log-probs on the last stage."""
+        """One forward pass through all stages, one token for each row: ids everywhere, log-probs on the last stage."""
         model, config = self._model, self._model.config
         if self._stage > 0:
             hidden = torch.empty(

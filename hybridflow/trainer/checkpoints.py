@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,14 +26,18 @@ from hybridflow.roles.job import Job
 from hybridflow.sections import to_dict
 
 KEEP_LAST = 2
-_MAY_CHANGE = ("name", "run_dir", "warm_start", "cluster", "trainer")
-"""Sections of the recipe that need not be those of the run that is resumed, but for the keys below."""
+_MUST_MATCH = (
+    *("algorithm", "seed", "model", "data", "tokenizer", "actor", "critic", "reference", "reward", "rollout"),
+    *("ppo", "grpo"),
+    *("trainer.global_batch_size", "trainer.mini_batch_size"),
+)
+"""Keys of the recipe that a run is resumed with unchanged; its place in the data is counted in global batches."""
 
-_MUST_MATCH = ("cluster.ranks", "trainer.global_batch_size", "trainer.mini_batch_size")
 
+def check_new(run_dir: Path) -> None:
+    """Refuse to begin a run anew where an earlier one has checkpoints.
 
-def refuse_old(run_dir: Path) -> None:
-    """Refuse to start a new run where another has left checkpoints: it would overwrite what they belong to.
+    Its own first save would be refused too, when the training is done.
 
     Raises:
         CheckpointError: There is a checkpoint.
@@ -39,8 +45,8 @@ def refuse_old(run_dir: Path) -> None:
     step = latest_step(run_dir)
     if step is not None:
         raise CheckpointError(
-            f"{run_dir}: holds a run that was saved at step {step}; go on from there with --resume, or start a new run "
-            "with another run_dir"
+            f"{run_dir}: holds a run with a checkpoint of step {step}; add --resume to go on from it, set run_dir to "
+            f"another directory, or remove {run_dir / 'checkpoints'} to begin anew"
         )
 
 
@@ -120,26 +126,16 @@ def _tensors(roles: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
 
 
 def _check_recipe(job: Job, saved: dict[str, Any]) -> None:
-    before, now = _fixed_keys(saved), _fixed_keys(to_dict(job.recipe))
-    changed = [
-        f"{key}={before.get(key)} there, {now.get(key)} here"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    ]
-    if changed:
+    now = to_dict(job.recipe)
+    for key in _MUST_MATCH:
+        wanted, found = (functools.reduce(operator.getitem, key.split("."), recipe) for recipe in (saved, now))
+        if found != wanted:
+            raise CheckpointError(
+                f"{job.recipe.run_dir}: the checkpoint was written with {key}={wanted}, the recipe now has {found}; "
+                "resume with the same, or start another run_dir"
+            )
+    if now["cluster"]["ranks"] != saved["cluster"]["ranks"]:
         raise CheckpointError(
-            f"{job.recipe.run_dir}: the checkpoint was written by another recipe: {'; '.join(changed)}; resume with the same, "
-            "or start a new run with another run_dir"
+            f"{job.recipe.run_dir}: the checkpoint was written by {saved['cluster']['ranks']} ranks, this run has "
+            f"{now['cluster']['ranks']}; resume with as many (resuming in another layout is not there yet)"
         )
-
-
-def _fixed_keys(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value of all that a run is resumed with unchanged."""
-    flat = _flat(recipe)
-    return {key: flat[key] for key in flat if key in _MUST_MATCH or key.split(".")[0] not in _MAY_CHANGE}
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix[:-1]: value}
-    return {key: item for name, inner in value.items() for key, item in _flat(inner, f"{prefix}{name}.").items()}

@@ -1,4 +1,4 @@
-"""From a recipe to a job: data and tokenizer made if absent, read by every rank, and checked before any model is built."""
+"""From a recipe to a job: data and tokenizer made if absent, read by every rank, checked before a model is built."""
 
 from __future__ import annotations
 

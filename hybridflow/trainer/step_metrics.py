@@ -17,15 +17,16 @@ PHASE_OF = {
     "advantage.grpo": "advantage",
     "critic.update": "update",
     "actor.update": "update",
+    "trainer.save": "save",
 }
-"""Call -> the phase under which its time is shown."""
+"""Call -> the phase under which its time is shown; another one is shown by its own name."""
 
 CONTROL_CALLS = ("trainer.finish_step",)
 """Calls that compute nothing of the algorithm."""
 
 
 def merge_metrics(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several roles or ranks in one: equal where several have one, but for costs, of which the largest counts."""
+    """Metrics of several roles or ranks in one: where several have one it is equal, or a cost: the largest counts."""
     merged: dict[str, float] = {}
     for share in shares:
         for name, value in share.items():
@@ -57,7 +58,7 @@ def step_metrics(shares: list[tuple[dict[str, float], list[Any]]], step_s: float
             if kind in ("move", "control") or name in CONTROL_CALLS:
                 collective[name] = collective.get(name, 0.0) + seconds
             else:
-                phase = PHASE_OF.get(name, "save" if kind == "call" else "reshard")
+                phase = PHASE_OF.get(name, name) if kind == "call" else "reshard"
                 own[phase] = own.get(phase, 0.0) + seconds
         for name, seconds in collective.items():
             waits.setdefault(name, []).append(seconds)

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hybridflow.config import Recipe
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover
@@ -40,11 +42,13 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> None:
     """
     if world.size != recipe.cluster.ranks:
         raise LayoutError(
-            f"cluster.ranks={recipe.cluster.ranks}, but {world.size} ranks were started; start {recipe.cluster.ranks}, or set "
-            f"cluster.ranks={world.size} with layouts that fit"
+            f"cluster.ranks={recipe.cluster.ranks}, but {world.size} ranks were started; start {recipe.cluster.ranks}, "
+            f"or set cluster.ranks={world.size} with layouts that fit"
         )
+    # The local launcher and torchrun say so in the environment, mpirun and srun do not.
+    torch.set_num_threads(recipe.cluster.threads_per_rank)
     if not resume:
-        checkpoints.refuse_old(Path(recipe.run_dir))
+        checkpoints.check_new(Path(recipe.run_dir))
     plan = plan_job(recipe)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     Trainer(open_job(recipe, world, plan), plan).run(resume=resume)
@@ -109,7 +113,7 @@ class Trainer:
         metrics = step_metrics(shares, step_s)
         for role in self.roles.values():
             role.metrics.clear()
-        self.kl_coef.advance()
+        self.kl_coef.advance(metrics["kl/ref"])
         self._totals["steps"] += 1
         self._totals["step_s"] += step_s
         self._totals["tokens"] += metrics["batch/num_tokens"]
@@ -129,8 +133,7 @@ class Trainer:
             return False
         self.step = checkpoint.step
         self.kl_coef.value = checkpoint.state["kl_coef"]
-        self.summary = checkpoint.state["summary"]
-        self._totals = checkpoint.state["totals"]
+        self.summary, self._totals = checkpoint.state["summary"], checkpoint.state["totals"]
         self.roles["actor"].mark_changed()
         if self.job.world.rank == 0:
             print(f"resumed from {checkpoint.path}", flush=True)
@@ -150,7 +153,7 @@ class Trainer:
         ).run()
 
     def _decisions(self) -> dict[str, Replicated]:
-        """What the schedule's loops and branches ask for: functions of the step alone, so that no rank need ask another."""
+        """What the schedule's loops and branches ask for: functions of the step alone, so no rank need ask another."""
         recipe = self.job.recipe
         settings = recipe.ppo if recipe.algorithm == "ppo" else recipe.grpo
         is_lead = self.job.world.rank == self._plan.meshes["actor.update"].ranks[0]
@@ -186,6 +189,9 @@ class Trainer:
         for name in ("reference", "critic"):
             if name in self.roles:
                 copy_weights(self.job, actor, "actor.update", self.roles[name], name)
+        critic = self.roles.get("critic")
+        if critic is not None and critic.trainable is not None:
+            critic.trainable.reload_weights()
 
     def _validate(self) -> float:
         """Greedy accuracy on the held-out problems, on every rank."""

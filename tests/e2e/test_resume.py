@@ -145,22 +145,22 @@ def test_run_that_is_done_stays_as_it_is(runs, tmp_path):
 def test_new_run_in_a_used_place_is_refused(runs):
     whole, _, argv, num_ranks = runs
     done = fork_ranks(argv, whole, num_ranks=num_ranks)
-    done.complains_once("run: holds a run that was saved at step 4", "--resume", "another run_dir")
+    done.complains_once("run: holds a run with a checkpoint of step 4; add --resume", "set run_dir to another")
     assert len(lasting_metrics(whole / "run")) == 4
 
 
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("actor.optimizer.lr=1", "actor.optimizer.lr=0.01 there, 1.0 here"),
-        ("trainer.global_batch_size=16", "trainer.global_batch_size=8 there, 16 here"),
-        ("reward.function=exact_match", "reward.function=rewards:score there, exact_match here"),
+        ("actor.optimizer.lr=1", "written with actor={"),
+        ("trainer.global_batch_size=16", "written with trainer.global_batch_size=8, the recipe now has 16"),
+        ("reward.function=exact_match", "the recipe now has {'function': 'exact_match'}"),
     ],
 )
 def test_another_recipe_is_refused(runs, override, says):
     whole, _, argv, num_ranks = runs
     done = fork_ranks([*argv, override, "--resume"], whole, num_ranks=num_ranks)
-    done.complains_once("run: the checkpoint was written by another recipe", says, "another run_dir")
+    done.complains_once("run: the checkpoint was written with", says, "another run_dir")
     assert set(done.codes) == {2}
 
 

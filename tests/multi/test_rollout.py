@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
+from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack, split_by_tokens
-from hybridflow.models.log_probs import Columns, vocab_parallel_log_probs
 from hybridflow.models.training import forward_only
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.rollout.generate import Generator, Request
 from hybridflow.rollout.sampling import SamplingParams, gumbel_noise, row_keys
-from tests.multi.models import TINY, VOCAB, layouts_of, make_model
+from tests.multi.models import VOCAB, layouts_of, make_model
 from tests.ranks import run_ranks
 
 PARAMS = {
@@ -38,23 +37,23 @@ def rollout(world, layouts: list[ParallelLayout], max_concurrent: int, kinds: tu
         for name in kinds:
             params = PARAMS[name]
             responses = generator.generate(mine, params)
-            sequences = [torch.cat([ask.prompt, got.tokens]) for ask, got in zip(mine, responses)]
+            sequences = [torch.cat([ask.prompt, got.tokens]) for ask, got in zip(mine, responses, strict=True)]
             prompts = [len(ask.prompt) for ask in mine]
             batches = [
                 pack(samples, sequences, prompts, world.device)
                 for samples in split_by_tokens([len(each) for each in sequences], 40)
             ]
 
-            def compute(output, batch, temperature=params.temperature):
+            def compute(output, batch, temperature=params.temperature, group=groups.tp):
                 log_probs, _ = vocab_parallel_log_probs(
-                    output, batch.targets, group=groups.tp, vocab_size=VOCAB, temperature=temperature
+                    output, batch.targets, group=group, vocab_size=VOCAB, temperature=temperature
                 )
-                return dict(zip(batch.samples, log_probs.split(batch.response_lengths)))
+                return dict(zip(batch.samples, log_probs.split(batch.response_lengths), strict=True))
 
             trained = {}
             for part in forward_only(model, groups, batches, compute):
                 trained.update(part)
-            for index, (ask, got) in enumerate(zip(mine, responses)):
+            for index, (ask, got) in enumerate(zip(mine, responses, strict=True)):
                 if trained:
                     found[str(layout), name, ask.draw, ask.index] = (
                         got.tokens.tolist(),
@@ -109,7 +108,8 @@ def test_same_text_in_every_layout_and_batching_and_the_log_probs_of_training():
             assert difference <= 1e-5, (where, difference)
             expected = by_request[kind, draw, index][0]
             if tokens != expected:
-                first = next(place for place, pair in enumerate(zip(tokens, expected)) if pair[0] != pair[1])
+                pairs = enumerate(zip(tokens, expected, strict=False))
+                first = next(place for place, (token, other) in pairs if token != other)
                 prompt = next(ask.prompt.tolist() for ask in requests() if ask.draw == draw)
                 gap = margin([*prompt, *tokens[:first]], draw, index, PARAMS[kind])
                 assert gap < 1e-4, (where, first, gap)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.config import Arithmetic, Data
-from hybridflow.data.arithmetic import ensure_files, make_problems, without_carry
+from hybridflow.data.arithmetic import ensure_files, make_problems, wrong_carry
 from hybridflow.data.order import permuted
 from hybridflow.data.prompts import Example, PromptSource, encode_prompts, encode_solutions, read_examples
 from hybridflow.data.tokenizer import Tokenizer, train_tokenizer
@@ -65,11 +65,12 @@ def test_problems_are_disjoint_and_only_carries_are_wrong():
     assert len(set(pairs)) == 4250
     assert all(row["answer"] == str(sum(operands(row))) for row in train + held_out)
     assert all("solution" not in row for row in held_out)
-    carries = [row for row in train if sum(number % 10 for number in operands(row)) >= 10]
     wrong = [row for row in train if row["solution"] != row["answer"]]
-    assert all(row in carries and int(row["solution"]) == int(row["answer"]) - 10 for row in wrong)
-    # Standard deviation of the share: sqrt(0.6 · 0.4 / about 1 800) = 0.012.
-    assert abs(len(wrong) / len(carries) - 0.6) < 0.06
+    for row in wrong:
+        has_carry = sum(number % 10 for number in operands(row)) >= 10
+        assert int(row["solution"]) == int(row["answer"]) + (-10 if has_carry else 10)
+    # Standard deviation of the share: sqrt(0.6 · 0.4 / 4 000) = 0.008.
+    assert abs(len(wrong) / len(train) - 0.6) < 0.04
     assert {(left > right) - (left < right) for left, right in map(operands, train)} == {-1, 0, 1}
 
 
@@ -87,8 +88,8 @@ def test_all_problems_of_small_operands():
         make_problems(Arithmetic(num_train=6, num_held_out=1, max_operand=2))
 
 
-def test_forgotten_carry():
-    assert [without_carry(27, 35), without_carry(21, 35), without_carry(5, 7)] == [52, 56, 2]
+def test_wrong_carry():
+    assert [wrong_carry(27, 35), wrong_carry(21, 35), wrong_carry(5, 7)] == [52, 66, 2]
 
 
 def test_files_are_made_once_and_never_silently_kept_when_they_differ(tmp_path):

@@ -1,4 +1,4 @@
-"""The nodes that algorithms are made of: which role does what on which mesh, reading and writing which columns. No torch."""
+"""The nodes of algorithms: which role does what on which mesh, reading and writing which columns. No torch."""
 
 from __future__ import annotations
 

@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""Write the parts of docs/ that are made from the code: the keys of a recipe, the plan and the picture of a step.
+
+Examples:
+  python tools/write_docs.py
+  python tools/write_docs.py --check
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import inspect
+import io
+import json
+import re
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hybridflow import cli
+from hybridflow.config import Recipe
+from hybridflow.errors import DataError, HybridflowError
+from hybridflow.sections import describe
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def main() -> int:
+    """Read the command line; write the parts, or tell which are not as the code has them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a part is not up to date")
+    check = parser.parse_args().check
+    stale = []
+    try:
+        for name, part in (("recipes", recipe_keys()), ("architecture", plan()), ("architecture", picture())):
+            path = DOCS / f"{name}.md"
+            before = path.read_text(encoding="utf-8")
+            after = with_part(before, *part, str(path))
+            if after != before:
+                stale.append(f"docs/{name}.md: {part[0]}")
+                if not check:
+                    path.write_text(after, encoding="utf-8")
+    except HybridflowError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for each in stale:
+        print(f"{each} {'is not as the code has it; run tools/write_docs.py' if check else 'written anew'}")
+    return int(check and bool(stale))
+
+
+def with_part(text: str, name: str, content: str, source: str) -> str:
+    """The text with what stands between ``<!-- name -->`` and ``<!-- end of name -->`` replaced."""
+    start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    if text.count(start) != 1 or text.count(end) != 1:
+        raise DataError(f"{source}: expected the lines {start.strip()} and {end} once each; put them back")
+    before, rest = text.split(start)
+    return f"{before}{start}{content}\n{end}{rest.split(end)[1]}"
+
+
+def plan() -> tuple[str, str]:
+    """What ``hybridflow plan job quickstart`` prints, without the warm start and what follows the updates."""
+    lines = output("plan", "job", "quickstart").splitlines()
+    program, loop = lines.index("program") + 1, next(i for i, line in enumerate(lines) if "loop train_step" in line)
+    last = next(index for index, line in enumerate(lines) if "branch validate" in line)
+    return "plan", "\n".join(["```text", *lines[:program], "  …", *lines[loop:last], "    …", "```"])
+
+
+def picture() -> tuple[str, str]:
+    """The step as a Mermaid flowchart."""
+    return "picture", "```mermaid\n" + output("plan", "job", "quickstart", "--mermaid") + "```"
+
+
+def output(*command: str) -> str:
+    """What the command line prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = cli.main(command)
+    assert status == 0, f"hybridflow {' '.join(command)} ended with {status}"
+    return printed.getvalue()
+
+
+def recipe_keys() -> tuple[str, str]:
+    """A table for each section of a recipe: key, what it takes, default, meaning."""
+    places: dict[type, list[str]] = {}
+    for kind, key in sections(Recipe, ""):
+        places.setdefault(kind, []).append(key)
+    lines = []
+    for kind, keys in places.items():
+        heading = ", ".join(f"`{key}`" for key in keys) if kind is not Recipe else "The whole"
+        lines += ["", f"### {heading}", as_markdown((inspect.getdoc(kind) or "").splitlines()[0]), ""]
+        lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
+        meanings = attributes(kind)
+        for field in dataclasses.fields(kind):
+            if field.name not in meanings:
+                raise DataError(f"{kind.__name__}.{field.name}: the docstring does not say what it means; add it")
+            lines.append(row(kind, field, meanings[field.name], keys))
+    return "keys", "\n".join(lines[1:])
+
+
+def row(kind: type, field: Any, meaning: str, places: list[str]) -> str:
+    """One key in its table."""
+    hint = typing.get_type_hints(kind, include_extras=True)[field.name]
+    inner = section_of(hint)
+    if inner is not None:
+        takes = "a section or null" if type(None) in typing.get_args(hint) else "a section"
+        default = "required" if field.default is dataclasses.MISSING else "null" if field.default is None else "its own"
+    else:
+        takes = re.sub(r"like (\S+)", r"like `\1`", describe(hint))
+        default = "required" if field.default is dataclasses.MISSING else f"`{in_yaml(field.default)}`"
+    return f"| `{field.name}` | {takes} | {default} | {meaning} |"
+
+
+def sections(kind: Any, key: str) -> Iterator[tuple[type, str]]:
+    """A section and those inside it, each with its dotted key."""
+    yield kind, key
+    for name, hint in typing.get_type_hints(kind).items():
+        inner = section_of(hint)
+        if inner is not None:
+            yield from sections(inner, f"{key}.{name}" if key else name)
+
+
+def section_of(hint: Any) -> type | None:
+    """The section that a key takes; None for any other type."""
+    options = (option for option in (hint, *typing.get_args(hint)) if isinstance(option, type))
+    return next((option for option in options if dataclasses.is_dataclass(option)), None)
+
+
+def attributes(kind: type) -> dict[str, str]:
+    """What a class's docstring says of its attributes, as Markdown."""
+    found: dict[str, str] = {}
+    name = ""
+    _, _, text = (inspect.getdoc(kind) or "").partition("Attributes:\n")
+    for line in text.splitlines():
+        if not line.startswith("    "):
+            break
+        match = re.match(r"    (\w+): (.*)", line)
+        name = match[1] if match is not None else name
+        found[name] = match[2] if match is not None else f"{found[name]} {line.strip()}"
+    return {name: as_markdown(text) for name, text in found.items()}
+
+
+def as_markdown(text: str) -> str:
+    """A docstring's words in Markdown, and in YAML's: its null is Python's None."""
+    return re.sub(r"\bNone\b", "null", text).replace("``", "`")
+
+
+def in_yaml(value: object) -> str:
+    """A default as a recipe would have it."""
+    return json.dumps(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -39,7 +39,8 @@ _EXAMPLES = """examples:
   hybridflow train quickstart --resume
   hybridflow plan job split
 
-exit status: 0 done, 2 an error that was explained, 1 a failure of hybridflow itself
+exit status: 0 done, 2 an error that was explained, 1 a failure of hybridflow itself,
+  128 + the signal where a signal ended it
 """
 
 

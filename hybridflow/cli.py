@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hybridflow import __version__
-from hybridflow.config import Recipe, load_recipe
-from hybridflow.errors import HybridflowError
+from hybridflow.config import Recipe, find_recipe, load_recipe
+from hybridflow.errors import ConfigError, HybridflowError
+from hybridflow.parallel.start import find_start, rank_hint
 
 if TYPE_CHECKING:
     from hybridflow.parallel.start import Start
@@ -23,6 +26,11 @@ USER_ERROR = 2
 FAILURE = 1
 """Exit status after a failure of ours, with a traceback on stderr."""
 
+_EXPLAINED = (HybridflowError, OSError)
+"""Errors whose message is enough for a user; an OSError names its file."""
+
+_AFTER_RANK_0_S = 3.0
+
 _EXAMPLES = """examples:
   hybridflow train quickstart
   hybridflow train launch/recipes/grpo.yaml trainer.steps=20 run_dir=runs/try
@@ -31,7 +39,8 @@ _EXAMPLES = """examples:
   hybridflow train quickstart --resume
   hybridflow plan job split
 
-exit status: 0 done, 2 an error that was explained, 1 a failure of hybridflow itself
+exit status: 0 done, 2 an error that was explained, 1 a failure of hybridflow itself,
+  128 + the signal where a signal ended it
 """
 
 
@@ -41,8 +50,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return arguments.run(arguments)
     except HybridflowError as error:
-        print(f"hybridflow: {error}", file=sys.stderr, flush=True)
+        if _speaks(arguments.recipe):
+            print(f"hybridflow: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
+
+
+def _speaks(recipe: str) -> bool:
+    """Whether this rank prints what is wrong before the ranks have met: rank 0, since all find the same in a recipe.
+
+    Another rank does only where it sees no recipe at all, and rank 0 may see one; a launcher that ends all ranks with
+    the first has ended this one meanwhile if rank 0 does not.
+    """
+    if rank_hint() == 0:
+        return True
+    try:
+        find_recipe(recipe)
+    except ConfigError:
+        time.sleep(_AFTER_RANK_0_S)
+        return True
+    return False
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -118,8 +144,6 @@ def _print_plan(recipe: Recipe) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from hybridflow.parallel.start import find_start
-
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
         _print_plan(recipe)
@@ -127,7 +151,9 @@ def _train(arguments: argparse.Namespace) -> int:
     start = find_start()
     if start.launcher == "alone" and recipe.cluster.ranks > 1:
         from hybridflow.launch.local import run_local
+        from hybridflow.trainer.plan import plan_job
 
+        plan_job(recipe)  # what does not fit is said before ranks are started
         command = ["train", arguments.recipe, *arguments.overrides, *(["--resume"] if arguments.resume else [])]
         return run_local(command, num_ranks=recipe.cluster.ranks, threads_per_rank=recipe.cluster.threads_per_rank)
     return _train_rank(recipe, start, resume=arguments.resume)
@@ -135,29 +161,36 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _train_rank(recipe: Recipe, start: Start, *, resume: bool) -> int:
     """One rank's part of a job: whatever goes wrong ends the process at once, and is told by one rank alone."""
+    # A reward function may lie in the working directory, also for the console script.
+    sys.path.insert(0, os.getcwd())
+    # The launcher, which Ctrl-C reaches too, speaks for its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # What megatron-core and torch say about themselves; none of it is for our user to act on.
     warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
-    from hybridflow.parallel.world import join_world
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from hybridflow.parallel.failure import lost_contact, tell_once
+    from hybridflow.parallel.world import join_world, open_store
     from hybridflow.trainer.trainer import train
 
-    world = None
+    cluster, store = recipe.cluster, None
     try:
-        cluster = recipe.cluster
-        world = join_world(start, deadline_s=cluster.deadline_s, start_deadline_s=cluster.start_deadline_s)
-        train(recipe, world, resume=resume)
-        world.close()
+        store = open_store(start, start_deadline_s=cluster.start_deadline_s)
+        with lost_contact("the job", tuple(range(start.size)), cluster.deadline_s):
+            world = join_world(start, store, deadline_s=cluster.deadline_s, start_deadline_s=cluster.start_deadline_s)
+            train(recipe, world, resume=resume)
+            world.close()
     except Exception as error:
-        if world is None or world.is_first_to_fail():
-            _tell(error, start.rank)
+        failure = error
+        tell_once(failure, lambda: _tell(failure, start.rank), store, start.rank)
         sys.stdout.flush()
         # No interpreter shutdown: it could wait for ranks that are gone.
-        os._exit(USER_ERROR if isinstance(error, HybridflowError) else FAILURE)
+        os._exit(USER_ERROR if isinstance(failure, _EXPLAINED) else FAILURE)
     return 0
 
 
 def _tell(error: Exception, rank: int) -> None:
     """Print an error of a rank: a message for what was foreseen, else the traceback."""
-    if isinstance(error, HybridflowError):
+    if isinstance(error, _EXPLAINED):
         print(f"hybridflow: rank {rank}: {error}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)

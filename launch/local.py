@@ -118,7 +118,7 @@ def _report(index: int, returncode: int, num_ranks: int) -> int:
     if returncode == REPORTED:
         return returncode
     if returncode > 0:
-        what, status = f"exited with status {returncode}; its message is above", returncode
+        what, status = f"exited with status {returncode}; if it said why, that is above", returncode
     else:
         what, status = f"was killed by {signal.Signals(-returncode).name}", 128 - returncode
         if -returncode == signal.SIGKILL:
@@ -131,6 +131,8 @@ def _report(index: int, returncode: int, num_ranks: int) -> int:
 def _signal(ranks: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
     for rank in ranks:
         rank.send_signal(signum)
+        # A stopped process takes no signal before it goes on.
+        rank.send_signal(signal.SIGCONT)
 
 
 def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:

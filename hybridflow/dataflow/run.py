@@ -24,6 +24,7 @@ from hybridflow.dataflow.schedule import (
 )
 from hybridflow.errors import GraphError
 from hybridflow.observe.timeline import Timeline
+from hybridflow.parallel.failure import lost_contact
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
@@ -92,7 +93,11 @@ class Executor:
         for instruction in program:
             match instruction:
                 case Call():
-                    with self._timeline.span("call", instruction.name):
+                    ranks = self._meshes[instruction.mesh].ranks
+                    with (
+                        self._timeline.span("call", instruction.name),
+                        lost_contact(instruction.name, ranks, self._world.deadline_s),
+                    ):
                         self._call(instruction, scope, decided)
                 case Move():
                     with self._timeline.span("move", describe(instruction)):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridflow.errors import DeadlineError
+from hybridflow.parallel.failure import lost_contact
 
 _FIRST_FRAME_BYTES = 2048
 _LARGEST_FRAME_BYTES = 1 << 17
@@ -50,7 +50,7 @@ class GlooMessenger:
         """The lowest rank's bytes on every rank. Raises DeadlineError when a rank does not come."""
         root = self._ranks[0]
         frame = _frame(payload, self._broadcast_frame_bytes)
-        with _lost(name, self._ranks, self._deadline_s):
+        with lost_contact(name, self._ranks, self._deadline_s):
             dist.broadcast(frame, src=root, group=self._group)
             size = _size(frame)
             if size > self._broadcast_frame_bytes:
@@ -61,7 +61,7 @@ class GlooMessenger:
 
     def gather(self, payload: bytes, name: str) -> list[bytes]:
         """Every rank's bytes, in rank order, on every rank. Raises DeadlineError when a rank does not come."""
-        with _lost(name, self._ranks, self._deadline_s):
+        with lost_contact(name, self._ranks, self._deadline_s):
             frames = self._gather(payload, self._gather_frame_bytes)
             largest = max(map(_size, frames))
             if largest > self._gather_frame_bytes:
@@ -77,7 +77,7 @@ class GlooMessenger:
 
     def exchange(self, sends: dict[int, np.ndarray], receives: dict[int, np.ndarray], name: str) -> None:
         """Point-to-point arrays of known sizes, all posted at once. Raises DeadlineError when one does not come."""
-        with _lost(name, self._ranks, self._deadline_s):
+        with lost_contact(name, self._ranks, self._deadline_s):
             works = [
                 dist.irecv(torch.from_numpy(array), src=rank, group=self._group) for rank, array in receives.items()
             ]
@@ -164,20 +164,3 @@ def _content(frame: torch.Tensor) -> bytes:
 def _larger(num_bytes: int) -> int:
     """The next frame: the smallest power of two that holds such a message, within bounds."""
     return min(1 << (num_bytes - 1).bit_length(), _LARGEST_FRAME_BYTES)
-
-
-class _lost:
-    """Turn gloo's RuntimeError about a missing peer into a DeadlineError that says what was being done."""
-
-    def __init__(self, name: str, ranks: tuple[int, ...], deadline_s: float) -> None:
-        self._message = (
-            f"{name}: lost contact with some of ranks {list(ranks)} (deadline {deadline_s:g} s); look for a rank that "
-            "failed earlier, or raise cluster.deadline_s if one is only slow"
-        )
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
-            raise DeadlineError(f"{self._message}: {str(error).splitlines()[0]}") from error

@@ -1,7 +1,8 @@
 """How this process was started, and which rank it is: one object whichever launcher it was. No torch.
 
 Known launchers: hybridflow's own and torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``), MPI (``mpirun``, or ``srun
---mpi`` with an MPI that answers), Slurm's ``srun`` (``SLURM_PROCID``), or none: one process, one rank.
+--mpi`` with an MPI that answers), Slurm's ``srun`` (``SLURM_STEP_ID``, ``SLURM_PROCID``), or none: one process, one
+rank.
 """
 
 from __future__ import annotations
@@ -62,9 +63,16 @@ def find_start(environ: Mapping[str, str] | None = None) -> Start:
         )
     if any(name in env for name in MPI_RANK_VARIABLES):
         return _from_mpi(env)
-    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
+    # A batch script has SLURM_PROCID too; only what srun started is a step.
+    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in env:
         return _from_slurm(env)
     return Start(launcher="alone")
+
+
+def rank_hint(environ: Mapping[str, str] | None = None) -> int:
+    """This process's rank as far as variables tell, without asking MPI; 0 when alone."""
+    env = os.environ if environ is None else environ
+    return int(next((env[name] for name in ("RANK", *MPI_RANK_VARIABLES, "SLURM_PROCID") if name in env), "0"))
 
 
 def _from_mpi(env: Mapping[str, str]) -> Start:

@@ -1,4 +1,4 @@
-"""All ranks of the job: joining them, their process groups, and telling a failure once."""
+"""All ranks of the job: joining them, and their process groups."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class World:
         self.ranks_per_node = ranks_per_node
         self.device = device
         self.deadline_s = deadline_s
-        self._store = store
         self._uses_mpi = uses_mpi
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._coordinators: dict[tuple[int, ...], Coordinator] = {}
@@ -53,7 +52,7 @@ class World:
             )
         except RuntimeError as error:
             raise DeadlineError(
-                f"rank {rank}: not all {size} ranks came within {deadline_s:g} s: {str(error).splitlines()[0]}"
+                f"not all {size} ranks came within {deadline_s:g} s: {str(error).splitlines()[0]}"
             ) from error
 
     def make_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
@@ -90,18 +89,6 @@ class World:
             self._coordinators[ranks] = Coordinator(self.rank, ranks, messenger)
         return self._coordinators[ranks]
 
-    def is_first_to_fail(self) -> bool:
-        """Whether this rank's error is the first of the job, and so the one to print.
-
-        No collective: after a failure those could wait for ever. A store that is gone means that rank 0, which hosts
-        it, failed and spoke before.
-        """
-        try:
-            winner = self._store.compare_set("hybridflow/first_error", "", str(self.rank))
-        except (RuntimeError, ValueError):
-            return False
-        return winner.decode() == str(self.rank)
-
     def close(self) -> None:
         """Leave the job in order."""
         dist.destroy_process_group()
@@ -116,36 +103,47 @@ def find_device(local_rank: int) -> torch.device:
     return device
 
 
-def join_world(start: Start, *, deadline_s: float, start_deadline_s: float) -> World:
+def open_store(start: Start, *, start_deadline_s: float) -> dist.Store:
+    """Where the ranks meet; rank 0 keeps it, or the launcher.
+
+    Args:
+        start: Which rank this is, from ``find_start``.
+        start_deadline_s: Longest wait for it, in seconds.
+
+    Raises:
+        DeadlineError: It cannot be reached.
+    """
+    if start.size == 1 and not start.agent_store:
+        return dist.HashStore()
+    try:
+        return dist.TCPStore(
+            start.address,
+            start.port,
+            start.size,
+            is_master=start.rank == 0 and not start.agent_store,
+            timeout=timedelta(seconds=start_deadline_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise DeadlineError(
+            f"no rendezvous at {start.address}:{start.port} within {start_deadline_s:g} s: "
+            f"{str(error).splitlines()[0]}; rank 0 must run there, and the port must be free"
+        ) from error
+
+
+def join_world(start: Start, store: dist.Store, *, deadline_s: float, start_deadline_s: float) -> World:
     """Meet the other ranks.
 
     Args:
         start: Which rank this is, from ``find_start``.
+        store: Where they meet, from ``open_store``.
         deadline_s: Longest later wait for another rank, in seconds.
         start_deadline_s: Longest wait for the ranks to come, in seconds.
 
     Raises:
-        DeadlineError: The rendezvous cannot be reached, or not all ranks came.
+        DeadlineError: Not all ranks came; names those that did not.
     """
-    store: dist.Store
-    if start.size == 1 and not start.agent_store:
-        store = dist.HashStore()
-    else:
-        try:
-            store = dist.TCPStore(
-                start.address,
-                start.port,
-                start.size,
-                is_master=start.rank == 0 and not start.agent_store,
-                timeout=timedelta(seconds=start_deadline_s),
-                wait_for_workers=False,
-            )
-        except RuntimeError as error:
-            raise DeadlineError(
-                f"rank {start.rank}: no rendezvous at {start.address}:{start.port} within {start_deadline_s:g} s: "
-                f"{str(error).splitlines()[0]}; rank 0 must run there, and the port must be free"
-            ) from error
-        wait_for_all(store, start, start_deadline_s)
+    wait_for_all(store, start, start_deadline_s)
     return World(
         rank=start.rank,
         size=start.size,
@@ -169,4 +167,7 @@ def wait_for_all(store: dist.Store, start: Start, start_deadline_s: float) -> No
         store.wait(names, timedelta(seconds=start_deadline_s))
         return
     missing = [rank for rank, name in enumerate(names) if not store.check([name])]
-    raise DeadlineError(f"rank {start.rank}: ranks {missing} did not come within {start_deadline_s:g} s of the start")
+    raise DeadlineError(
+        f"ranks {missing} of {start.size} did not come within {start_deadline_s:g} s; look for what kept them from "
+        "starting, or raise cluster.start_deadline_s if they are only slow"
+    )

@@ -90,8 +90,8 @@ class Reward:
         where = f"reward {self._job.recipe.reward.function!r} on {example.place} with response {response!r}"
         try:
             score = float(self._function(example.prompt, response, example.answer))
-        # A user's function may raise anything; whatever it is, the message must name the sample.
-        except Exception as error:
+        # A user's function may raise anything, or call sys.exit; whatever it is, the message must name the sample.
+        except (Exception, SystemExit) as error:
             raise RewardError(f"{where}: {type(error).__name__}: {error}; mend the function or the sample") from error
         if not math.isfinite(score):
             raise RewardError(f"{where}: returned {score}; expected a finite number")

@@ -27,7 +27,8 @@ from hybridflow.sections import to_dict
 
 KEEP_LAST = 2
 _MUST_MATCH = (
-    *("algorithm", "seed", "model", "data", "tokenizer", "actor", "critic", "reference", "rollout", "ppo", "grpo"),
+    *("algorithm", "seed", "model", "data", "tokenizer", "actor", "critic", "reference", "reward", "rollout"),
+    *("ppo", "grpo"),
     *("trainer.global_batch_size", "trainer.mini_batch_size"),
 )
 """Keys of the recipe that a run is resumed with unchanged; its place in the data is counted in global batches."""

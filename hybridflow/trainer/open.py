@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hybridflow.checkpoint.store import latest_step
 from hybridflow.config import Recipe
 from hybridflow.data.arithmetic import ensure_files
 from hybridflow.data.prompts import Example, PromptSource, encode_prompts, encode_solutions, read_examples
@@ -30,7 +31,8 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
     if world.rank == 0:
         if data.arithmetic is not None:
             ensure_files(data.arithmetic, train=data.train, held_out=data.held_out)
-        if recipe.tokenizer.path is None and not _trained_tokenizer(recipe).exists():
+        # Before the first checkpoint, what is there may have been trained for another run.
+        if recipe.tokenizer.path is None and latest_step(Path(recipe.run_dir)) is None:
             _train(recipe)
     world.coordinator(plan.meshes["job"].ranks).barrier("data and tokenizer")
     tokenizer = Tokenizer(_trained_tokenizer(recipe) if recipe.tokenizer.path is None else recipe.tokenizer.path)

@@ -18,7 +18,7 @@ from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
 
 MESHES = {name: DeviceMesh(name=name, layout=ParallelLayout(), ranks=(0,), ranks_per_node=1) for name in ("m", "job")}
-WORLD = SimpleNamespace(rank=0, coordinator=lambda ranks: Coordinator(0, ranks, None))
+WORLD = SimpleNamespace(rank=0, deadline_s=1.0, coordinator=lambda ranks: Coordinator(0, ranks, None))
 
 
 class Recorder:

@@ -72,7 +72,7 @@ def test_output_of_the_ranks_is_ours(capfd):
 @pytest.mark.parametrize(
     ("death", "status", "says"),
     [
-        ("sys.exit(3)", 3, "error: rank 1 exited with status 3; its message is above, the other ranks were ended\n"),
+        ("sys.exit(3)", 3, "error: rank 1 exited with status 3; if it said why, that is above, the other ranks were"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "error: rank 1 was killed by SIGSEGV, the other ranks"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "error: rank 1 was killed by SIGKILL; if nobody did so, memory"),
         (f"sys.exit({REPORTED})", REPORTED, ""),

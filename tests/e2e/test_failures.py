@@ -1,0 +1,237 @@
+"""Whatever goes wrong ends the job in time, non-zero, with one message over all ranks and no traceback."""
+
+import json
+import os
+import signal
+import sys
+import textwrap
+
+import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
+import pytest
+import torch.utils.tensorboard  # noqa: F401
+
+import hybridflow.trainer.trainer  # noqa: F401
+from hybridflow.launch.local import REPORTED
+from hybridflow.roles.actor import Actor
+from hybridflow.trainer import plan
+from hybridflow.trainer.recipes import nodes
+from tests.e2e.commands import fork_ranks, run_command, write_recipe
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_recipe(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainer.step=3", ["trainer.step: unknown key", "did you mean trainer.steps?"]),
+        ("trainer.steps=many", ["trainer.steps: expected an integer", "found 'many'"]),
+        ("cluster.ranks=8 actor.update={tp: 2, pp: 4, dp: 4}", ["tp 2 × pp 4 × dp 4", "= 32 ≠ 8 ranks", "set dp=1"]),
+        ("actor.update={cp: 2}", ["actor.update.cp=2: context parallelism cannot be trained yet"]),
+        ("actor.update={ep: 2, tp: 2}", ["actor.update.ep=2: expert parallelism"]),
+        ("actor.rollout={vpp: 2, dp: 2}", ["actor.rollout.vpp=2: virtual pipeline parallelism"]),
+    ],
+)
+def test_bad_recipe_is_refused_before_any_rank_is_started(folder, override, says):
+    # The launcher itself may not have imported torch, let alone built a model or started ranks.
+    program = """
+    import subprocess, sys
+    from hybridflow.cli import main
+    subprocess.Popen = None
+    status = main(sys.argv[1:])
+    assert not {"torch", "megatron", "mpi4py"} & sys.modules.keys()
+    sys.exit(status)
+    """
+    overrides = override.split(" ", 1) if override.startswith("cluster") else [override]
+    done = run_command(
+        ["train", "tiny.yaml", *overrides], folder, program=[sys.executable, "-c", textwrap.dedent(program)]
+    )
+    done.complains_once("hybridflow: ", *says)
+    assert done.codes == (REPORTED,) and not (folder / "run").exists()
+
+
+def test_bad_recipe_under_a_launcher_is_said_once(folder):
+    done = fork_ranks(["train", "tiny.yaml", "trainer.step=3"], folder, num_ranks=3)
+    done.complains_once("trainer.step: unknown key")
+    assert done.codes == (2, 2, 2)
+
+
+def test_missing_column_is_refused_before_any_rank_is_started(folder, monkeypatch, capfd):
+    from hybridflow.cli import main
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(plan.STEPS, "grpo", nodes.SAMPLE >> nodes.ACTOR_LOG_PROBS >> nodes.GRPO_ADVANTAGES)
+    assert main(["train", "tiny.yaml"]) == 2
+    errors = capfd.readouterr().err
+    assert errors.startswith("hybridflow: node 'advantage.grpo' reads column 'scores', which no earlier node writes")
+    assert errors.count("\n") == 1 and not (folder / "run").exists()
+
+
+def test_other_number_of_ranks_than_the_recipe_has(folder):
+    done = fork_ranks(["train", "tiny.yaml"], folder, num_ranks=3)
+    done.complains_once("cluster.ranks=2, but 3 ranks were started", "start 2, or set cluster.ranks=3")
+    assert set(done.codes) == {2}
+
+
+def test_prompt_longer_than_the_context_is_named_by_line(folder):
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in ("1+0=", "1+" + "0" * 40 + "=", "0+1=")]
+    (folder / "data").mkdir()
+    for name in ("train", "held_out"):
+        (folder / f"data/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = fork_ranks(["train", "tiny.yaml", "data.arithmetic=null"], folder)
+    done.complains_once("data/train.jsonl:2: prompt of", "exceeds model.max_context=24", "shorten the prompt to 20")
+    assert set(done.codes) == {2}
+
+
+def test_data_that_cannot_be_made_is_told_by_the_rank_that_makes_it(folder):
+    done = fork_ranks(["train", "tiny.yaml", "data.arithmetic.max_operand=3"], folder)
+    done.complains_once("rank 0: arithmetic: num_train=200", "make only 10")
+
+
+REWARDS = """
+import json, os, sys
+
+def raises(prompt, response, answer):
+    if prompt == open("one_prompt").read():
+        raise ValueError(f"no unit in {prompt}")
+    return 1.0
+
+def exits(prompt, response, answer):
+    if prompt == open("one_prompt").read():
+        sys.exit(0)
+    return 1.0
+
+def nan(prompt, response, answer):
+    return float("nan")
+
+def slow_to_die(prompt, response, answer):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), int(os.environ["DIE_BY"]))
+    return 1.0
+
+def leaves(prompt, response, answer):
+    if os.environ["RANK"] == "1":
+        os._exit(3)
+    return 1.0
+"""
+
+
+@pytest.fixture
+def rewards(folder):
+    """A module of rewards in the working directory; one training prompt that a step of all of them meets."""
+    (folder / "rewards.py").write_text(REWARDS)
+    from hybridflow.config import Arithmetic
+    from hybridflow.data.arithmetic import make_problems
+
+    train, _ = make_problems(Arithmetic(num_train=200, num_held_out=8, max_operand=99, mistake_share=0.5))
+    (folder / "one_prompt").write_text(train[17]["prompt"])
+    return folder
+
+
+# Every problem is drawn in the first step.
+ALL_IN_ONE_STEP = ["trainer.global_batch_size=400", "trainer.mini_batch_size=null", "rollout.max_new_tokens=1"]
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("rewards:raises", ["'rewards:raises' on data/train.jsonl:18 with response", "ValueError: no unit in"]),
+        ("rewards:exits", ["'rewards:exits' on data/train.jsonl:18 with response", "SystemExit: 0"]),
+        ("rewards:nan", ["'rewards:nan' on data/held_out.jsonl:", "returned nan; expected a finite number"]),
+        ("rewards:no", ["reward.function='rewards:no'", "has no attribute 'no'", "give one of exact_match or"]),
+        ("nowhere:no", ["reward.function='nowhere:no'", "No module named 'nowhere'"]),
+    ],
+)
+def test_bad_reward_names_the_sample(rewards, function, says):
+    done = fork_ranks(["train", "tiny.yaml", f"reward.function={function}", *ALL_IN_ONE_STEP], rewards)
+    done.complains_once(*says)
+    assert set(done.codes) == {2} and done.seconds < 30
+
+
+def test_rank_that_never_comes_is_named_once(folder):
+    argv = ["train", "tiny.yaml", "cluster.ranks=4", "actor.update={dp: 4}", "actor.rollout={dp: 4}"]
+    done = fork_ranks([*argv, "cluster.start_deadline_s=2"], folder, num_ranks=4, start_only=[0, 2])
+    done.complains_once("ranks [1, 3] of 4 did not come within 2 s", "raise cluster.start_deadline_s")
+    assert set(done.codes) == {2} and done.seconds < 20
+
+
+def test_rank_0_that_never_comes(folder):
+    done = fork_ranks(["train", "tiny.yaml", "cluster.start_deadline_s=2"], folder, start_only=[1])
+    done.complains_once("no rendezvous at 127.0.0.1:", "within 2 s", "rank 0 must run there")
+    assert done.codes == (2,) and done.seconds < 20
+
+
+def in_the_middle_of_an_update(end):
+    """A hook: on the rank named in VICTIM, ``end`` happens between the collectives of the first optimizer step."""
+
+    def hook(rank):
+        update, victim = Actor.update, int(os.environ["VICTIM"])
+
+        def ended(self, batch, decided):
+            if rank == victim:
+                end()
+            return update(self, batch, decided)
+
+        Actor.update = ended
+
+    return hook
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_rank_that_hangs_in_a_step(folder, monkeypatch, victim):
+    monkeypatch.setenv("VICTIM", str(victim))
+    stop = in_the_middle_of_an_update(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    done = fork_ranks(["train", "tiny.yaml", "cluster.deadline_s=4"], folder, hook=stop, within_s=20)
+    done.complains_once(f"rank {1 - victim}: actor.update: lost contact with some of ranks [0, 1] (deadline 4 s)")
+    assert done.codes[1 - victim] == 2
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_rank_that_dies_under_a_launcher_that_does_not_care(folder, monkeypatch, victim):
+    monkeypatch.setenv("VICTIM", str(victim))
+    die = in_the_middle_of_an_update(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    done = fork_ranks(["train", "tiny.yaml"], folder, hook=die, within_s=30)
+    assert done.codes[1 - victim] == 2 and done.seconds < 20
+    # Rank 0 keeps what the others meet by; of its death the launcher must tell.
+    if victim == 1:
+        done.complains_once("rank 0: actor.update: lost contact with some of ranks [0, 1]")
+    else:
+        assert done.err == ""
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "says"),
+    [
+        ("slow_to_die", 137, "error: rank 1 was killed by SIGKILL; if nobody did so, memory ran out"),
+        ("leaves", 3, "error: rank 1 exited with status 3; if it said why, that is above, the other ranks were ended"),
+    ],
+)
+def test_dead_rank_is_told_by_the_launcher_alone(rewards, function, status, says):
+    environ = {**os.environ, "DIE_BY": str(int(signal.SIGKILL))}
+    done = run_command(["train", "tiny.yaml", f"reward.function=rewards:{function}"], rewards, environ=environ)
+    done.complains_once(says)
+    assert done.codes == (status,)
+
+
+def test_stopped_rank_is_ended_with_the_others(rewards):
+    environ = {**os.environ, "DIE_BY": str(int(signal.SIGSTOP))}
+    argv = ["train", "tiny.yaml", "reward.function=rewards:slow_to_die", "cluster.deadline_s=5"]
+    done = run_command(argv, rewards, environ=environ)
+    done.complains_once("rank 0: validation: lost contact with some of ranks [0, 1] (deadline 5 s)")
+    assert done.codes == (2,)
+
+
+def test_failure_of_ours_shows_its_traceback_once(folder):
+    def broken(rank):
+        def update(self, batch, decided):
+            raise KeyError("a bug")
+
+        Actor.update = update
+
+    done = fork_ranks(["train", "tiny.yaml"], folder, hook=broken)
+    assert done.codes == (1, 1)
+    assert done.err.count("Traceback (most recent call last)") == done.err.count("KeyError: 'a bug'") == 1
+    assert "this is an error of hybridflow's own" in done.err.splitlines()[-1]

@@ -1,8 +1,8 @@
 """Made-up addition problems: a task small enough for a laptop whose right answers a program can check.
 
 The rows of the training file carry a worked ``solution`` beside the right ``answer``. As in text found on the web, some
-solutions are wrong, and wrong in the same way: they carry from the units exactly when they should not, as in 27+35=52 and
-21+35=66. Supervised training imitates the slip; reinforcement learning, which sees the right answer, can mend it.
+solutions are wrong, and wrong in the same way: they carry from the units exactly when they should not, as in 27+35=52
+and 21+35=66. Supervised training imitates the slip; reinforcement learning, which sees the right answer, can mend it.
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ class Batch:
             raise DataError(
                 f"batch ids are {self.ids.dtype} of shape {list(self.ids.shape)}; give int64 of shape [samples]"
             )
-        if len(self.ids.unique()) != len(self.ids):
+        in_order = bool((self.ids[1:] > self.ids[:-1]).all())
+        if not in_order and len(self.ids.unique()) != len(self.ids):
             raise DataError(
                 f"batch of {len(self.ids)} samples has only {len(self.ids.unique())} distinct ids; "
                 "each sample needs its own"

@@ -10,7 +10,9 @@ import heapq
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridflow.dataflow.batch import Batch, Column, Ragged
@@ -20,7 +22,8 @@ from hybridflow.errors import DataError, GraphError
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 
-Table = tuple[tuple[int, ...], ...]
+Array = NDArray[np.int64]
+Table = Sequence[Sequence[int] | Array]
 """Data-parallel index -> the ids of the samples that the replica has."""
 
 _ALIGN_BYTES = 8
@@ -74,20 +77,20 @@ def plan_transfers(
     Returns:
         (giving rank, receiving rank) -> ids in ascending order; the two are the same rank for samples that stay.
     """
-    owner = {sample: dp for dp, ids in enumerate(source) for sample in ids}
+    samples, owners = _by_id(source)
     given = dict.fromkeys(source_mesh.ranks, 0)
     transfers: dict[tuple[int, int], tuple[int, ...]] = {}
     for dp, ids in enumerate(destination):
-        shares: dict[int, list[int]] = {}
-        for sample in sorted(ids):
-            shares.setdefault(owner[sample], []).append(sample)
+        wanted = np.sort(_array(ids))
+        replicas = owners[np.searchsorted(samples, wanted)]
+        shares = {replica: tuple(wanted[replicas == replica].tolist()) for replica in np.unique(replicas).tolist()}
         for receiver in destination_mesh.replica(dp):
-            for replica, share in sorted(shares.items()):
+            for replica, share in shares.items():
                 holders = source_mesh.holders(replica)
                 near = [rank for rank in holders if source_mesh.node(rank) == source_mesh.node(receiver)]
                 giver = receiver if receiver in holders else min(near or holders, key=given.__getitem__)
                 given[giver] += len(share) if giver != receiver else 0
-                transfers[giver, receiver] = tuple(share)
+                transfers[giver, receiver] = share
     return transfers
 
 
@@ -127,9 +130,9 @@ class Mover:
         report = self._report(move, source, destination)
         reports = dict(zip(ranks, coordinator.gather(report, describe(move)), strict=True))
         shares = [reports[source_mesh.holders(dp)[0]]["source"] for dp in range(source_mesh.layout.dp)]
-        table = tuple(tuple(share["ids"]) for share in shares)
-        everything = sorted(sample for ids in table for sample in ids)
-        if len(set(everything)) != len(everything):
+        table = [_array(share["ids"]) for share in shares]
+        everything, _ = _by_id(table)
+        if bool((everything[1:] == everything[:-1]).any()):
             raise DataError(f"{describe(move)}: a sample id is in two replicas of {move.source}; ids must be distinct")
         common = _common(move, shares)
         known = [reports[destination_mesh.holders(dp)[0]]["destination"] for dp in range(destination_mesh.layout.dp)]
@@ -162,7 +165,7 @@ class Mover:
             pieces.append(_pick(held, transfers[me, me], move.columns))
         batch = Batch.concat(pieces)
         batch = batch.select(batch.ids.argsort())
-        order = torch.searchsorted(torch.tensor(everything, dtype=torch.int64), batch.ids)
+        order = torch.searchsorted(torch.from_numpy(everything), batch.ids)
         return batch.with_columns({ORDER: order})
 
     def _report(self, move: Move, source: Batch | None, destination: Batch | None) -> dict[str, Any]:
@@ -189,35 +192,32 @@ class Mover:
             report["destination"] = destination.ids.tolist()
         return report
 
-    def _assign(self, everything: list[int], known: list[list[int] | None], shares: list[dict[str, Any]]) -> Table:
+    def _assign(self, everything: Array, known: list[list[int] | None], shares: list[dict[str, Any]]) -> Table:
         """Which replica of the destination has which samples: as they lie there already, else balanced by tokens."""
-        if None not in known and sorted(sample for ids in known for sample in ids or ()) == everything:
-            return tuple(tuple(ids or ()) for ids in known)
-        weights = dict.fromkeys(everything, 1)
+        there = [_array(ids) for ids in known if ids is not None]
+        if len(there) == len(known) and np.array_equal(_by_id(there)[0], everything):
+            return there
+        weights = np.ones(len(everything), dtype=np.int64)
         for share in shares:
             if share["weights"] is not None:
-                weights.update(zip(share["ids"], share["lengths"][share["weights"]], strict=True))
-        parts = balance([weights[sample] for sample in everything], len(known), self.chunk)
-        return tuple(
-            tuple(sample for sample, part in zip(everything, parts, strict=True) if part == dp)
-            for dp in range(len(known))
-        )
+                weights[np.searchsorted(everything, _array(share["ids"]))] = share["lengths"][share["weights"]]
+        parts = _array(balance(weights.tolist(), len(known), self.chunk))
+        return [everything[parts == dp] for dp in range(len(known))]
 
 
 class _Layout:
     """Where the columns of some samples lie in one message: each column's bytes (lengths are known), 8-byte aligned."""
 
     def __init__(self, share: dict[str, Any], ids: Sequence[int], columns: Sequence[str]) -> None:
-        position = {sample: index for index, sample in enumerate(share["ids"])}
+        positions = _positions(_array(share["ids"]), ids)
         self._ids = torch.tensor(ids, dtype=torch.int64)
-        self._columns: list[tuple[str, torch.dtype, list[int], list[int] | None, int]] = []
+        self._columns: list[tuple[str, torch.dtype, list[int], Array | None, int]] = []
         self.num_bytes = 0
         for name in columns:
             kind = share["columns"][name]
             dtype: torch.dtype = getattr(torch, kind["dtype"])
-            known = None if kind["lengths"] is None else share["lengths"][kind["lengths"]]
-            lengths = None if known is None else [known[position[sample]] for sample in ids]
-            shape = [len(ids) if lengths is None else sum(lengths), *kind["shape"]]
+            lengths = None if kind["lengths"] is None else _array(share["lengths"][kind["lengths"]])[positions]
+            shape = [len(ids) if lengths is None else int(lengths.sum()), *kind["shape"]]
             self._columns.append((name, dtype, shape, lengths, self.num_bytes))
             self.num_bytes += _aligned(torch.Size(shape).numel() * dtype.itemsize)
 
@@ -227,7 +227,7 @@ class _Layout:
         for name, dtype, shape, lengths, start in self._columns:
             end = start + torch.Size(shape).numel() * dtype.itemsize
             values = buffer[start:end].view(dtype).view(shape) if end > start else torch.empty(shape, dtype=dtype)
-            columns[name] = values if lengths is None else Ragged(values, torch.tensor(lengths, dtype=torch.int64))
+            columns[name] = values if lengths is None else Ragged(values, torch.from_numpy(lengths))
         return Batch(self._ids, columns)
 
 
@@ -243,8 +243,7 @@ def _pack(batch: Batch) -> Tensor:
 
 def _pick(source: Batch, ids: Sequence[int], columns: Sequence[str]) -> Batch:
     """Some of the samples, with some of the columns."""
-    position = {sample: index for index, sample in enumerate(source.ids.tolist())}
-    return source.only(columns).select(torch.tensor([position[sample] for sample in ids], dtype=torch.int64))
+    return source.only(columns).select(torch.from_numpy(_positions(source.ids.numpy(), ids)))
 
 
 def _kind(column: Column, lengths: list[list[int]]) -> dict[str, Any]:
@@ -280,6 +279,24 @@ def _common(move: Move, shares: list[dict[str, Any]]) -> dict[str, Any]:
 def _spell(kind: dict[str, Any]) -> str:
     """A column's type for a message: ``ragged float32 [4]``, where the shape is that of one entry."""
     return f"{'dense' if kind['lengths'] is None else 'ragged'} {kind['dtype']} {kind['shape']}"
+
+
+def _array(values: Sequence[int] | Array) -> Array:
+    return np.asarray(values, dtype=np.int64)
+
+
+def _positions(have: Array, wanted: Sequence[int]) -> Array:
+    """Where each wanted id stands in ``have``."""
+    order = np.argsort(have, kind="stable")
+    return order[np.searchsorted(have, _array(wanted), sorter=order)]
+
+
+def _by_id(table: Table) -> tuple[Array, Array]:
+    """All samples of a table in order of id, and the replica that has each."""
+    samples = np.concatenate([_array(ids) for ids in table])
+    owners = np.repeat(np.arange(len(table)), [len(ids) for ids in table])
+    order = np.argsort(samples, kind="stable")
+    return samples[order], owners[order]
 
 
 def _speaks(mesh: DeviceMesh, rank: int) -> bool:

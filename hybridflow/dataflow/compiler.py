@@ -158,9 +158,11 @@ def _moves(
         place = job.meshes[mesh].key
         wanted = [column for column in reads if (place, column) not in state.complete]
         # Every move also tells the order of the samples: order asks for a move of its own only when there is no other.
-        sources = dict.fromkeys(state.writer[column] for column in wanted if column != ORDER)
-        if wanted and not sources:
-            sources = {state.writer[ORDER]: None}
+        writers = [state.writer[column] for column in wanted if column != ORDER]
+        if wanted and not writers:
+            writers = [state.writer[ORDER]]
+        # Columns of one place come in one move, whatever their meshes are called.
+        sources = {job.meshes[writer].key: writer for writer in reversed(writers)}
         soon = [
             column
             for other in later
@@ -169,13 +171,13 @@ def _moves(
             for column in columns
             if column in ready and (place, column) not in state.complete
         ]
-        for source in sources:
+        for held, writer in reversed(sources.items()):
             columns = tuple(
                 column
                 for column in dict.fromkeys([*wanted, *soon])
-                if state.writer[column] == source and column != ORDER
+                if job.meshes[state.writer[column]].key == held and column != ORDER
             )
-            moves.append(Move(columns, source, mesh))
+            moves.append(Move(columns, writer, mesh))
             state.complete.update((place, column) for column in (*columns, ORDER))
     return moves
 

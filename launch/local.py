@@ -61,7 +61,8 @@ def _start(command: Sequence[str], num_ranks: int, threads_per_rank: int) -> lis
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": str(threads_per_rank),
-        "HYBRIDFLOW_LAUNCHED": "local",
+        # Ranks of one machine speak to each other over the loopback interface, which nobody else can reach.
+        **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else {}),
     }
     die_with_parent = _die_with_parent()
     ranks: list[subprocess.Popen[bytes]] = []

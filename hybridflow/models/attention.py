@@ -17,7 +17,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 
 class KeyValueCache:
@@ -51,6 +51,9 @@ class KeyValueCache:
 
 class PackedAttention:
     """Each token sees itself and the tokens before it in its own sequence.
+
+    A padded micro-batch, flattened to ``[samples * width]``, is one whose lengths are all ``width``: padding stands
+    behind a sequence's own tokens, which never look there.
 
     Args:
         lengths: Tokens of each sequence.
@@ -214,14 +217,3 @@ class GroupedSelfAttention(SelfAttention):
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
         return query, key, value
-
-
-def padded_lengths(lengths: list[int]) -> list[int]:
-    """Lengths of a padded micro-batch: every row as wide as the longest, the padding being tokens behind the others."""
-    return [max(lengths, default=0)] * len(lengths)
-
-
-def pad_packed(packed: Tensor, lengths: list[int], fill: int = 0) -> Tensor:
-    """Packed tokens ``[tokens]`` to a padded micro-batch, flattened: ``[samples * width]``."""
-    width = max(lengths, default=0)
-    return torch.cat([pad(row, (0, width - len(row)), value=fill) for row in packed.split(lengths)])

@@ -12,11 +12,3 @@ import torch
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine can be used: installed, with a CUDA device to run on."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-
-
-@functools.cache
-def has_apex() -> bool:
-    """Whether NVIDIA's Apex can be used (PyPI's ``apex`` is another project: it has no ``multi_tensor_apply``)."""
-    if not torch.cuda.is_available() or importlib.util.find_spec("apex") is None:
-        return False
-    return importlib.util.find_spec("apex.multi_tensor_apply") is not None

@@ -72,7 +72,7 @@ class GlooMessenger:
     def _gather(self, payload: bytes, num_bytes: int) -> list[torch.Tensor]:
         frame = _frame(payload, num_bytes)
         frames = torch.empty(len(self._ranks), len(frame), dtype=torch.uint8)
-        # Everyone to everyone at once: gloo's own all-gather passes the frames on from rank to rank, which takes longer.
+        # From each to all at once: gloo's own all-gather passes frames on from rank to rank, which takes longer.
         dist.all_to_all_single(frames, frame.expand(len(self._ranks), -1).contiguous(), group=self._group)
         return list(frames)
 

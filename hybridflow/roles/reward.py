@@ -38,10 +38,14 @@ def find_function(name: str) -> RewardFunction:
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+    # A user's module may raise anything while it is imported.
+    except Exception as error:
         raise ConfigError(
-            f"reward.function={name!r}: {error}; give one of {', '.join(BUILT_IN)} or 'package.module:function'"
+            f"reward.function={name!r}: {type(error).__name__}: {error}; give one of {', '.join(BUILT_IN)} or "
+            "'package.module:function'"
         ) from error
+    if not callable(found):
+        raise ConfigError(f"reward.function={name!r}: found {type(found).__name__}, expected a function")
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from hybridflow.roles.placed import mini_batch_size
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
 from hybridflow.trainer import checkpoints
+from hybridflow.trainer.copy_weights import copy_weights
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import JobPlan, Program, plan_job
-from hybridflow.trainer.seed import copy_weights
 from hybridflow.trainer.step_metrics import merge_metrics, step_metrics
 
 
@@ -49,9 +50,25 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> None:
     torch.set_num_threads(recipe.cluster.threads_per_rank)
     if not resume:
         checkpoints.check_new(Path(recipe.run_dir))
+    recipe = _with_nodes(recipe, world)
     plan = plan_job(recipe)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     Trainer(open_job(recipe, world, plan), plan).run(resume=resume)
+
+
+def _with_nodes(recipe: Recipe, world: World) -> Recipe:
+    """The recipe with the launcher's number of ranks on each node, which decides whose data is near.
+
+    Raises:
+        LayoutError: The recipe says another number.
+    """
+    said, found = recipe.cluster.ranks_per_node, world.ranks_per_node
+    if said is not None and said != found:
+        raise LayoutError(
+            f"cluster.ranks_per_node={said}, but the launcher put {found} ranks on each node; set it to {found}, or "
+            "leave it out"
+        )
+    return replace(recipe, cluster=replace(recipe.cluster, ranks_per_node=found))
 
 
 class Trainer:
@@ -156,15 +173,28 @@ class Trainer:
         """What the schedule's loops and branches ask for: functions of the step alone, so no rank need ask another."""
         recipe = self.job.recipe
         settings = recipe.ppo if recipe.algorithm == "ppo" else recipe.grpo
-        is_lead = self.job.world.rank == self._plan.meshes["actor.update"].ranks[0]
         return {
-            "warm_step": Replicated(_warm_steps(recipe, is_shown=is_lead).__next__),
+            "warm_step": Replicated(self._warm_steps().__next__),
             "train_step": Replicated(self._next_step),
             "critic_mini_batch": Replicated(_mini_batches(self.job, settings.epochs).__next__),
             "actor_mini_batch": Replicated(_mini_batches(self.job, settings.epochs).__next__),
             "validate": Replicated(self._is_validation_due),
             "save": Replicated(self._is_save_due),
         }
+
+    def _warm_steps(self) -> Iterator[dict[str, int] | None]:
+        """The turns of the warm start, with progress on the console, then the end of the loop."""
+        warm, update = self.job.recipe.warm_start, self._plan.meshes["actor.update"]
+        steps = warm.steps if warm is not None else 0
+        for step in range(steps):
+            # The first rank of the last stage knows the loss.
+            if step % max(1, steps // 10) == 0 and self.job.world.rank == update.holders(0)[0]:
+                loss = self.roles["actor"].metrics.get("warm_start/loss")
+                print(
+                    f"warm start: step {step}/{steps}" + (f" | loss {loss:.3f}" if loss is not None else ""), flush=True
+                )
+            yield {"step": step}
+        yield None
 
     def _next_step(self) -> dict[str, int] | None:
         recipe = self.job.recipe
@@ -224,16 +254,6 @@ class Trainer:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _warm_steps(recipe: Recipe, *, is_shown: bool) -> Iterator[dict[str, int] | None]:
-    """The turns of the warm start, with progress on the console, then the end of the loop."""
-    steps = recipe.warm_start.steps if recipe.warm_start is not None else 0
-    for step in range(steps):
-        if is_shown and step % max(1, steps // 10) == 0:
-            print(f"warm start: step {step}/{steps}", flush=True)
-        yield {"step": step}
-    yield None
 
 
 def _mini_batches(job: Job, epochs: int) -> Iterator[dict[str, int] | None]:

@@ -54,12 +54,12 @@ def is_gone(pid, within_s=5.0):
 
 
 def test_ranks_know_their_place(tmp_path):
-    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS HYBRIDFLOW_LAUNCHED"
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS"
     code = f"print(*[os.environ[n] for n in {names.split()}], *sys.argv[1:], file=open(f'seen{{rank}}', 'w'))"
     code += "\nassert int(os.environ['MASTER_PORT']) > 1023 and sys.stdin.read() == ''"
     assert run(code, argv=["train", "a b"]) == 0
-    seen = [(tmp_path / f"seen{rank}").read_text().split(" ", 7) for rank in range(3)]
-    assert seen == [[str(r), "3", str(r), "3", "127.0.0.1", "1", "local", "train a b\n"] for r in range(3)]
+    seen = [(tmp_path / f"seen{rank}").read_text().split(" ", 6) for rank in range(3)]
+    assert seen == [[str(r), "3", str(r), "3", "127.0.0.1", "1", "train a b\n"] for r in range(3)]
 
 
 def test_output_of_the_ranks_is_ours(capfd):

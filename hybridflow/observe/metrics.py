@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
 
 from hybridflow.errors import DataError
 from hybridflow.observe.files import replace_file
@@ -69,7 +68,7 @@ class MetricsLog:
         self._file.close()
         self._tensorboard.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, *_: object) -> None:

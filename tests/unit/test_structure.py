@@ -115,3 +115,12 @@ def test_no_pickle_no_eval_no_shell():
                 assert not any(keyword.arg == "shell" for keyword in node.keywords), (name, node.lineno)
                 torch_pickle = ast.unparse(node.func) in ("torch.save", "torch.load")
                 assert not torch_pickle, (name, node.lineno)
+
+
+def test_names_of_typing_are_there_in_the_oldest_python():
+    """Python 3.10 is supported, and these came after it."""
+    newer = {"Self", "assert_never", "reveal_type", "Never", "LiteralString", "override", "Unpack", "Required"}
+    for name, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "typing":
+                assert not newer & {alias.name for alias in node.names}, (name, node.lineno)

@@ -144,7 +144,6 @@ def build_transformer(
     *,
     vocab_size: int,
     has_value_head: bool = False,
-    pad_vocab: bool = True,
 ) -> Transformer:
     """This rank's stage and shard of a model, with weights not yet set.
 
@@ -155,7 +154,6 @@ def build_transformer(
         device: Where the weights live; ``meta`` for shapes only.
         vocab_size: True vocabulary, before padding.
         has_value_head: Values instead of logits.
-        pad_vocab: Round the vocabulary up for this layout; False shows its true shape.
     """
     config = transformer_config(model, layout, device)
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
@@ -165,7 +163,7 @@ def build_transformer(
         transformer = Transformer(
             config=config,
             transformer_layer_spec=_layer_spec(config, device),
-            vocab_size=padded_vocab_size(model, vocab_size, layout.tp) if pad_vocab else vocab_size,
+            vocab_size=padded_vocab_size(model, vocab_size, layout.tp),
             max_sequence_length=model.max_context,
             pre_process=first,
             post_process=last,

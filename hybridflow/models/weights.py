@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from dataclasses import replace
 
 import torch
 from megatron.core.transformer.mlp import MLP
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from hybridflow.config import Model
 from hybridflow.models.gpt import Transformer, ValueHead, build_transformer
 from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.parallel.megatron import single_rank_collection
+from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 from hybridflow.reshard.spec import ModelSpec, Shard, TensorSpec, shard
@@ -59,14 +60,17 @@ def describe_model(world: World, model: Model, *, vocab_size: int, has_value_hea
         vocab_size: True vocabulary, before padding.
         has_value_head: Values instead of logits.
     """
+    alone = DeviceMesh(
+        name="whole model", layout=ParallelLayout(), ranks=(world.rank,), ranks_per_node=world.ranks_per_node
+    )
     whole = build_transformer(
-        model,
-        ParallelLayout(),
-        single_rank_collection(world),
+        # Without padding, which is the layout's and not the model's.
+        replace(model, vocab_divisible_by=1),
+        alone.layout,
+        collection(world, alone),
         torch.device("meta"),
         vocab_size=vocab_size,
         has_value_head=has_value_head,
-        pad_vocab=False,
     )
     gated = {id(module.linear_fc1.weight) for module in whole.modules() if isinstance(module, MLP)}
     tensors = []

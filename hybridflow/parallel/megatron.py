@@ -74,28 +74,6 @@ def collection(world: World, mesh: DeviceMesh) -> ProcessGroupCollection:
     )
 
 
-def single_rank_collection(world: World) -> ProcessGroupCollection:
-    """Groups of this rank alone, for describing a whole model without its mesh."""
-    alone = world.group((world.rank,))
-    return ProcessGroupCollection(
-        tp=alone,
-        pp=alone,
-        mp=alone,
-        embd=alone,
-        pos_embd=alone,
-        cp=alone,
-        tp_cp=alone,
-        hcp=[alone],
-        ep=alone,
-        expt_tp=alone,
-        tp_ep=alone,
-        tp_ep_pp=alone,
-        dp=alone,
-        dp_cp=alone,
-        expt_dp=alone,
-    )
-
-
 @contextmanager
 def gathering_within(group: dist.ProcessGroup) -> Iterator[None]:
     """Objects that megatron-core gathers over the whole job come, for the duration, from ``group`` alone.

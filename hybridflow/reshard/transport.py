@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.errors import DeadlineError
+from hybridflow.parallel.failure import lost_contact
 from hybridflow.parallel.world import World
 
 
@@ -43,7 +43,8 @@ class TorchTransport:
     def __init__(self, world: World, ranks: tuple[int, ...], name: str) -> None:
         self._group = world.group(ranks)
         self._deadline_s = world.deadline_s
-        self._failure = f"{name}: lost contact with some of ranks {list(ranks)} (deadline {world.deadline_s:g} s)"
+        self._name = name
+        self._ranks = ranks
         if world.device.type == "cuda":
             # NCCL wants every rank of a group in its first operation, and an exchange need not concern all of them.
             dist.all_reduce(torch.zeros(1, device=world.device), group=self._group)
@@ -54,11 +55,6 @@ class TorchTransport:
         operations += [dist.P2POp(dist.isend, buffer, rank, self._group) for rank, buffer in sends.items()]
         if not operations:
             return
-        try:
+        with lost_contact(self._name, self._ranks, self._deadline_s):
             for work in dist.batch_isend_irecv(operations):
                 work.wait(timedelta(seconds=self._deadline_s))
-        except RuntimeError as error:
-            raise DeadlineError(
-                f"{self._failure}; look for a rank that failed earlier, or raise cluster.deadline_s if one is only "
-                f"slow: {str(error).splitlines()[0]}"
-            ) from error

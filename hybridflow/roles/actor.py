@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridflow.algorithms.kl import kl_penalty
 from hybridflow.algorithms.losses import Totals, aggregate, policy_loss
 from hybridflow.dataflow.batch import Batch, Ragged
-from hybridflow.models.microbatch import MicroBatch, pack, split_by_tokens
+from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
 from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.plan import shares_storage
@@ -43,10 +43,10 @@ class Actor:
         self.trainable: Trainable | None = None
         if self.model is not None:
             self.trainable = Trainable(self.model.transformer, self.model.groups, job.recipe.actor.optimizer)
-        self._is_shared = shares_storage(update, rollout)
-        self._rollout = self.model if self._is_shared else None
+        is_shared = shares_storage(update, rollout)
+        self._rollout = self.model if is_shared else None
         self._resharder: Resharder | None = None
-        if not self._is_shared and (rank in update or rank in rollout):
+        if not is_shared and (rank in update or rank in rollout):
             self._rollout = PlacedModel(job, rollout, self.spec) if rank in rollout else None
             self._resharder = Resharder(job.world, self.spec, update, rollout)
         self._rollout_is_current = False
@@ -70,9 +70,9 @@ class Actor:
                 self._rollout.tensors() if self._rollout is not None else None,
             )
             # A validation within the step may reshard once more.
-            before = self.metrics
-            self.metrics["reshard/time_s"] = before.get("reshard/time_s", 0.0) + stats.time_s
-            self.metrics["reshard/received_bytes"] = before.get("reshard/received_bytes", 0.0) + stats.received_bytes
+            metrics = self.metrics
+            metrics["reshard/time_s"] = metrics.get("reshard/time_s", 0.0) + stats.time_s
+            metrics["reshard/received_bytes"] = metrics.get("reshard/received_bytes", 0.0) + stats.received_bytes
         self._rollout_is_current = True
 
     def sample(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
@@ -138,9 +138,7 @@ class Actor:
         layout, place = self.model.mesh.layout, self.model.mesh.coordinate(self._job.world.rank)
         pairs = [problems.solutions[row] for row in rows[place.dp :: layout.dp]]
         sequences = [torch.tensor(prompt + solution) for prompt, solution in pairs]
-        chosen = split_by_tokens([len(each) for each in sequences], self._job.recipe.trainer.micro_batch_tokens)
-        prompt_lengths = [len(prompt) for prompt, _ in pairs]
-        micro_batches = [pack(samples, sequences, prompt_lengths, self._job.world.device) for samples in chosen]
+        micro_batches = self.model.pack(sequences, [len(prompt) for prompt, _ in pairs])
 
         def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
             log_probs, _ = self.model.log_probs(output, micro_batch)

@@ -70,7 +70,10 @@ class PlacedModel:
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """The batch cut by the recipe's token budget."""
-        sequences, prompt_lengths = column_rows(batch, "tokens"), batch.columns["prompt_lengths"].tolist()
+        return self.pack(column_rows(batch, "tokens"), batch.columns["prompt_lengths"].tolist())
+
+    def pack(self, sequences: list[Tensor], prompt_lengths: list[int]) -> list[MicroBatch]:
+        """Sequences, each ``[tokens]`` of prompt and response, cut by the recipe's token budget."""
         chosen = split_by_tokens([len(sequence) for sequence in sequences], self._budget_tokens)
         return [pack(samples, sequences, prompt_lengths, self._device) for samples in chosen]
 

@@ -66,16 +66,15 @@ def save(job: Job, roles: Mapping[str, Any], step: int, state: Mapping[str, Any]
         begin_step(run_dir, step)
     everyone.barrier("start of the checkpoint")
     files = [write_shard(run_dir, step, name, job.world.rank, tensors) for name, tensors in _tensors(roles).items()]
-    counts = everyone.gather(_optimizer_steps(roles), "optimizer steps of the checkpoint")
-    shares = everyone.gather(files, "files of the checkpoint")
+    shares = everyone.gather([files, _optimizer_steps(roles)], "files of the checkpoint")
     if everyone.is_lead:
         whole = {
             "version": __version__,
             "recipe": to_dict(job.recipe),
-            "optimizer_steps": counts,
+            "optimizer_steps": [steps for _, steps in shares],
             **state,
         }
-        complete_step(run_dir, step, whole, [file for share in shares for file in share], KEEP_LAST)
+        complete_step(run_dir, step, whole, [file for written, _ in shares for file in written], KEEP_LAST)
     everyone.barrier("end of the checkpoint")
 
 

@@ -10,6 +10,7 @@ from hybridflow.dataflow.compiler import compile_flow
 from hybridflow.dataflow.schedule import Branch, Call, Instruction, Loop, rank_sets
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.reshard.plan import participants
 from hybridflow.trainer.recipes import grpo, ppo
 from hybridflow.trainer.recipes.nodes import VALIDATION, WARM_START
 
@@ -44,10 +45,9 @@ class JobPlan:
     def rank_sets(self) -> tuple[tuple[int, ...], ...]:
         """Sets of ranks that exchange messages beside those of a model: for moves, decisions and copies of weights."""
         sets = dict.fromkeys(rank_sets(self.whole, self.meshes))
-        update = self.meshes["actor.update"]
         for name in ("actor.rollout", "reference", "critic"):
             if name in self.meshes:
-                sets[tuple(sorted({*update.ranks, *self.meshes[name].ranks}))] = None
+                sets[participants(self.meshes["actor.update"], self.meshes[name])] = None
         return tuple(sets)
 
 

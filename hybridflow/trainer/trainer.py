@@ -121,15 +121,12 @@ class Trainer:
 
     def finish_step(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Gather and record what the step measured. Collective: all ranks."""
-        measured = merge_metrics(role.metrics for role in self.roles.values())
-        shares = self._everyone.gather([measured, list(self._timeline.spans)], "metrics of the step")
+        shares = self._everyone.gather([self._take_metrics(), list(self._timeline.spans)], "metrics of the step")
         step_s = time.perf_counter() - self._step_began_s
         self._step_began_s = time.perf_counter()
         self._timeline.reset()
         self.step = decided["train_step"]["step"]
         metrics = step_metrics(shares, step_s)
-        for role in self.roles.values():
-            role.metrics.clear()
         self.kl_coef.advance(metrics["kl/ref"])
         self._totals["steps"] += 1
         self._totals["step_s"] += step_s
@@ -226,14 +223,19 @@ class Trainer:
     def _validate(self) -> float:
         """Greedy accuracy on the held-out problems, on every rank."""
         self._execute(self._plan.validation)
-        shares = self._everyone.gather(merge_metrics(role.metrics for role in self.roles.values()), "validation")
-        for role in self.roles.values():
-            role.metrics.clear()
+        shares = self._everyone.gather(self._take_metrics(), "validation")
         self._timeline.reset()
         accuracy = merge_metrics(shares)["validation/accuracy"]
         if self.job.world.rank == 0:
             print(f"held-out accuracy {accuracy:.1%} after {self.step} training steps", flush=True)
         return accuracy
+
+    def _take_metrics(self) -> dict[str, float]:
+        """What the roles of this rank measured since they were last asked."""
+        metrics = merge_metrics(role.metrics for role in self.roles.values())
+        for role in self.roles.values():
+            role.metrics.clear()
+        return metrics
 
     def _finish(self) -> None:
         if self._log is None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 from hybridflow.errors import LayoutError
+
+AXES = ("tp", "pp", "dp", "cp", "ep", "vpp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,11 +20,14 @@ class ParallelLayout:
         pp: Pipeline parallel size: ranks that share the stack of layers.
         dp: Data parallel size: replicas of the model.
         cp: Context parallel size: ranks that share one sequence.
-        ep: Expert parallel size; divides ``dp * cp``, so it adds no ranks.
+        ep: Expert parallel size. ``etp * ep`` divides a stage's ``tp * cp * dp`` ranks, so it adds none.
         vpp: Virtual pipeline chunks on each stage; adds no ranks.
+        etp: Tensor parallel size inside each expert; None: as ``tp``.
+        layers: Layers of each pipeline stage, of each of the ``pp * vpp`` virtual stages in their order if vpp > 1;
+            None: equally many.
 
     Raises:
-        LayoutError: A size is not a positive integer.
+        LayoutError: A size is not a positive integer, or sizes contradict each other.
     """
 
     tp: int = 1
@@ -30,12 +36,28 @@ class ParallelLayout:
     cp: int = 1
     ep: int = 1
     vpp: int = 1
+    etp: int | None = None
+    layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            size = getattr(self, field.name)
+        sizes = {axis: getattr(self, axis) for axis in (*AXES, "etp") if (axis, self.etp) != ("etp", None)}
+        for axis, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise LayoutError(f"layout {field.name}={size!r}: expected an integer of at least 1")
+                raise LayoutError(f"layout {axis}={size!r}: expected an integer of at least 1")
+        if self.tp * self.cp * self.dp % (self.expert_tp * self.ep):
+            raise LayoutError(
+                f"layout ep={self.ep} with etp={self.expert_tp}: their product does not divide the "
+                f"tp·cp·dp = {self.tp * self.cp * self.dp} ranks of a stage; choose an ep or etp that does"
+            )
+        if self.layers is not None and (len(self.layers) != self.pp * self.vpp or min(self.layers) < 0):
+            raise LayoutError(
+                f"layout layers={list(self.layers)}: expected pp·vpp = {self.pp * self.vpp} numbers of layers"
+            )
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallel size inside each expert."""
+        return self.tp if self.etp is None else self.etp
 
     @property
     def world_size(self) -> int:
@@ -46,19 +68,24 @@ class ParallelLayout:
     def parse(cls, text: str) -> ParallelLayout:
         """Read ``"tp2.pp1.dp4"``; axes may come in any order, and those left out are 1.
 
+        Uneven stages are written ``"pp2.layers3-5"``.
+
         Raises:
             LayoutError: The text is not such a list, or names an axis twice.
         """
-        sizes: dict[str, int] = {}
+        sizes: dict[str, Any] = {}
         for part in text.split("."):
-            match = re.fullmatch(r"(tp|pp|dp|cp|ep|vpp)([0-9]+)", part)
-            if match is None or match[1] in sizes:
+            match = re.fullmatch(r"(tp|pp|dp|cp|ep|vpp|etp)([0-9]+)|(layers)([0-9]+(?:-[0-9]+)*)", part)
+            axis = None if match is None else match[1] or match[3]
+            if match is None or axis is None or axis in sizes:
                 raise LayoutError(f"layout {text!r}: cannot read {part!r}; expected for instance 'tp2.pp1.dp4'")
-            sizes[match[1]] = int(match[2])
+            sizes[axis] = int(match[2]) if match[1] else tuple(map(int, match[4].split("-")))
         return cls(**sizes)
 
     def __str__(self) -> str:
         extra = "".join(f".{axis}{getattr(self, axis)}" for axis in ("cp", "ep", "vpp") if getattr(self, axis) > 1)
+        extra += "" if self.etp is None else f".etp{self.etp}"
+        extra += "" if self.layers is None else f".layers{'-'.join(map(str, self.layers))}"
         return f"tp{self.tp}.pp{self.pp}.dp{self.dp}{extra}"
 
     def check_fits(self, num_ranks: int, owner: str) -> None:
@@ -86,7 +113,7 @@ class ParallelLayout:
         """Refuse by name the axes that this version describes but cannot train with.
 
         Raises:
-            LayoutError: ``cp``, ``ep`` or ``vpp`` is above 1.
+            LayoutError: ``cp``, ``ep`` or ``vpp`` is above 1, or ``etp`` or ``layers`` is given.
         """
         for axis, what in (("cp", "context"), ("ep", "expert"), ("vpp", "virtual pipeline")):
             size = getattr(self, axis)
@@ -95,3 +122,6 @@ class ParallelLayout:
                     f"{owner}.{axis}={size}: {what} parallelism cannot be trained yet; "
                     f"set {axis}=1 and use tp, pp and dp"
                 )
+        for axis in ("etp", "layers"):
+            if getattr(self, axis) is not None:
+                raise LayoutError(f"{owner}.{axis}: cannot be trained yet; leave it out")

@@ -3,13 +3,18 @@
 A logical tensor is described in the view in which every cut is one box: gate/up of SwiGLU is ``[2, ffn, hidden]`` cut
 on dim 1; the fused QKV weight is ``[rows, hidden]`` cut on dim 0, since megatron-core gives each rank equally many
 consecutive rows: whole query groups when ``tp`` divides the groups, a part of one group when the groups divide ``tp``.
+Each expert of a mixture has tensors of its own.
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
 import hashlib
+import itertools
 import json
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 from hybridflow.errors import ReshardError
@@ -34,10 +39,12 @@ class Shard(NamedTuple):
         box: The elements held, without padding; empty where the rank holds padding alone.
         local_shape: The rank's parameter in the logical view, padding included; ``parameter.view(local_shape)``. The
             box lies at its origin, padding after it.
+        offset: Where in the rank's flat storage of this tensor the view begins, in elements.
     """
 
     box: Box
     local_shape: tuple[int, ...]
+    offset: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +59,8 @@ class TensorSpec:
         place: Which pipeline stage holds it.
         also_held_by: A second place, for embeddings tied to the output; one copy where both are the same stage.
         padded_to: ``tp_dim`` is padded to a multiple of ``padded_to * tp``; None: it is not padded.
+        expert: Of a tensor inside an expert, which expert of how many: held by the expert-parallel rank whose block of
+            experts has it, and cut by ``etp`` instead of ``tp``.
 
     Raises:
         ReshardError: The description contradicts itself.
@@ -64,6 +73,7 @@ class TensorSpec:
     place: Place
     also_held_by: Place | None = None
     padded_to: int | None = None
+    expert: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -77,6 +87,18 @@ class TensorSpec:
                 f"{self.name}: padded_to={self.padded_to} with tp_dim={self.tp_dim}: expected at least 1, "
                 "and a tp_dim to pad"
             )
+        if self.expert is not None and not 0 <= self.expert[0] < self.expert[1]:
+            raise ReshardError(f"{self.name}: expert {self.expert[0]} is not one of {self.expert[1]}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor, without padding."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The one or two places along the pipeline that hold it."""
+        return (self.place,) if self.also_held_by is None else (self.place, self.also_held_by)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +118,22 @@ class ModelSpec:
             if spec.name in names:
                 raise ReshardError(f"{spec.name}: described twice; each logical tensor has one description")
             names.add(spec.name)
-            for place in _places(spec):
+            for place in spec.places:
                 if isinstance(place, int) and not 0 <= place < self.num_layers:
                     raise ReshardError(f"{spec.name}: layer {place} is not one of the model's {self.num_layers} layers")
 
+    @functools.cached_property
+    def places(self) -> tuple[TensorSpec, ...]:
+        """The first tensor of each place, or pair of places, along the pipeline."""
+        first: dict[tuple[Place, ...], TensorSpec] = {}
+        for spec in self.tensors:
+            first.setdefault(spec.places, spec)
+        return tuple(first.values())
+
     def digest(self) -> str:
-        """The sha256 of the description as canonical JSON: equal exactly for equal descriptions."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        """The sha256 of the description as JSON: equal exactly for equal descriptions."""
+        rows = [[getattr(spec, field.name) for field in fields(spec)] for spec in self.tensors]
+        return hashlib.sha256(json.dumps([self.num_layers, rows]).encode()).hexdigest()
 
 
 def shard(spec: TensorSpec, layout: ParallelLayout, coordinate: Coordinate, num_layers: int) -> Shard | None:
@@ -112,52 +143,94 @@ def shard(spec: TensorSpec, layout: ParallelLayout, coordinate: Coordinate, num_
         spec: The tensor.
         layout: How the model is cut.
         coordinate: The rank's place in a mesh of this layout; data and context parallel ranks hold the same.
-        num_layers: Layers of the whole model, shared by the pipeline stages in equal consecutive blocks.
+        num_layers: Layers of the whole model.
 
     Returns:
-        The shard, or None where another pipeline stage holds the tensor.
+        The shard, or None where another rank's stage or block of experts holds the tensor.
 
     Raises:
         ReshardError: The layout does not cut this tensor into equal parts.
     """
-    if all(stage_of(place, layout, num_layers, spec.name) != coordinate.pp for place in _places(spec)):
+    if all(stage_of(place, layout, num_layers, spec.name) != coordinate.pp for place in spec.places):
         return None
+    if spec.expert is None:
+        return cut(spec, layout.tp, coordinate.tp)
+    index, block = expert_place(layout, coordinate)
+    return cut(spec, layout.expert_tp, index) if block == expert_block(spec, layout) else None
+
+
+def cut(spec: TensorSpec, parts: int, index: int) -> Shard:
+    """Part ``index`` of a tensor cut into ``parts`` along its ``tp_dim``; the whole of it if it has none.
+
+    Raises:
+        ReshardError: The parts would not be equal.
+    """
     box = [(0, size) for size in spec.shape]
     local_shape = list(spec.shape)
     dim = spec.tp_dim
     if dim is not None:
         size = spec.shape[dim]
-        unit = layout.tp if spec.padded_to is None else spec.padded_to * layout.tp
-        if spec.padded_to is None and size % layout.tp != 0:
+        unit = parts if spec.padded_to is None else spec.padded_to * parts
+        if spec.padded_to is None and size % parts != 0:
             raise ReshardError(
-                f"{spec.name}: dim {dim} of {list(spec.shape)} cannot be cut into tp={layout.tp} equal parts; "
+                f"{spec.name}: dim {dim} of {list(spec.shape)} cannot be cut into tp={parts} equal parts; "
                 f"choose a tp that divides {size}"
             )
-        local_size = -(-size // unit) * unit // layout.tp
-        start, stop = coordinate.tp * local_size, (coordinate.tp + 1) * local_size
+        local_size = -(-size // unit) * unit // parts
+        start, stop = index * local_size, (index + 1) * local_size
         box[dim] = (min(start, size), min(stop, size))
         local_shape[dim] = local_size
     return Shard(tuple(box), tuple(local_shape))
 
 
 def stage_of(place: Place, layout: ParallelLayout, num_layers: int, name: str) -> int:
-    """The pipeline stage of a place.
+    """The pipeline stage of a place; chunk ``c`` of stage ``s`` is virtual stage ``c * pp + s``.
 
     Raises:
         ReshardError: The layers cannot be dealt to the stages; names the tensor ``name``.
     """
-    if layout.vpp > 1:
-        raise ReshardError(f"{name}: layout {layout}: virtual pipeline chunks cannot be resharded yet; set vpp=1")
-    if num_layers % layout.pp != 0:
-        raise ReshardError(
-            f"{name}: {num_layers} layers cannot be dealt to pp={layout.pp} equal stages; "
-            f"choose a pp that divides {num_layers}"
-        )
     if place == "embedding":
         return 0
     if place == "output":
         return layout.pp - 1
-    return place // (num_layers // layout.pp)
+    num_stages = layout.pp * layout.vpp
+    if layout.layers is None:
+        if num_layers % num_stages != 0:
+            raise ReshardError(
+                f"{name}: {num_layers} layers cannot be dealt to {'pp' if layout.vpp == 1 else 'pp·vpp'}={num_stages} "
+                f"equal stages; choose one that divides {num_layers}, or give the layers of each stage"
+            )
+        return place // (num_layers // num_stages) % layout.pp
+    if sum(layout.layers) != num_layers:
+        raise ReshardError(
+            f"{name}: layout {layout} has {sum(layout.layers)} layers, the model {num_layers}; make the two equal"
+        )
+    return bisect.bisect_right(list(itertools.accumulate(layout.layers)), place) % layout.pp
+
+
+def expert_place(layout: ParallelLayout, coordinate: Coordinate) -> tuple[int, int]:
+    """The tensor parallel index inside experts, and the block of experts, of the rank at a coordinate.
+
+    As in megatron-core the ranks of a stage are counted through with the experts' own tensor parallel index fastest,
+    then the block of experts, then their replicas.
+    """
+    index = coordinate.tp + layout.tp * (coordinate.cp + layout.cp * coordinate.dp)
+    return index % layout.expert_tp, index // layout.expert_tp % layout.ep
+
+
+def expert_block(spec: TensorSpec, layout: ParallelLayout) -> int:
+    """Which of the ``ep`` blocks of experts has the tensor's expert.
+
+    Raises:
+        ReshardError: The experts cannot be dealt to equal blocks.
+    """
+    assert spec.expert is not None, f"{spec.name} is in no expert"
+    index, count = spec.expert
+    if count % layout.ep:
+        raise ReshardError(
+            f"{spec.name}: {count} experts cannot be dealt to ep={layout.ep} equal blocks; choose a divisor of {count}"
+        )
+    return index // (count // layout.ep)
 
 
 def num_elements(box: Box) -> int:
@@ -173,5 +246,25 @@ def intersect(one: Box, other: Box) -> Box:
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
-def _places(spec: TensorSpec) -> tuple[Place, ...]:
-    return (spec.place,) if spec.also_held_by is None else (spec.place, spec.also_held_by)
+def flat_boxes(box: Box, start: int, stop: int) -> list[Box]:
+    """Elements ``start`` to ``stop`` of a box, counted in row-major order, as boxes in that order.
+
+    There is one for whole rows, and at most two more for each dim but the last.
+    """
+    if start >= stop:
+        return []
+    (low, high), rest = box[0], box[1:]
+    row = num_elements(rest)
+    first, last = start // row, stop // row
+    if first == last or not rest:
+        if not rest:
+            return [((low + start, low + stop),)]
+        return [((low + first, low + first + 1), *inner) for inner in flat_boxes(rest, start % row, stop % row)]
+    boxes: list[Box] = []
+    if start % row:
+        boxes += [((low + first, low + first + 1), *inner) for inner in flat_boxes(rest, start % row, row)]
+        first += 1
+    if first < last:
+        boxes.append(((low + first, low + last), *rest))
+    boxes += [((low + last, low + last + 1), *inner) for inner in flat_boxes(rest, 0, stop % row)]
+    return boxes

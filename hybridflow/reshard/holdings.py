@@ -1,0 +1,134 @@
+"""Which rank holds which boxes of which tensor. Pure arithmetic: no torch.
+
+A plan turns one ``Holdings`` into another, and does not care what they are: the weights of a mesh, replicated over data
+parallel ranks (``WeightHoldings``), or the state of a distributed optimizer, dealt to them (``OptimizerHoldings``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple, Protocol
+
+from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.reshard.spec import (
+    Box,
+    ModelSpec,
+    Shard,
+    TensorSpec,
+    cut,
+    expert_block,
+    num_elements,
+    shard,
+    stage_of,
+)
+
+
+class Part(NamedTuple):
+    """A box of a tensor and the ranks that hold all of it.
+
+    Attributes:
+        box: In logical coordinates, never empty.
+        ranks: Global ranks, in mesh order.
+    """
+
+    box: Box
+    ranks: tuple[int, ...]
+
+
+class Holdings(Protocol):
+    """How a model's tensors lie on the ranks of a mesh."""
+
+    mesh: DeviceMesh
+
+    def stages(self, tensor: TensorSpec) -> tuple[int, ...]:
+        """The pipeline stages that hold a tensor, ascending."""
+        ...
+
+    def key(self, tensor: TensorSpec) -> Hashable:
+        """Equal for tensors that have equal ``parts``."""
+        ...
+
+    def parts(self, tensor: TensorSpec) -> tuple[Part, ...]:
+        """Disjoint boxes that cover the tensor. Raises ReshardError: the mesh cannot cut it."""
+        ...
+
+    def regions(self, tensor: TensorSpec, rank: int) -> tuple[Shard, ...]:
+        """What a rank of the mesh holds of a tensor, in the order of its storage; each is one of the ``parts``."""
+        ...
+
+    def identity(self) -> list[object]:
+        """All that the holdings depend on beside the model, as JSON values."""
+        ...
+
+
+class WeightHoldings:
+    """Weights as megatron-core lays them out: one shard a rank, the same on every data and context parallel rank.
+
+    Args:
+        model: The tensors.
+        mesh: Where they are.
+    """
+
+    def __init__(self, model: ModelSpec, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._num_layers = model.num_layers
+        self._stages: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._ranks: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+    def stages(self, tensor: TensorSpec) -> tuple[int, ...]:
+        """See ``Holdings.stages``."""
+        places = (tensor.place, tensor.also_held_by)
+        found = self._stages.get(places)
+        if found is None:
+            layout = self.mesh.layout
+            stages = {stage_of(place, layout, self._num_layers, tensor.name) for place in tensor.places}
+            found = self._stages[places] = tuple(sorted(stages))
+        return found
+
+    def key(self, tensor: TensorSpec) -> Hashable:
+        """See ``Holdings.key``."""
+        block = None if tensor.expert is None else expert_block(tensor, self.mesh.layout)
+        return self.stages(tensor), block, tensor.shape, tensor.tp_dim, tensor.padded_to, tensor.dtype
+
+    def parts(self, tensor: TensorSpec) -> tuple[Part, ...]:
+        """See ``Holdings.parts``."""
+        layout, stages = self.mesh.layout, self.stages(tensor)
+        block = None if tensor.expert is None else expert_block(tensor, layout)
+        if tensor.tp_dim is None:
+            whole = tuple((0, size) for size in tensor.shape)
+            return (Part(whole, self._holders(stages, block, None)),)
+        number = layout.tp if block is None else layout.expert_tp
+        boxes = ((index, cut(tensor, number, index).box) for index in range(number))
+        return tuple(
+            Part(box, self._holders(stages, block, index)) for index, box in boxes if num_elements(box) > 0
+        )
+
+    def regions(self, tensor: TensorSpec, rank: int) -> tuple[Shard, ...]:
+        """See ``Holdings.regions``."""
+        held = shard(tensor, self.mesh.layout, self.mesh.coordinate(rank), self._num_layers)
+        return () if held is None else (held,)
+
+    def identity(self) -> list[object]:
+        """See ``Holdings.identity``."""
+        return ["weights", str(self.mesh.layout), list(self.mesh.ranks), self.mesh.ranks_per_node]
+
+    def _holders(self, stages: tuple[int, ...], block: int | None, index: int | None) -> tuple[int, ...]:
+        """The ranks of some stages with a tensor parallel index, of one block of experts or of dense tensors."""
+        key = (stages, block, index)
+        found = self._ranks.get(key)
+        if found is None:
+            layout = self.mesh.layout
+            size = layout.tp * layout.cp * layout.dp
+            # Ranks of a stage follow each other, and holders come at a stride: see ``spec.expert_place``.
+            first, stride, width = (index or 0), layout.tp, 1 if index is not None else layout.tp
+            if block is not None:
+                first, stride = first + block * layout.expert_tp, layout.expert_tp * layout.ep
+                width = 1 if index is not None else layout.expert_tp
+            ranks = [
+                rank
+                for stage in stages
+                for start in range(stage * size + first, (stage + 1) * size, stride)
+                for rank in self.mesh.ranks[start : start + width]
+            ]
+            found = self._ranks[key] = tuple(ranks)
+        return found

@@ -61,13 +61,11 @@ def fill(loads: Sequence[int], total: int) -> list[int]:
     return shares
 
 
-def busiest_limit(
-    carriers: Sequence[Sequence[int]], totals: Sequence[int], shares: Sequence[Sequence[int]]
-) -> int:
+def busiest_limit(carriers: Sequence[Sequence[int]], totals: Sequence[int], shares: Sequence[Sequence[int]]) -> int:
     """A bound that no sharing beats, and a balanced one reaches.
 
-    Demands whose carriers all belong to one set are carried by that set: at least one of it carries their sum divided by
-    its size. The sets tried are those of the carriers above each load of the given sharing.
+    Demands whose carriers all belong to one set are carried by that set: one of it carries at least their sum divided
+    by its size. The sets tried are those of the carriers above each load of the given sharing.
     """
     loads: dict[int, int] = {}
     for each, share in zip(carriers, shares, strict=True):

@@ -295,7 +295,7 @@ class Flows:
         for node in holders.keys() & needers.keys() if len(holders) < len(needers) else needers:
             near = holders.get(node)
             if near is not None:
-                missing = [(rank,) for rank in needers[node] if rank not in near]
+                missing: list[tuple[int, ...]] = [(rank,) for rank in needers[node] if rank not in near]
                 if missing:
                     yield near, missing
         far = self._entering(stream)

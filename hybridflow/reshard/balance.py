@@ -26,11 +26,16 @@ def balance(carriers: Sequence[Sequence[int]], totals: Sequence[int]) -> list[li
     """
     loads = {carrier: 0 for each in carriers for carrier in each}
     shares = [[0] * len(each) for each in carriers]
+    for demand, each in enumerate(carriers):
+        if len(each) == 1:
+            shares[demand] = [totals[demand]]
+            loads[each[0]] += totals[demand]
     # The most constrained first: then supersets fill what these leave.
-    order = sorted(range(len(carriers)), key=lambda demand: len(carriers[demand]))
+    choices = [demand for demand, each in enumerate(carriers) if len(each) > 1]
+    choices.sort(key=lambda demand: len(carriers[demand]))
     for _ in range(MAX_PASSES):
         is_changed = False
-        for demand in order:
+        for demand in choices:
             before = [loads[carrier] - share for carrier, share in zip(carriers[demand], shares[demand], strict=True)]
             filled = fill(before, totals[demand])
             if filled != shares[demand]:

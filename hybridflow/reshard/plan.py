@@ -324,6 +324,9 @@ class Flows:
 
     def _cut(self, line: Line, shares: Sequence[int]) -> None:
         """Give each sender a stretch as long as its share, up to where the streams can be cut."""
+        if len(line.senders) == 1:
+            line.cuts.append(line.length)
+            return
         tolerance = line.length // len(line.senders) // SNAP_SHARE
         for cut in itertools.accumulate(shares):
             if 0 < cut < line.length:

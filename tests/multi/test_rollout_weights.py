@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from hybridflow.models.weights import local_shards, logical_parameters
+from hybridflow.models.specs import logical_parameters
+from hybridflow.models.weights import local_shards
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.world import World
 from hybridflow.roles.actor import Actor

@@ -176,7 +176,8 @@ def build_transformer(
             transformer.output_layer = ValueHead(config.hidden_size, config.params_dtype, device)
     for index, layer in enumerate(transformer.decoder.layers):
         layer.self_attention.core_attention.local_layer = index
-    return transformer if device.type == "meta" else transformer.to(device)
+    # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
+    return transformer.to(device, config.params_dtype)
 
 
 def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec:

@@ -128,7 +128,7 @@ def flat_ranges(model: ModelSpec, layout: ParallelLayout) -> dict[str, tuple[Fla
         ReshardError: The layout cannot cut some tensor.
     """
     chunks = replace(layout, pp=layout.pp * layout.vpp, vpp=1)
-    buffers: dict[tuple[object, ...], list[TensorSpec]] = {}
+    buffers: dict[tuple[int, int | None, str], list[TensorSpec]] = {}
     # A tied embedding comes first in the stage that embeds, and last in the stage whose output layer it is.
     for copy in range(2):
         for tensor in model.tensors:

@@ -57,16 +57,21 @@ def regroup(
         ``master`` and ``gradient``.
 
     Raises:
-        ReshardError: A layout cannot cut a tensor, ranks disagree about the plan, or megatron-core keeps state
-            elsewhere than ``OptimizerHoldings`` says; the source is intact.
+        ReshardError: A layout cannot cut a tensor, ranks disagree about the plan or are at different steps, or
+            megatron-core keeps state elsewhere than ``OptimizerHoldings`` says; on every rank, the source is intact.
         DeadlineError: A rank did not come; the target is undefined, the source intact.
     """
     ranks = participants(source.mesh, target.mesh)
     trained = trained_tensors(world, ranks, model, source.trainable or target.trainable)
     before, after = (state_holdings(trained, side) for side in (source, target))
-    for side, holdings in ((source, before), (target, after)):
-        if side.trainable is not None:
-            check_ranges(side.trainable, trained, holdings, world.rank)
+    problem = None
+    try:
+        for side, holdings in ((source, before), (target, after)):
+            if side.trainable is not None:
+                check_ranges(side.trainable, trained, holdings, world.rank)
+    except ReshardError as error:
+        problem = str(error)
+    num_steps, learning_rate = _progress(world, ranks, source, problem)
     stats = {
         "weight": Resharder(
             world,
@@ -88,7 +93,9 @@ def regroup(
             source_tensors=None if held is None else held[kind],
             target_tensors=None if needed is None else needed[kind],
         ).run()
-    _pass_on_progress(world, ranks, source, target)
+    if target.trainable is not None:
+        target.trainable.set_num_steps(num_steps)
+        target.trainable.set_learning_rate(learning_rate)
     return stats
 
 
@@ -140,7 +147,7 @@ def check_ranges(trainable: Trainable, model: ModelSpec, holdings: Holdings, ran
         kept = found.pop(tensor.name, None)
         if kept != expected:
             raise ReshardError(
-                f"{holdings.mesh.name}: rank {rank}'s optimizer keeps elements {_text(kept)} of its part of "
+                f"{holdings.mesh.name}: rank {rank}'s optimizer keeps {_text(kept)} of its part of "
                 f"{tensor.name}, expected {_text(expected)}; the layout of buffers is that of megatron-core 0.16.1: "
                 "install that version, or bring reshard/optimizer.py up to the installed one"
             )
@@ -152,7 +159,7 @@ def check_ranges(trainable: Trainable, model: ModelSpec, holdings: Holdings, ran
 
 
 def _text(kept: tuple[int, int] | None) -> str:
-    return "none" if kept is None else f"{kept[0]} to {kept[1]}"
+    return "nothing" if kept is None else f"elements {kept[0]} to {kept[1]}"
 
 
 def _weights(world: World, model: ModelSpec, side: Training) -> dict | None:
@@ -172,19 +179,20 @@ def _kinds(model: ModelSpec, with_gradients: bool) -> list[tuple[str, ModelSpec]
     return kinds + ([("gradient", every)] if with_gradients else [])
 
 
-def _pass_on_progress(world: World, ranks: tuple[int, ...], source: Training, target: Training) -> None:
-    """The step count and the learning rate, which are the same for all parameters."""
+def _progress(world: World, ranks: tuple[int, ...], source: Training, problem: str | None) -> tuple[int, float]:
+    """The step count and the learning rate, which are the same for all parameters; fails where a rank has a problem."""
     mine = source.trainable
     told = world.coordinator(ranks).gather(
-        None if mine is None else [mine.num_steps(), mine.learning_rate()], f"{source.mesh.name}: optimizer steps"
+        [problem, None if mine is None else mine.num_steps(), None if mine is None else mine.learning_rate()],
+        f"{source.mesh.name}: optimizer steps",
     )
-    steps = {each[0] for each in told if each is not None and each[0] is not None}
-    rates = {each[1] for each in told if each is not None}
+    for rank, (found, _, _) in zip(ranks, told, strict=True):
+        if found is not None:
+            raise ReshardError(found if rank == world.rank else f"rank {rank} cannot take part: {found}")
+    steps, rates = ({each[index] for each in told if each[index] is not None} for index in (1, 2))
     if len(steps) != 1 or len(rates) != 1:
         raise ReshardError(
             f"{source.mesh.name}: its ranks are at steps {sorted(steps)} with learning rates {sorted(rates)}; "
             "regroup where all are at one step, with one rate"
         )
-    if target.trainable is not None:
-        target.trainable.set_num_steps(steps.pop())
-        target.trainable.set_learning_rate(rates.pop())
+    return steps.pop(), rates.pop()

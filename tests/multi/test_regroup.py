@@ -6,6 +6,7 @@ together by joining numpy arrays.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -208,6 +209,7 @@ def run_case(world: World, each: Case) -> dict[str, Snapshot]:
     for run in (target, back):
         run.poison()
     stats = regroup(world, spec, source.training, target.training)
+    assert all(each.received_bytes == each.limit_bytes for each in stats.values()), stats
     assert list(stats) == ["weight", "exp_avg", "exp_avg_sq", *(["master"] if model == "bf16" else [])]
     found["target"] = target.snapshot()
     regroup(world, spec, target.training, back.training)
@@ -304,8 +306,13 @@ def specs() -> dict[str, ModelSpec]:
 
 @pytest.fixture(scope="module")
 def found() -> list[list[dict[str, Snapshot]]]:
-    """What each rank found in each case."""
-    return run_ranks(run_cases, 4, CASES)
+    """What each rank found in each case, in turn with all ranks on one node and with two on each."""
+    return [
+        [each for pair in itertools.zip_longest(one, two) for each in pair]
+        for one, two in zip(
+            run_ranks(run_cases, 4, CASES[::2]), run_ranks(run_cases, 4, CASES[1::2], ranks_per_node=2), strict=True
+        )
+    ]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[str(index) for index in range(len(CASES))])
@@ -376,7 +383,7 @@ def test_megatron_lays_its_buffers_out_as_described(size: int) -> None:
 
 
 def refused(world: World) -> list[str]:
-    """What is said of buffers that are laid out otherwise, and of a description that lacks a tensor."""
+    """What is said of buffers that are laid out otherwise, of a description that lacks a tensor, of unequal steps."""
     side = Side(layout="dp2", ranks=(0, 1))
     world.make_groups(rank_sets([mesh_of(world, side)], world.size))
     run, spec, messages = Run(world, "plain", side, seed=1), describe(world, "plain"), []
@@ -388,15 +395,25 @@ def refused(world: World) -> list[str]:
         ):
             check_ranges(run.trainable, described, state_holdings(spec, run.training), world.rank)
         messages.append(str(wrong.value))
+    for step, alignment in ((world.rank, 64), (0, 8 if world.rank else 64)):
+        run.trainable.set_num_steps(step)
+        with (
+            mock.patch("hybridflow.reshard.optimizer.PARAMETER_ALIGNMENT", alignment),
+            pytest.raises(ReshardError) as wrong,
+        ):
+            regroup(world, spec, run.training, run.training)
+        messages.append(str(wrong.value))
     return messages
 
 
-def test_another_layout_of_buffers_is_refused() -> None:
-    for rank, (shifted, lacking) in enumerate(run_ranks(refused, 2)):
-        found = f"dp2: rank {rank}'s optimizer keeps elements [0-9]+ to [0-9]+ of its part of decoder.* expected "
-        assert re.match(found, shifted), shifted
+def test_what_does_not_fit_is_refused_on_every_rank() -> None:
+    for rank, (shifted, lacking, uneven, alone) in enumerate(run_ranks(refused, 2)):
+        keeps = f"dp2: rank {rank}'s optimizer keeps (nothing|elements [0-9]+ to [0-9]+) of its part of decoder.*, "
+        assert re.match(keeps, shifted), shifted
         missing = ("output_layer.weight", "embedding.word_embeddings.weight")[rank]
         assert lacking.startswith(f"dp2: rank {rank}'s optimizer keeps {missing}, which"), lacking
+        assert "its ranks are at steps [0, 1] with learning rates [0.001]" in uneven
+        assert alone.startswith(("rank 1 cannot take part: dp2: rank 1's optimizer", "dp2: rank 1's optimizer")[rank])
 
 
 def test_layers_are_ordered_as_their_parameters_are() -> None:

@@ -44,6 +44,7 @@ def transformer_config(model: Model, layout: ParallelLayout, device: torch.devic
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups or model.num_attention_heads,
+        kv_channels=model.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
         gated_linear_unit=True,

@@ -7,8 +7,9 @@ import re
 from dataclasses import dataclass, replace
 
 from hybridflow.errors import ReshardError
+from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import Trainable
-from hybridflow.models.weights import local_shards, logical_parameters
+from hybridflow.models.weights import local_shards
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 from hybridflow.reshard.execute import Resharder, ReshardStats

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hybridflow.config import Optimizer
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.microbatch import MicroBatch
-from hybridflow.models.weights import logical_parameters
+from hybridflow.models.specs import logical_parameters
 from hybridflow.parallel.megatron import gathering_within
 
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]

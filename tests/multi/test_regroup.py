@@ -23,8 +23,9 @@ from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack
 from hybridflow.models.regroup import Training, check_ranges, regroup, state_holdings, trained_tensors
+from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import Trainable
-from hybridflow.models.weights import describe_model, initialize, logical_parameters
+from hybridflow.models.weights import describe_model, initialize
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.megatron import collection, rank_sets
 from hybridflow.parallel.mesh import DeviceMesh

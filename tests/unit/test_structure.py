@@ -20,7 +20,7 @@ ORDER = [
 # Imported on login nodes and before ranks start: none may bring in torch or MPI.
 LIGHT = [
     *("errors", "sections", "config", "parallel.layout", "parallel.mesh", "parallel.start"),
-    *("dataflow.graph", "dataflow.schedule", "dataflow.compiler", "reshard.plan"),
+    *("dataflow.graph", "dataflow.schedule", "dataflow.compiler", "reshard.plan", "reshard.optimizer"),
     *("data.order", "data.arithmetic", "data.tokenizer", "data.prompts", "launch", "launch.local", "cli"),
 ]
 

@@ -194,10 +194,10 @@ class Trainable:
         Args:
             owner: Whose they are, in errors.
         """
-        weights = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
-        # Master weights may be the model's own.
-        state = [each for each in self.optimizer_state().values() if each.untyped_storage().data_ptr() not in weights]
-        return HostOffload(state, zeroed=self.gradients().values(), owner=owner)
+        state = self.state()
+        kept = [tensor for kind in ("exp_avg", "exp_avg_sq", "master") for tensor in state[kind].values()]
+        gradients = [parameter.main_grad for parameter in self.model.parameters() if parameter.requires_grad]
+        return HostOffload(kept, zeroed=gradients, owner=owner)
 
     def optimizer_steps(self) -> list[int]:
         """Step counts that fused optimizers keep beside their tensors; empty for torch's, whose counts are tensors."""

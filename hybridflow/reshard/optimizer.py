@@ -103,6 +103,13 @@ class OptimizerHoldings:
             replica = (place.tp + layout.tp * replica) // (layout.expert_tp * layout.ep)
         return next((dealt for dealt in self._ranges[tensor.name] if dealt.replica == replica), None)
 
+    def num_shares(self, tensor: TensorSpec) -> int:
+        """See ``Holdings.num_shares``."""
+        layout = self.mesh.layout
+        model_parallel = layout.tp if tensor.expert is None else layout.expert_tp * layout.ep
+        replicas = layout.tp * layout.cp * layout.dp // model_parallel
+        return self._weights.num_shares(tensor) * replicas
+
     def identity(self) -> list[object]:
         """See ``Holdings.identity``."""
         return ["distributed optimizer", *self._weights.identity()[1:], self._model.digest()]

@@ -221,7 +221,10 @@ def _plan_reshard(arguments: argparse.Namespace) -> int:
         from hybridflow.reshard.draw import draw_reshard
 
         title = f"{arguments.model}: {source.layout} to {target.layout}"
-        draw_reshard(Path(arguments.draw), title, model, held, needed)
+        try:
+            draw_reshard(Path(arguments.draw), title, model, held, needed)
+        except OSError as error:
+            raise ConfigError(f"--draw {arguments.draw}: cannot be written: {error.strerror}") from None
     return 0
 
 

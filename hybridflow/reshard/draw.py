@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from hybridflow.observe.files import replace_file
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.holdings import Holdings
 from hybridflow.reshard.plan import Flows, participants
@@ -85,7 +87,9 @@ def draw_reshard(path: Path, title: str, model: ModelSpec, source: Holdings, tar
     after.set_title(f"after: {target.mesh.layout}{rest}")
     most = _draw_table(table, ranks, nodes, Flows(model, source, target))
     _add_legend(figure, most)
-    figure.savefig(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    replace_file(path, picture.getvalue())
 
 
 def _held(model: ModelSpec, mesh: DeviceMesh, rank: int) -> list[Region]:

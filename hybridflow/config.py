@@ -189,12 +189,18 @@ class Actor:
         update: Layout in which it learns and computes log-probabilities.
         rollout: Layout in which it generates, on the same ranks, ordered so that each keeps what it can of its weights.
         optimizer: How it learns.
+        reshard: How weights travel from the one layout to the other. ``shared``: ranks of a node read each other's
+            memory; ``torch``: over torch.distributed; ``mpi``: over MPI, in a job that MPI started; ``auto``: shared
+            where the system allows it, and the quickest of the others elsewhere.
+        offload: During a rollout keep the optimizer's state in host memory, and free the gradients.
     """
 
     ranks: tuple[int, ...] | None = None
     update: ParallelLayout
     rollout: ParallelLayout
     optimizer: Optimizer
+    reshard: Literal["auto", "shared", "torch", "mpi"] = "auto"
+    offload: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from hybridflow.config import Optimizer
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.parallel.megatron import gathering_within
+from hybridflow.reshard.memory import HostOffload
 
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]
 """``(output of the last stage, micro-batch) -> (loss share, anything to keep)``.
@@ -125,6 +126,17 @@ class Trainable:
                     if isinstance(value, Tensor)
                 }
         return state
+
+    def offload(self, owner: str) -> HostOffload:
+        """What moves the optimizer's state to host memory and back; the gradients are freed and come back as zeros.
+
+        Args:
+            owner: Whose they are, in errors.
+        """
+        weights = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        # Master weights may be the model's own.
+        state = [each for each in self.optimizer_state().values() if each.untyped_storage().data_ptr() not in weights]
+        return HostOffload(state, zeroed=self.gradients().values(), owner=owner)
 
     def optimizer_steps(self) -> list[int]:
         """Step counts that fused optimizers keep beside their tensors; empty for torch's, whose counts are tensors."""

@@ -99,9 +99,7 @@ class WeightHoldings:
             return (Part(whole, self._holders(stages, block, None)),)
         number = layout.tp if block is None else layout.expert_tp
         boxes = ((index, cut(tensor, number, index).box) for index in range(number))
-        return tuple(
-            Part(box, self._holders(stages, block, index)) for index, box in boxes if num_elements(box) > 0
-        )
+        return tuple(Part(box, self._holders(stages, block, index)) for index, box in boxes if num_elements(box) > 0)
 
     def regions(self, tensor: TensorSpec, rank: int) -> tuple[Shard, ...]:
         """See ``Holdings.regions``."""

@@ -295,7 +295,7 @@ class Flows:
         for node in holders.keys() & needers.keys() if len(holders) < len(needers) else needers:
             near = holders.get(node)
             if near is not None:
-                missing = [(rank,) for rank in needers[node] if rank not in near]
+                missing: list[tuple[int, ...]] = [(rank,) for rank in needers[node] if rank not in near]
                 if missing:
                     yield near, missing
         far = self._entering(stream)
@@ -324,6 +324,9 @@ class Flows:
 
     def _cut(self, line: Line, shares: Sequence[int]) -> None:
         """Give each sender a stretch as long as its share, up to where the streams can be cut."""
+        if len(line.senders) == 1:
+            line.cuts.append(line.length)
+            return
         tolerance = line.length // len(line.senders) // SNAP_SHARE
         for cut in itertools.accumulate(shares):
             if 0 < cut < line.length:

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -28,11 +28,14 @@ MAX_NODES = 8
 MAX_NUMBERS = 12
 """Up to so many ranks, the table has its numbers written in."""
 
-_OWN, _NODE, _NETWORK, _HELD = "#009E73", "#56B4E9", "#D55E00", "#999999"  # Okabe and Ito: told apart by all
-_LABELS = {
-    _OWN: "kept in its own memory",
-    _NODE: "from its node",
-    _NETWORK: "from other nodes",
+Origin = Literal["before", "own", "node", "network"]
+"""What a region shows: what a rank holds before; of what it holds after, whether itself, its node or others had it."""
+
+_ORIGINS: dict[Origin, tuple[str, str]] = {  # colours of Okabe and Ito: told apart by all
+    "before": ("#999999", "held before"),
+    "own": ("#009E73", "kept in its own memory"),
+    "node": ("#56B4E9", "from its node"),
+    "network": ("#D55E00", "from other nodes"),
 }
 _KEY = (
     "A box is the whole model: layers from top to bottom, parts of each matrix from left to right; coloured is what "
@@ -48,7 +51,7 @@ class Region(NamedTuple):
     right: float
     top: float
     bottom: float
-    colour: str
+    origin: Origin
 
 
 def draw_reshard(path: Path, title: str, model: ModelSpec, source: Holdings, target: Holdings) -> None:
@@ -80,10 +83,10 @@ def draw_reshard(path: Path, title: str, model: ModelSpec, source: Holdings, tar
     nodes = [list(each) for _, each in itertools.groupby(ranks, source.mesh.node)]
     shown = nodes[:MAX_NODES]
     rest = f", {len(shown)} of {len(nodes)} nodes" if len(shown) < len(nodes) else ""
-    _draw_ranks(before, shown, lambda rank: _held(model, source.mesh, rank))
+    _draw_ranks(before, shown, lambda rank: held_regions(model, source.mesh, rank))
     before.set_title(f"before: {source.mesh.layout}{rest}")
-    nearby = _Nearby(model, source.mesh)
-    _draw_ranks(after, shown, lambda rank: nearby.regions(_held(model, target.mesh, rank), rank))
+    nearby = Nearby(model, source.mesh)
+    _draw_ranks(after, shown, lambda rank: nearby.regions(held_regions(model, target.mesh, rank), rank))
     after.set_title(f"after: {target.mesh.layout}{rest}")
     most = _draw_table(table, ranks, nodes, Flows(model, source, target))
     _add_legend(figure, most)
@@ -92,7 +95,7 @@ def draw_reshard(path: Path, title: str, model: ModelSpec, source: Holdings, tar
     replace_file(path, picture.getvalue())
 
 
-def _held(model: ModelSpec, mesh: DeviceMesh, rank: int) -> list[Region]:
+def held_regions(model: ModelSpec, mesh: DeviceMesh, rank: int) -> list[Region]:
     """What a rank holds in a mesh: runs of layers, and one part of their matrices."""
     if rank not in mesh:
         return []
@@ -104,30 +107,32 @@ def _held(model: ModelSpec, mesh: DeviceMesh, rank: int) -> list[Region]:
     starts = [layer for layer in mine if layer - 1 not in mine]
     stops = [layer + 1 for layer in mine if layer + 1 not in mine]
     scale = model.num_layers
-    return [Region(left, right, start / scale, stop / scale, _HELD) for start, stop in zip(starts, stops, strict=True)]
+    return [
+        Region(left, right, start / scale, stop / scale, "before") for start, stop in zip(starts, stops, strict=True)
+    ]
 
 
-class _Nearby:
+class Nearby:
     """Where a rank finds what it is to hold: which regions are held by itself, by its node, by others."""
 
     def __init__(self, model: ModelSpec, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        self._own = {rank: set(_held(model, mesh, rank)) for rank in mesh.ranks}
+        self._own = {rank: set(held_regions(model, mesh, rank)) for rank in mesh.ranks}
         self._node: dict[int, set[Region]] = {}
         for rank, regions in self._own.items():
             self._node.setdefault(mesh.node(rank), set()).update(regions)
         self._all = sorted(set().union(*self._own.values()))
 
     def regions(self, needed: list[Region], rank: int) -> list[Region]:
-        """The needed regions cut as the source is, in the colours of their origin."""
+        """The needed regions cut as the source is, each with its origin."""
         own, node = self._own.get(rank, set()), self._node.get(self._mesh.node(rank), set())
         found = []
         for one, other in itertools.product(needed, self._all):
             left, right = max(one.left, other.left), min(one.right, other.right)
             top, bottom = max(one.top, other.top), min(one.bottom, other.bottom)
             if left < right and top < bottom:
-                colour = _OWN if other in own else _NODE if other in node else _NETWORK
-                found.append(Region(left, right, top, bottom, colour))
+                origin: Origin = "own" if other in own else "node" if other in node else "network"
+                found.append(Region(left, right, top, bottom, origin))
         return found
 
 
@@ -156,7 +161,7 @@ def _draw_ranks(axes: Axes, nodes: list[list[int]], regions: Callable[[int], lis
                 corner = x + 0.76 * region.left, y + 0.7 * region.top
                 width, height = 0.76 * (region.right - region.left), 0.7 * (region.bottom - region.top)
                 filled.append(Rectangle(corner, width, height))
-                colours.append(region.colour)
+                colours.append(_ORIGINS[region.origin][0])
             axes.text(x + 0.38, y - 0.02, str(rank), ha="center", va="bottom", fontsize=min(11.0, 10 * inch))
     axes.add_collection(PatchCollection(frames, facecolor="#f4f4f4", edgecolor="#bbbbbb"))
     axes.add_collection(PatchCollection(boxes, facecolor="white", edgecolor="none"))
@@ -168,8 +173,8 @@ def _draw_ranks(axes: Axes, nodes: list[list[int]], regions: Callable[[int], lis
     axes.axis("off")
 
 
-def _draw_table(axes: Axes, ranks: tuple[int, ...], nodes: list[list[int]], flows: Flows) -> dict[str, int]:
-    """Who sends how much to whom, more in fuller colour; returns the most between two ranks, by colour."""
+def _draw_table(axes: Axes, ranks: tuple[int, ...], nodes: list[list[int]], flows: Flows) -> dict[Origin, int]:
+    """Who sends how much to whom, more in fuller colour; returns the most between two ranks, by origin."""
     from matplotlib.colors import to_rgb
 
     place = {rank: index for index, rank in enumerate(ranks)}
@@ -183,11 +188,12 @@ def _draw_table(axes: Axes, ranks: tuple[int, ...], nodes: list[list[int]], flow
     of_node = np.array([node[rank] for rank in ranks])
     is_near = of_node[:, None] == of_node[None, :]
     is_own = np.eye(len(ranks), dtype=bool)
-    image, most = np.ones((*sums.shape, 3)), dict.fromkeys(_LABELS, 0)
-    for colour, mask in ((_OWN, is_own), (_NODE, is_near & ~is_own), (_NETWORK, ~is_near)):
-        most[colour] = int(sums.max(where=mask, initial=0))
+    image, most = np.ones((*sums.shape, 3)), dict[Origin, int]()
+    masks: dict[Origin, Any] = {"own": is_own, "node": is_near & ~is_own, "network": ~is_near}
+    for origin, mask in masks.items():
+        most[origin] = int(sums.max(where=mask, initial=0))
         shade = np.where(mask & (sums > 0), 0.15 + 0.85 * sums / sums.max(), 0.0)[:, :, None]
-        image = image * (1 - shade) + np.array(to_rgb(colour)) * shade
+        image = image * (1 - shade) + np.array(to_rgb(_ORIGINS[origin][0])) * shade
     axes.imshow(image, interpolation="nearest")
     edges = [index - 0.5 for index in range(1, len(ranks)) if of_node[index] != of_node[index - 1]]
     for edge in edges if len(edges) < 32 else ():
@@ -208,12 +214,13 @@ def _draw_table(axes: Axes, ranks: tuple[int, ...], nodes: list[list[int]], flow
     return most
 
 
-def _add_legend(figure: Figure, most: dict[str, int]) -> None:
+def _add_legend(figure: Figure, most: dict[Origin, int]) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=_HELD, label="held before")]
-    for colour, label in _LABELS.items():
-        if most[colour]:
-            handles.append(Patch(facecolor=colour, label=f"{label}: up to {format_bytes(most[colour])}"))
-    title = _KEY + (_RELAY if most[_NETWORK] else "")
+    handles = []
+    for origin, (colour, label) in _ORIGINS.items():
+        if origin == "before" or most[origin]:
+            amount = "" if origin == "before" else f": up to {format_bytes(most[origin])}"
+            handles.append(Patch(facecolor=colour, label=label + amount))
+    title = _KEY + (_RELAY if most["network"] else "")
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, title=title)

@@ -5,6 +5,8 @@ Ranks that hold alike and are to hold alike are looked at once, and so are tenso
 
 from __future__ import annotations
 
+import bisect
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,8 +15,10 @@ from typing import Any, NamedTuple
 
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.holdings import Holdings
+from hybridflow.reshard.messages import divide
 from hybridflow.reshard.plan import (
     WAVES,
+    Copy,
     Flows,
     Stream,
     aliases,
@@ -78,7 +82,7 @@ class ReshardReport:
         after: By rank: its tensors in the target.
         shared: By rank: those of equal shards, where one storage serves both.
         buckets: Of a rank, to send and receive through.
-        messages: By rank: sent and received, one for each peer and bucket.
+        messages: By rank: about how many it sends and receives, if all travels in messages.
         time_s: Estimated: in either wave the links of the slowest rank are busy all the time, those within the node and
             those between nodes at once. Copies in a rank's own memory are not counted.
     """
@@ -126,8 +130,7 @@ def report(model: ModelSpec, source: Holdings, target: Holdings, bandwidth: Band
     flows = Flows(model, source, target)
     mesh, ranks = source.mesh, participants(source.mesh, target.mesh)
     sums = traffic(flows)
-    bucket = bucket_bytes(model, target)
-    within, between, sent, messages = ({rank: 0 for rank in ranks} for _ in range(4))
+    within, between, sent = ({rank: 0 for rank in ranks} for _ in range(3))
     entering = {mesh.node(rank): 0 for rank in ranks}
     for (sender, receiver, wave), number in sums.items():
         if mesh.node(sender) == mesh.node(receiver):
@@ -137,8 +140,6 @@ def report(model: ModelSpec, source: Holdings, target: Holdings, bandwidth: Band
             entering[mesh.node(receiver)] += number
         if wave == 0:
             sent[sender] += number
-        for rank in (sender, receiver):
-            messages[rank] += -(-number // bucket)
     least, entering_limit = sum(_limits(model, source, target).values()), sum(_entering_limits(flows.streams, mesh))
     before, after, shared = _memory(model, source, target)
     return ReshardReport(
@@ -156,8 +157,8 @@ def report(model: ModelSpec, source: Holdings, target: Holdings, bandwidth: Band
         before=_spread(before.values()),
         after=_spread(after.values()),
         shared=_spread(shared.values()),
-        buckets=MAX_BUCKETS * bucket,
-        messages=_spread(messages.values()),
+        buckets=MAX_BUCKETS * bucket_bytes(model, target),
+        messages=_spread(message_counts(flows, model, source, target).values()),
         time_s=_time_s(sums, mesh, bandwidth),
     )
 
@@ -168,6 +169,72 @@ def traffic(flows: Flows) -> Counter[Traffic]:
     for flow in flows.all():
         sums[Traffic(flow.source, flow.destination, flow.wave)] += flow.stop - flow.start
     return sums
+
+
+def message_counts(flows: Flows, model: ModelSpec, source: Holdings, target: Holdings) -> dict[int, int]:
+    """About how many messages each rank sends and receives.
+
+    Long runs of memory are messages of their own and the rest is packed into buckets, as ``messages.divide`` has it for
+    whole boxes; a box that is itself divided counts by its bytes.
+    """
+    bucket = bucket_bytes(model, target)
+    wire = [_Wire(flows, model, source, target, bucket, wave) for wave in range(WAVES)]
+    sums: dict[Traffic, list[float]] = {}
+    for flow in flows.all():
+        total = sums.setdefault(Traffic(flow.source, flow.destination, flow.wave), [0.0, 0.0])
+        until = wire[flow.wave].until
+        for sign, position in ((1, flow.stop), (-1, flow.start)):
+            for place, number in enumerate(until(flow.stream, position)):
+                total[place] += sign * number
+    counts = dict.fromkeys(participants(source.mesh, target.mesh), 0)
+    for each, (runs, packed_bytes) in sums.items():
+        count = math.ceil(round(runs, 6)) + math.ceil(round(packed_bytes) / bucket)
+        counts[each.source] += count
+        counts[each.destination] += count
+    return counts
+
+
+class _Wire:
+    """How the blocks of streams travel in one wave: as runs, or packed."""
+
+    def __init__(
+        self, flows: Flows, model: ModelSpec, source: Holdings, target: Holdings, bucket: int, wave: int
+    ) -> None:
+        self._streams = flows.streams
+        self._model, self._bucket, self._wave = model, bucket, wave
+        # The second wave is among those that received.
+        self._ends = (source if wave == 0 else target), target
+        self._tables: dict[int, list[tuple[int, int]]] = {}
+
+    def until(self, stream: int, position: int) -> tuple[float, float]:
+        """Messages of runs, and packed bytes, from the start of a stream to a byte of it."""
+        table = self._tables.get(stream)
+        if table is None:
+            table = self._tables[stream] = list(self._sums(self._streams[stream]))
+        ends = self._streams[stream].ends
+        index = min(bisect.bisect_right(ends, position), len(ends) - 1)
+        start = ends[index - 1] if index else 0
+        share = (position - start) / (ends[index] - start)
+        (runs, packed), (runs_after, packed_after) = table[index : index + 2]
+        return runs + share * (runs_after - runs), packed + share * (packed_after - packed)
+
+    def _sums(self, stream: Stream) -> Iterator[tuple[int, int]]:
+        """Both at the start of the stream, and at the end of each block."""
+        runs = packed = 0
+        sender = (stream.holders if self._wave == 0 else stream.needers)[0]
+        yield runs, packed
+        for block in stream.blocks:
+            copy = Copy(block.tensors[0], sender, stream.needers[0], block.box)
+            number = self._runs(copy, block.box_bytes)
+            runs += number * len(block.tensors)
+            packed += 0 if number else block.box_bytes * len(block.tensors)
+            yield runs, packed
+
+    def _runs(self, copy: Copy, num_bytes: int) -> int:
+        """Messages of a box that travels in runs; 0 if it is packed, and so shares a large bucket with a second."""
+        if len(divide(self._model, [copy, copy], *self._ends, 2 * num_bytes, is_plain=True)) == 1:
+            return 0
+        return len(divide(self._model, [copy], *self._ends, self._bucket, is_plain=True))
 
 
 def _time_s(sums: Mapping[Traffic, int], mesh: DeviceMesh, bandwidth: Bandwidth) -> float:
@@ -281,7 +348,7 @@ def as_text(found: ReshardReport, bandwidth: Bandwidth) -> str:
         _row("weights after", found.after),
         _row("of these in the storage of before", found.shared),
         ("  buckets", "", "", format_bytes(found.buckets), "", "", ""),
-        ("messages of a rank", *map(str, found.messages), "", ""),
+        ("messages of a rank, about", *map(str, found.messages), "", ""),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import RankGenerator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from hybridflow.models.gpt import DTYPES
+from hybridflow.models.attention import GroupedSelfAttention, SdpaCoreAttention
+from hybridflow.models.gpt import DTYPES, Transformer
 from hybridflow.models.shapes import ModelShape
 from hybridflow.parallel.layout import ParallelLayout
 
+WHOLE = ParallelLayout()
 DENSE = {"tp": "tp", "pp": "pp", "cp": "cp", "dp": "dp", "mp": "tp-pp", "tp_cp": "tp-cp", "dp_cp": "dp-cp"}
 DENSE |= {"tp_dp_cp": "tp-dp-cp", "intra_dp_cp": "dp-cp"}
 EXPERT = {"ep": "ep", "expt_tp": "tp", "tp_ep": "tp-ep", "tp_ep_pp": "tp-ep-pp", "expt_dp": "dp", "intra_expt_dp": "dp"}
@@ -68,7 +71,7 @@ def count_up(weight: Tensor) -> Tensor:
         return weight.copy_(torch.arange(weight.numel(), device=weight.device).view(weight.shape))
 
 
-def make_config(shape: ModelShape, layout: ParallelLayout = ParallelLayout(), **other: Any) -> TransformerConfig:
+def make_config(shape: ModelShape, layout: ParallelLayout = WHOLE, **other: Any) -> TransformerConfig:
     """megatron-core's description of a shape in a layout."""
     moe: dict[str, Any] = {}
     if shape.num_experts is not None:
@@ -123,13 +126,13 @@ def make_config(shape: ModelShape, layout: ParallelLayout = ParallelLayout(), **
 
 def make_chunks(
     shape: ModelShape,
-    layout: ParallelLayout = ParallelLayout(),
+    layout: ParallelLayout = WHOLE,
     rank: int = 0,
     *,
     device: str = "cpu",
     groups: ProcessGroupCollection | None = None,
     **other: Any,
-) -> list[GPTModel]:
+) -> list[Transformer]:
     """The model chunks of a rank, without padding of the vocabulary in the layout of one rank.
 
     Args:
@@ -140,18 +143,25 @@ def make_chunks(
         groups: Real process groups; None: only ranks and sizes, enough to build a model.
         other: Further settings of ``TransformerConfig``.
     """
-    groups = make_collection(layout, rank) if groups is None else groups
+    if groups is None:
+        # megatron-core asks a group for its size and rank only where torch.distributed runs.
+        with mock.patch.object(dist, "is_initialized", lambda: True), mock.patch.object(dist, "get_rank", lambda: rank):
+            groups = make_collection(layout, rank)
+            return make_chunks(shape, layout, rank, device=device, groups=groups, **other)
     config = make_config(shape, layout, **other)
-    multiple = 1 if layout == ParallelLayout() else shape.vocab_divisible_by * layout.tp
+    multiple = 1 if layout == WHOLE else shape.vocab_divisible_by * layout.tp
     stage = groups.pp.rank()
+    layers = get_gpt_layer_local_spec(
+        num_experts=shape.num_experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+    )
+    layers.submodules.self_attention.module = GroupedSelfAttention
+    layers.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
     chunks = []
     for chunk in range(layout.vpp):
         with torch.device(device):
-            model = GPTModel(
+            model = Transformer(
                 config=config,
-                transformer_layer_spec=get_gpt_layer_local_spec(
-                    num_experts=shape.num_experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
-                ),
+                transformer_layer_spec=layers,
                 vocab_size=-(-shape.vocab_size // multiple) * multiple,
                 max_sequence_length=32,
                 pre_process=stage == 0 and chunk == 0,
@@ -168,7 +178,7 @@ def make_chunks(
     return chunks
 
 
-def make_whole(shape: ModelShape, device: str = "meta", **other: Any) -> GPTModel:
+def make_whole(shape: ModelShape, device: str = "meta", **other: Any) -> Transformer:
     """The uncut model."""
     (whole,) = make_chunks(shape, device=device, **other)
     return whole

@@ -119,7 +119,7 @@ def pipeline_layers(config: TransformerConfig) -> tuple[int, ...]:
         place = config, None if vpp is None else chunk, stage
         try:
             count, offset = get_num_layers_to_build(*place), get_transformer_layer_offset(*place)
-        except AssertionError as error:
+        except (AssertionError, ZeroDivisionError) as error:
             reason = " ".join(str(error).split())
             raise ReshardError(f"{config.num_layers} layers on pp={pp}, vpp={vpp}: {reason}") from error
         if count and offset != sum(layers):

@@ -506,7 +506,9 @@ def _check_model(model: Model) -> None:
     groups = heads if model.num_query_groups is None else model.num_query_groups
     if model.head_dim is not None:
         if model.head_dim % 2:
-            raise ConfigError(f"model.head_dim={model.head_dim}: rotary embeddings need an even size of each head")
+            raise ConfigError(
+                f"model.head_dim={model.head_dim}: rotary embeddings need an even size of each head; add or take 1"
+            )
     elif model.hidden_size % heads or model.hidden_size // heads % 2:
         raise ConfigError(
             f"model.hidden_size={model.hidden_size} over model.num_attention_heads={heads}: "

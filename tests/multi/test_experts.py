@@ -5,6 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 
 from hybridflow.models.attention import PackedAttention
@@ -37,6 +38,8 @@ LAYOUTS = ["dp4.ep2", "dp4.ep4", "tp2.dp2.ep2", "tp2.dp2.ep4.etp1", "tp4.ep2.etp
 
 def logits_differ(world, texts: list[str]) -> dict[str, float]:
     """Layout -> largest difference of a logit of this rank from the uncut model's, on its own replica's tokens."""
+    # megatron-core gathers the experts' tokens in a global buffer of its own.
+    parallel_state._set_global_memory_buffer()
     # Without Transformer Engine megatron-core 0.16.1 leaves this name undefined.
     with mock.patch.object(moe_utils, "te_general_gemm", None, create=True), torch.no_grad():
         return {text: _difference(world, ParallelLayout.parse(text)) for text in texts}

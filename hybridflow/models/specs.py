@@ -105,7 +105,7 @@ def pipeline_layers(config: TransformerConfig) -> tuple[int, ...]:
             ``pipeline_model_parallel_layout``.
 
     Raises:
-        ReshardError: megatron-core cannot deal the layers, or not in the order of the virtual stages.
+        ReshardError: megatron-core cannot deal the layers.
     """
     pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     custom = config.pipeline_model_parallel_layout
@@ -121,15 +121,17 @@ def pipeline_layers(config: TransformerConfig) -> tuple[int, ...]:
             count, offset = get_num_layers_to_build(*place), get_transformer_layer_offset(*place)
         except (AssertionError, ZeroDivisionError) as error:
             reason = " ".join(str(error).split())
-            raise ReshardError(f"{config.num_layers} layers on pp={pp}, vpp={vpp}: {reason}") from error
-        if count and offset != sum(layers):
             raise ReshardError(
-                f"{config.num_layers} layers on pp={pp}, vpp={vpp}: megatron-core begins virtual stage {virtual_stage} "
-                f"with layer {offset}, where {sum(layers)} is next; deal the layers with pipeline_model_parallel_layout"
-            )
+                f"{config.num_layers} layers on pp={pp}, vpp={vpp}: megatron-core cannot deal them: {reason}; "
+                "change the stages, or list them in pipeline_model_parallel_layout"
+            ) from error
+        assert count == 0 or offset == sum(layers), f"virtual stage {virtual_stage} begins with layer {offset}"
         layers.append(count)
     if sum(layers) != config.num_layers:
-        raise ReshardError(f"megatron-core deals {layers} to pp={pp}, vpp={vpp}, not {config.num_layers} layers")
+        raise ReshardError(
+            f"megatron-core deals {sum(layers)} layers to pp={pp}, vpp={vpp}, the model has {config.num_layers}; "
+            "make the two equal"
+        )
     return tuple(layers)
 
 

@@ -129,9 +129,24 @@ def test_uneven_stages_as_data(layers, sizes, stages):
     assert ParallelLayout(**sizes, layers=layers).layers == layers
 
 
-def test_layers_that_cannot_be_dealt_are_refused():
-    config = make_config(dataclasses.replace(PLAIN, num_layers=7), ParallelLayout(pp=2))
-    with pytest.raises(ReshardError, match=r"7 layers on pp=2, vpp=None: num_layers should be divisible"):
+@pytest.mark.parametrize(
+    ("sizes", "stages", "message"),
+    [
+        (dict(pp=2), {}, r"7 layers on pp=2, vpp=None: .* num_layers should be divisible .*; change the stages"),
+        # Two stages, both given, in chunks: megatron-core 0.16.1 divides by the number of stages between them.
+        (
+            dict(pp=2, vpp=3),
+            {FIRST: 3, LAST: 3},
+            r"pp=2, vpp=3: .* by zero; .* list them in pipeline_model_parallel_layout",
+        ),
+        (dict(pp=1), {FIRST: 4, LAST: 3}, r"deals 3 layers to pp=1, vpp=None, the model has 7"),
+    ],
+)
+def test_layers_that_cannot_be_dealt_are_refused(sizes, stages, message):
+    config = make_config(
+        dataclasses.replace(PLAIN, num_layers=6 if "vpp" in sizes else 7), ParallelLayout(**sizes), **stages
+    )
+    with pytest.raises(ReshardError, match=message):
         pipeline_layers(config)
 
 

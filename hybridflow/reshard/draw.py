@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from hybridflow.observe.files import replace_file
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.holdings import Holdings
 from hybridflow.reshard.plan import Flows, participants
@@ -90,9 +88,7 @@ def draw_reshard(path: Path, title: str, model: ModelSpec, source: Holdings, tar
     after.set_title(f"after: {target.mesh.layout}{rest}")
     most = _draw_table(table, ranks, nodes, Flows(model, source, target))
     _add_legend(figure, most)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    replace_file(path, picture.getvalue())
+    figure.savefig(path, format="png")
 
 
 def held_regions(model: ModelSpec, mesh: DeviceMesh, rank: int) -> list[Region]:

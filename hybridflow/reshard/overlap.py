@@ -2,7 +2,7 @@
 
 Pure arithmetic: no torch, so that a login node can use it. What a rank holds in common with a place is measured by the
 layouts alone: the layers that both their stages have, times the part of each that both their tensor parallel indices
-have.
+have, and of its experts likewise, where a layout treats them apart.
 
 Paper: arXiv 2409.19256, section 5, forms the tensor parallel groups of generation at a stride of the training ranks.
 Giving each rank the place of largest overlap comes to the same where the layouts nest, and holds for all others too.
@@ -19,21 +19,28 @@ from typing import NamedTuple, TypeVar
 
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
-from hybridflow.reshard.spec import stage_of
+from hybridflow.reshard.spec import expert_place, stage_of
+
+EXPERTS_TO_DENSE = 32
+"""How much the experts of a layer weigh for each part of its other weights: 32 to 34 in Mixtral and Qwen 3."""
 
 
 class Spot(NamedTuple):
-    """A pipeline stage and a tensor parallel index: the ranks of one spot hold the same weights."""
+    """What a place of a mesh holds: the ranks of one spot have the same weights.
+
+    Attributes:
+        pp: Pipeline stage.
+        tp: Tensor parallel index.
+        expert: Tensor parallel index inside experts, and the block of experts.
+    """
 
     pp: int
     tp: int
+    expert: tuple[int, int]
 
 
-class Block(NamedTuple):
-    """Consecutive tensor parallel indices of a stage that lie in one node: a whole group, or one node's part of it."""
-
-    pp: int
-    part: int
+Block = tuple[Spot, ...]
+"""Consecutive places that lie in one node: a tensor parallel group, or one node's part of it."""
 
 
 class Origin(NamedTuple):
@@ -81,7 +88,9 @@ def max_overlap(
     if width is None:
         return given
     search = _Search(source, given, num_layers, width)
-    found = dataclasses.replace(given, ranks=search.order([nodes[node] for node in sorted(nodes)]))
+    # Blocks of one rank are in one node wherever they are.
+    groups = [list(ranks)] if width == 1 else [nodes[node] for node in sorted(nodes)]
+    found = dataclasses.replace(given, ranks=search.order(groups))
     is_better = search.overlap(found) > search.overlap(given)
     return found if is_better or not _fills_nodes(given, width) else given
 
@@ -109,6 +118,13 @@ class _Search:
             for mesh in (source, given)
         ]
         self._common_layers = Counter(zip(*stages, strict=True))
+        layouts = source.layout, given.layout
+        self._cuts = [(layout.tp, layout.expert_tp, layout.ep) for layout in layouts]
+        self._has_experts = any(layout.ep > 1 or layout.etp is not None for layout in layouts)
+        self._blocks: dict[Block, list[int]] = {}
+        for start in range(0, len(given.ranks), width):
+            block = tuple(_spot(given, rank) for rank in given.ranks[start : start + width])
+            self._blocks.setdefault(block, []).append(start)
         self._values: dict[Hashable, int] = {}
         self._dealt: dict[Hashable, list[Spot]] = {}
         # Overlap comes first; among equals, what is kept of the order given.
@@ -119,36 +135,28 @@ class _Search:
         return sum(self._common(self._held(rank), _spot(mesh, rank)) for rank in mesh.ranks)
 
     def order(self, nodes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """The ranks in mesh order.
-
-        Args:
-            nodes: The target's ranks of each node.
-        """
-        layout = self._given.layout
-        copies = layout.dp * layout.cp
-        at: dict[tuple[Spot, int], int] = {}
-        used: Counter[Spot] = Counter()
+        """The target's ranks in mesh order, given those of each node."""
+        order = [-1] * len(self._given.ranks)
+        starts = {block: iter(places) for block, places in self._blocks.items()}
         for ranks, blocks in zip(nodes, self._hosts(nodes), strict=True):
+            dealt: dict[Spot, list[int]] = {}
             for rank, spot in zip(ranks, self._deal(tuple(map(self._origin, ranks)), blocks), strict=True):
-                at[spot, used[spot]] = rank
-                used[spot] += 1
-        assert all(number == copies for number in used.values()), f"{used} ranks are not {copies} on each spot"
-        return tuple(
-            at[Spot(stage, index), copy]
-            for stage, copy, index in itertools.product(range(layout.pp), range(copies), range(layout.tp))
-        )
+                dealt.setdefault(spot, []).append(rank)
+            queues = {spot: iter(each) for spot, each in dealt.items()}
+            for block in blocks:
+                start = next(starts[block])
+                order[start : start + len(block)] = [next(queues[spot]) for spot in block]
+        return tuple(order)
 
     def _hosts(self, nodes: Sequence[Sequence[int]]) -> list[tuple[Block, ...]]:
         """The blocks that each node hosts, by an assignment of its parts, each as large as a block."""
-        layout = self._given.layout
-        blocks = [Block(*each) for each in itertools.product(range(layout.pp), range(layout.tp // self._width))]
-        copies = layout.dp * layout.cp
+        blocks, copies = list(self._blocks), [len(places) for places in self._blocks.values()]
         if len(nodes) == 1:
-            return [tuple(block for block in blocks for _ in range(copies))]
+            return [tuple(_repeat(blocks, copies))]
         parts = [list(self._parts(ranks)) for ranks in nodes]
         kinds = Counter(itertools.chain.from_iterable(parts))
         gains = [[self._value(kind, block) for block in blocks] for kind in kinds]
-        dealt = assign(gains, list(kinds.values()), [copies] * len(blocks))
+        dealt = assign(gains, list(kinds.values()), copies)
         turns = {kind: _repeat(blocks, numbers) for kind, numbers in zip(kinds, dealt, strict=True)}
         return [tuple(sorted(next(turns[kind]) for kind in each)) for each in parts]
 
@@ -185,12 +193,7 @@ class _Search:
         key = origins, blocks
         found = self._dealt.get(key)
         if found is None:
-            kinds = Counter(origins)
-            spots = Counter(
-                Spot(block.pp, index)
-                for block in blocks
-                for index in range(block.part * self._width, (block.part + 1) * self._width)
-            )
+            kinds, spots = Counter(origins), Counter(itertools.chain.from_iterable(blocks))
             gains = [[self._gain(kind, spot) for spot in spots] for kind in kinds]
             dealt = assign(gains, list(kinds.values()), list(spots.values()))
             turns = {kind: _repeat(list(spots), numbers) for kind, numbers in zip(kinds, dealt, strict=True)}
@@ -201,24 +204,34 @@ class _Search:
         return self._common(origin.held, spot) * self._scale + (origin.given == spot)
 
     def _common(self, held: Spot | None, needed: Spot) -> int:
-        """Layers in common times the common part of each, which is counted in parts of ``1 / (tp · target tp)``."""
-        if held is None:
+        """Layers in common times the common part of each, in parts of one over both meshes' numbers of cuts."""
+        layers = 0 if held is None else self._common_layers[held.pp, needed.pp]
+        if held is None or layers == 0:
             return 0
-        cuts, target_cuts = self._source.layout.tp, self._given.layout.tp
-        start = max(held.tp * target_cuts, needed.tp * cuts)
-        stop = min((held.tp + 1) * target_cuts, (needed.tp + 1) * cuts)
-        return max(0, stop - start) * self._common_layers[held.pp, needed.pp]
-
-    def _held(self, rank: int) -> Spot | None:
-        return _spot(self._source, rank) if rank in self._source else None
+        (tp, etp, ep), (target_tp, target_etp, target_ep) = self._cuts
+        dense = _common_part(held.tp, tp, needed.tp, target_tp)
+        if not self._has_experts:
+            return layers * dense
+        (index, block), (target_index, target_block) = held.expert, needed.expert
+        experts = _common_part(index, etp, target_index, target_etp) * _common_part(block, ep, target_block, target_ep)
+        # Both in the same unit.
+        return layers * (dense * etp * target_etp * ep * target_ep + EXPERTS_TO_DENSE * experts * tp * target_tp)
 
     def _origin(self, rank: int) -> Origin:
         return Origin(self._held(rank), _spot(self._given, rank))
 
+    def _held(self, rank: int) -> Spot | None:
+        return _spot(self._source, rank) if rank in self._source else None
+
+
+def _common_part(index: int, cuts: int, other: int, other_cuts: int) -> int:
+    """What two parts of one whole have in common, in parts of ``1 / (cuts · other_cuts)``."""
+    return max(0, min((index + 1) * other_cuts, (other + 1) * cuts) - max(index * other_cuts, other * cuts))
+
 
 def _spot(mesh: DeviceMesh, rank: int) -> Spot:
     place = mesh.coordinate(rank)
-    return Spot(place.pp, place.tp)
+    return Spot(place.pp, place.tp, expert_place(mesh.layout, place))
 
 
 _Item = TypeVar("_Item")

@@ -13,8 +13,9 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import MicroBatch, pack, split_by_tokens
+from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import forward_only, sum_over
-from hybridflow.models.weights import describe_model, initialize, local_shards, logical_parameters
+from hybridflow.models.weights import describe_model, initialize, local_shards
 from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.spec import ModelSpec

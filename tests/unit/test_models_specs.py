@@ -139,7 +139,7 @@ def test_uneven_stages_as_data(layers, sizes, stages):
             {FIRST: 3, LAST: 3},
             r"pp=2, vpp=3: .* by zero; .* list them in pipeline_model_parallel_layout",
         ),
-        (dict(pp=1), {FIRST: 4, LAST: 3}, r"deals 3 layers to pp=1, vpp=None, the model has 7"),
+        (dict(pp=1), {FIRST: 1, LAST: 1}, r"deals 1 layers to pp=1, vpp=None, the model has 7"),
     ],
 )
 def test_layers_that_cannot_be_dealt_are_refused(sizes, stages, message):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the parts of docs/ that are made from the code: the keys of a recipe, the plan and picture of a step, a reshard.
+"""Write the parts of docs/ that are made from the code: a recipe's keys, the plan and picture of a step, a reshard.
 
 Examples:
   python tools/write_docs.py

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
+import re
 import signal
 import sys
 import time
@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hybridflow import __version__
 from hybridflow.config import Recipe, find_recipe, load_recipe
@@ -131,17 +131,17 @@ def _parser() -> argparse.ArgumentParser:
     _add_recipe(job)
     job.add_argument("--mermaid", action="store_true", help="print one step as a mermaid flowchart instead")
     job.set_defaults(run=_plan_job)
-    _add_reshard(plans.add_parser("reshard", **_RESHARD))
+    reshard = plans.add_parser(
+        "reshard",
+        help="what moves when weights go from one layout to another",
+        description="Print what each rank holds, receives and sends, beside the least possible, and an estimate of the "
+        "time. Starts no process and imports no torch.",
+        epilog=_RESHARD_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_reshard(reshard)
+    reshard.set_defaults(run=_plan_reshard, recipe=None, overrides=())
     return parser
-
-
-_RESHARD: Any = {
-    "help": "what moves when weights go from one layout to another",
-    "description": "Print what each rank holds, receives and sends, beside the least possible, and an estimate of the "
-    "time. Starts no process and imports no torch.",
-    "epilog": _RESHARD_EXAMPLES,
-    "formatter_class": argparse.RawDescriptionHelpFormatter,
-}
 
 
 def _add_reshard(parser: argparse.ArgumentParser) -> None:
@@ -171,7 +171,6 @@ def _add_reshard(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     parser.add_argument("--draw", metavar="FILE.png", help="draw who holds what, and what moves")
-    parser.set_defaults(run=_plan_reshard, recipe=None, overrides=())
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -254,14 +253,13 @@ def _reshard_meshes(arguments: argparse.Namespace, num_layers: int) -> tuple[Dev
 def _bandwidth(text: str) -> Bandwidth:
     from hybridflow.reshard.report import Bandwidth
 
-    try:
-        given = dict(part.split("=") for part in text.split(",") if part)
-        bandwidth = Bandwidth(**{name: float(value) for name, value in given.items()})
-    except (TypeError, ValueError):
-        bandwidth = Bandwidth(node=0.0)
-    if not all(0 < value < math.inf for value in asdict(bandwidth).values()):
-        raise ConfigError(f"--bandwidth {text!r}: expected GB/s above 0, for instance node=450,network=50")
-    return bandwidth
+    given: dict[str, float] = {}
+    for part in text.split(",") if text else ():
+        match = re.fullmatch(r"(node|network)=([0-9]+(?:\.[0-9]+)?)", part)
+        if match is None or float(match[2]) == 0:
+            raise ConfigError(f"--bandwidth {text!r}: expected GB/s above 0, for instance node=450,network=50")
+        given[match[1]] = float(match[2])
+    return Bandwidth(**given)
 
 
 def _model_spec(name: str) -> ModelSpec:

@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.reshard.overlap import max_overlap
 from hybridflow.sections import Bounds, parse_yaml, read_section
 
 Count = Annotated[int, Bounds(low=1)]
@@ -188,7 +189,7 @@ class Actor:
     Attributes:
         ranks: Global ranks, in mesh order; None: all.
         update: Layout in which it learns and computes log-probabilities.
-        rollout: Layout in which it generates, on the same ranks.
+        rollout: Layout in which it generates, on the same ranks, ordered so that each keeps what it can of its weights.
         optimizer: How it learns.
         reshard: How weights travel from the one layout to the other. ``shared``: ranks of a node read each other's
             memory; ``torch``: over torch.distributed; ``mpi``: over MPI, in a job that MPI started; ``auto``: shared
@@ -459,9 +460,22 @@ def recipe_from_dict(values: object, *, source: str = "recipe", overrides: Seque
 def role_meshes(recipe: Recipe) -> dict[str, DeviceMesh]:
     """The meshes of all roles: ``actor.update``, ``actor.rollout``, ``critic`` (if any) and ``reference``.
 
+    The rollout takes the actor's ranks in the order in which they hold most of what it needs.
+
     Raises:
         LayoutError: A layout does not fill its ranks, or a rank is named twice.
+        ReshardError: The layers cannot be dealt to the stages of the actor's layouts.
     """
+    meshes = _meshes_as_given(recipe)
+    update, rollout = meshes["actor.update"], meshes["actor.rollout"]
+    meshes["actor.rollout"] = max_overlap(
+        update, rollout.layout, rollout.ranks, num_layers=recipe.model.num_layers, name=rollout.name
+    )
+    return meshes
+
+
+def _meshes_as_given(recipe: Recipe) -> dict[str, DeviceMesh]:
+    """The meshes of all roles with their ranks in the recipe's order."""
     actor, critic, reference = recipe.actor, recipe.critic, recipe.reference
     everyone = tuple(range(recipe.cluster.ranks))
     per_node = recipe.cluster.ranks_per_node
@@ -538,7 +552,7 @@ def _check_placement(recipe: Recipe) -> None:
             )
     model = recipe.model
     groups = model.num_attention_heads if model.num_query_groups is None else model.num_query_groups
-    for name, mesh in role_meshes(recipe).items():
+    for name, mesh in _meshes_as_given(recipe).items():
         tp, pp = mesh.layout.tp, mesh.layout.pp
         mesh.layout.check_trainable(name)
         for key in ("num_attention_heads", "ffn_hidden_size"):

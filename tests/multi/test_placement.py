@@ -115,6 +115,7 @@ PPO_PLACEMENTS = {
 }
 GRPO_PLACEMENTS = {
     "four": dict(ranks=4, update=layout(pp=2, dp=2), rollout=layout(tp=2, dp=2), reshard="torch", offload=True),
+    "strided": dict(ranks=4, update=layout(tp=4), rollout=layout(tp=2, dp=2)),  # on ranks 0, 2, 1, 3
     "reference apart": dict(ranks=3, actor_ranks=(0, 2), update=layout(dp=2), reference_ranks=(1,), reference=layout()),
 }
 

@@ -166,6 +166,15 @@ def test_meshes_of_the_roles(recipe_file):
     assert {mesh.ranks_per_node for mesh in meshes.values()} == {4}
 
 
+def test_rollout_takes_the_ranks_in_the_order_of_largest_overlap(recipe_file):
+    """TP4 holds quarters, TP2 needs halves: rank 1 joins rank 0, and its peer is rank 2."""
+    layouts = ["actor.update={tp: 4}", "actor.rollout={tp: 2, dp: 2}"]
+    meshes = role_meshes(load_recipe(recipe_file, layouts))
+    assert (meshes["actor.update"].ranks, meshes["actor.rollout"].ranks) == ((0, 1, 2, 3), (0, 2, 1, 3))
+    two_nodes = role_meshes(load_recipe(recipe_file, [*layouts, "cluster.ranks_per_node=2"]))
+    assert two_nodes["actor.rollout"].ranks == (0, 1, 2, 3)
+
+
 def test_unknown_recipe_lists_the_shipped_ones():
     with pytest.raises(ConfigError, match=r"recipe nonsense: no such file; .* shipped recipe: .*quick"):
         find_recipe("nonsense")

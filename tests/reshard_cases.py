@@ -14,10 +14,7 @@ NUM_LAYERS = 4
 
 
 def make_model(vocab_size: int = 13, padded_to: int = 1, tied: bool = False, num_experts: int = 0) -> ModelSpec:
-    """Every kind of cut: padded vocabulary, fused QKV, gate/up, row-parallel, replicated, on every kind of place.
-
-    With experts, also those of odd layers, and their router.
-    """
+    """Every kind of cut: padded vocabulary, fused QKV, gate/up, row-parallel, replicated, experts; in every place."""
     tensors = [
         TensorSpec(
             name="embedding",
@@ -37,16 +34,18 @@ def make_model(vocab_size: int = 13, padded_to: int = 1, tied: bool = False, num
             TensorSpec(name=f"{layer}.down", shape=(3, 8), dtype="fp32", tp_dim=1, place=layer),
             TensorSpec(name=f"{layer}.norm", shape=(3,), dtype="bf16", tp_dim=None, place=layer),
         ]
-        for expert in range(num_experts if layer % 2 else 0):
-            which = (expert, num_experts)
-            tensors += [
-                TensorSpec(
-                    name=f"{layer}.{expert}.fc1", shape=(2, 8, 2), dtype="bf16", tp_dim=1, place=layer, expert=which
-                ),
-                TensorSpec(
-                    name=f"{layer}.{expert}.bias", shape=(5,), dtype="fp32", tp_dim=None, place=layer, expert=which
-                ),
-            ]
+        tensors += [
+            TensorSpec(
+                name=f"{layer}.{expert}.{name}",
+                shape=shape,
+                dtype="fp32",
+                tp_dim=tp_dim,
+                place=layer,
+                expert=(expert, num_experts),
+            )
+            for expert in range(num_experts)
+            for name, shape, tp_dim in (("up", (2, 8, 3), 1), ("down", (3, 8), 1), ("bias", (3,), None))
+        ]
     return ModelSpec(tensors=tuple(tensors), num_layers=NUM_LAYERS)
 
 
@@ -62,36 +61,27 @@ def scatter(spec: TensorSpec, whole: np.ndarray, mesh: DeviceMesh) -> dict[int, 
     if spec.padded_to is not None:
         missing = -spec.shape[0] % (spec.padded_to * layout.tp)
         whole = np.concatenate([whole, np.full((missing, *whole.shape[1:]), -1)])
-    parts = [whole] * layout.tp if spec.tp_dim is None else np.split(whole, layout.tp, axis=spec.tp_dim)
-    num_stages = layout.pp * layout.vpp
-    stages = np.repeat(np.arange(num_stages) % layout.pp, layout.layers or NUM_LAYERS // num_stages)
+    cut_into = layout.tp if spec.expert is None else layout.expert_tp
+    parts = [whole] * cut_into if spec.tp_dim is None else np.split(whole, cut_into, axis=spec.tp_dim)
+    virtual_stages = layout.pp * layout.vpp
+    layers = layout.layers or (NUM_LAYERS // virtual_stages,) * virtual_stages
+    stages = [virtual % layout.pp for virtual, count in enumerate(layers) for _ in range(count)]
     wanted = {
-        0 if place == "embedding" else layout.pp - 1 if place == "output" else int(stages[place])
+        0 if place == "embedding" else layout.pp - 1 if place == "output" else stages[place]
         for place in (spec.place, spec.also_held_by)
         if place is not None
     }
-    if spec.expert is not None:
-        return _scatter_expert(spec, whole, mesh, wanted)
-    grid = np.array(mesh.ranks).reshape(layout.pp, layout.dp, layout.cp, layout.tp)
+    if spec.expert is None:
+        grid = np.array(mesh.ranks).reshape(layout.pp, -1, layout.tp)
+    else:
+        # The experts' own order of a stage's ranks: tensor parallel fastest, then blocks of experts, then replicas.
+        grid = np.array(mesh.ranks).reshape(layout.pp, -1, layout.ep, layout.expert_tp)
+        index, count = spec.expert
+        grid = grid[:, :, index // (count // layout.ep)]
     return {
-        int(grid[pp, dp, cp, tp]): parts[tp].copy()
-        for pp, dp, cp, tp in itertools.product(*map(range, grid.shape))
+        int(grid[pp, replica, tp]): parts[tp].copy()
+        for pp, replica, tp in itertools.product(*map(range, grid.shape))
         if pp in wanted
-    }
-
-
-def _scatter_expert(spec: TensorSpec, whole: np.ndarray, mesh: DeviceMesh, stages: set[int]) -> dict[int, np.ndarray]:
-    assert spec.expert is not None
-    layout, (expert, num_experts) = mesh.layout, spec.expert
-    etp = layout.tp if layout.etp is None else layout.etp
-    parts = [whole] * etp if spec.tp_dim is None else np.split(whole, etp, axis=spec.tp_dim)
-    grid = np.array(mesh.ranks).reshape(layout.pp, -1, layout.ep, etp)
-    block = np.repeat(np.arange(layout.ep), num_experts // layout.ep)[expert]
-    return {
-        int(grid[pp, replica, block, index]): parts[index].copy()
-        for pp in stages
-        for replica in range(grid.shape[1])
-        for index in range(etp)
     }
 
 

@@ -419,7 +419,7 @@ def test_digest_tells_plans_apart() -> None:
         ("pp3", r"4 layers cannot be dealt to pp=3 equal stages; choose one that divides 4"),
         ("pp2.vpp4", r"4 layers cannot be dealt to pp·vpp=8 equal stages; choose one that divides 4"),
         ("pp2.layers3-2", r"layout tp1.pp2.dp1.layers3-2 has 5 layers, the model 4; make the two equal"),
-        ("dp3.ep3", r"1\.0\.fc1: 4 experts cannot be dealt to ep=3 equal blocks; choose a divisor of 4"),
+        ("dp3.ep3", r"0\.0\.up: 4 experts cannot be dealt to ep=3 equal blocks; choose a divisor of 4"),
     ],
 )
 def test_indescribable_layouts_are_refused(layout: str, message: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
-from hybridflow.reshard.spec import ModelSpec, TensorSpec
+from hybridflow.reshard.spec import DType, ModelSpec, TensorSpec
 
 NUM_LAYERS = 4
 
@@ -45,6 +45,23 @@ def make_model(vocab_size: int = 13, padded_to: int = 1, tied: bool = False, num
             )
             for expert in range(num_experts)
             for name, shape, tp_dim in (("up", (2, 8, 3), 1), ("down", (3, 8), 1), ("bias", (3,), None))
+        ]
+    return ModelSpec(tensors=tuple(tensors), num_layers=NUM_LAYERS)
+
+
+def make_large_model(dtype: DType = "fp32") -> ModelSpec:
+    """About 50 MB in fp32: pieces that travel in place, pieces that fill several buckets, and many small ones."""
+    hidden, ffn, vocab_size = 512, 1024, 2003
+    tensors = [
+        TensorSpec(name="embedding", shape=(vocab_size, hidden), dtype=dtype, tp_dim=0, place="embedding", padded_to=8),
+        TensorSpec(name="norm", shape=(hidden,), dtype=dtype, tp_dim=None, place="output"),
+    ]
+    for layer in range(NUM_LAYERS):
+        tensors += [
+            TensorSpec(name=f"{layer}.qkv", shape=(3 * hidden, hidden), dtype=dtype, tp_dim=0, place=layer),
+            TensorSpec(name=f"{layer}.gate_up", shape=(2, ffn, hidden), dtype=dtype, tp_dim=1, place=layer),
+            TensorSpec(name=f"{layer}.down", shape=(hidden, ffn), dtype=dtype, tp_dim=1, place=layer),
+            TensorSpec(name=f"{layer}.norm", shape=(hidden,), dtype=dtype, tp_dim=None, place=layer),
         ]
     return ModelSpec(tensors=tuple(tensors), num_layers=NUM_LAYERS)
 

@@ -44,7 +44,12 @@ _ROLES = "source", "target"
 _NOT_SHARED = OSError, RuntimeError, ReshardError
 """What a system that does not let processes read each other's memory answers."""
 
-MAX_STEPS_AHEAD = 16
+BUCKETS_EACH_WAY = 2
+"""While one is on the wire, the other is packed or unpacked."""
+
+ALIGNED_BYTES = 64
+
+MAX_STEPS_AHEAD = 64
 """More messages at once keep sockets busy; a group of operations that NCCL starts at once must stay far below 1,024."""
 
 SCRATCH_BYTES = 1 << 20
@@ -129,6 +134,24 @@ class _Turn(NamedTuple):
 
     send: tuple[int, Message] | None
     receive: tuple[int, Message] | None
+
+
+@dataclass
+class _Ring:
+    """Room in buckets, given to one step after the other, round and round."""
+
+    num_bytes: int
+    head: int = 0
+    taken: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def reserve(self, num_bytes: int, number: int) -> tuple[int, int]:
+        """Where the room for step ``number`` begins, and how many steps must be finished before it is free."""
+        size = -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        start = self.head if self.head + size <= self.num_bytes else 0
+        self.head = start + size
+        before = [entry for entry in self.taken if entry[0] < self.head and start < entry[1]]
+        self.taken = [entry for entry in self.taken if entry not in before] + [(start, self.head, number)]
+        return start, max((user + 1 for _, _, user in before), default=0)
 
 
 class _Step(NamedTuple):
@@ -462,50 +485,58 @@ class Resharder:
         return moves
 
     def _bind_wave(self, index: int, turns: list[_Turn], carrier: Transport | None) -> list[_Step]:
-        """The steps of a wave, each as early as there are buckets for it.
+        """The steps of a wave, each as early as there is room in the buckets for it.
 
         However far a rank begins ahead, the lowest slot of all that are unfinished has nothing before it at either end.
         """
         steps: list[_Step] = []
-        uses: dict[str, list[int]] = {"send": [], "receive": []}
+        rings = {kind: _Ring(BUCKETS_EACH_WAY * self._bucket_bytes) for kind in ("send", "receive")}
         for number, turn in enumerate(turns):
             assert carrier is not None, "messages without a transport"
-            legs, moves = [], []
             after = max(0, number + 1 - MAX_STEPS_AHEAD)
+            ends = []
             for kind, end, shards in (
                 ("send", turn.send, self._shards[index]),
                 ("receive", turn.receive, self._shards[1]),
             ):
-                # Two of each kind: one on the wire, while the other is packed or unpacked.
-                leg, out_of_bucket = self._bind_end(end, shards, f"{kind} {len(uses[kind]) % 2}", carrier)
-                legs.append(leg)
-                moves.append(out_of_bucket)
-                if leg is not None and leg.is_fixed:
-                    uses[kind].append(number)
-                    after = max([after, *(use + 1 for use in uses[kind][-3:-2])])
-            pack = _Moves(to=moves[0].out_of, out_of=moves[0].to)
-            steps.append(_Step(carrier.prepare(*legs), pack, moves[1], after))
+                leg, out_of_bucket, free_after = self._bind_end(end, shards, kind, rings[kind], number, carrier)
+                ends.append((leg, out_of_bucket))
+                after = max(after, free_after)
+            (send, sent), (receive, unpack) = ends
+            steps.append(_Step(carrier.prepare(send, receive), _Moves(to=sent.out_of, out_of=sent.to), unpack, after))
         return steps
 
     def _bind_end(
-        self, end: tuple[int, Message] | None, shards: _Shards, bucket: str, carrier: Transport
-    ) -> tuple[Leg | None, _Moves]:
-        """One end of a message, and the copies out of its bucket; none where it lies in one run in the tensors."""
+        self,
+        end: tuple[int, Message] | None,
+        shards: _Shards,
+        kind: str,
+        ring: _Ring,
+        number: int,
+        carrier: Transport,
+    ) -> tuple[Leg | None, _Moves, int]:
+        """One end of the message of step ``number``.
+
+        Returns:
+            The end; the copies out of buckets, none where it lies in one run in the tensors; and how many steps must be
+            finished before the room in the buckets is free.
+        """
         if end is None:
-            return None, _Moves()
+            return None, _Moves(), 0
         peer, message = end
         dtypes = [TORCH_DTYPES[self._model.tensors[tensor].dtype] for tensor, _ in message.pieces]
         views = [shards.view(tensor, box) for tensor, box in message.pieces]
         run = _as_one_run(views, dtypes) if carrier.device == self._world.device else None
         if run is not None:
-            return Leg(peer, run, is_fixed=False), _Moves()
-        buffer = self._buffer(bucket, self._bucket_bytes, carrier.device)[: message.num_bytes]
+            return Leg(peer, run, is_fixed=False), _Moves(), 0
+        start, free_after = ring.reserve(message.num_bytes, number)
+        buffer = self._buffer(kind, ring.num_bytes, carrier.device)[start : start + message.num_bytes]
         sizes = [view.numel() * dtype.itemsize for view, dtype in zip(views, dtypes, strict=True)]
         packed = [
             part.view(dtype).view(view.shape)
             for part, dtype, view in zip(buffer.split(sizes), dtypes, views, strict=True)
         ]
-        return Leg(peer, buffer, is_fixed=True), _Moves(to=views, out_of=packed)
+        return Leg(peer, buffer, is_fixed=True), _Moves(to=views, out_of=packed), free_after
 
     def _buffer(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         """A buffer of this rank's own, allocated when first asked for, ``[bytes]`` uint8."""

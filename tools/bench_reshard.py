@@ -4,9 +4,9 @@
 Started plainly it brings up 8 and then 4 ranks on this machine. Under mpirun, torchrun or srun it joins the ranks that
 are there, and measures the pairs of so many ranks. Everything is in host memory and over gloo, or over MPI.
 
-Rivals: megatron (megatron.core.resharding), gather (all-gather everything, then slice), dcp (torch.distributed.
-checkpoint through /dev/shm), dtensor (where it applies), and bare: the bytes of the plan and nothing else, in one message for each
-pair of ranks, which gives the bandwidth that the limit of the wall time is computed with.
+Rivals: megatron (megatron.core.resharding), gather (all-gather everything, then slice), dcp (a checkpoint of
+torch.distributed through /dev/shm), dtensor (where it applies), and bare: the bytes of the plan and nothing else, in
+one message for each pair of ranks, which gives the bandwidth that the limit of the wall time is computed with.
 
 Examples:
   python tools/bench_reshard.py --json reshard.json

@@ -76,6 +76,8 @@ def set_up(world: World, pair: Pair, model: Model) -> Case:
         tensors.append({name: parameters[name].data.view(held.shape) for name, held in values[-1].items()})
         assert tensors[-1].keys() == parameters.keys(), "the shards are not those of megatron-core's model"
     for name, tensor in tensors[0].items():
+        # Where the one-sided transport would move it: so all rivals read the same memory.
+        tensor.share_memory_()
         tensor.copy_(torch.from_numpy(values[0][name]))
     return Case(
         world=world,

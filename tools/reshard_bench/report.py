@@ -144,8 +144,8 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
             f"**{result['ranks']} ranks** ({result['ranks_per_node']} a node, started by {result['launcher']}), "
             f"{result['model_bytes'] / 1e6:.0f} MB fp32: {model['num_layers']} layers, hidden {model['hidden_size']}, "
             f"ffn {model['ffn_hidden_size']}, vocabulary {model['vocab_size']}; medians of {result['repeats']} "
-            f"interleaved rounds; torch {result['torch']}, megatron-core {result['megatron_core']}, {result['cpus']} CPUs, load "
-            f"{result['load']:.1f} at the end",
+            f"interleaved rounds; torch {result['torch']}, megatron-core {result['megatron_core']}, "
+            f"{result['cpus']} CPUs, load {result['load']:.1f} at the end",
             "",
         ]
         for pair in result["pairs"]:

@@ -5,6 +5,7 @@ A rival fills the given target tensors from the given source tensors; what it ca
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 import time
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, 
 
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.plan import Copy, Flows, bucket_bytes, plan
-from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, num_elements
+from hybridflow.reshard.spec import ITEM_BYTES, Box, ModelSpec, TensorSpec, num_elements
 from reshard_bench.cases import Case
 
 
@@ -36,7 +37,7 @@ class Rival:
         run: Fills the target once. Collective.
         plan_s: Time to find out what to do; None where there is no such step.
         received_bytes: Payload by its own plan; None: only the kernel can tell.
-        messages: That this rank sends and receives in a run, or collectives that it calls.
+        messages: That this rank sends in a run, or collectives that it calls.
         file_bytes: This rank's share of the files that a run leaves.
         close: Gives back what the rival holds outside this process's memory.
     """
@@ -77,16 +78,26 @@ def ours(case: Case, transport: Literal["torch", "shared", "mpi"]) -> Rival:
 
 
 def message_bound(case: Case) -> int:
-    """The most messages that a rank may send and receive: peers, bytes by the bucket, and large contiguous pieces."""
-    part = plan(case.model, case.source, case.target, case.world.rank)
-    bucket = bucket_bytes(case.model, case.target)
+    """The most messages that this rank may send: one for each peer, bucket and large contiguous piece at either end."""
+    rank, bucket = case.world.rank, bucket_bytes(case.model, case.target)
     bound = 0
-    for wave in part.waves:
-        for copies, end in ((wave.sends, "source"), (wave.receives, "destination")):
-            sizes = [_copy_bytes(case.model, copy) for copy in copies]
-            bound += len({getattr(copy, "destination" if end == "source" else "source") for copy in copies})
-            bound += sum(sizes) // bucket + sum(size >= LARGE_PIECE_BYTES for size in sizes)
+    for wave in plan(case.model, case.source, case.target, rank).waves:
+        bound += len({copy.destination for copy in wave.sends})
+        bound += sum(_copy_bytes(case.model, copy) for copy in wave.sends) // bucket
+        for copy in wave.sends:
+            spec = case.model.tensors[copy.tensor]
+            ends = case.source.regions(spec, rank), case.target.regions(spec, copy.destination)
+            bound += max(_large_pieces(copy.box, region.local_shape, spec) for (region,) in ends)
     return bound
+
+
+def _large_pieces(box: Box, local_shape: tuple[int, ...], spec: TensorSpec) -> int:
+    """The contiguous pieces of memory that a box is, if they are large; else 0."""
+    sizes = [stop - start for start, stop in box]
+    # All dims after the last that is not whole, and that one, are one piece.
+    last = max((dim for dim, size in enumerate(sizes) if size != local_shape[dim]), default=0)
+    piece_bytes = math.prod(sizes[last:]) * ITEM_BYTES[spec.dtype]
+    return math.prod(sizes[:last]) if piece_bytes >= LARGE_PIECE_BYTES else 0
 
 
 def _copy_bytes(model: ModelSpec, copy: Copy) -> int:
@@ -99,8 +110,9 @@ def bare_exchange(case: Case) -> Rival:
     sizes: Counter[tuple[int, int]] = Counter()
     for flow in Flows(case.model, case.source, case.target).all():
         sizes[flow.source, flow.destination] += flow.stop - flow.start
-    sends = {peer: torch.zeros(size, dtype=torch.uint8) for (source, peer), size in sizes.items() if source == rank}
-    receives = {peer: torch.zeros(size, dtype=torch.uint8) for (peer, target), size in sizes.items() if target == rank}
+    # Not zeros: those are one page of the machine's memory, read again and again.
+    sends = {peer: torch.ones(size, dtype=torch.uint8) for (source, peer), size in sizes.items() if source == rank}
+    receives = {peer: torch.ones(size, dtype=torch.uint8) for (peer, target), size in sizes.items() if target == rank}
 
     def run() -> None:
         # Ring-shift order: no rank is everybody's first.
@@ -110,7 +122,7 @@ def bare_exchange(case: Case) -> Rival:
             work.wait()
 
     received = sum(map(Tensor.numel, receives.values()))
-    return Rival(run=run, received_bytes=received, messages=len(sends) + len(receives))
+    return Rival(run=run, received_bytes=received, messages=len(sends))
 
 
 def gather_and_slice(case: Case) -> Rival:
@@ -171,7 +183,7 @@ def megatron(case: Case) -> Rival:
         run=lambda: execute_reshard_plan(plan, case.source_model, case.target_model, service),
         plan_s=plan_s,
         received_bytes=sum(4 * parameters[op.param_name].data[op.my_slice].numel() for op in received),
-        messages=len(received) + sum(op.peer_rank != rank for op in plan.send_ops),
+        messages=sum(op.peer_rank != rank for op in plan.send_ops),
     )
 
 

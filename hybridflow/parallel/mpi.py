@@ -5,6 +5,7 @@ mpi4py is imported only in a job that MPI started, since the import initialises 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import socket
 import time
@@ -86,12 +87,62 @@ class MpiMessenger:
         self._wait(requests, name)
 
     def _wait(self, requests: list[Any], name: str) -> None:
-        end = time.monotonic() + self._deadline_s
+        _wait(requests, name, self._ranks, self._deadline_s)
+
+
+class MpiLink:
+    """Point-to-point messages among some ranks over MPI, apart from the coordinator's; every wait has a deadline.
+
+    Collective: all of ``ranks`` make it together.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], deadline_s: float) -> None:
+        from mpi4py import MPI
+
+        group = MPI.COMM_WORLD.Get_group().Incl(list(ranks))
+        self._comm: Any = MPI.COMM_WORLD.Create_group(group, tag=1)
+        self._places = {rank: place for place, rank in enumerate(ranks)}
+        self._deadline_s = deadline_s
+
+    def prepare(self, peer: int, buffer: Any, is_send: bool) -> Any:
+        """A persistent request for a message to or from a global rank; ``Start()`` it, then ``wait``."""
+        return (self._comm.Send_init if is_send else self._comm.Recv_init)(buffer, self._places[peer])
+
+    def start(self, peer: int, buffer: Any, is_send: bool) -> Any:
+        """Begin to send to a global rank, or to receive from it."""
+        return (self._comm.Isend if is_send else self._comm.Irecv)(buffer, self._places[peer])
+
+    def wait(self, requests: list[Any], name: str, peers: tuple[int, ...]) -> None:
+        """Return when all requests are done. Raises DeadlineError: one of the peers did not come."""
+        _wait(requests, name, peers, self._deadline_s)
+
+
+def reads_gpu_memory() -> bool:
+    """Whether the MPI library takes addresses of a GPU's memory: by MPI 4.1's word for it, else by its own function."""
+    from mpi4py import MPI
+
+    kinds = MPI.COMM_WORLD.Get_info().Get("mpi_memory_alloc_kinds")
+    if kinds is not None:
+        return "cuda" in kinds
+    ask = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return ask is not None and bool(ask())
+
+
+def _wait(requests: list[Any], name: str, ranks: tuple[int, ...], deadline_s: float) -> None:
+    from mpi4py import MPI
+
+    end = time.monotonic() + deadline_s
+    try:
         for request in requests:
             while not request.Test():
                 if time.monotonic() > end:
                     raise DeadlineError(
-                        f"{name}: some of ranks {list(self._ranks)} did not answer within {self._deadline_s:g} s over "
-                        "MPI; look for a rank that failed earlier, or raise cluster.deadline_s"
+                        f"{name}: some of ranks {list(ranks)} did not answer within {deadline_s:g} s over MPI; look "
+                        "for a rank that failed earlier, or raise cluster.deadline_s"
                     )
                 time.sleep(_POLL_S)
+    except MPI.Exception as error:
+        raise DeadlineError(
+            f"{name}: lost contact with some of ranks {list(ranks)} over MPI; look for a rank that failed earlier: "
+            f"{error}"
+        ) from error

@@ -24,6 +24,7 @@ class World:
         ranks_per_node: Consecutive ranks that share a node.
         device: Where this rank's models live.
         deadline_s: Longest wait for another rank, in seconds.
+        uses_mpi: MPI started the job.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class World:
         self.ranks_per_node = ranks_per_node
         self.device = device
         self.deadline_s = deadline_s
-        self._uses_mpi = uses_mpi
+        self.uses_mpi = uses_mpi
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._coordinators: dict[tuple[int, ...], Coordinator] = {}
         timeout = timedelta(seconds=deadline_s)
@@ -81,7 +82,7 @@ class World:
         """The coordinator over these ranks; its first use is collective over them."""
         if ranks not in self._coordinators:
             messenger: Messenger | None = None
-            if len(ranks) > 1 and self._uses_mpi:
+            if len(ranks) > 1 and self.uses_mpi:
                 from hybridflow.parallel.mpi import MpiMessenger
 
                 messenger = MpiMessenger(ranks, self.deadline_s)

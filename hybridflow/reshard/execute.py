@@ -1,26 +1,51 @@
-"""Carrying out a plan: pack, exchange, unpack."""
+"""Carrying out a plan: read what lies in the node, pack, exchange and unpack the rest."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridflow.errors import ReshardError
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
-from hybridflow.reshard.plan import Copy, copy_bytes, digest, participants, plan
-from hybridflow.reshard.spec import ITEM_BYTES, Box, DType, ModelSpec, Shard, num_elements, shard
-from hybridflow.reshard.transport import TorchTransport
+from hybridflow.reshard.holdings import Holdings
+from hybridflow.reshard.memory import room_for
+from hybridflow.reshard.messages import Message, Pair, divide, region_of, slots
+from hybridflow.reshard.peers import NodePeers, bytes_to_move, room_to_share
+from hybridflow.reshard.plan import (
+    WAVES,
+    Copy,
+    RankPlan,
+    Wave,
+    aliases,
+    bucket_bytes,
+    digest,
+    participants,
+    plan,
+    received_limit,
+)
+from hybridflow.reshard.spec import ITEM_BYTES, Box, DType, ModelSpec, Shard, TensorSpec, flat_boxes, num_elements
+from hybridflow.reshard.transport import Exchange, Leg, MpiTransport, TorchTransport, Transport
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Index = tuple[slice, ...]
+TransportName = Literal["auto", "torch", "shared", "mpi"]
+
+_ROLES = "source", "target"
+
+_NOT_SHARED = OSError, RuntimeError, ReshardError
+"""What a system that does not let processes read each other's memory answers."""
+
+SCRATCH_BYTES = 1 << 20
+"""Through so much at a time goes a copy between two tensors of which neither has the travelling dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,193 +54,529 @@ class ReshardStats:
 
     Attributes:
         time_s: From the first copy to the last, waits for other ranks included.
-        received_bytes: From other ranks.
-        sent_bytes: To other ranks.
+        received_bytes: From other ranks, in messages or read from their memory.
+        sent_bytes: To other ranks, likewise.
         local_bytes: Copied within this rank's memory.
+        limit_bytes: The least that this rank could receive: what it is to hold less what it holds.
+        extra_bytes: Allocated beside the tensors, and kept between runs.
+        messages: Sent to other ranks.
     """
 
     time_s: float
     received_bytes: int
     sent_bytes: int
     local_bytes: int
+    limit_bytes: int
+    extra_bytes: int
+    messages: int
 
 
-class _Piece(NamedTuple):
-    """A box of a local tensor and its place in a packed buffer."""
+class _Shards:
+    """The boxes of tensors that a rank holds, as views of its memory."""
 
-    name: str
-    where: Index
-    packed: Tensor
+    def __init__(self, model: ModelSpec, holdings: Holdings, rank: int, tensors: Mapping[str, Tensor]) -> None:
+        self._model = model
+        self._holdings = holdings
+        self._rank = rank
+        # Without the parameter: a view of it must not be differentiated through.
+        self._flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
+
+    def view(self, tensor: int, box: Box) -> Tensor:
+        spec = self._model.tensors[tensor]
+        region = region_of(self._holdings, spec, self._rank, box)
+        pairs = zip(box, region.box, strict=True)
+        return self._region(spec, region)[
+            tuple(slice(start - origin, stop - origin) for (start, stop), (origin, _) in pairs)
+        ]
+
+    def padding(self, spec: TensorSpec) -> Iterator[Tensor]:
+        """What belongs to no logical element: the end of a dim."""
+        for region in self._holdings.regions(spec, self._rank):
+            for dim, ((start, stop), size) in enumerate(zip(region.box, region.local_shape, strict=True)):
+                if stop - start < size:
+                    yield self._region(spec, region).narrow(dim, stop - start, size - (stop - start))
+
+    def _region(self, spec: TensorSpec, region: Shard) -> Tensor:
+        flat = self._flat[spec.name]
+        return flat[region.offset : region.offset + math.prod(region.local_shape)].view(region.local_shape)
 
 
-class _LocalCopy(NamedTuple):
-    """A box of a source tensor and its place in the target tensor of the same rank."""
+@dataclass
+class _Moves:
+    """Copies from views to views, ready to be carried out."""
 
-    name: str
-    from_where: Index
-    to_where: Index
-    dtype: torch.dtype
+    to: list[Tensor] = field(default_factory=list)
+    out_of: list[Tensor] = field(default_factory=list)
+    converted: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def carry_out(self) -> None:
+        if self.to:
+            torch._foreach_copy_(self.to, self.out_of, non_blocking=True)
+        for to, scratch, out_of in self.converted:
+            scratch.copy_(out_of)
+            to.copy_(scratch)
+
+
+_Traffic = dict[Pair, list[Message]]
+"""The messages of each pair of ranks of which this one is an end."""
+
+
+class _Turn(NamedTuple):
+    """What one rank sends to and receives from another, global rank and message."""
+
+    send: tuple[int, Message] | None
+    receive: tuple[int, Message] | None
+
+
+class _Step(NamedTuple):
+    """At most one message out and one in, at once."""
+
+    exchange: Exchange
+    pack: _Moves
+    unpack: _Moves
 
 
 class Resharder:
     """Turns a model's shards in one mesh into its shards in another, again and again over the same buffers.
 
-    Where both meshes cut the model alike (``plan.shares_storage``) the caller uses one storage, and needs none of this.
-
-    Collective: all ranks of either mesh make it together, with equal arguments; ``world.make_groups`` has been called
-    with ``plan.participants`` of the meshes.
+    Collective: all ranks of either mesh make it together, with equal arguments but for the tensors, and call ``run``
+    together; ``world.make_groups`` has been called with ``plan.participants`` of the meshes.
 
     Args:
         world: The job, of which this rank is in at least one of the meshes.
         model: The logical tensors; they travel in their described dtypes.
-        source_mesh: Where the shards are.
-        target_mesh: Where they are to be.
+        source: How they lie before.
+        target: How they are to lie.
+        source_tensors: Logical name -> this rank's tensor in the source, contiguous, of any float dtype, and of any
+            shape with the elements of its regions; None where the rank holds nothing there. They are bound: each run
+            reads their values of that time. Where peers of the node read them, their storages move into shared memory.
+        target_tensors: Likewise in the target; overwritten by ``run``. One that has the memory of a source tensor and
+            holds the same of it is left alone; any other overlap is an error.
+        transport: ``"shared"``: ranks of a node read each other's memory; ``"torch"``: all messages go over
+            torch.distributed; ``"mpi"``: over MPI. ``"auto"``: shared within the node where the system allows it, else
+            MPI for tensors in host memory in a job that MPI started, else torch.distributed.
 
     Raises:
-        ReshardError: A mesh cannot cut some tensor, or the ranks do not agree about the plan.
+        ReshardError: A mesh cannot cut some tensor, a tensor is missing, unknown, of another size or not contiguous,
+            the ranks do not agree about the plan, there is no room, or the transport cannot be had. On every rank.
         DeadlineError: A rank did not come.
     """
 
-    def __init__(self, world: World, model: ModelSpec, source_mesh: DeviceMesh, target_mesh: DeviceMesh) -> None:
-        self._name = f"reshard {source_mesh.name} to {target_mesh.name}"
-        self._device = world.device
-        self._source_shards = _shards(model, source_mesh, world.rank)
-        self._target_shards = _shards(model, target_mesh, world.rank)
-        part = plan(model, source_mesh, target_mesh, world.rank)
-        ranks = participants(source_mesh, target_mesh)
-        _check_agreement(world, ranks, digest(model, source_mesh, target_mesh), self._name)
+    def __init__(
+        self,
+        world: World,
+        model: ModelSpec,
+        source: Holdings,
+        target: Holdings,
+        *,
+        source_tensors: Mapping[str, Tensor] | None,
+        target_tensors: Mapping[str, Tensor] | None,
+        transport: TransportName = "auto",
+    ) -> None:
+        self._name = f"reshard {source.mesh.name} to {target.mesh.name}"
+        self._world, self._model, self._holdings = world, model, (source, target)
+        self._tensors = dict(source_tensors or {}), dict(target_tensors or {})
+        self._ranks = participants(source.mesh, target.mesh)
+        self._bucket_bytes = bucket_bytes(model, target)
+        self._buckets: dict[str, Tensor] = {}
+        self._node: NodePeers | None = None
+        self._readers: tuple[int, ...] = ()
 
-        self._transport = TorchTransport(world, ranks, self._name) if len(ranks) > 1 else None
-        self._send_buffers: dict[int, Tensor] = {}
-        self._receive_buffers: dict[int, Tensor] = {}
-        self._packs: list[_Piece] = []
-        self._unpacks: list[_Piece] = []
-        for peer in ranks:
-            sends = [copy for copy in part.sends if copy.destination == peer]
-            if sends:
-                self._send_buffers[peer], pieces = _lay_out(model, sends, self._source_shards, self._device)
-                self._packs += pieces
-            receives = [copy for copy in part.receives if copy.source == peer]
-            if receives:
-                self._receive_buffers[peer], pieces = _lay_out(model, receives, self._target_shards, self._device)
-                self._unpacks += pieces
-        self._local_copies = [_local_copy(model, copy, self._source_shards, self._target_shards) for copy in part.local]
-        self._local_bytes = sum(copy_bytes(model, copy) for copy in part.local)
-        self._padding = {name: where for name, held in self._target_shards.items() for where in _padding(held)}
+        part = self._agree_on_plan(transport)
+        readable = {}
+        if transport in ("auto", "shared"):
+            readable = self._open_peers(part.waves[0], must_open=transport == "shared")
+        waves = self._schedule(self._divide(part, readable))
+        carrier = self._carrier(transport)
+        self._shards = tuple(
+            _Shards(model, holdings, world.rank, tensors)
+            for holdings, tensors in zip(self._holdings, self._tensors, strict=True)
+        )
+        problem = None
+        try:
+            self._bind_memory(part, readable)
+            self._steps = [self._bind_wave(index, wave, carrier) for index, wave in enumerate(waves)]
+        except ReshardError as error:
+            problem = str(error)
+        self._raise_any(self._gather(problem))
+        self._stats = self._count(part, waves)
 
     @torch.no_grad()
-    def run(self, source: Mapping[str, Tensor] | None, target: Mapping[str, Tensor] | None) -> ReshardStats:
+    def run(self) -> ReshardStats:
         """Fill the target tensors with what the source tensors hold; their padding becomes 0.
 
         Collective: all ranks of either mesh.
 
-        Args:
-            source: Logical name -> this rank's parameter in the source mesh, contiguous, of any dtype, and of any shape
-                with the elements of its shard; None where the rank holds nothing there. Left as it is.
-            target: Likewise in the target mesh; overwritten. Must not share memory with ``source``.
-
         Raises:
-            ReshardError: A tensor is missing, unknown, of another size or not contiguous; nothing was sent or written.
+            ReshardError: A tensor was released and not restored; nothing was sent or written.
             DeadlineError: A rank did not come; the target is undefined, the source intact.
         """
-        sources = self._views(source, self._source_shards, "source")
-        targets = self._views(target, self._target_shards, "target")
+        for role, tensors in zip(_ROLES, self._tensors, strict=True):
+            for name, tensor in tensors.items():
+                if tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0:
+                    raise ReshardError(f"{self._name}: {role} {name} has no storage; restore what was released first")
         start_s = time.perf_counter()
-        for name, where, packed in self._packs:
-            packed.copy_(sources[name][where])
-        if self._transport is not None:
-            self._transport.exchange(self._send_buffers, self._receive_buffers)
-        for name, from_where, to_where, dtype in self._local_copies:
-            # By way of the travelling dtype, so that replicas are equal wherever their elements came from.
-            targets[name][to_where].copy_(sources[name][from_where].to(dtype))
-        for name, where, packed in self._unpacks:
-            targets[name][where].copy_(packed)
-        for name, where in self._padding.items():
-            targets[name][where].zero_()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._node is not None:
+            self._synchronize()
+            self._node.signal(self._readers, "ready")
+        first, second = (_carry(steps) for steps in self._steps)
+        # The local part while the first messages are on the wire.
+        next(first, None)
+        self._local.carry_out()
+        if self._padding:
+            torch._foreach_zero_(self._padding)
+        self._read_peers()
+        for _ in itertools.chain(first, second):
+            pass
+        self._synchronize()
+        if self._node is not None:
+            self._node.wait(self._readers, "done")
+        return replace(self._stats, time_s=time.perf_counter() - start_s)
+
+    def _read_peers(self) -> None:
+        if self._node is None:
+            return
+        for rank, moves in self._reads.items():
+            self._node.wait([rank], "ready")
+            moves.carry_out()
+        self._synchronize()
+        self._node.signal(self._reads, "done")
+
+    def _synchronize(self) -> None:
+        if self._world.device.type == "cuda":
+            torch.cuda.current_stream(self._world.device).synchronize()
+
+    def _gather(self, value: Any) -> dict[int, Any]:
+        """Every rank's JSON value, by rank."""
+        values = self._world.coordinator(self._ranks).gather(value, self._name)
+        return dict(zip(self._ranks, values, strict=True))
+
+    def _raise_any(self, problems: Mapping[int, str | None]) -> None:
+        """Fail on every rank if some rank has a problem: with its own, or with the first rank's."""
+        mine = problems[self._world.rank]
+        if mine is not None:
+            raise ReshardError(mine)
+        for rank, problem in problems.items():
+            if problem is not None:
+                raise ReshardError(f"rank {rank} cannot take part: {problem}")
+
+    def _agree_on_plan(self, transport: TransportName) -> RankPlan:
+        """This rank's part, once all ranks mean the same plan and have the tensors for it."""
+        source, target = self._holdings
+        rank, problem = self._world.rank, None
+        part = RankPlan(rank=rank, local=(), waves=(Wave(sends=(), receives=()),) * WAVES)
+        try:
+            if transport == "mpi" and not self._world.uses_mpi:
+                raise ReshardError(
+                    f"{self._name}: transport 'mpi' in a job that MPI did not start; start it with mpirun or srun "
+                    "--mpi, or use 'auto', 'torch' or 'shared'"
+                )
+            part = plan(self._model, source, target, rank)
+            for role, holdings, tensors in zip(_ROLES, self._holdings, self._tensors, strict=True):
+                _check(f"{self._name}: {role}", _sizes(self._model, holdings, rank), tensors)
+        except ReshardError as error:
+            problem = str(error)
+        plain = [self._is_plain(tensors) for tensors in self._tensors]
+        facts = self._gather([digest(self._model, source, target) + transport, problem, *plain])
+        usual, count = Counter(fact[0] for fact in facts.values()).most_common(1)[0]
+        if count < len(facts):
+            raise ReshardError(
+                f"{self._name}: ranks {[rank for rank in facts if facts[rank][0] != usual]} have another plan than the "
+                f"rest of {list(facts)}; start all ranks with the same recipe and the same version of hybridflow"
+            )
+        self._raise_any({rank: fact[1] for rank, fact in facts.items()})
+        self._plain = tuple({rank for rank, fact in facts.items() if fact[side]} for side in (2, 3))
+        return part
+
+    def _is_plain(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether all tensors have the dtypes in which they travel."""
+        return all(
+            tensors[spec.name].dtype == TORCH_DTYPES[spec.dtype] for spec in self._model.tensors if spec.name in tensors
+        )
+
+    def _open_peers(self, wave: Wave, *, must_open: bool) -> dict[int, dict[str, Tensor]]:
+        """The flat source tensors of other ranks of the node of which this one needs a part, by rank and name.
+
+        Both ends of a pair come to the same: each has reached the other, or their copies become messages.
+        """
+        mesh, me = self._holdings[0].mesh, self._world.rank
+        node = mesh.node(me)
+        names = [spec.name for spec in self._model.tensors]
+        readers = sorted({copy.destination for copy in wave.sends if mesh.node(copy.destination) == node})
+        offered = {names[copy.tensor] for copy in wave.sends if copy.destination in readers}
+        wanted: dict[int, set[str]] = {}
+        for copy in wave.receives:
+            if mesh.node(copy.source) == node:
+                wanted.setdefault(copy.source, set()).add(names[copy.tensor])
+        tensors = {name: self._tensors[0][name] for name in sorted(offered)}
+
+        facts = self._gather([bool(readers or wanted), bytes_to_move(tensors.values()), room_to_share()])
+        if not any(has_peers for has_peers, _, _ in facts.values()):
+            return {}
+        needed, rooms = zip(*(fact[1:] for rank, fact in facts.items() if mesh.node(rank) == node), strict=True)
+        opened, problem = None, None
+        try:
+            if sum(needed) > min(rooms):
+                raise ReshardError(f"{sum(needed)} bytes are to be shared in the node, and /dev/shm has {min(rooms)}")
+            opened = NodePeers(self._world, tensors, self._name)
+        except _NOT_SHARED as error:
+            problem = str(error)
+        cards = self._gather(None if opened is None else opened.card)
+        found: dict[int, dict[str, Tensor]] = {}
+        for peer in sorted({*readers, *wanted}):
+            if opened is not None and cards[peer] is not None:
+                sizes = _sizes(self._model, self._holdings[0], peer)
+                try:
+                    found[peer] = opened.open(peer, cards[peer], {name: sizes[name] for name in wanted.get(peer, ())})
+                except _NOT_SHARED as error:
+                    problem = f"rank {peer}: {error}"
+        results = self._gather([sorted(found), problem])
+        failed = {rank: problem for rank, (_, problem) in results.items() if problem is not None}
+        if must_open and failed:
+            raise ReshardError(
+                f"{self._name}: ranks {list(failed)} cannot share memory in their node: {next(iter(failed.values()))}; "
+                "give the node a larger /dev/shm and its ranks one user and one container, or use transport 'auto'"
+            )
+        mutual = [peer for peer in found if me in results[peer][0]]
+        self._node = opened
+        self._readers = tuple(rank for rank in readers if rank in mutual)
+        return {peer: found[peer] for peer in mutual if peer in wanted}
+
+    def _divide(self, part: RankPlan, readable: Mapping[int, Any]) -> list[_Traffic]:
+        """Each wave's messages to each rank and from each rank; none for what is read in the node."""
+        waves = []
+        for index, wave in enumerate(part.waves):
+            by_pair: dict[Pair, list[Copy]] = {}
+            for copy in (*wave.sends, *wave.receives):
+                if index > 0 or (copy.destination not in self._readers and copy.source not in readable):
+                    by_pair.setdefault((copy.source, copy.destination), []).append(copy)
+            waves.append(
+                {
+                    (source, destination): divide(
+                        self._model,
+                        copies,
+                        self._holdings[index],
+                        self._holdings[1],
+                        self._bucket_bytes,
+                        is_plain=source in self._plain[index] and destination in self._plain[1],
+                    )
+                    for (source, destination), copies in by_pair.items()
+                }
+            )
+        return waves
+
+    def _schedule(self, waves: list[_Traffic]) -> list[list[_Turn]]:
+        """Each wave's messages in the order in which this rank sends and receives them."""
+        me = self._world.rank
+        mine = [[[to, len(messages)] for (out_of, to), messages in wave.items() if out_of == me] for wave in waves]
+        counts = self._gather(mine)
+        found = []
+        for index, wave in enumerate(waves):
+            table = {(rank, to): count for rank, each in counts.items() for to, count in each[index]}
+            turns: dict[int, list[tuple[int, Message] | None]] = {}
+            for pair, places in slots(table).items():
+                if me in pair:
+                    assert len(places) == len(wave[pair]), f"ranks {pair} divide their copies differently"
+                    is_send, peer = pair[0] == me, pair[pair[0] == me]
+                    for place, message in zip(places, wave[pair], strict=True):
+                        turns.setdefault(place, [None, None])[not is_send] = peer, message
+            found.append([_Turn(*turns[place]) for place in sorted(turns)])
+        self._has_messages = any(each for per_wave in counts.values() for each in per_wave)
+        return found
+
+    def _carrier(self, transport: TransportName) -> Transport | None:
+        """What carries messages; None where no rank has any."""
+        if not self._has_messages:
+            return None
+        if transport == "mpi" or (transport != "torch" and self._world.uses_mpi and self._world.device.type == "cpu"):
+            return MpiTransport(self._world, self._ranks, self._name)
+        return TorchTransport(self._world, self._ranks, self._name)
+
+    def _bind_memory(self, part: RankPlan, readable: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Prepare what this rank copies itself: within its memory, and out of its peers'."""
+        source, target = self._holdings
+        aliased = self._find_aliased()
+        self._local_copies = [copy for copy in part.local if self._model.tensors[copy.tensor].name not in aliased]
+        self._local = self._moves(self._local_copies, self._shards[0])
+        self._padding = [
+            padding
+            for spec in self._model.tensors
+            if spec.name in self._tensors[1] and spec.name not in aliased
+            for padding in self._shards[1].padding(spec)
+        ]
+        self._reads = {}
+        for peer in _ring(self._ranks, self._world.rank):
+            if peer in readable:
+                copies = [copy for copy in part.waves[0].receives if copy.source == peer]
+                self._reads[peer] = self._moves(copies, _Shards(self._model, source, peer, readable[peer]))
+
+    def _find_aliased(self) -> frozenset[str]:
+        """The target tensors that are a source tensor, both holding the same of it.
+
+        Raises:
+            ReshardError: Tensors overlap otherwise.
+        """
+        sources, targets = self._tensors
+        may = aliases(self._model, *self._holdings, self._world.rank)
+        found = frozenset(
+            name
+            for name in may
+            if sources[name].data_ptr() == targets[name].data_ptr() and sources[name].dtype == targets[name].dtype
+        )
+        taken = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in sources.items())
+        for name, tensor in targets.items():
+            start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+            place = bisect.bisect_left(taken, (stop,))
+            if name not in found and place > 0 and taken[place - 1][1] > start:
+                raise ReshardError(
+                    f"{self._name}: target {name} overlaps source {taken[place - 1][2]} in memory, and is not the same "
+                    "part of the same tensor; give it memory of its own"
+                )
+        return found
+
+    def _moves(self, copies: Iterable[Copy], source: _Shards) -> _Moves:
+        """Copies into the target by way of the travelling dtype, so that replicas are equal whoever they come from."""
+        moves = _Moves()
+        for copy in copies:
+            dtype = self._model.tensors[copy.tensor].dtype
+            out_of, to = source.view(copy.tensor, copy.box), self._shards[1].view(copy.tensor, copy.box)
+            if TORCH_DTYPES[dtype] in (out_of.dtype, to.dtype):
+                moves.out_of.append(out_of)
+                moves.to.append(to)
+                continue
+            count, at_once = num_elements(copy.box), SCRATCH_BYTES // ITEM_BYTES[dtype]
+            scratch = self._buffer("scratch", SCRATCH_BYTES, self._world.device).view(TORCH_DTYPES[dtype])
+            for start in range(0, count, at_once):
+                for box in flat_boxes(copy.box, start, min(count, start + at_once)):
+                    to = self._shards[1].view(copy.tensor, box)
+                    between = scratch[: num_elements(box)].view(to.shape)
+                    moves.converted.append((to, between, source.view(copy.tensor, box)))
+        return moves
+
+    def _bind_wave(self, index: int, turns: list[_Turn], carrier: Transport | None) -> list[_Step]:
+        steps = []
+        for number, turn in enumerate(turns):
+            assert carrier is not None, "messages without a transport"
+            # Two of each kind: one on the wire, while the other is packed or unpacked.
+            send, pack = self._bind_end(turn.send, self._shards[index], f"send {number % 2}", carrier)
+            receive, unpack = self._bind_end(turn.receive, self._shards[1], f"receive {number % 2}", carrier)
+            steps.append(
+                _Step(
+                    carrier.prepare(send, receive),
+                    _Moves(to=pack.out_of, out_of=pack.to),
+                    unpack,
+                )
+            )
+        return steps
+
+    def _bind_end(
+        self, end: tuple[int, Message] | None, shards: _Shards, bucket: str, carrier: Transport
+    ) -> tuple[Leg | None, _Moves]:
+        """One end of a message, and the copies out of its bucket; none where it lies in one run in the tensors."""
+        if end is None:
+            return None, _Moves()
+        peer, message = end
+        dtypes = [TORCH_DTYPES[self._model.tensors[tensor].dtype] for tensor, _ in message.pieces]
+        views = [shards.view(tensor, box) for tensor, box in message.pieces]
+        run = _as_one_run(views, dtypes) if carrier.device == self._world.device else None
+        if run is not None:
+            return Leg(peer, run, is_fixed=False), _Moves()
+        buffer = self._buffer(bucket, self._bucket_bytes, carrier.device)[: message.num_bytes]
+        sizes = [view.numel() * dtype.itemsize for view, dtype in zip(views, dtypes, strict=True)]
+        packed = [
+            part.view(dtype).view(view.shape)
+            for part, dtype, view in zip(buffer.split(sizes), dtypes, views, strict=True)
+        ]
+        return Leg(peer, buffer, is_fixed=True), _Moves(to=views, out_of=packed)
+
+    def _buffer(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
+        """A buffer of this rank's own, allocated when first asked for, ``[bytes]`` uint8."""
+        if name not in self._buckets:
+            is_staged = device != self._world.device
+            with room_for(num_bytes, device, f"rank {self._world.rank}: {self._name}: a buffer"):
+                self._buckets[name] = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=is_staged)
+        return self._buckets[name]
+
+    def _count(self, part: RankPlan, waves: list[list[_Turn]]) -> ReshardStats:
+        """What each run moves."""
+        sends = [turn.send[1] for wave in waves for turn in wave if turn.send is not None]
+        receives = [turn.receive[1] for wave in waves for turn in wave if turn.receive is not None]
+        read = [copy for copy in part.waves[0].receives if copy.source in self._reads]
+        offered = [copy for copy in part.waves[0].sends if copy.destination in self._readers]
         return ReshardStats(
-            time_s=time.perf_counter() - start_s,
-            received_bytes=sum(buffer.numel() for buffer in self._receive_buffers.values()),
-            sent_bytes=sum(buffer.numel() for buffer in self._send_buffers.values()),
-            local_bytes=self._local_bytes,
+            time_s=0.0,
+            received_bytes=sum(message.num_bytes for message in receives) + self._bytes(read),
+            sent_bytes=sum(message.num_bytes for message in sends) + self._bytes(offered),
+            local_bytes=self._bytes(self._local_copies),
+            limit_bytes=received_limit(self._model, *self._holdings, self._world.rank),
+            extra_bytes=sum(buffer.nbytes for buffer in self._buckets.values()),
+            messages=len(sends),
         )
 
-    def _views(self, given: Mapping[str, Tensor] | None, shards: dict[str, Shard], role: str) -> dict[str, Tensor]:
-        """The given tensors in their logical views."""
-        tensors: Mapping[str, Tensor] = {} if given is None else given
-        for what, names in (("lacks", shards.keys() - tensors.keys()), ("has unknown", tensors.keys() - shards.keys())):
-            if names:
-                raise ReshardError(
-                    f"{self._name}: {role} {what} {', '.join(sorted(names))}; "
-                    "give exactly the tensors that the model's description puts on this rank"
-                )
-        views = {}
-        for name, held in shards.items():
-            tensor = tensors[name]
-            shape = list(held.local_shape)
-            if tensor.numel() != num_elements(tuple((0, size) for size in shape)) or not tensor.is_contiguous():
-                raise ReshardError(
-                    f"{self._name}: {role} {name} is {'' if tensor.is_contiguous() else 'a strided '}"
-                    f"{list(tensor.shape)}; expected a contiguous tensor that can be viewed as {shape}"
-                )
-            views[name] = tensor.view(held.local_shape)
-        return views
+    def _bytes(self, copies: Iterable[Copy]) -> int:
+        return sum(num_elements(copy.box) * ITEM_BYTES[self._model.tensors[copy.tensor].dtype] for copy in copies)
 
 
-def _check_agreement(world: World, ranks: tuple[int, ...], mine: str, name: str) -> None:
-    digests = world.coordinator(ranks).gather(mine, name)
-    usual, count = Counter(digests).most_common(1)[0]
-    if count < len(ranks):
-        others = [rank for rank, each in zip(ranks, digests, strict=True) if each != usual]
-        raise ReshardError(
-            f"{name}: ranks {others} have another plan than the rest of {list(ranks)}; "
-            "start all ranks with the same recipe and the same version of hybridflow"
-        )
+def _carry(steps: Iterable[_Step]) -> Iterator[None]:
+    """Pack, send and unpack, so that a step is on the wire while the one before is unpacked and the next packed."""
+    before: _Step | None = None
+    for step in steps:
+        step.pack.carry_out()
+        step.exchange.start()
+        if before is not None:
+            before.exchange.wait()
+            before.unpack.carry_out()
+        before = step
+        yield
+    if before is not None:
+        before.exchange.wait()
+        before.unpack.carry_out()
 
 
-def _shards(model: ModelSpec, mesh: DeviceMesh, rank: int) -> dict[str, Shard]:
-    """What a rank holds in a mesh, by name; nothing where it is not in the mesh."""
-    if rank not in mesh:
+def _sizes(model: ModelSpec, holdings: Holdings, rank: int) -> dict[str, int]:
+    """Elements of each tensor that a rank has, by name; none outside the mesh."""
+    if rank not in holdings.mesh:
         return {}
-    coordinate = mesh.coordinate(rank)
-    found = ((spec.name, shard(spec, mesh.layout, coordinate, model.num_layers)) for spec in model.tensors)
-    return {name: held for name, held in found if held is not None}
+    found = {spec.name: holdings.regions(spec, rank) for spec in model.tensors}
+    return {
+        name: max(region.offset + math.prod(region.local_shape) for region in regions)
+        for name, regions in found.items()
+        if regions
+    }
 
 
-def _lay_out(
-    model: ModelSpec, copies: Sequence[Copy], shards: dict[str, Shard], device: torch.device
-) -> tuple[Tensor, list[_Piece]]:
-    """One peer's packed buffer and the place of each copy in it, the same at both ends."""
-    # The widest dtypes first: then every piece starts at a multiple of its item size, and no byte is lost to alignment.
-    copies = sorted(copies, key=lambda copy: -ITEM_BYTES[model.tensors[copy.tensor].dtype])
-    buffer = torch.empty(sum(copy_bytes(model, copy) for copy in copies), dtype=torch.uint8, device=device)
-    pieces, offset = [], 0
-    for copy in copies:
-        spec = model.tensors[copy.tensor]
-        size = copy_bytes(model, copy)
-        shape = [stop - start for start, stop in copy.box]
-        packed = buffer[offset : offset + size].view(TORCH_DTYPES[spec.dtype]).view(shape)
-        pieces.append(_Piece(spec.name, _index(copy.box, shards[spec.name]), packed))
-        offset += size
-    return buffer, pieces
+def _check(owner: str, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
+    for what, names in (("lacks", sizes.keys() - tensors.keys()), ("has unknown", tensors.keys() - sizes.keys())):
+        if names:
+            raise ReshardError(
+                f"{owner} {what} {', '.join(sorted(names))}; "
+                "give exactly the tensors that the model's description puts on this rank"
+            )
+    for name, size in sizes.items():
+        tensor = tensors[name]
+        if tensor.numel() != size or not tensor.is_contiguous():
+            raise ReshardError(
+                f"{owner} {name} is {'' if tensor.is_contiguous() else 'a strided '}{list(tensor.shape)}; "
+                f"expected a contiguous tensor of {size} elements"
+            )
 
 
-def _local_copy(model: ModelSpec, copy: Copy, sources: dict[str, Shard], targets: dict[str, Shard]) -> _LocalCopy:
-    spec = model.tensors[copy.tensor]
-    from_where, to_where = (_index(copy.box, shards[spec.name]) for shards in (sources, targets))
-    return _LocalCopy(spec.name, from_where, to_where, TORCH_DTYPES[spec.dtype])
+def _as_one_run(views: list[Tensor], dtypes: list[torch.dtype]) -> Tensor | None:
+    """The memory of views that follow each other in their travelling dtypes, ``[bytes]`` uint8; None: they do not."""
+    end = views[0].data_ptr()
+    for view, dtype in zip(views, dtypes, strict=True):
+        if view.dtype != dtype or view.data_ptr() != end or not view.is_contiguous():
+            return None
+        end += view.nbytes
+    storage = views[0].untyped_storage()
+    start = views[0].storage_offset() * views[0].element_size()
+    size = end - views[0].data_ptr()
+    if start + size > storage.nbytes():
+        return None
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (size,))
 
 
-def _index(box: Box, held: Shard) -> Index:
-    """Where a box of the logical tensor lies in a rank's parameter."""
-    return tuple(slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, held.box, strict=True))
-
-
-def _padding(held: Shard) -> list[Index]:
-    """The rows of a rank's parameter that belong to no logical element: one index, or none."""
-    return [
-        (*(slice(None),) * dim, slice(stop - start, size))
-        for dim, ((start, stop), size) in enumerate(zip(held.box, held.local_shape, strict=True))
-        if stop - start < size
-    ]
+def _ring(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """The ranks after one and, from the first on, before it: not all read the same peer first."""
+    place = ranks.index(rank)
+    return ranks[place + 1 :] + ranks[:place]

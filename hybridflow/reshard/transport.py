@@ -1,9 +1,10 @@
-"""How packed bytes travel between ranks."""
+"""How messages travel between two ranks that both take part: torch.distributed, or MPI."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,24 +14,48 @@ from hybridflow.parallel.failure import lost_contact
 from hybridflow.parallel.world import World
 
 
+class Leg(NamedTuple):
+    """One end of a message.
+
+    Attributes:
+        peer: Global rank at the other end.
+        data: ``[bytes]`` uint8, contiguous, on the transport's device.
+        is_fixed: It stays where it is in memory as long as the transport.
+    """
+
+    peer: int
+    data: Tensor
+    is_fixed: bool
+
+
+class Exchange(Protocol):
+    """A message out, a message in, or both, to be carried again and again."""
+
+    def start(self) -> None:
+        """Begin; ``data`` of the sent is ready."""
+        ...
+
+    def wait(self) -> None:
+        """Return when both are done. Raises DeadlineError: a peer did not come within the deadline."""
+        ...
+
+
 class Transport(Protocol):
-    """Moves packed buffers among a fixed set of ranks."""
+    """Moves messages among a fixed set of ranks.
 
-    def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
-        """Send and fill buffers; returns when this rank's are all done.
+    Attributes:
+        device: Where the data of its messages must be.
+    """
 
-        Args:
-            sends: Destination rank -> ``[bytes]`` uint8, contiguous.
-            receives: Source rank -> ``[bytes]`` uint8, contiguous, of the size that the source sends.
+    device: torch.device
 
-        Raises:
-            DeadlineError: A peer did not come within the deadline.
-        """
+    def prepare(self, send: Leg | None, receive: Leg | None) -> Exchange:
+        """An exchange of at most one message each way; no communication yet."""
         ...
 
 
 class TorchTransport:
-    """Point to point over torch.distributed: NCCL for buffers on GPUs, gloo for those in host memory.
+    """Point to point over torch.distributed: NCCL for tensors on GPUs, gloo for those in host memory.
 
     Collective: all of ``ranks`` make it together.
 
@@ -41,20 +66,94 @@ class TorchTransport:
     """
 
     def __init__(self, world: World, ranks: tuple[int, ...], name: str) -> None:
+        self.device = world.device
         self._group = world.group(ranks)
         self._deadline_s = world.deadline_s
         self._name = name
-        self._ranks = ranks
         if world.device.type == "cuda":
             # NCCL wants every rank of a group in its first operation, and an exchange need not concern all of them.
             dist.all_reduce(torch.zeros(1, device=world.device), group=self._group)
 
-    def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
-        """See ``Transport.exchange``."""
-        operations = [dist.P2POp(dist.irecv, buffer, rank, self._group) for rank, buffer in receives.items()]
-        operations += [dist.P2POp(dist.isend, buffer, rank, self._group) for rank, buffer in sends.items()]
-        if not operations:
-            return
-        with lost_contact(self._name, self._ranks, self._deadline_s):
-            for work in dist.batch_isend_irecv(operations):
-                work.wait(timedelta(seconds=self._deadline_s))
+    def prepare(self, send: Leg | None, receive: Leg | None) -> Exchange:
+        """See ``Transport.prepare``."""
+        # Both in one group: NCCL carries them at once, where one after the other could wait in a circle.
+        operations = [] if receive is None else [dist.P2POp(dist.irecv, receive.data, receive.peer, self._group)]
+        operations += [] if send is None else [dist.P2POp(dist.isend, send.data, send.peer, self._group)]
+        return _TorchExchange(operations, _peers(send, receive), self._name, self._deadline_s)
+
+
+class _TorchExchange:
+    def __init__(self, operations: list[Any], peers: tuple[int, ...], name: str, deadline_s: float) -> None:
+        self._operations = operations
+        self._contact = name, peers, deadline_s
+        self._timeout = timedelta(seconds=deadline_s)
+        self._works: Sequence[Any] = ()
+
+    def start(self) -> None:
+        with lost_contact(*self._contact):
+            self._works = dist.batch_isend_irecv(self._operations)
+
+    def wait(self) -> None:
+        with lost_contact(*self._contact):
+            for work in self._works:
+                work.wait(self._timeout)
+        self._works = ()
+
+
+class MpiTransport:
+    """Point to point over MPI; staged in host memory where the library cannot read a GPU's.
+
+    Collective: all of ``ranks`` make it together.
+
+    Args:
+        world: The job, which MPI started.
+        ranks: Who may exchange.
+        name: What is exchanged, in errors.
+    """
+
+    def __init__(self, world: World, ranks: tuple[int, ...], name: str) -> None:
+        from hybridflow.parallel.mpi import MpiLink, reads_gpu_memory
+
+        self.device = world.device if reads_gpu_memory() else torch.device("cpu")
+        self._link = MpiLink(ranks, world.deadline_s)
+        self._name = name
+        self._world_device = world.device
+
+    def prepare(self, send: Leg | None, receive: Leg | None) -> Exchange:
+        """See ``Transport.prepare``."""
+        return _MpiExchange(self._link, send, receive, self._name, self._world_device)
+
+
+class _MpiExchange:
+    """Persistent requests for fixed buffers, new ones for tensors, which may move between runs."""
+
+    def __init__(self, link: Any, send: Leg | None, receive: Leg | None, name: str, device: torch.device) -> None:
+        self._link = link
+        self._device = device
+        self._contact = name, _peers(send, receive)
+        ends = [(leg, is_send) for leg, is_send in ((receive, False), (send, True)) if leg is not None]
+        self._moving = [(leg, is_send) for leg, is_send in ends if not leg.is_fixed]
+        self._persistent = [link.prepare(leg.peer, _buffer(leg.data), is_send) for leg, is_send in ends if leg.is_fixed]
+        self._requests: list[Any] = []
+
+    def start(self) -> None:
+        if self._device.type == "cuda":
+            # MPI knows no streams.
+            torch.cuda.current_stream(self._device).synchronize()
+        for request in self._persistent:
+            request.Start()
+        started = [self._link.start(leg.peer, _buffer(leg.data), is_send) for leg, is_send in self._moving]
+        self._requests = self._persistent + started
+
+    def wait(self) -> None:
+        self._link.wait(self._requests, *self._contact)
+        self._requests = []
+
+
+def _buffer(data: Tensor) -> Any:
+    """What mpi4py takes: it reads a GPU's address from the tensor itself."""
+    return data.numpy() if data.device.type == "cpu" else data
+
+
+def _peers(*legs: Leg | None) -> tuple[int, ...]:
+    return tuple(sorted({leg.peer for leg in legs if leg is not None}))

@@ -14,6 +14,7 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
 from hybridflow.reshard.execute import Resharder
+from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
@@ -48,7 +49,14 @@ class Actor:
         self._resharder: Resharder | None = None
         if not is_shared and (rank in update or rank in rollout):
             self._rollout = PlacedModel(job, rollout, self.spec) if rank in rollout else None
-            self._resharder = Resharder(job.world, self.spec, update, rollout)
+            self._resharder = Resharder(
+                job.world,
+                self.spec,
+                WeightHoldings(self.spec, update),
+                WeightHoldings(self.spec, rollout),
+                source_tensors=self.model.tensors() if self.model is not None else None,
+                target_tensors=self._rollout.tensors() if self._rollout is not None else None,
+            )
         self._rollout_is_current = False
         self._generator: Generator | None = None
         if self._rollout is not None:
@@ -65,10 +73,7 @@ class Actor:
         if phase != "rollout" or self._rollout_is_current:
             return
         if self._resharder is not None:
-            stats = self._resharder.run(
-                self.model.tensors() if self.model is not None else None,
-                self._rollout.tensors() if self._rollout is not None else None,
-            )
+            stats = self._resharder.run()
             # A validation within the step may reshard once more.
             metrics = self.metrics
             metrics["reshard/time_s"] = metrics.get("reshard/time_s", 0.0) + stats.time_s

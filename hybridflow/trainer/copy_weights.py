@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridflow.reshard.execute import Resharder
+from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.spec import ModelSpec
 from hybridflow.roles.job import Job
 from hybridflow.roles.placed import PlacedModel
@@ -32,7 +33,16 @@ def copy_weights(job: Job, source: Any, source_mesh: str, target: Any, target_me
         tensors=tuple(tensor for tensor in source.spec.tensors if tensor.name in names),
         num_layers=source.spec.num_layers,
     )
-    Resharder(job.world, shared, one, other).run(_tensors(source.model, shared), _tensors(target.model, shared))
+    Resharder(
+        job.world,
+        shared,
+        WeightHoldings(shared, one),
+        WeightHoldings(shared, other),
+        source_tensors=_tensors(source.model, shared),
+        target_tensors=_tensors(target.model, shared),
+        # For a single copy it does not pay to open the source's memory to the node.
+        transport="torch",
+    ).run()
 
 
 def _tensors(model: PlacedModel | None, spec: ModelSpec) -> dict[str, Tensor] | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from hybridflow.errors import DeadlineError, ReshardError
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 from hybridflow.reshard.execute import TORCH_DTYPES, Resharder
+from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.plan import participants, summarize
 from hybridflow.reshard.spec import ModelSpec
 from tests.ranks import run_ranks
@@ -63,8 +67,19 @@ def padded_with(padding: float, tensors: dict[str, torch.Tensor] | None) -> dict
     return {name: torch.nan_to_num(tensor, nan=padding) for name, tensor in (tensors or {}).items()}
 
 
+def given(model: ModelSpec, source: DeviceMesh, target: DeviceMesh, rank: int) -> tuple[Any, Any]:
+    """Source tensors without padding, and target tensors to be overwritten."""
+    held = shards(model, source, rank)
+    return held and padded_with(0.0, held), empty_like(shards(model, target, rank))
+
+
 def empty_like(tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
     return tensors and {name: torch.full_like(tensor, -7).requires_grad_() for name, tensor in tensors.items()}
+
+
+def overwrite(tensors: dict[str, torch.Tensor] | None) -> None:
+    for tensor in (tensors or {}).values():
+        tensor.detach().fill_(-7)
 
 
 def assert_same(given: dict[str, torch.Tensor] | None, expected: dict[str, torch.Tensor]) -> None:
@@ -74,7 +89,27 @@ def assert_same(given: dict[str, torch.Tensor] | None, expected: dict[str, torch
         assert torch.equal(given[name], expected[name]), name
 
 
-def there_and_back(world: World, pairs: list[tuple[Mesh, Mesh]]) -> None:
+def make_resharder(
+    world: World,
+    model: ModelSpec,
+    source_mesh: DeviceMesh,
+    target_mesh: DeviceMesh,
+    source: Any,
+    target: Any,
+    **how: Any,
+) -> Resharder:
+    return Resharder(
+        world,
+        model,
+        WeightHoldings(model, source_mesh),
+        WeightHoldings(model, target_mesh),
+        source_tensors=source,
+        target_tensors=target,
+        **how,
+    )
+
+
+def there_and_back(world: World, pairs: list[tuple[Mesh, Mesh]], transport: str) -> None:
     model = make_model(vocab_size=13, padded_to=2, tied=True)
     meshes = [
         tuple(make_mesh(layout, ranks, ranks_per_node=world.ranks_per_node) for layout, ranks in pair) for pair in pairs
@@ -83,28 +118,32 @@ def there_and_back(world: World, pairs: list[tuple[Mesh, Mesh]]) -> None:
     for source_mesh, target_mesh in meshes:
         if world.rank not in participants(source_mesh, target_mesh):
             continue
-        there = Resharder(world, model, source_mesh, target_mesh)
-        back = Resharder(world, model, target_mesh, source_mesh)
         source, expected = (shards(model, mesh, world.rank) for mesh in (source_mesh, target_mesh))
+        target, returned = empty_like(expected), empty_like(source)
+        there = make_resharder(world, model, source_mesh, target_mesh, source, target, transport=transport)
+        back = make_resharder(world, model, target_mesh, source_mesh, target, returned, transport=transport)
         for _ in range(2):
-            target, returned = empty_like(expected), empty_like(source)
-            stats = there.run(source, target)
+            overwrite(target)
+            overwrite(returned)
+            stats = there.run()
             assert_same(target, padded_with(0.0, expected))
-            back.run(target, returned)
+            back.run()
             assert_same(returned, padded_with(0.0, source))
-        summary = summarize(model, source_mesh, target_mesh)
+        summary = summarize(model, WeightHoldings(model, source_mesh), WeightHoldings(model, target_mesh))
         assert stats.received_bytes == summary.received_bytes[world.rank]
         assert stats.sent_bytes == summary.sent_bytes[world.rank]
         assert stats.local_bytes == summary.local_bytes[world.rank]
+        assert stats.received_bytes == stats.limit_bytes or world.size > world.ranks_per_node
 
 
 @pytest.mark.parametrize("size", [4, 8])
 @pytest.mark.parametrize("ranks_per_node", [2, 8])
-def test_every_pair_is_bit_exact(size: int, ranks_per_node: int) -> None:
-    run_ranks(there_and_back, size, PAIRS[size], ranks_per_node=ranks_per_node)
+@pytest.mark.parametrize("transport", ["torch", "shared", "auto"])
+def test_every_pair_is_bit_exact(size: int, ranks_per_node: int, transport: str) -> None:
+    run_ranks(there_and_back, size, PAIRS[size], transport, ranks_per_node=ranks_per_node)
 
 
-def convert(world: World) -> dict[str, list[float]]:
+def convert(world: World, transport: str) -> dict[str, list[float]]:
     """fp32 to fp32 by way of the described bf16, from two holders to a rank that has its half and one that does not."""
     model = make_model()
     source_mesh, target_mesh = make_mesh("tp2", (0, 1)), make_mesh("dp2", (0, 1))
@@ -121,14 +160,15 @@ def convert(world: World) -> dict[str, list[float]]:
     embedding[:13] = whole["embedding"]
     source["embedding"] = embedding.chunk(2)[world.rank]
     target = {spec.name: torch.empty(spec.shape) for spec in model.tensors}
-    Resharder(world, model, source_mesh, target_mesh).run(source, target)
+    make_resharder(world, model, source_mesh, target_mesh, source, target, transport=transport).run()
     for spec in model.tensors:
         assert torch.equal(target[spec.name], whole[spec.name].to(TORCH_DTYPES[spec.dtype]).float()), spec.name
     return {name: tensor.flatten().tolist() for name, tensor in target.items()}
 
 
-def test_replicas_are_equal_after_conversion() -> None:
-    one, other = run_ranks(convert, 2)
+@pytest.mark.parametrize("transport", ["torch", "shared"])
+def test_replicas_are_equal_after_conversion(transport: str) -> None:
+    one, other = run_ranks(convert, 2, transport)
     assert one == other
 
 
@@ -139,14 +179,12 @@ def disagree(world: World) -> list[str]:
     source_mesh, target_mesh = make_mesh("tp4"), make_mesh("dp4")
     world.make_groups([(0, 1, 2, 3), (0, 1)])
     with pytest.raises(ReshardError) as caught:
-        Resharder(world, model, source_mesh, target_mesh)
+        make_resharder(world, model, source_mesh, target_mesh, *given(model, source_mesh, target_mesh, world.rank))
     messages.append(str(caught.value))
     if world.rank < 2:
         model = make_model()
         source_mesh, target_mesh = make_mesh("tp2"), make_mesh("dp2")
-        resharder = Resharder(world, model, source_mesh, target_mesh)
-        source, target = shards(model, source_mesh, world.rank), shards(model, target_mesh, world.rank)
-        assert source is not None and target is not None
+        source, target = given(model, source_mesh, target_mesh, world.rank)
         for bad in (
             {name: tensor for name, tensor in source.items() if name != "norm"},
             source | {"extra": torch.zeros(1)},
@@ -154,7 +192,7 @@ def disagree(world: World) -> list[str]:
             source | {"0.down": torch.zeros(4, 3).T},
         ):
             with pytest.raises(ReshardError) as caught:
-                resharder.run(bad, target)
+                make_resharder(world, model, source_mesh, target_mesh, bad if world.rank == 0 else source, target)
             messages.append(str(caught.value))
     return messages
 
@@ -164,27 +202,36 @@ def test_disagreement_and_bad_tensors_are_named() -> None:
     for messages in found:
         assert messages[0].startswith("reshard tp4 to dp4: ranks [2] have another plan than the rest of [0, 1, 2, 3]")
     lacks, unknown, size, strided = found[0][1:]
-    assert "source lacks norm" in lacks and "source has unknown extra" in unknown
-    assert "norm is [4]; expected a contiguous tensor that can be viewed as [3]" in size
+    assert lacks.startswith("reshard tp2 to dp2: source lacks norm") and "source has unknown extra" in unknown
+    assert "norm is [4]; expected a contiguous tensor of 3 elements" in size
     assert "0.down is a strided [3, 4]" in strided
+    assert found[1][1:] == [f"rank 0 cannot take part: {message}" for message in found[0][1:]]
 
 
-def lose_a_rank(world: World) -> str:
+def lose_a_rank(world: World, transport: str) -> str:
     model = make_model()
     source_mesh, target_mesh = make_mesh("tp2"), make_mesh("dp2")
     world.make_groups([(0, 1)])
-    resharder = Resharder(world, model, source_mesh, target_mesh)
+    source, target = given(model, source_mesh, target_mesh, world.rank)
+    resharder = make_resharder(world, model, source_mesh, target_mesh, source, target, transport=transport)
     if world.rank == 1:
+        # Alive for longer than the other waits.
+        time.sleep(3.0)
         return ""
-    source, target = shards(model, source_mesh, 0), shards(model, target_mesh, 0)
-    assert source is not None
     before = {name: tensor.clone() for name, tensor in source.items()}
     with pytest.raises(DeadlineError) as caught:
-        resharder.run(source, target)
+        resharder.run()
     assert_same(source, before)
     return str(caught.value)
 
 
-def test_a_lost_rank_ends_the_wait() -> None:
-    message = run_ranks(lose_a_rank, 2, wait_s=2.0)[0]
-    assert message.startswith("reshard tp2 to dp2: lost contact with some of ranks [0, 1] (deadline 2 s)")
+@pytest.mark.parametrize(
+    ("transport", "expected"),
+    [
+        ("torch", "reshard tp2 to dp2: lost contact with some of ranks [1] (deadline 2 s)"),
+        ("shared", "reshard tp2 to dp2: ranks [1] did not come within 2 s"),
+    ],
+)
+def test_a_silent_rank_ends_the_wait(transport: str, expected: str) -> None:
+    message = run_ranks(lose_a_rank, 2, transport, wait_s=2.0)[0]
+    assert message.startswith(expected)

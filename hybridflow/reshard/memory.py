@@ -1,0 +1,163 @@
+"""Room for tensors: freed between phases, kept in host memory meanwhile, and asked for again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from hybridflow.errors import ReshardError
+
+
+@contextlib.contextmanager
+def room_for(num_bytes: int, device: torch.device, owner: str) -> Iterator[None]:
+    """Turn an allocation that fails into an error that names who wanted how much.
+
+    Args:
+        num_bytes: What is being allocated.
+        device: Where.
+        owner: Which rank wants it for what, in the error.
+
+    Raises:
+        ReshardError: There is no room.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # Torch has a class for a full GPU only.
+        is_full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
+        if not is_full:
+            raise
+        raise ReshardError(
+            f"{owner}: no room for {num_bytes} bytes on {device}; cut the target layout into smaller shards (a larger "
+            "tp or pp), put fewer ranks on a node, or free what the phase does not need"
+        ) from error
+
+
+def release(tensors: Iterable[Tensor], keep: Iterable[Tensor] = ()) -> int:
+    """Free the storages of tensors; the tensors stay, without contents, until ``restore``.
+
+    Args:
+        tensors: Nobody may read or write them, or a view of them, before they are restored.
+        keep: Tensors in use: a storage that one of them shares stays as it is.
+
+    Returns:
+        Bytes freed.
+
+    Raises:
+        ReshardError: A storage is shared with other processes; nothing was freed.
+    """
+    kept = {tensor.untyped_storage()._cdata for tensor in keep}
+    storages = [storage for storage, _ in _storages(tensors) if storage._cdata not in kept]
+    # On a GPU every storage says that it is shared.
+    if any(storage.device.type == "cpu" and storage.is_shared() for storage in storages):
+        raise ReshardError(
+            "cannot free tensors that other processes read in place; release only what no Resharder has as its source"
+        )
+    freed = sum(storage.nbytes() for storage in storages)
+    for storage in storages:
+        storage.resize_(0)
+    return freed
+
+
+def restore(tensors: Iterable[Tensor], owner: str) -> None:
+    """Give released tensors their storages back, of undefined contents; others stay as they are.
+
+    Args:
+        tensors: Those given to ``release``.
+        owner: Which rank wants them for what, in the error.
+
+    Raises:
+        ReshardError: There is no room; what was restored before is released again.
+    """
+    _grow([(storage, extent) for storage, extent in _storages(tensors) if storage.nbytes() == 0], owner)
+
+
+class HostOffload:
+    """Tensors that spend a phase in host memory, to make room on the device: optimizer state, gradients.
+
+    Whole storages move, so that views which tensors share stay shared. The host memory is pinned where the device is a
+    GPU, allocated once, and kept.
+
+    Args:
+        tensors: What is to be kept.
+        zeroed: What need not be: it comes back as zeros.
+        owner: Which rank has them for what, in errors.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], *, zeroed: Iterable[Tensor] = (), owner: str) -> None:
+        self._kept = list(tensors)
+        self._zeroed = list(zeroed)
+        self._owner = owner
+        self._copies: dict[int, Tensor] = {}
+        self._away: list[tuple[torch.UntypedStorage, int]] = []
+
+    def offload(self) -> int:
+        """Move the tensors to host memory.
+
+        Returns:
+            Bytes freed on the device.
+
+        Raises:
+            ReshardError: The host has no room; everything is still on the device.
+        """
+        if self._away:
+            return 0
+        storages = [storage for storage, _ in _storages(self._kept)]
+        for storage in storages:
+            if storage._cdata not in self._copies:
+                with room_for(storage.nbytes(), torch.device("cpu"), self._owner):
+                    self._copies[storage._cdata] = torch.empty(
+                        storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
+                    )
+            self._copies[storage._cdata].copy_(_bytes(storage), non_blocking=True)
+        if any(storage.device.type == "cuda" for storage in storages):
+            torch.cuda.current_stream().synchronize()
+        away = [(storage, storage.nbytes()) for storage, _ in _storages(self._kept + self._zeroed)]
+        freed = release(self._kept + self._zeroed)
+        self._away = away
+        return freed
+
+    def restore(self) -> None:
+        """Move them back.
+
+        Raises:
+            ReshardError: The device has no room; everything is still in host memory.
+        """
+        if not self._away:
+            return
+        _grow(self._away, self._owner)
+        for storage, _ in _storages(self._zeroed):
+            _bytes(storage).zero_()
+        for storage, _ in _storages(self._kept):
+            _bytes(storage).copy_(self._copies[storage._cdata], non_blocking=True)
+        self._away = []
+
+
+def _grow(storages: list[tuple[torch.UntypedStorage, int]], owner: str) -> None:
+    """Give storages these bytes, or none of them any."""
+    try:
+        for storage, num_bytes in storages:
+            with room_for(sum(num_bytes for _, num_bytes in storages), storage.device, owner):
+                storage.resize_(num_bytes)
+    except ReshardError:
+        for storage, _ in storages:
+            storage.resize_(0)
+        raise
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
+    """Each storage once, and how far into it the tensors reach, in bytes."""
+    found: dict[int, tuple[torch.UntypedStorage, int]] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        extent = (tensor.storage_offset() + reach) * tensor.element_size() if tensor.numel() else 0
+        found[storage._cdata] = storage, max(extent, found.get(storage._cdata, (storage, 0))[1])
+    return list(found.values())
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -23,6 +23,7 @@ from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopySer
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 
+from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.plan import Copy, Flows, bucket_bytes, plan
 from hybridflow.reshard.spec import ITEM_BYTES, Box, ModelSpec, TensorSpec, num_elements
@@ -62,8 +63,6 @@ def ours(case: Case, transport: Literal["torch", "shared", "mpi"]) -> Rival:
     start_s = time.perf_counter()
     part = plan(model, source, target, case.world.rank)
     plan_s = time.perf_counter() - start_s
-    from hybridflow.reshard.execute import Resharder
-
     resharder = Resharder(
         case.world,
         case.model,

@@ -59,6 +59,7 @@ class Model:
         ffn_hidden_size: Width inside each gated feed-forward block.
         num_attention_heads: Query heads.
         num_query_groups: Key/value heads; None: as many as attention heads.
+        head_dim: Width of each head, for models that do not share the hidden size out; None: hidden_size / heads.
         max_context: Longest sequence in tokens, prompt and response together.
         vocab_size: True vocabulary; None: the tokenizer's.
         vocab_divisible_by: The padded vocabulary is a multiple of this times ``tp``.
@@ -76,6 +77,7 @@ class Model:
     ffn_hidden_size: Count
     num_attention_heads: Count
     num_query_groups: Count | None = None
+    head_dim: Count | None = None
     max_context: Count
     vocab_size: Count | None = None
     vocab_divisible_by: Count = 1
@@ -502,10 +504,16 @@ def _check_algorithm(recipe: Recipe) -> None:
 def _check_model(model: Model) -> None:
     heads = model.num_attention_heads
     groups = heads if model.num_query_groups is None else model.num_query_groups
-    if model.hidden_size % heads or model.hidden_size // heads % 2:
+    if model.head_dim is not None:
+        if model.head_dim % 2:
+            raise ConfigError(
+                f"model.head_dim={model.head_dim}: rotary embeddings need an even size of each head; add or take 1"
+            )
+    elif model.hidden_size % heads or model.hidden_size // heads % 2:
         raise ConfigError(
             f"model.hidden_size={model.hidden_size} over model.num_attention_heads={heads}: "
-            "rotary embeddings need an even, whole size of each head; make hidden_size a multiple of 2·heads"
+            "rotary embeddings need an even, whole size of each head; make hidden_size a multiple of 2·heads, or give "
+            "model.head_dim"
         )
     if heads % groups:
         raise ConfigError(

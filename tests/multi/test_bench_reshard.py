@@ -150,3 +150,15 @@ def test_an_unknown_pair_is_explained_before_ranks_start():
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("error: pairs tp3-dp3 of any ranks") and "tp2.pp2-dp4 (4 ranks)" in done.stderr
+
+
+def test_planning_is_measured_and_judged(tmp_path):
+    found = tmp_path / "plan.json"
+    command = [sys.executable, str(TOOLS / "bench_plan.py"), "--ranks", "8", "--repeats", "1", "--json", str(found)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(found.read_text())
+    assert [(row["model"], row["ranks"]) for row in rows] == [("llama3-70b", 8), ("qwen3-235b-a22b", 8)]
+    # 80 layers of 4 matrices and 2 norms, embedding, output and norm: every one in at least one copy.
+    assert rows[0]["copies"] >= 80 * 6 + 3 and 0 < rows[0]["median_ms"] <= rows[0]["worst_ms"]
+    assert done.stdout.count("\n| llama3-70b | 8 |") == 1

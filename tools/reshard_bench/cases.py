@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from hybridflow.config import Model
 from hybridflow.models.gpt import build_transformer
-from hybridflow.models.weights import describe_model, logical_parameters
+from hybridflow.models.specs import logical_parameters
+from hybridflow.models.weights import describe_model
 from hybridflow.parallel.megatron import collection, rank_sets
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from hybridflow.config import Model
+from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.reshard.plan import Flows, bucket_bytes, held_bytes, received_limit
-from reshard_bench.cases import Case, set_up
+from reshard_bench.cases import Case, describe, set_up, whole_tensors
 from reshard_bench.limits import busiest_sender_limit
 from reshard_bench.measure import Cost, Memory, timed
 from reshard_bench.pairs import Pair, choose
@@ -45,9 +48,10 @@ def bench(
         ConfigError: There is no such pair.
     """
     pairs = choose(names, [world.size])
-    world.make_groups([tuple(range(world.size))])
+    world.make_groups(rank_sets([], world.size))
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    results = [bench_pair(world, pair, model, transports=transports, repeats=repeats) for pair in pairs]
+    whole = whole_tensors(world, describe(world, model))
+    results = [bench_pair(world, pair, model, whole, transports=transports, repeats=repeats) for pair in pairs]
     return {
         "ranks": world.size,
         "ranks_per_node": world.ranks_per_node,
@@ -62,11 +66,21 @@ def bench(
     }
 
 
-def bench_pair(world: World, pair: Pair, model: Model, *, transports: Sequence[str], repeats: int) -> dict[str, Any]:
+def bench_pair(
+    world: World,
+    pair: Pair,
+    model: Model,
+    whole: Mapping[str, np.ndarray],
+    *,
+    transports: Sequence[str],
+    repeats: int,
+) -> dict[str, Any]:
     """Measure every rival on one pair. Collective: all ranks of the job."""
+    # What is left of the pair before: its models and its rivals.
+    gc.collect()
     gather = world.coordinator(tuple(range(world.size))).gather
     _tell(world, f"{pair.name}: building both models")
-    case = set_up(world, pair, model)
+    case = set_up(world, pair, model, whole)
     contenders: dict[str, Callable[[Case], Rival | None]] = {"bare": bare_exchange}
     contenders |= {f"ours/{transport}": partial(ours, transport=transport) for transport in transports}
     contenders |= RIVALS

@@ -109,8 +109,12 @@ def bare_exchange(case: Case) -> Rival:
     sizes: Counter[tuple[int, int]] = Counter()
     for flow in Flows(case.model, case.source, case.target).all():
         sizes[flow.source, flow.destination] += flow.stop - flow.start
-    # Not zeros: those are one page of the machine's memory, read again and again.
-    sends = {peer: torch.ones(size, dtype=torch.uint8) for (source, peer), size in sizes.items() if source == rank}
+    # Not zeros: those are one page of the machine's memory, read again and again. What a rank sends to several is one
+    # memory, as its shards are.
+    memory = torch.ones(
+        max((size for (source, _), size in sizes.items() if source == rank), default=0), dtype=torch.uint8
+    )
+    sends = {peer: memory[:size] for (source, peer), size in sizes.items() if source == rank}
     receives = {peer: torch.ones(size, dtype=torch.uint8) for (peer, target), size in sizes.items() if target == rank}
 
     def run() -> None:

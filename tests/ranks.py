@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -31,6 +32,7 @@ def run_ranks(
     deadline_s: float = 240.0,
     wait_s: float = 60.0,
     ranks_per_node: int = 0,
+    dying: frozenset[int] = frozenset(),
 ) -> list[Any]:
     """Call ``case(world, *args)`` on every rank and return what each returned, in rank order.
 
@@ -41,6 +43,7 @@ def run_ranks(
         deadline_s: For the whole call; a hang is a failure, never a stuck test run.
         wait_s: The world's own deadline for a single wait.
         ranks_per_node: Pretended node size; 0 puts all ranks on one node.
+        dying: Ranks that the case kills; they return None.
 
     Raises:
         AssertionError: A rank raised (with its traceback), died or did not end in time.
@@ -60,14 +63,14 @@ def run_ranks(
             pipes.append(receiver)
             children.append(child)
         try:
-            return _collect(pipes, children, deadline_s)
+            return _collect(pipes, children, deadline_s, dying)
         finally:
             for child in children:
                 child.kill()
                 child.join()
 
 
-def _collect(pipes: list[Any], children: list[Any], deadline_s: float) -> list[Any]:
+def _collect(pipes: list[Any], children: list[Any], deadline_s: float, dying: frozenset[int]) -> list[Any]:
     end = time.monotonic() + deadline_s
     values: dict[int, Any] = {}
     while len(values) < len(pipes):
@@ -80,6 +83,9 @@ def _collect(pipes: list[Any], children: list[Any], deadline_s: float) -> list[A
                 error, value = pipe.recv()
             except EOFError:
                 children[rank].join()
+                if rank in dying and children[rank].exitcode == -signal.SIGKILL:
+                    values[rank] = None
+                    continue
                 raise AssertionError(f"rank {rank} died with exit code {children[rank].exitcode}") from None
             assert error is None, f"rank {rank} raised:\n{error}"
             values[rank] = value

@@ -8,13 +8,13 @@ import numpy as np
 
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
-from hybridflow.reshard.spec import ModelSpec, TensorSpec
+from hybridflow.reshard.spec import DType, ModelSpec, TensorSpec
 
 NUM_LAYERS = 4
 
 
-def make_model(vocab_size: int = 13, padded_to: int = 1, tied: bool = False) -> ModelSpec:
-    """Every kind of cut: padded vocabulary, fused QKV, gate/up, row-parallel, replicated, on every kind of place."""
+def make_model(vocab_size: int = 13, padded_to: int = 1, tied: bool = False, experts: int = 0) -> ModelSpec:
+    """Every kind of cut: padded vocabulary, fused QKV, gate/up, row-parallel, replicated, experts; in every place."""
     tensors = [
         TensorSpec(
             name="embedding",
@@ -34,6 +34,35 @@ def make_model(vocab_size: int = 13, padded_to: int = 1, tied: bool = False) -> 
             TensorSpec(name=f"{layer}.down", shape=(3, 8), dtype="fp32", tp_dim=1, place=layer),
             TensorSpec(name=f"{layer}.norm", shape=(3,), dtype="bf16", tp_dim=None, place=layer),
         ]
+        tensors += [
+            TensorSpec(
+                name=f"{layer}.{expert}.{name}",
+                shape=shape,
+                dtype="fp32",
+                tp_dim=1,
+                place=layer,
+                expert=(expert, experts),
+            )
+            for expert in range(experts)
+            for name, shape in (("up", (2, 8, 3)), ("down", (3, 8)))
+        ]
+    return ModelSpec(tensors=tuple(tensors), num_layers=NUM_LAYERS)
+
+
+def make_large_model(dtype: DType = "fp32") -> ModelSpec:
+    """About 50 MB in fp32: pieces that travel in place, pieces that fill several buckets, and many small ones."""
+    hidden, ffn, vocab_size = 512, 1024, 2003
+    tensors = [
+        TensorSpec(name="embedding", shape=(vocab_size, hidden), dtype=dtype, tp_dim=0, place="embedding", padded_to=8),
+        TensorSpec(name="norm", shape=(hidden,), dtype=dtype, tp_dim=None, place="output"),
+    ]
+    for layer in range(NUM_LAYERS):
+        tensors += [
+            TensorSpec(name=f"{layer}.qkv", shape=(3 * hidden, hidden), dtype=dtype, tp_dim=0, place=layer),
+            TensorSpec(name=f"{layer}.gate_up", shape=(2, ffn, hidden), dtype=dtype, tp_dim=1, place=layer),
+            TensorSpec(name=f"{layer}.down", shape=(hidden, ffn), dtype=dtype, tp_dim=1, place=layer),
+            TensorSpec(name=f"{layer}.norm", shape=(hidden,), dtype=dtype, tp_dim=None, place=layer),
+        ]
     return ModelSpec(tensors=tuple(tensors), num_layers=NUM_LAYERS)
 
 
@@ -49,17 +78,26 @@ def scatter(spec: TensorSpec, whole: np.ndarray, mesh: DeviceMesh) -> dict[int, 
     if spec.padded_to is not None:
         missing = -spec.shape[0] % (spec.padded_to * layout.tp)
         whole = np.concatenate([whole, np.full((missing, *whole.shape[1:]), -1)])
-    parts = [whole] * layout.tp if spec.tp_dim is None else np.split(whole, layout.tp, axis=spec.tp_dim)
-    stages = np.repeat(np.arange(layout.pp), NUM_LAYERS // layout.pp)
+    cut_into = layout.tp if spec.expert is None else layout.expert_tp
+    parts = [whole] * cut_into if spec.tp_dim is None else np.split(whole, cut_into, axis=spec.tp_dim)
+    virtual_stages = layout.pp * layout.vpp
+    layers = layout.layers or (NUM_LAYERS // virtual_stages,) * virtual_stages
+    stages = [virtual % layout.pp for virtual, count in enumerate(layers) for _ in range(count)]
     wanted = {
-        0 if place == "embedding" else layout.pp - 1 if place == "output" else int(stages[place])
+        0 if place == "embedding" else layout.pp - 1 if place == "output" else stages[place]
         for place in (spec.place, spec.also_held_by)
         if place is not None
     }
-    grid = np.array(mesh.ranks).reshape(layout.pp, layout.dp, layout.cp, layout.tp)
+    if spec.expert is None:
+        grid = np.array(mesh.ranks).reshape(layout.pp, -1, layout.tp)
+    else:
+        # The experts' own order of a stage's ranks: tensor parallel fastest, then blocks of experts, then replicas.
+        grid = np.array(mesh.ranks).reshape(layout.pp, -1, layout.ep, layout.expert_tp)
+        index, count = spec.expert
+        grid = grid[:, :, index // (count // layout.ep)]
     return {
-        int(grid[pp, dp, cp, tp]): parts[tp].copy()
-        for pp, dp, cp, tp in itertools.product(*map(range, grid.shape))
+        int(grid[pp, replica, tp]): parts[tp].copy()
+        for pp, replica, tp in itertools.product(*map(range, grid.shape))
         if pp in wanted
     }
 

@@ -44,6 +44,9 @@ _ROLES = "source", "target"
 _NOT_SHARED = OSError, RuntimeError, ReshardError
 """What a system that does not let processes read each other's memory answers."""
 
+MAX_STEPS_AHEAD = 16
+"""More messages at once keep sockets busy; a group of operations that NCCL starts at once must stay far below 1,024."""
+
 SCRATCH_BYTES = 1 << 20
 """Through so much at a time goes a copy between two tensors of which neither has the travelling dtype."""
 
@@ -129,11 +132,16 @@ class _Turn(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """At most one message out and one in, at once."""
+    """At most one message out and one in, at once; it starts when the first ``after`` steps are finished."""
 
     exchange: Exchange
     pack: _Moves
     unpack: _Moves
+    after: int
+
+    def finish(self) -> None:
+        self.exchange.wait()
+        self.unpack.carry_out()
 
 
 class Resharder:
@@ -220,8 +228,8 @@ class Resharder:
             self._synchronize()
             self._node.signal(self._readers, "ready")
         first, second = (_carry(steps) for steps in self._steps)
-        # The local part while the first messages are on the wire.
-        next(first, None)
+        # What needs no other rank while the first messages are on the wire.
+        next(first)
         self._local.carry_out()
         if self._padding:
             torch._foreach_zero_(self._padding)
@@ -454,19 +462,29 @@ class Resharder:
         return moves
 
     def _bind_wave(self, index: int, turns: list[_Turn], carrier: Transport | None) -> list[_Step]:
-        steps = []
+        """The steps of a wave, each as early as there are buckets for it.
+
+        However far a rank begins ahead, the lowest slot of all that are unfinished has nothing before it at either end.
+        """
+        steps: list[_Step] = []
+        uses: dict[str, list[int]] = {"send": [], "receive": []}
         for number, turn in enumerate(turns):
             assert carrier is not None, "messages without a transport"
-            # Two of each kind: one on the wire, while the other is packed or unpacked.
-            send, pack = self._bind_end(turn.send, self._shards[index], f"send {number % 2}", carrier)
-            receive, unpack = self._bind_end(turn.receive, self._shards[1], f"receive {number % 2}", carrier)
-            steps.append(
-                _Step(
-                    carrier.prepare(send, receive),
-                    _Moves(to=pack.out_of, out_of=pack.to),
-                    unpack,
-                )
-            )
+            legs, moves = [], []
+            after = max(0, number + 1 - MAX_STEPS_AHEAD)
+            for kind, end, shards in (
+                ("send", turn.send, self._shards[index]),
+                ("receive", turn.receive, self._shards[1]),
+            ):
+                # Two of each kind: one on the wire, while the other is packed or unpacked.
+                leg, out_of_bucket = self._bind_end(end, shards, f"{kind} {len(uses[kind]) % 2}", carrier)
+                legs.append(leg)
+                moves.append(out_of_bucket)
+                if leg is not None and leg.is_fixed:
+                    uses[kind].append(number)
+                    after = max([after, *(use + 1 for use in uses[kind][-3:-2])])
+            pack = _Moves(to=moves[0].out_of, out_of=moves[0].to)
+            steps.append(_Step(carrier.prepare(*legs), pack, moves[1], after))
         return steps
 
     def _bind_end(
@@ -517,20 +535,20 @@ class Resharder:
         return sum(num_elements(copy.box) * ITEM_BYTES[self._model.tensors[copy.tensor].dtype] for copy in copies)
 
 
-def _carry(steps: Iterable[_Step]) -> Iterator[None]:
-    """Pack, send and unpack, so that a step is on the wire while the one before is unpacked and the next packed."""
-    before: _Step | None = None
+def _carry(steps: list[_Step]) -> Iterator[None]:
+    """Pack, send and unpack, with later steps on the wire; yields when it would wait for another rank."""
+    done = 0
     for step in steps:
+        if step.after > done:
+            yield
+            for before in steps[done : step.after]:
+                before.finish()
+            done = step.after
         step.pack.carry_out()
         step.exchange.start()
-        if before is not None:
-            before.exchange.wait()
-            before.unpack.carry_out()
-        before = step
-        yield
-    if before is not None:
-        before.exchange.wait()
-        before.unpack.carry_out()
+    yield
+    for before in steps[done:]:
+        before.finish()
 
 
 def _sizes(model: ModelSpec, holdings: Holdings, rank: int) -> dict[str, int]:

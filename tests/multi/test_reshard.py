@@ -12,6 +12,7 @@ import torch
 from hybridflow.errors import DeadlineError, ReshardError
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
+from hybridflow.reshard import execute, messages
 from hybridflow.reshard.execute import TORCH_DTYPES, Resharder
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.plan import participants, summarize
@@ -37,6 +38,10 @@ PAIRS = {
         (over("tp2", 1, 2), over("dp3", 0, 3, 2)),
         (over("tp1", 2), over("tp4", 0, 1, 2, 3)),
         (over("tp1", 2), over("tp1", 2)),
+        (over("pp2.vpp2.tp2", *range(4)), over("tp2.pp2", *range(4))),
+        (over("pp2.dp2.layers3-1", *range(4)), over("pp2.vpp2.dp2.layers1-0-1-2", *range(4))),
+        (over("tp2.dp2.ep4.etp1", *range(4)), over("tp2.pp2.ep2.etp1", *range(4))),
+        (over("dp4.ep2.etp2", *range(4)), over("tp4", 2, 0, 1, 3)),
     ],
     8: [
         (over("tp4.dp2", *range(8)), over("tp2.dp4", *range(8))),
@@ -46,6 +51,8 @@ PAIRS = {
         (over("tp8", *range(8)), over("dp8", *range(8))),
         (over("tp2.pp2", 0, 1, 2, 3), over("tp4", 4, 5, 6, 7)),
         (over("tp4", 0, 1, 2, 3), over("tp2.pp2", 2, 3, 4, 5)),
+        (over("tp2.pp2.dp2.ep4.etp1.layers3-1", *range(8)), over("tp4.dp2.ep2", *range(8))),
+        (over("dp8.ep8", *range(8)), over("pp2.vpp2.tp2.dp2", *range(8))),
     ],
 }
 
@@ -109,8 +116,19 @@ def make_resharder(
     )
 
 
+def shrink_messages() -> None:
+    """Make this process treat a small model like a large one: runs that travel in place, and many small buckets."""
+    messages.RUN_BYTES = 48
+    execute.bucket_bytes = lambda *_: 64
+
+
+def there_and_back_in_small_messages(world: World, pairs: list[tuple[Mesh, Mesh]], transport: str) -> None:
+    shrink_messages()
+    there_and_back(world, pairs, transport)
+
+
 def there_and_back(world: World, pairs: list[tuple[Mesh, Mesh]], transport: str) -> None:
-    model = make_model(vocab_size=13, padded_to=2, tied=True)
+    model = make_model(vocab_size=13, padded_to=2, tied=True, experts=8)
     meshes = [
         tuple(make_mesh(layout, ranks, ranks_per_node=world.ranks_per_node) for layout, ranks in pair) for pair in pairs
     ]
@@ -141,6 +159,11 @@ def there_and_back(world: World, pairs: list[tuple[Mesh, Mesh]], transport: str)
 @pytest.mark.parametrize("transport", ["torch", "shared", "auto"])
 def test_every_pair_is_bit_exact(size: int, ranks_per_node: int, transport: str) -> None:
     run_ranks(there_and_back, size, PAIRS[size], transport, ranks_per_node=ranks_per_node)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_every_pair_is_bit_exact_in_small_messages(size: int) -> None:
+    run_ranks(there_and_back_in_small_messages, size, PAIRS[size], "torch", ranks_per_node=4)
 
 
 def convert(world: World, transport: str) -> dict[str, list[float]]:
@@ -199,8 +222,8 @@ def disagree(world: World) -> list[str]:
 
 def test_disagreement_and_bad_tensors_are_named() -> None:
     found = run_ranks(disagree, 4)
-    for messages in found:
-        assert messages[0].startswith("reshard tp4 to dp4: ranks [2] have another plan than the rest of [0, 1, 2, 3]")
+    for told in found:
+        assert told[0].startswith("reshard tp4 to dp4: ranks [2] have another plan than the rest of [0, 1, 2, 3]")
     lacks, unknown, size, strided = found[0][1:]
     assert lacks.startswith("reshard tp2 to dp2: source lacks norm") and "source has unknown extra" in unknown
     assert "norm is [4]; expected a contiguous tensor of 3 elements" in size

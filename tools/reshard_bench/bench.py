@@ -22,7 +22,7 @@ from hybridflow.parallel.world import World
 from hybridflow.reshard.plan import Flows, bucket_bytes, held_bytes, received_limit
 from reshard_bench.cases import Case, describe, set_up, whole_tensors
 from reshard_bench.limits import busiest_sender_limit
-from reshard_bench.measure import Cost, Memory, timed
+from reshard_bench.measure import Cost, Memory, keep_freed_memory, timed
 from reshard_bench.pairs import Pair, choose
 from reshard_bench.rivals import RIVALS, Rival, bare_exchange, message_bound, ours
 
@@ -50,6 +50,7 @@ def bench(
     pairs = choose(names, [world.size])
     world.make_groups(rank_sets([], world.size))
     logging.getLogger("megatron").setLevel(logging.ERROR)
+    keep_freed_memory()
     whole = whole_tensors(world, describe(world, model))
     results = [bench_pair(world, pair, model, whole, transports=transports, repeats=repeats) for pair in pairs]
     return {

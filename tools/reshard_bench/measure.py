@@ -19,6 +19,10 @@ _ESTABLISHED = 1
 _RECEIVED_AT, _SENT_AT = 128, 200
 """Where Linux's ``struct tcp_info`` has tcpi_bytes_received and tcpi_bytes_sent."""
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_INT, _LARGEST_MMAP_THRESHOLD = (1 << 31) - 1, 32 << 20
+"""Of glibc's ``mallopt``, and the most that it takes."""
+
 
 class Cost(NamedTuple):
     """What one run cost one rank.
@@ -49,6 +53,17 @@ def timed(run: Callable[[], object]) -> Cost:
         sum(count[place] - before.get(key, (0, 0))[place] for key, count in tcp_bytes().items()) for place in (0, 1)
     )
     return Cost(wall_s, cpu_s, received, sent)
+
+
+def keep_freed_memory() -> None:
+    """Let malloc keep what is freed, as allocators of GPUs do, for the rivals that allocate anew in each run.
+
+    Left to itself it gives memory back or not by what was freed before, and the same rival takes two to three times the
+    processor time where each run has its pages to fault in again.
+    """
+    libc = ctypes.CDLL(None)
+    for option, size in ((_M_TRIM_THRESHOLD, _LARGEST_INT), (_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)):
+        assert libc.mallopt(option, size) == 1
 
 
 def tcp_bytes() -> dict[str, tuple[int, int]]:

@@ -160,7 +160,6 @@ class Resharder:
         self._world, self._model, self._holdings = world, model, (source, target)
         self._tensors = dict(source_tensors or {}), dict(target_tensors or {})
         self._ranks = participants(source.mesh, target.mesh)
-        self._bucket_bytes = bucket_bytes(model, target)
         self._buckets: dict[str, Tensor] = {}
         self._node: NodePeers | None = None
         self._readers: tuple[int, ...] = ()
@@ -253,6 +252,7 @@ class Resharder:
                     "--mpi, or use 'auto', 'torch' or 'shared'"
                 )
             part = plan(self._model, source, target, rank)
+            self._bucket_bytes = bucket_bytes(self._model, target)
             for role, holdings, tensors in zip(_ROLES, self._holdings, self._tensors, strict=True):
                 check_tensors(f"{self._name}: {role}", local_sizes(self._model, holdings, rank), tensors)
         except ReshardError as error:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import signal
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridflow import __version__
@@ -18,7 +22,10 @@ from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.parallel.start import find_start, rank_hint
 
 if TYPE_CHECKING:
+    from hybridflow.parallel.mesh import DeviceMesh
     from hybridflow.parallel.start import Start
+    from hybridflow.reshard.report import Bandwidth
+    from hybridflow.reshard.spec import ModelSpec
 
 USER_ERROR = 2
 """Exit status after an error that has been explained on stderr."""
@@ -38,9 +45,16 @@ _EXAMPLES = """examples:
   srun --ntasks 4 hybridflow train quickstart
   hybridflow train quickstart --resume
   hybridflow plan job split
+  hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
 
 exit status: 0 done, 2 an error that was explained, 1 a failure of hybridflow itself,
   128 + the signal where a signal ended it
+"""
+
+_RESHARD_EXAMPLES = """examples:
+  hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
+  hybridflow plan reshard --from tp8.pp8.dp8 --to tp8.dp64 --model llama3-70b --nodes 64 --json
+  hybridflow plan reshard --from tp8 --to tp2.dp4 --first-rank 8 --model grpo --bandwidth node=200,network=25
 """
 
 
@@ -48,9 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
     arguments = _parse(argv)
     try:
-        return arguments.run(arguments)
+        status: int = arguments.run(arguments)
+        return status
     except HybridflowError as error:
-        if _speaks(arguments.recipe):
+        if arguments.recipe is None or _speaks(arguments.recipe):
             print(f"hybridflow: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
 
@@ -76,6 +91,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     # argparse does not take settings that follow an option, as in: train quickstart --resume trainer.steps=10
     strangers = [word for word in rest if word.startswith("-")]
+    if arguments.recipe is None:
+        strangers = rest
     if strangers:
         parser.error(f"unrecognized arguments: {' '.join(strangers)}")
     arguments.overrides = [*arguments.overrides, *rest]
@@ -114,7 +131,46 @@ def _parser() -> argparse.ArgumentParser:
     _add_recipe(job)
     job.add_argument("--mermaid", action="store_true", help="print one step as a mermaid flowchart instead")
     job.set_defaults(run=_plan_job)
+    reshard = plans.add_parser(
+        "reshard",
+        help="what moves when weights go from one layout to another",
+        description="Print what each rank holds, receives and sends, beside the least possible, and an estimate of the "
+        "time. Starts no process and imports no torch.",
+        epilog=_RESHARD_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_reshard(reshard)
+    reshard.set_defaults(run=_plan_reshard, recipe=None, overrides=())
     return parser
+
+
+def _add_reshard(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--from", required=True, dest="source", metavar="LAYOUT", help="such as tp4.pp2.dp2, ranks 0 up"
+    )
+    parser.add_argument("--to", required=True, dest="target", metavar="LAYOUT", help="such as tp2.dp8 or pp2.layers3-5")
+    parser.add_argument("--first-rank", type=int, default=0, metavar="N", help="the target's first rank (default: 0)")
+    parser.add_argument(
+        "--model", default="llama3-8b", metavar="NAME", help="a well-known model, or a recipe (default: llama3-8b)"
+    )
+    nodes = parser.add_mutually_exclusive_group()
+    nodes.add_argument("--nodes", type=int, metavar="N", help="nodes that the ranks fill evenly")
+    nodes.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="ranks of each node (default: 8)")
+    parser.add_argument(
+        "--order",
+        choices=("max-overlap", "given"),
+        default="max-overlap",
+        help="whether the target's ranks are ordered so that each keeps what it can (default: max-overlap)",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        default="",
+        metavar="node=GB/s,network=GB/s",
+        help="of a rank, each way, within its node and to others (default: node=450,network=50, as of an H100 with "
+        "NVLink and 400 Gbit/s InfiniBand)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
+    parser.add_argument("--draw", metavar="FILE.png", help="draw who holds what, and what moves")
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -141,6 +197,105 @@ def _print_plan(recipe: Recipe) -> None:
 
     plan = plan_job(recipe)
     print(plan_table(plan.whole, plan.meshes, recipe.cluster.ranks))
+
+
+def _plan_reshard(arguments: argparse.Namespace) -> int:
+    from hybridflow.reshard.holdings import WeightHoldings
+    from hybridflow.reshard.report import as_text, report
+
+    bandwidth, model = _bandwidth(arguments.bandwidth), _model_spec(arguments.model)
+    source, target = _reshard_meshes(arguments, model.num_layers)
+    held, needed = WeightHoldings(model, source), WeightHoldings(model, target)
+    found = report(model, held, needed, bandwidth)
+    if arguments.json:
+        meshes = {
+            name: {"layout": str(mesh.layout), "ranks": mesh.ranks} for name, mesh in (("from", source), ("to", target))
+        }
+        job = {"model": arguments.model, "ranks_per_node": source.ranks_per_node, **meshes}
+        print(json.dumps({**job, "bandwidth_gb_per_s": asdict(bandwidth), **found.to_dict()}, indent=2))
+    else:
+        print(_reshard_header(arguments.model, model, source, target))
+        print(as_text(found, bandwidth))
+    if arguments.draw is not None:
+        from hybridflow.reshard.draw import draw_reshard
+
+        title = f"{arguments.model}: {source.layout} to {target.layout}"
+        try:
+            draw_reshard(Path(arguments.draw), title, model, held, needed)
+        except OSError as error:
+            raise ConfigError(f"--draw {arguments.draw}: cannot be written: {error.strerror}") from None
+    return 0
+
+
+def _reshard_meshes(arguments: argparse.Namespace, num_layers: int) -> tuple[DeviceMesh, DeviceMesh]:
+    from hybridflow.parallel.layout import ParallelLayout
+    from hybridflow.parallel.mesh import DeviceMesh
+    from hybridflow.reshard.overlap import max_overlap
+
+    layouts = ParallelLayout.parse(arguments.source), ParallelLayout.parse(arguments.target)
+    firsts = 0, arguments.first_rank
+    ranks = [tuple(range(first, first + layout.world_size)) for layout, first in zip(layouts, firsts, strict=True)]
+    per_node = arguments.ranks_per_node
+    if arguments.nodes is not None:
+        number = max(ranks[0][-1], ranks[1][-1]) + 1
+        if arguments.nodes < 1 or number % arguments.nodes:
+            raise ConfigError(f"--nodes {arguments.nodes} does not divide the {number} ranks; choose a divisor")
+        per_node = number // arguments.nodes
+    source, target = (
+        DeviceMesh(name=name, layout=layout, ranks=each, ranks_per_node=per_node)
+        for name, layout, each in zip(("--from", "--to"), layouts, ranks, strict=True)
+    )
+    if arguments.order == "max-overlap":
+        target = max_overlap(source, target.layout, target.ranks, num_layers=num_layers, name=target.name)
+    return source, target
+
+
+def _bandwidth(text: str) -> Bandwidth:
+    from hybridflow.reshard.report import Bandwidth
+
+    given: dict[str, float] = {}
+    for part in text.split(",") if text else ():
+        match = re.fullmatch(r"(node|network)=([0-9]+(?:\.[0-9]+)?)", part)
+        if match is None or float(match[2]) == 0:
+            raise ConfigError(f"--bandwidth {text!r}: expected GB/s above 0, for instance node=450,network=50")
+        given[match[1]] = float(match[2])
+    return Bandwidth(**given)
+
+
+def _model_spec(name: str) -> ModelSpec:
+    """The tensors of a well-known model, or of a recipe's."""
+    from hybridflow.models.shapes import model_spec, named_shapes, shape_of
+
+    shapes = named_shapes()
+    if name in shapes:
+        return model_spec(shapes[name])
+    try:
+        path = find_recipe(name)
+    except ConfigError as error:
+        raise ConfigError(f"--model {name}: not one of {', '.join(shapes)}; and as a {error}") from None
+    recipe = load_recipe(path)
+    vocab_size = recipe.tokenizer.vocab_size if recipe.model.vocab_size is None else recipe.model.vocab_size
+    return model_spec(shape_of(recipe.model, vocab_size))
+
+
+def _reshard_header(name: str, model: ModelSpec, source: DeviceMesh, target: DeviceMesh) -> str:
+    from hybridflow.dataflow.render import format_ranks
+    from hybridflow.reshard.plan import participants
+    from hybridflow.reshard.report import format_bytes
+
+    ranks = participants(source, target)
+    nodes = len({source.node(rank) for rank in ranks})
+    order = ""
+    if target.ranks != tuple(sorted(target.ranks)):
+        shown = " ".join(map(str, target.ranks[:16])) + (" …" if len(target.ranks) > 16 else "")
+        order = f", for the largest overlap in the order {shown}"
+    size = format_bytes(sum(tensor.num_bytes for tensor in model.tensors))
+    where = f"{len(ranks)} ranks on {nodes} node{'s' if nodes > 1 else ''} of {source.ranks_per_node}"
+    return (
+        f"{name}, {size}, {where}\n"
+        f"from {source.layout} on ranks {format_ranks(sorted(source.ranks))}\n"
+        f"to   {target.layout} on ranks {format_ranks(sorted(target.ranks))}{order}\n"
+    )
 
 
 def _train(arguments: argparse.Namespace) -> int:

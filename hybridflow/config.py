@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.reshard.overlap import max_overlap
 from hybridflow.sections import Bounds, parse_yaml, read_section
 
 Count = Annotated[int, Bounds(low=1)]
@@ -59,6 +60,7 @@ class Model:
         ffn_hidden_size: Width inside each gated feed-forward block.
         num_attention_heads: Query heads.
         num_query_groups: Key/value heads; None: as many as attention heads.
+        head_dim: Width of each head, for models that do not share the hidden size out; None: hidden_size / heads.
         max_context: Longest sequence in tokens, prompt and response together.
         vocab_size: True vocabulary; None: the tokenizer's.
         vocab_divisible_by: The padded vocabulary is a multiple of this times ``tp``.
@@ -76,6 +78,7 @@ class Model:
     ffn_hidden_size: Count
     num_attention_heads: Count
     num_query_groups: Count | None = None
+    head_dim: Count | None = None
     max_context: Count
     vocab_size: Count | None = None
     vocab_divisible_by: Count = 1
@@ -186,14 +189,20 @@ class Actor:
     Attributes:
         ranks: Global ranks, in mesh order; None: all.
         update: Layout in which it learns and computes log-probabilities.
-        rollout: Layout in which it generates, on the same ranks.
+        rollout: Layout in which it generates, on the same ranks, ordered so that each keeps what it can of its weights.
         optimizer: How it learns.
+        reshard: How weights travel from the one layout to the other. ``shared``: ranks of a node read each other's
+            memory; ``torch``: over torch.distributed; ``mpi``: over MPI, in a job that MPI started; ``auto``: shared
+            where the system allows it, and the quickest of the others elsewhere.
+        offload: During a rollout keep the optimizer's state in host memory, and free the gradients.
     """
 
     ranks: tuple[int, ...] | None = None
     update: ParallelLayout
     rollout: ParallelLayout
     optimizer: Optimizer
+    reshard: Literal["auto", "shared", "torch", "mpi"] = "auto"
+    offload: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -451,9 +460,22 @@ def recipe_from_dict(values: object, *, source: str = "recipe", overrides: Seque
 def role_meshes(recipe: Recipe) -> dict[str, DeviceMesh]:
     """The meshes of all roles: ``actor.update``, ``actor.rollout``, ``critic`` (if any) and ``reference``.
 
+    The rollout takes the actor's ranks in the order in which they hold most of what it needs.
+
     Raises:
         LayoutError: A layout does not fill its ranks, or a rank is named twice.
+        ReshardError: The layers cannot be dealt to the stages of the actor's layouts.
     """
+    meshes = _meshes_as_given(recipe)
+    update, rollout = meshes["actor.update"], meshes["actor.rollout"]
+    meshes["actor.rollout"] = max_overlap(
+        update, rollout.layout, rollout.ranks, num_layers=recipe.model.num_layers, name=rollout.name
+    )
+    return meshes
+
+
+def _meshes_as_given(recipe: Recipe) -> dict[str, DeviceMesh]:
+    """The meshes of all roles with their ranks in the recipe's order."""
     actor, critic, reference = recipe.actor, recipe.critic, recipe.reference
     everyone = tuple(range(recipe.cluster.ranks))
     per_node = recipe.cluster.ranks_per_node
@@ -502,10 +524,16 @@ def _check_algorithm(recipe: Recipe) -> None:
 def _check_model(model: Model) -> None:
     heads = model.num_attention_heads
     groups = heads if model.num_query_groups is None else model.num_query_groups
-    if model.hidden_size % heads or model.hidden_size // heads % 2:
+    if model.head_dim is not None:
+        if model.head_dim % 2:
+            raise ConfigError(
+                f"model.head_dim={model.head_dim}: rotary embeddings need an even size of each head; add or take 1"
+            )
+    elif model.hidden_size % heads or model.hidden_size // heads % 2:
         raise ConfigError(
             f"model.hidden_size={model.hidden_size} over model.num_attention_heads={heads}: "
-            "rotary embeddings need an even, whole size of each head; make hidden_size a multiple of 2·heads"
+            "rotary embeddings need an even, whole size of each head; make hidden_size a multiple of 2·heads, or give "
+            "model.head_dim"
         )
     if heads % groups:
         raise ConfigError(
@@ -524,7 +552,7 @@ def _check_placement(recipe: Recipe) -> None:
             )
     model = recipe.model
     groups = model.num_attention_heads if model.num_query_groups is None else model.num_query_groups
-    for name, mesh in role_meshes(recipe).items():
+    for name, mesh in _meshes_as_given(recipe).items():
         tp, pp = mesh.layout.tp, mesh.layout.pp
         mesh.layout.check_trainable(name)
         for key in ("num_attention_heads", "ffn_hidden_size"):

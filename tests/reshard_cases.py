@@ -13,7 +13,7 @@ from hybridflow.reshard.spec import DType, ModelSpec, TensorSpec
 NUM_LAYERS = 4
 
 
-def make_model(vocab_size: int = 13, padded_to: int = 1, tied: bool = False, experts: int = 0) -> ModelSpec:
+def make_model(vocab_size: int = 13, padded_to: int = 1, tied: bool = False, num_experts: int = 0) -> ModelSpec:
     """Every kind of cut: padded vocabulary, fused QKV, gate/up, row-parallel, replicated, experts; in every place."""
     tensors = [
         TensorSpec(
@@ -39,12 +39,12 @@ def make_model(vocab_size: int = 13, padded_to: int = 1, tied: bool = False, exp
                 name=f"{layer}.{expert}.{name}",
                 shape=shape,
                 dtype="fp32",
-                tp_dim=1,
+                tp_dim=tp_dim,
                 place=layer,
-                expert=(expert, experts),
+                expert=(expert, num_experts),
             )
-            for expert in range(experts)
-            for name, shape in (("up", (2, 8, 3)), ("down", (3, 8)))
+            for expert in range(num_experts)
+            for name, shape, tp_dim in (("up", (2, 8, 3), 1), ("down", (3, 8), 1), ("bias", (3,), None))
         ]
     return ModelSpec(tensors=tuple(tensors), num_layers=NUM_LAYERS)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the parts of docs/ that are made from the code: the keys of a recipe, the plan and the picture of a step.
+"""Write the parts of docs/ that are made from the code: a recipe's keys, the plan and picture of a step, a reshard.
 
 Examples:
   python tools/write_docs.py
@@ -34,7 +34,12 @@ def main() -> int:
     check = parser.parse_args().check
     stale = []
     try:
-        for name, part in (("recipes", recipe_keys()), ("architecture", plan()), ("architecture", picture())):
+        for name, part in (
+            ("recipes", recipe_keys()),
+            ("architecture", plan()),
+            ("architecture", picture()),
+            ("reshard", reshard()),
+        ):
             path = DOCS / f"{name}.md"
             before = path.read_text(encoding="utf-8")
             after = with_part(before, *part, str(path))
@@ -70,6 +75,12 @@ def plan() -> tuple[str, str]:
 def picture() -> tuple[str, str]:
     """The step as a Mermaid flowchart."""
     return "picture", "```mermaid\n" + output("plan", "job", "quickstart", "--mermaid") + "```"
+
+
+def reshard() -> tuple[str, str]:
+    """What ``hybridflow plan reshard`` prints in the example of its documentation."""
+    printed = output("plan", "reshard", "--from", "tp4.pp2.dp2", "--to", "tp2.pp1.dp8")
+    return "plan reshard", f"```text\n{printed}```"
 
 
 def output(*command: str) -> str:

@@ -44,6 +44,7 @@ def transformer_config(model: Model, layout: ParallelLayout, device: torch.devic
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups or model.num_attention_heads,
+        kv_channels=model.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
         gated_linear_unit=True,
@@ -176,7 +177,8 @@ def build_transformer(
             transformer.output_layer = ValueHead(config.hidden_size, config.params_dtype, device)
     for index, layer in enumerate(transformer.decoder.layers):
         layer.self_attention.core_attention.local_layer = index
-    return transformer if device.type == "meta" else transformer.to(device)
+    # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
+    return transformer.to(device, config.params_dtype)
 
 
 def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec:

@@ -9,18 +9,22 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridflow.config import Optimizer
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.microbatch import MicroBatch
+from hybridflow.models.specs import logical_parameters
 from hybridflow.parallel.megatron import gathering_within
+from hybridflow.reshard.memory import HostOffload
 
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]
 """``(output of the last stage, micro-batch) -> (loss share, anything to keep)``.
@@ -100,9 +104,67 @@ class Trainable:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Local gradients by parameter name, summed over replicas where the optimizer is not distributed."""
-        return {name: parameter.main_grad for name, parameter in self.model.named_parameters()}
+    def learning_rate(self) -> float:
+        """The rate of the next step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """What is kept to step each parameter: kind -> logical name -> flat live storage.
+
+        Kinds are ``exp_avg``, ``exp_avg_sq``, ``master`` (fp32 weights where they are not the model's own) and
+        ``gradient`` (summed over replicas, between ``accumulate`` and ``step``). With a distributed optimizer the
+        tensors are this rank's ``state_ranges``, else whole local parameters.
+        """
+        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("exp_avg", "exp_avg_sq", "master", "gradient")}
+        names = {id(parameter): name for name, parameter in logical_parameters(self.model).items()}
+        moments = {
+            id(main): inner.state[main] for inner, _, group in self._parameter_groups() for main in group["params"]
+        }
+        for parameter, main, (start, stop) in self._main_parameters():
+            name = names[id(parameter)]
+            for kind in ("exp_avg", "exp_avg_sq"):
+                found[kind][name] = moments[id(main)][kind].view(-1)
+            if main.dtype != parameter.dtype:
+                found["master"][name] = main.data.view(-1)
+            found["gradient"][name] = parameter.main_grad.view(-1)[start:stop]
+        return found
+
+    def state_ranges(self) -> dict[str, tuple[int, int]]:
+        """Logical name -> the elements of the local parameter of which ``state`` keeps something, as (start, stop)."""
+        names = {id(parameter): name for name, parameter in logical_parameters(self.model).items()}
+        return {names[id(parameter)]: kept for parameter, _, kept in self._main_parameters()}
+
+    def num_steps(self) -> int | None:
+        """Optimizer steps so far; None if this rank keeps no state that would tell."""
+        for inner, _, group in self._parameter_groups():
+            if isinstance(inner, torch.optim.AdamW):
+                counts = [int(inner.state[parameter]["step"]) for parameter in group["params"]]
+            else:
+                counts = [int(group.get("step", 0))]
+            if counts:
+                return counts[0]
+        return None
+
+    def set_num_steps(self, steps: int) -> None:
+        """Go on as after so many optimizer steps."""
+        for inner, _, group in self._parameter_groups():
+            if isinstance(inner, torch.optim.AdamW):
+                for parameter in group["params"]:
+                    inner.state[parameter]["step"].fill_(steps)
+            else:
+                group["step"] = steps
+
+    def _main_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor, tuple[int, int]]]:
+        """The parameters that this rank steps: the model's, the one that is stepped, and its range in the model's."""
+        for optimizer in self._optimizer.chained_optimizers:
+            if getattr(optimizer, "is_stub_optimizer", False):
+                continue
+            for parameter, main in _pairs(optimizer):
+                kept = (0, parameter.numel())
+                if isinstance(optimizer, DistributedOptimizer):
+                    found = optimizer._get_model_param_range_map(parameter)["param"]
+                    kept = (found.start, found.end)
+                yield parameter, main, kept
 
     def _finalize(self, models: list[Any], num_tokens: Tensor | None = None, **_: Any) -> None:
         # num_tokens is left out: the loss is already divided by the global batch's counts.
@@ -125,6 +187,17 @@ class Trainable:
                     if isinstance(value, Tensor)
                 }
         return state
+
+    def offload(self, owner: str) -> HostOffload:
+        """What moves the optimizer's state to host memory and back; the gradients are freed and come back as zeros.
+
+        Args:
+            owner: Whose they are, in errors.
+        """
+        state = self.state()
+        kept = [tensor for kind in ("exp_avg", "exp_avg_sq", "master") for tensor in state[kind].values()]
+        gradients = [parameter.main_grad for parameter in self.model.parameters() if parameter.requires_grad]
+        return HostOffload(kept, zeroed=gradients, owner=owner)
 
     def optimizer_steps(self) -> list[int]:
         """Step counts that fused optimizers keep beside their tensors; empty for torch's, whose counts are tensors."""
@@ -156,6 +229,25 @@ class Trainable:
                     for parameter in group["params"]:
                         inner.state[parameter].setdefault("step", torch.tensor(0.0))
                 yield inner, index, group
+
+
+def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The model's parameters, and those that one of megatron-core's optimizers steps in their place."""
+    if isinstance(optimizer, DistributedOptimizer):
+        groups = [
+            *zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True),
+            *zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True),
+        ]
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        own = optimizer.fp32_from_fp32_groups
+        groups = [
+            *zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True),
+            *zip(own, own, strict=True),
+        ]
+    else:
+        groups = [(group["params"], group["params"]) for group in optimizer.optimizer.param_groups]
+    for models, mains in groups:
+        yield from zip(models, mains, strict=True)
 
 
 def run_schedule(

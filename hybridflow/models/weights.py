@@ -1,54 +1,25 @@
-"""Parameters by their logical names, how each is cut, and their initial values.
-
-A logical name is the parameter's name in the whole model, with the global layer index, the same with and without
-Transformer Engine and in every layout. How a tensor is cut is read off megatron-core's own parameters
-(``tensor_model_parallel``, ``partition_dim``) in an uncut model built without storage; only the gate and up halves of
-SwiGLU are known by their module.
-"""
+"""A model's weights on this rank, each with the part of the whole that it is, and their initial values."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from megatron.core.transformer.mlp import MLP
-from torch import Tensor, nn
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
 
 from hybridflow.config import Model
-from hybridflow.models.gpt import Transformer, ValueHead, build_transformer
+from hybridflow.errors import ReshardError
+from hybridflow.models.gpt import build_transformer
+from hybridflow.models.specs import describe, logical_tensors
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 from hybridflow.reshard.spec import ModelSpec, Shard, TensorSpec, shard
-
-EMBEDDING = "embedding.word_embeddings.weight"
-OUTPUT = "output_layer.weight"
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-# Transformer Engine fuses a norm into the linear layer behind it.
-_FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
-
-
-def logical_parameters(model: Transformer) -> dict[str, nn.Parameter]:
-    """This rank's parameters by logical name, in the order of the model."""
-    found: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        match = _LAYER.fullmatch(name)
-        if match is not None:
-            layer = model.decoder.layers[int(match[1])].layer_number - 1
-            name = f"decoder.layers.{layer}.{_FUSED_NORMS.get(match[2], match[2])}"
-        elif isinstance(getattr(model, "output_layer", None), ValueHead) and name == OUTPUT:
-            name = "value_head.weight"
-        elif name == OUTPUT and model.share_embeddings_and_output_weights:
-            name = EMBEDDING
-        found[name] = parameter
-    return found
 
 
 def describe_model(world: World, model: Model, *, vocab_size: int, has_value_head: bool = False) -> ModelSpec:
@@ -72,44 +43,43 @@ def describe_model(world: World, model: Model, *, vocab_size: int, has_value_hea
         vocab_size=vocab_size,
         has_value_head=has_value_head,
     )
-    gated = {id(module.linear_fc1.weight) for module in whole.modules() if isinstance(module, MLP)}
-    tensors = []
-    for name, parameter in logical_parameters(whole).items():
-        shape = tuple(parameter.shape)
-        tp_dim = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
-        if id(parameter) in gated:
-            shape, tp_dim = (2, shape[0] // 2, *shape[1:]), 1
-        match = _LAYER.fullmatch(name)
-        tensors.append(
-            TensorSpec(
-                name=name,
-                shape=shape,
-                dtype=model.dtype,
-                tp_dim=tp_dim,
-                place=int(match[1]) if match is not None else "embedding" if name == EMBEDDING else "output",
-                also_held_by="output" if name == EMBEDDING and whole.share_embeddings_and_output_weights else None,
-                padded_to=model.vocab_divisible_by if name in (EMBEDDING, OUTPUT) else None,
-            )
-        )
-    return ModelSpec(tensors=tuple(tensors), num_layers=model.num_layers)
+    return describe(whole, vocab_divisible_by=model.vocab_divisible_by)
 
 
-def local_shards(model: Transformer, spec: ModelSpec, mesh: DeviceMesh, rank: int) -> dict[str, tuple[Tensor, Shard]]:
+def local_shards(
+    model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
+) -> dict[str, tuple[Tensor, Shard]]:
     """This rank's tensors in their logical view, each with the part of the whole that it is.
 
     The tensors are views of the parameters' storage.
+
+    Raises:
+        ReshardError: The model's tensors are not those of the description, or have other sizes.
     """
-    parameters = logical_parameters(model)
+    tensors = logical_tensors(model)
     shards: dict[str, tuple[Tensor, Shard]] = {}
     for tensor in spec.tensors:
         part = shard(tensor, mesh.layout, mesh.coordinate(rank), spec.num_layers)
-        if part is not None:
-            shards[tensor.name] = (parameters.pop(tensor.name).data.view(part.local_shape), part)
-    assert not parameters, f"parameters without a description: {sorted(parameters)}"
+        if part is None:
+            continue
+        held = tensors.pop(tensor.name, None)
+        if held is None or held.numel() != math.prod(part.local_shape):
+            raise ReshardError(
+                f"{tensor.name}: rank {rank} of {mesh.name} ({mesh.layout}) should hold {list(part.local_shape)}, the "
+                f"model has {'no such tensor' if held is None else list(held.shape)}; build it in this layout"
+            )
+        shards[tensor.name] = (held.data.view(part.local_shape), part)
+    if tensors:
+        raise ReshardError(
+            f"{sorted(tensors)[0]}: rank {rank} of {mesh.name} ({mesh.layout}) should not hold it; "
+            "describe the model as it is, and build it in this layout"
+        )
     return shards
 
 
-def initialize(model: Transformer, spec: ModelSpec, mesh: DeviceMesh, rank: int, *, seed: int, std: float) -> None:
+def initialize(
+    model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int, *, seed: int, std: float
+) -> None:
     """Set initial weights: a function of (seed, logical name) alone, whatever the layout.
 
     Norm weights are 1 and biases 0. Matrices are normal with ``std``, those that end a residual branch with

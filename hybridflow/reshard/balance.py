@@ -26,11 +26,16 @@ def balance(carriers: Sequence[Sequence[int]], totals: Sequence[int]) -> list[li
     """
     loads = {carrier: 0 for each in carriers for carrier in each}
     shares = [[0] * len(each) for each in carriers]
+    for demand, each in enumerate(carriers):
+        if len(each) == 1:
+            shares[demand] = [totals[demand]]
+            loads[each[0]] += totals[demand]
     # The most constrained first: then supersets fill what these leave.
-    order = sorted(range(len(carriers)), key=lambda demand: len(carriers[demand]))
+    choices = [demand for demand, each in enumerate(carriers) if len(each) > 1]
+    choices.sort(key=lambda demand: len(carriers[demand]))
     for _ in range(MAX_PASSES):
         is_changed = False
-        for demand in order:
+        for demand in choices:
             before = [loads[carrier] - share for carrier, share in zip(carriers[demand], shares[demand], strict=True)]
             filled = fill(before, totals[demand])
             if filled != shares[demand]:
@@ -61,13 +66,11 @@ def fill(loads: Sequence[int], total: int) -> list[int]:
     return shares
 
 
-def busiest_limit(
-    carriers: Sequence[Sequence[int]], totals: Sequence[int], shares: Sequence[Sequence[int]]
-) -> int:
+def busiest_limit(carriers: Sequence[Sequence[int]], totals: Sequence[int], shares: Sequence[Sequence[int]]) -> int:
     """A bound that no sharing beats, and a balanced one reaches.
 
-    Demands whose carriers all belong to one set are carried by that set: at least one of it carries their sum divided by
-    its size. The sets tried are those of the carriers above each load of the given sharing.
+    Demands whose carriers all belong to one set are carried by that set: one of it carries at least their sum divided
+    by its size. The sets tried are those of the carriers above each load of the given sharing.
     """
     loads: dict[int, int] = {}
     for each, share in zip(carriers, shares, strict=True):

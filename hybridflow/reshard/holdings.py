@@ -56,6 +56,10 @@ class Holdings(Protocol):
         """What a rank of the mesh holds of a tensor, in the order of its storage; each is one of the ``parts``."""
         ...
 
+    def num_shares(self, tensor: TensorSpec) -> int:
+        """How many shares of a tensor a stage's ranks hold between them, replicas of a share counted once."""
+        ...
+
     def identity(self) -> list[object]:
         """All that the holdings depend on beside the model, as JSON values."""
         ...
@@ -99,14 +103,18 @@ class WeightHoldings:
             return (Part(whole, self._holders(stages, block, None)),)
         number = layout.tp if block is None else layout.expert_tp
         boxes = ((index, cut(tensor, number, index).box) for index in range(number))
-        return tuple(
-            Part(box, self._holders(stages, block, index)) for index, box in boxes if num_elements(box) > 0
-        )
+        return tuple(Part(box, self._holders(stages, block, index)) for index, box in boxes if num_elements(box) > 0)
 
     def regions(self, tensor: TensorSpec, rank: int) -> tuple[Shard, ...]:
         """See ``Holdings.regions``."""
         held = shard(tensor, self.mesh.layout, self.mesh.coordinate(rank), self._num_layers)
         return () if held is None else (held,)
+
+    def num_shares(self, tensor: TensorSpec) -> int:
+        """See ``Holdings.num_shares``."""
+        layout = self.mesh.layout
+        parts, blocks = (layout.tp, 1) if tensor.expert is None else (layout.expert_tp, layout.ep)
+        return blocks * (1 if tensor.tp_dim is None else parts)
 
     def identity(self) -> list[object]:
         """See ``Holdings.identity``."""

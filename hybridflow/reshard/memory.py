@@ -94,6 +94,11 @@ class HostOffload:
         self._copies: dict[int, Tensor] = {}
         self._away: list[tuple[torch.UntypedStorage, int]] = []
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the tensors are in host memory."""
+        return bool(self._away)
+
     def offload(self) -> int:
         """Move the tensors to host memory.
 

@@ -295,7 +295,7 @@ class Flows:
         for node in holders.keys() & needers.keys() if len(holders) < len(needers) else needers:
             near = holders.get(node)
             if near is not None:
-                missing = [(rank,) for rank in needers[node] if rank not in near]
+                missing: list[tuple[int, ...]] = [(rank,) for rank in needers[node] if rank not in near]
                 if missing:
                     yield near, missing
         far = self._entering(stream)
@@ -324,6 +324,9 @@ class Flows:
 
     def _cut(self, line: Line, shares: Sequence[int]) -> None:
         """Give each sender a stretch as long as its share, up to where the streams can be cut."""
+        if len(line.senders) == 1:
+            line.cuts.append(line.length)
+            return
         tolerance = line.length // len(line.senders) // SNAP_SHARE
         for cut in itertools.accumulate(shares):
             if 0 < cut < line.length:
@@ -547,11 +550,10 @@ def received_limit(model: ModelSpec, source: Holdings, target: Holdings, rank: i
 
 def bucket_bytes(model: ModelSpec, target: Holdings) -> int:
     """Bytes of a bucket, one number for all ranks: a 64th of what the least loaded stage's ranks are to hold."""
-    layout, sums = target.mesh.layout, Counter[int]()
+    sums = Counter[int]()
     for tensor in model.tensors:
-        parts = layout.tp if tensor.expert is None else layout.expert_tp * layout.ep
         for stage in target.stages(tensor):
-            sums[stage] += tensor.num_bytes // (1 if tensor.tp_dim is None else parts)
+            sums[stage] += tensor.num_bytes // target.num_shares(tensor)
     least = min(sums.values(), default=0) // BUCKETS_IN_DESTINATION
     return min(MAX_BUCKET_BYTES, max(MIN_BUCKET_BYTES, least)) // 512 * 512
 

@@ -253,7 +253,7 @@ def flat_boxes(box: Box, start: int, stop: int) -> list[Box]:
     """
     if start >= stop:
         return []
-    (low, high), rest = box[0], box[1:]
+    low, rest = box[0][0], box[1:]
     row = num_elements(rest)
     first, last = start // row, stop // row
     if first == last or not rest:

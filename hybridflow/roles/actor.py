@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ from hybridflow.algorithms.losses import Totals, aggregate, policy_loss
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
-from hybridflow.reshard.execute import Resharder
-from hybridflow.reshard.holdings import WeightHoldings
+from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
 from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
+from hybridflow.roles.rollout_weights import RolloutWeights
 from hybridflow.rollout.generate import Generator, Request
 from hybridflow.rollout.sampling import SamplingParams
 
@@ -44,19 +45,14 @@ class Actor:
         self.trainable: Trainable | None = None
         if self.model is not None:
             self.trainable = Trainable(self.model.transformer, self.model.groups, job.recipe.actor.optimizer)
-        is_shared = shares_storage(update, rollout)
-        self._rollout = self.model if is_shared else None
-        self._resharder: Resharder | None = None
-        if not is_shared and (rank in update or rank in rollout):
-            self._rollout = PlacedModel(job, rollout, self.spec) if rank in rollout else None
-            self._resharder = Resharder(
-                job.world,
-                self.spec,
-                WeightHoldings(self.spec, update),
-                WeightHoldings(self.spec, rollout),
-                source_tensors=self.model.tensors() if self.model is not None else None,
-                target_tensors=self._rollout.tensors() if self._rollout is not None else None,
-            )
+        self._rollout = self.model
+        self._rollout_weights: RolloutWeights | None = None
+        if not shares_storage(update, rollout) and (rank in update or rank in rollout):
+            self._rollout = PlacedModel(job, rollout, self.spec, is_filled_later=True) if rank in rollout else None
+            self._rollout_weights = RolloutWeights(job, self.spec, self.model, self._rollout)
+        self._offload: HostOffload | None = None
+        if self.trainable is not None and job.recipe.actor.offload:
+            self._offload = self.trainable.offload(f"rank {rank}: optimizer of actor.update")
         self._rollout_is_current = False
         self._generator: Generator | None = None
         if self._rollout is not None:
@@ -69,16 +65,36 @@ class Actor:
             )
 
     def enter_phase(self, phase: str) -> None:
-        """Bring the rollout layout's weights up to date before a rollout. Collective: all ranks of both layouts."""
-        if phase != "rollout" or self._rollout_is_current:
+        """Make room for a phase and bring what it needs. Collective: all ranks of both layouts.
+
+        Before a rollout its layout's weights are brought up to date; before an update those that the layouts do not
+        share are freed.
+        """
+        if phase == "update":
+            if self._rollout_weights is not None:
+                self._rollout_weights.release()
+                self._rollout_is_current = False
+            if self._offload is not None:
+                self._offload.restore()
             return
-        if self._resharder is not None:
-            stats = self._resharder.run()
-            # A validation within the step may reshard once more.
-            metrics = self.metrics
-            metrics["reshard/time_s"] = metrics.get("reshard/time_s", 0.0) + stats.time_s
-            metrics["reshard/received_bytes"] = metrics.get("reshard/received_bytes", 0.0) + stats.received_bytes
+        if self._offload is not None:
+            self._offload.offload()
+        if self._rollout_weights is not None and not self._rollout_is_current:
+            for name, value in self._rollout_weights.refresh().items():
+                # A validation within the step may reshard once more: what is moved adds up, what is kept does not.
+                before = 0.0 if name == "reshard/extra_bytes" else self.metrics.get(name, 0.0)
+                self.metrics[name] = before + value
         self._rollout_is_current = True
+
+    @contextlib.contextmanager
+    def optimizer_at_hand(self) -> Iterator[None]:
+        """The optimizer's state where it is used, also in the midst of a rollout."""
+        is_away = self._offload is not None and self._offload.is_away
+        if self._offload is not None:
+            self._offload.restore()
+        yield
+        if self._offload is not None and is_away:
+            self._offload.offload()
 
     def sample(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Generate the step's responses: ``group_size`` for each prompt.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import MicroBatch, pack, split_by_tokens
+from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import forward_only, sum_over
 from hybridflow.models.weights import describe_model, initialize, local_shards
 from hybridflow.parallel.megatron import collection
@@ -27,7 +28,9 @@ def role_spec(job: Job, *, has_value_head: bool = False) -> ModelSpec:
 
 
 class PlacedModel:
-    """This rank's part of a role's model in one mesh, with initial weights from (seed, tensor name).
+    """This rank's part of a role's model in one mesh.
+
+    Its weights are initialised from (seed, tensor name), unless they are to come from elsewhere: ``is_filled_later``.
 
     Attributes:
         mesh: Where the model is.
@@ -35,7 +38,15 @@ class PlacedModel:
         transformer: This rank's stage and shard.
     """
 
-    def __init__(self, job: Job, mesh: DeviceMesh, spec: ModelSpec, *, has_value_head: bool = False) -> None:
+    def __init__(
+        self,
+        job: Job,
+        mesh: DeviceMesh,
+        spec: ModelSpec,
+        *,
+        has_value_head: bool = False,
+        is_filled_later: bool = False,
+    ) -> None:
         recipe = job.recipe
         self.mesh = mesh
         self.groups = collection(job.world, mesh)
@@ -47,7 +58,8 @@ class PlacedModel:
             vocab_size=job.vocab_size,
             has_value_head=has_value_head,
         )
-        initialize(self.transformer, spec, mesh, job.world.rank, seed=recipe.seed, std=recipe.model.init_std)
+        if not is_filled_later:
+            initialize(self.transformer, spec, mesh, job.world.rank, seed=recipe.seed, std=recipe.model.init_std)
         self._spec = spec
         self._rank = job.world.rank
         self._device = job.world.device
@@ -67,6 +79,12 @@ class PlacedModel:
             name: tensor
             for name, (tensor, _) in local_shards(self.transformer, self._spec, self.mesh, self._rank).items()
         }
+
+    def share_storage(self, other: PlacedModel, names: Collection[str]) -> None:
+        """Take another model's storage for some tensors, which are cut alike in both."""
+        mine, theirs = logical_parameters(self.transformer), logical_parameters(other.transformer)
+        for name in names:
+            mine[name].data = theirs[name].data
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """The batch cut by the recipe's token budget."""

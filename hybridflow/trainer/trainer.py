@@ -138,7 +138,8 @@ class Trainer:
     def save(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Write a checkpoint, complete or not at all. Collective: all ranks."""
         state = {"kl_coef": self.kl_coef.value, "summary": self.summary, "totals": self._totals}
-        checkpoints.save(self.job, self.roles, self.step, state)
+        with self.roles["actor"].optimizer_at_hand():
+            checkpoints.save(self.job, self.roles, self.step, state)
 
     def _resume(self) -> bool:
         """Take up the latest checkpoint; False if there is none yet."""

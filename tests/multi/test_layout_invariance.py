@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hybridflow import config
 from hybridflow.dataflow.batch import Batch
-from hybridflow.models.weights import local_shards, logical_parameters
+from hybridflow.models.specs import logical_parameters
+from hybridflow.models.weights import local_shards
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.world import World
 from hybridflow.reshard.spec import Shard, num_elements

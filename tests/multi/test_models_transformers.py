@@ -40,7 +40,7 @@ FAMILIES = {
     "qwen3": (
         transformers.Qwen3Config,
         transformers.Qwen3ForCausalLM,
-        Model(**SHAPE, num_query_groups=4, qk_norm=True, vocab_divisible_by=4),
+        Model(**SHAPE, num_query_groups=4, head_dim=12, qk_norm=True, vocab_divisible_by=4),
     ),
 }
 
@@ -57,7 +57,7 @@ def their_model(family: str) -> nn.Module:
             num_hidden_layers=model.num_layers,
             num_attention_heads=model.num_attention_heads,
             num_key_value_heads=groups,
-            head_dim=model.hidden_size // model.num_attention_heads,
+            head_dim=model.head_dim or model.hidden_size // model.num_attention_heads,
             max_position_embeddings=model.max_context,
             rms_norm_eps=model.norm_eps,
             rope_parameters={"rope_type": "default", "rope_theta": model.rotary_base},

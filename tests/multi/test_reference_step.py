@@ -22,7 +22,8 @@ from hybridflow.dataflow.compiler import compile_flow
 from hybridflow.dataflow.graph import Flow, Node
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.run import Executor
-from hybridflow.models.weights import local_shards, logical_parameters
+from hybridflow.models.specs import logical_parameters
+from hybridflow.models.weights import local_shards
 from hybridflow.observe.timeline import Timeline
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.world import World

@@ -128,7 +128,7 @@ def there_and_back_in_small_messages(world: World, pairs: list[tuple[Mesh, Mesh]
 
 
 def there_and_back(world: World, pairs: list[tuple[Mesh, Mesh]], transport: str) -> None:
-    model = make_model(vocab_size=13, padded_to=2, tied=True, experts=8)
+    model = make_model(vocab_size=13, padded_to=2, tied=True, num_experts=8)
     meshes = [
         tuple(make_mesh(layout, ranks, ranks_per_node=world.ranks_per_node) for layout, ranks in pair) for pair in pairs
     ]

@@ -88,7 +88,8 @@ def test_overrides_win_and_later_ones_over_earlier(recipe_file):
         ("trainer.mini_batch_size=5", ["mini_batch_size=5 does not divide trainer.global_batch_size=16"]),
         ("rollout.max_new_tokens=32", ["rollout.max_new_tokens=32", "model.max_context=32"]),
         ("model.num_query_groups=3", ["model.num_query_groups=3 does not divide model.num_attention_heads=4"]),
-        ("model.hidden_size=30", ["model.hidden_size=30", "multiple of 2·heads"]),
+        ("model.hidden_size=30", ["model.hidden_size=30", "multiple of 2·heads", "model.head_dim"]),
+        ("model.head_dim=7", ["model.head_dim=7", "even"]),
     ],
 )
 def test_bad_key_is_named_with_the_remedy(recipe_file, override, says):
@@ -96,6 +97,10 @@ def test_bad_key_is_named_with_the_remedy(recipe_file, override, says):
         load_recipe(recipe_file, [override])
     for words in says:
         assert words in str(caught.value)
+
+
+def test_heads_may_be_wider_than_their_share_of_the_hidden_size(recipe_file):
+    assert load_recipe(recipe_file, ["model.hidden_size=30", "model.head_dim=16"]).model.head_dim == 16
 
 
 @pytest.mark.parametrize(
@@ -159,6 +164,15 @@ def test_meshes_of_the_roles(recipe_file):
         "reference": ("tp2.pp1.dp2", (0, 1, 2, 3)),
     }
     assert {mesh.ranks_per_node for mesh in meshes.values()} == {4}
+
+
+def test_rollout_takes_the_ranks_in_the_order_of_largest_overlap(recipe_file):
+    """TP4 holds quarters, TP2 needs halves: rank 1 joins rank 0, and its peer is rank 2."""
+    layouts = ["actor.update={tp: 4}", "actor.rollout={tp: 2, dp: 2}"]
+    meshes = role_meshes(load_recipe(recipe_file, layouts))
+    assert (meshes["actor.update"].ranks, meshes["actor.rollout"].ranks) == ((0, 1, 2, 3), (0, 2, 1, 3))
+    two_nodes = role_meshes(load_recipe(recipe_file, [*layouts, "cluster.ranks_per_node=2"]))
+    assert two_nodes["actor.rollout"].ranks == (0, 1, 2, 3)
 
 
 def test_unknown_recipe_lists_the_shipped_ones():

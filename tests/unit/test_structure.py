@@ -10,9 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # Each imports only from those before it. Geometry comes before config, which checks a recipe's layouts against its
-# ranks.
+# ranks and orders the ranks of the rollout.
 ORDER = [
-    *("errors", "sections", "parallel.layout", "parallel.mesh", "config"),
+    *("errors", "sections", "parallel.layout", "parallel.mesh"),
+    *("reshard.spec", "reshard.overlap", "config"),
     *("parallel", "algorithms", "observe", "dataflow", "reshard", "data", "models", "checkpoint"),
     *("rollout", "roles", "mapping", "trainer", "launch", "cli", "__main__"),
 ]
@@ -20,7 +21,8 @@ ORDER = [
 # Imported on login nodes and before ranks start: none may bring in torch or MPI.
 LIGHT = [
     *("errors", "sections", "config", "parallel.layout", "parallel.mesh", "parallel.start"),
-    *("dataflow.graph", "dataflow.schedule", "dataflow.compiler", "reshard.plan"),
+    *("dataflow.graph", "dataflow.schedule", "dataflow.compiler", "reshard.plan", "reshard.optimizer"),
+    *("reshard.report", "reshard.draw"),
     *("data.order", "data.arithmetic", "data.tokenizer", "data.prompts", "launch", "launch.local", "cli"),
 ]
 

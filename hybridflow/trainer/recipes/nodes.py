@@ -28,6 +28,7 @@ ACTOR_LOG_PROBS = Node(
     role="actor",
     call="log_probs",
     mesh="actor.update",
+    phase="update",
     reads=SEQUENCES,
     writes=("old_log_probs",),
 )
@@ -82,12 +83,15 @@ ACTOR_UPDATE = repeat(
         role="actor",
         call="update",
         mesh="actor.update",
+        phase="update",
         reads=(*SEQUENCES, "response_mask", "old_log_probs", "ref_log_probs", "advantages", "order"),
     ),
     mesh="actor.update",
 )
 IMITATE = repeat(
-    "warm_step", Node(name="actor.imitate", role="actor", call="imitate", mesh="actor.update"), mesh="actor.update"
+    "warm_step",
+    Node(name="actor.imitate", role="actor", call="imitate", mesh="actor.update", phase="update"),
+    mesh="actor.update",
 )
 ANSWER = Node(
     name="actor.answer",

@@ -1,0 +1,245 @@
+"""The tensors of well-known models from arithmetic alone: no torch, so that a login node can plan with them.
+
+Gives what ``specs.describe`` reads off megatron-core's own model, tensor by tensor and in its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybridflow.config import Model
+from hybridflow.errors import ReshardError
+from hybridflow.reshard.spec import DType, ModelSpec, Place, TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes that decide a GPT model's tensors: RMSNorm, gated feed-forward, rotary positions.
+
+    Attributes:
+        num_layers: Transformer layers.
+        hidden_size: Width of the activations between layers.
+        ffn_hidden_size: Width inside each gated feed-forward block; where there are experts, inside each expert.
+        num_attention_heads: Query heads.
+        num_query_groups: Key/value heads.
+        head_dim: Width of each head.
+        vocab_size: Vocabulary without padding.
+        vocab_divisible_by: In a layout the vocabulary is padded to a multiple of this times ``tp``.
+        tied_embeddings: Whether input and output embedding are one tensor.
+        qkv_bias: Whether the projections to query, key and value have a bias.
+        qk_norm: Whether queries and keys are normalised head by head.
+        num_experts: Experts of each layer; None: a dense feed-forward block.
+        shared_ffn_hidden_size: Width inside the shared expert of each layer; None: there is none.
+        shared_gate: Whether a gate weighs the shared expert.
+        expert_bias: Whether the router adds a bias, in fp32, when it chooses experts.
+        dtype: Number format of the weights.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    head_dim: int = 128
+    vocab_size: int
+    vocab_divisible_by: int = 1
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int | None = None
+    shared_ffn_hidden_size: int | None = None
+    shared_gate: bool = False
+    expert_bias: bool = False
+    dtype: DType = "bf16"
+
+
+def named_shapes() -> dict[str, ModelShape]:
+    """Well-known models by name.
+
+    The figures are those of each model's public ``config.json`` (``num_hidden_layers``, ``hidden_size``,
+    ``intermediate_size`` or ``moe_intermediate_size``, ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``,
+    ``vocab_size``) in the Hugging Face repositories of ``meta-llama``, ``Qwen`` and ``mistralai``.
+    """
+    return dict(_SHAPES)
+
+
+def shape(name: str) -> ModelShape:
+    """A well-known model.
+
+    Raises:
+        ReshardError: No model of that name is known here.
+    """
+    if name not in _SHAPES:
+        raise ReshardError(f"model {name!r}: not known by name; expected one of {', '.join(_SHAPES)}")
+    return _SHAPES[name]
+
+
+def shape_of(model: Model, vocab_size: int) -> ModelShape:
+    """The shape of a recipe's model.
+
+    Args:
+        model: The section.
+        vocab_size: True vocabulary, before padding.
+    """
+    heads = model.num_attention_heads
+    return ModelShape(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=heads if model.num_query_groups is None else model.num_query_groups,
+        head_dim=model.hidden_size // heads if model.head_dim is None else model.head_dim,
+        vocab_size=vocab_size,
+        vocab_divisible_by=model.vocab_divisible_by,
+        tied_embeddings=model.tied_embeddings,
+        qkv_bias=model.qkv_bias,
+        qk_norm=model.qk_norm,
+        dtype=model.dtype,
+    )
+
+
+def model_spec(model: ModelShape, *, has_value_head: bool = False) -> ModelSpec:
+    """How every tensor of a model is cut.
+
+    Args:
+        model: Its shape.
+        has_value_head: Values instead of logits; its embedding is not tied then.
+    """
+    is_tied = model.tied_embeddings and not has_value_head
+    embedding = TensorSpec(
+        name="embedding.word_embeddings.weight",
+        shape=(model.vocab_size, model.hidden_size),
+        dtype=model.dtype,
+        tp_dim=0,
+        place="embedding",
+        also_held_by="output" if is_tied else None,
+        padded_to=model.vocab_divisible_by,
+    )
+    tensors = [embedding]
+    for layer in range(model.num_layers):
+        tensors += _attention(model, layer)
+        tensors += _feed_forward(model, layer)
+    tensors.append(_whole("decoder.final_layernorm.weight", (model.hidden_size,), model.dtype, "output"))
+    if has_value_head:
+        tensors.append(_whole("value_head.weight", (1, model.hidden_size), model.dtype, "output"))
+    elif not is_tied:
+        tensors.append(replace(embedding, name="output_layer.weight", place="output"))
+    if model.num_experts is not None and model.expert_bias:
+        tensors += [
+            _whole(f"decoder.layers.{layer}.mlp.router.expert_bias", (model.num_experts,), "fp32", layer)
+            for layer in range(model.num_layers)
+        ]
+    return ModelSpec(tensors=tuple(tensors), num_layers=model.num_layers)
+
+
+def _attention(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
+    prefix, hidden, dtype = f"decoder.layers.{layer}", model.hidden_size, model.dtype
+    queries = model.num_attention_heads * model.head_dim
+    qkv = queries + 2 * model.num_query_groups * model.head_dim
+    yield _whole(f"{prefix}.input_layernorm.weight", (hidden,), dtype, layer)
+    prefix += ".self_attention"
+    yield TensorSpec(name=f"{prefix}.linear_proj.weight", shape=(hidden, queries), dtype=dtype, tp_dim=1, place=layer)
+    yield TensorSpec(name=f"{prefix}.linear_qkv.weight", shape=(qkv, hidden), dtype=dtype, tp_dim=0, place=layer)
+    if model.qkv_bias:
+        yield TensorSpec(name=f"{prefix}.linear_qkv.bias", shape=(qkv,), dtype=dtype, tp_dim=0, place=layer)
+    if model.qk_norm:
+        yield _whole(f"{prefix}.q_layernorm.weight", (model.head_dim,), dtype, layer)
+        yield _whole(f"{prefix}.k_layernorm.weight", (model.head_dim,), dtype, layer)
+
+
+def _feed_forward(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
+    prefix, hidden, dtype = f"decoder.layers.{layer}.mlp", model.hidden_size, model.dtype
+    yield _whole(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", (hidden,), dtype, layer)
+    if model.num_experts is None:
+        yield from _gated(prefix, model, model.ffn_hidden_size, layer)
+        return
+    yield _whole(f"{prefix}.router.weight", (model.num_experts, hidden), dtype, layer)
+    for index in range(model.num_experts):
+        expert = index, model.num_experts
+        yield from _gated(f"{prefix}.experts.{index}", model, model.ffn_hidden_size, layer, expert)
+    if model.shared_ffn_hidden_size is not None:
+        if model.shared_gate:
+            yield _whole(f"{prefix}.shared_experts.gate_weight", (1, hidden), dtype, layer)
+        yield from _gated(f"{prefix}.shared_experts", model, model.shared_ffn_hidden_size, layer)
+
+
+def _gated(
+    prefix: str, model: ModelShape, width: int, layer: int, expert: tuple[int, int] | None = None
+) -> Iterator[TensorSpec]:
+    """Gate and up, then down."""
+    for name, sizes in (("linear_fc1", (2, width, model.hidden_size)), ("linear_fc2", (model.hidden_size, width))):
+        yield TensorSpec(
+            name=f"{prefix}.{name}.weight", shape=sizes, dtype=model.dtype, tp_dim=1, place=layer, expert=expert
+        )
+
+
+def _whole(name: str, shape: tuple[int, ...], dtype: DType, place: Place) -> TensorSpec:
+    return TensorSpec(name=name, shape=shape, dtype=dtype, tp_dim=None, place=place)
+
+
+def _llama3(num_layers: int, hidden_size: int, ffn_hidden_size: int, heads: int, **other: Any) -> ModelShape:
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=8,
+        vocab_size=128256,
+        **other,
+    )
+
+
+def _qwen(num_layers: int, hidden_size: int, ffn_hidden_size: int, heads: int, groups: int, **other: Any) -> ModelShape:
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        **{"vocab_size": 151936, **other},
+    )
+
+
+def _qwen2(*sizes: int, **other: Any) -> ModelShape:
+    return _qwen(*sizes, qkv_bias=True, **other)
+
+
+def _qwen3(*sizes: int, **other: Any) -> ModelShape:
+    return _qwen(*sizes, qk_norm=True, **other)
+
+
+def _mixtral(num_layers: int, hidden_size: int, ffn_hidden_size: int, heads: int, vocab_size: int) -> ModelShape:
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=8,
+        vocab_size=vocab_size,
+        num_experts=8,
+    )
+
+
+_SHAPES = {
+    "llama3-1b": _llama3(16, 2048, 8192, 32, head_dim=64, tied_embeddings=True),
+    "llama3-3b": _llama3(28, 3072, 8192, 24, tied_embeddings=True),
+    "llama3-8b": _llama3(32, 4096, 14336, 32),
+    "llama3-70b": _llama3(80, 8192, 28672, 64),
+    "llama3-405b": _llama3(126, 16384, 53248, 128),
+    "qwen2.5-0.5b": _qwen2(24, 896, 4864, 14, 2, head_dim=64, tied_embeddings=True),
+    "qwen2.5-1.5b": _qwen2(28, 1536, 8960, 12, 2, tied_embeddings=True),
+    "qwen2.5-7b": _qwen2(28, 3584, 18944, 28, 4, vocab_size=152064),
+    "qwen2.5-32b": _qwen2(64, 5120, 27648, 40, 8, vocab_size=152064),
+    "qwen2.5-72b": _qwen2(80, 8192, 29568, 64, 8, vocab_size=152064),
+    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, 8, tied_embeddings=True),
+    "qwen3-4b": _qwen3(36, 2560, 9728, 32, 8, tied_embeddings=True),
+    "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8),
+    "qwen3-14b": _qwen3(40, 5120, 17408, 40, 8),
+    "qwen3-32b": _qwen3(64, 5120, 25600, 64, 8),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 768, 32, 4, num_experts=128),
+    "qwen3-235b-a22b": _qwen3(94, 4096, 1536, 64, 4, num_experts=128),
+    "mixtral-8x7b": _mixtral(32, 4096, 14336, 32, 32000),
+    "mixtral-8x22b": _mixtral(56, 6144, 16384, 48, 32768),
+}

@@ -1,0 +1,208 @@
+"""How megatron-core's distributed optimizer deals its state and gradients to replicas. Pure arithmetic: no torch.
+
+Each rank lays the parameters of one of its model chunks end to end in a buffer, the last first, and cuts each bucket of
+the buffer into as many equal ranges as there are replicas. A replica steps what lies in its range, so its state of a
+tensor is a flat range of the local shard, which may begin and end anywhere, in the padding too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.reshard.holdings import Part, WeightHoldings
+from hybridflow.reshard.spec import (
+    Box,
+    ModelSpec,
+    Shard,
+    TensorSpec,
+    cut,
+    expert_block,
+    flat_boxes,
+    num_elements,
+    stage_of,
+)
+
+PARAMETER_ALIGNMENT = 64
+BUCKET_ALIGNMENT = 128
+"""In elements, where megatron-core starts a parameter and ends a bucket; a bucket also divides by the replicas."""
+
+
+class FlatRange(NamedTuple):
+    """What one replica steps of a local shard.
+
+    Attributes:
+        replica: Index along the data and context parallel axes; of an expert, among the replicas of its block.
+        start: First element of the shard, padding included, in row-major order.
+        stop: One past its last.
+    """
+
+    replica: int
+    start: int
+    stop: int
+
+
+class OptimizerHoldings:
+    """Moments, master weights or reduced gradients where megatron-core's distributed optimizer keeps them.
+
+    A rank's storage of a tensor is its ``FlatRange`` of the local shard. Where the optimizer is not distributed, each
+    rank keeps whole shards: that is ``WeightHoldings``.
+
+    Args:
+        model: The tensors that are trained, in the order of the model's parameters; those of one dtype share a buffer.
+        mesh: Where they are.
+    """
+
+    def __init__(self, model: ModelSpec, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._model = model
+        self._weights = WeightHoldings(model, mesh)
+
+    @functools.cached_property
+    def _ranges(self) -> dict[str, tuple[FlatRange, ...]]:
+        return flat_ranges(self._model, self.mesh.layout)
+
+    def stages(self, tensor: TensorSpec) -> tuple[int, ...]:
+        """See ``Holdings.stages``."""
+        return self._weights.stages(tensor)
+
+    def key(self, tensor: TensorSpec) -> Hashable:
+        """See ``Holdings.key``."""
+        return self._weights.key(tensor), self._ranges[tensor.name]
+
+    def parts(self, tensor: TensorSpec) -> tuple[Part, ...]:
+        """See ``Holdings.parts``."""
+        layout = self.mesh.layout
+        number = 1 if tensor.tp_dim is None else layout.tp if tensor.expert is None else layout.expert_tp
+        return tuple(
+            Part(region.box, self._holders(tensor, None if tensor.tp_dim is None else index, dealt.replica))
+            for index in range(number)
+            for dealt in self._ranges[tensor.name]
+            for region in _regions(cut(tensor, number, index), dealt)
+            if num_elements(region.box) > 0
+        )
+
+    def regions(self, tensor: TensorSpec, rank: int) -> tuple[Shard, ...]:
+        """See ``Holdings.regions``; those of padding alone have an empty box."""
+        whole = self._weights.regions(tensor, rank)
+        dealt = self.flat_range(tensor, rank)
+        return () if dealt is None else tuple(_regions(whole[0], dealt))
+
+    def flat_range(self, tensor: TensorSpec, rank: int) -> FlatRange | None:
+        """What a rank of the mesh steps of its shard of a tensor; None where that is nothing."""
+        if not self._weights.regions(tensor, rank):
+            return None
+        layout, place = self.mesh.layout, self.mesh.coordinate(rank)
+        replica = place.cp + layout.cp * place.dp
+        if tensor.expert is not None:
+            replica = (place.tp + layout.tp * replica) // (layout.expert_tp * layout.ep)
+        return next((dealt for dealt in self._ranges[tensor.name] if dealt.replica == replica), None)
+
+    def num_shares(self, tensor: TensorSpec) -> int:
+        """See ``Holdings.num_shares``."""
+        layout = self.mesh.layout
+        model_parallel = layout.tp if tensor.expert is None else layout.expert_tp * layout.ep
+        replicas = layout.tp * layout.cp * layout.dp // model_parallel
+        return self._weights.num_shares(tensor) * replicas
+
+    def identity(self) -> list[object]:
+        """See ``Holdings.identity``."""
+        return ["distributed optimizer", *self._weights.identity()[1:], self._model.digest()]
+
+    def _holders(self, tensor: TensorSpec, index: int | None, replica: int) -> tuple[int, ...]:
+        """The ranks of a replica that hold part ``index`` of a tensor; None: a tensor that they all hold whole."""
+        layout = self.mesh.layout
+        size, width, first = layout.tp * layout.cp * layout.dp, layout.tp, replica * layout.tp
+        if tensor.expert is not None:
+            width = layout.expert_tp
+            first = width * (expert_block(tensor, layout) + layout.ep * replica)
+        places = range(width) if index is None else (index,)
+        return tuple(self.mesh.ranks[stage * size + first + place] for stage in self.stages(tensor) for place in places)
+
+
+def flat_ranges(model: ModelSpec, layout: ParallelLayout) -> dict[str, tuple[FlatRange, ...]]:
+    """How the local shard of each tensor is dealt to replicas, the same for all tensor parallel ranks.
+
+    Source: ``_ParamAndGradBuffer`` and ``DistributedOptimizer._build_model_gbuf_range`` of megatron-core 0.16.1, with
+    one bucket but for tied embeddings, as is without overlap of the gradients' reduction.
+
+    Raises:
+        ReshardError: The layout cannot cut some tensor.
+    """
+    chunks = replace(layout, pp=layout.pp * layout.vpp, vpp=1)
+    buffers: dict[tuple[int, int | None, str], list[TensorSpec]] = {}
+    # A tied embedding comes first in the stage that embeds, and last in the stage whose output layer it is.
+    for copy in range(2):
+        for tensor in model.tensors:
+            stages = [stage_of(place, chunks, model.num_layers, tensor.name) for place in tensor.places]
+            if copy < len(stages) and stages[copy] not in stages[:copy]:
+                block = None if tensor.expert is None else expert_block(tensor, layout)
+                buffers.setdefault((stages[copy], block, tensor.dtype), []).append(tensor)
+    dealt: dict[str, tuple[FlatRange, ...]] = {}
+    for (_, block, _), tensors in buffers.items():
+        parts = layout.tp if block is None else layout.expert_tp
+        replicas = layout.tp * layout.cp * layout.dp // (parts * (1 if block is None else layout.ep))
+        shards = [(tensor, math.prod(cut(tensor, parts, 0).local_shape)) for tensor in tensors]
+        for name, ranges in _deal(shards, replicas, is_pipeline=layout.pp > 1):
+            assert dealt.setdefault(name, ranges) == ranges, f"{name} is dealt differently on the stages that hold it"
+    return dealt
+
+
+def _deal(
+    shards: Iterable[tuple[TensorSpec, int]], replicas: int, *, is_pipeline: bool
+) -> Iterator[tuple[str, tuple[FlatRange, ...]]]:
+    """Lay the shards of one buffer, each with its elements, into buckets, and cut those into equal ranges."""
+    bucket: list[tuple[str, int, int]] = []
+    place = 0
+    for tensor, size in reversed(list(shards)):
+        place = _up(place, PARAMETER_ALIGNMENT)
+        # Embeddings tied over stages have a bucket of their own, so that both ends deal them alike.
+        is_alone = tensor.also_held_by is not None and is_pipeline
+        if is_alone:
+            yield from _cut_bucket(bucket, replicas)
+            bucket, place = [], 0
+        bucket.append((tensor.name, place, place + size))
+        place += size
+        if is_alone:
+            yield from _cut_bucket(bucket, replicas)
+            bucket, place = [], 0
+    yield from _cut_bucket(bucket, replicas)
+
+
+def _cut_bucket(bucket: list[tuple[str, int, int]], replicas: int) -> Iterator[tuple[str, tuple[FlatRange, ...]]]:
+    if not bucket:
+        return
+    width = _up(bucket[-1][2], math.lcm(replicas, BUCKET_ALIGNMENT)) // replicas
+    for name, start, stop in bucket:
+        owners = range(start // width, (stop - 1) // width + 1)
+        yield (
+            name,
+            tuple(
+                FlatRange(owner, max(owner * width, start) - start, min((owner + 1) * width, stop) - start)
+                for owner in owners
+            ),
+        )
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def _regions(whole: Shard, dealt: FlatRange) -> Iterator[Shard]:
+    """A flat range of a shard as shards, each a box of it with the padding behind."""
+    offset = 0
+    for local in flat_boxes(tuple((0, size) for size in whole.local_shape), dealt.start, dealt.stop):
+        yield Shard(_logical(local, whole.box), tuple(stop - start for start, stop in local), offset)
+        offset += num_elements(local)
+
+
+def _logical(local: Box, box: Box) -> Box:
+    """A box of a rank's parameter in logical coordinates, without padding."""
+    return tuple(
+        (min(low + start, high), min(low + stop, high)) for (start, stop), (low, high) in zip(local, box, strict=True)
+    )

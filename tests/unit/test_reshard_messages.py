@@ -19,7 +19,7 @@ from hybridflow.reshard.spec import ITEM_BYTES, Box, ModelSpec, num_elements
 from tests.reshard_cases import make_mesh, make_model
 
 RUN_BYTES, BUCKET_BYTES = 48, 40
-MODEL = make_model(vocab_size=13, padded_to=2, tied=True, experts=4)
+MODEL = make_model(vocab_size=13, padded_to=2, tied=True, num_experts=4)
 MESHES = [
     ("tp4", "tp2.dp2"),
     ("tp2.pp2", "dp4"),

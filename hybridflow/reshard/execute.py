@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ from hybridflow.errors import ReshardError
 from hybridflow.parallel.world import World
 from hybridflow.reshard.holdings import Holdings
 from hybridflow.reshard.memory import room_for
-from hybridflow.reshard.messages import Message, Pair, divide, region_of, slots
+from hybridflow.reshard.messages import Message, Pair, divide, slots
 from hybridflow.reshard.peers import NodePeers, bytes_to_move, room_to_share
 from hybridflow.reshard.plan import (
     WAVES,
@@ -32,10 +31,9 @@ from hybridflow.reshard.plan import (
     plan,
     received_limit,
 )
-from hybridflow.reshard.spec import ITEM_BYTES, Box, DType, ModelSpec, Shard, TensorSpec, flat_boxes, num_elements
+from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, flat_boxes, num_elements
 from hybridflow.reshard.transport import Exchange, Leg, MpiTransport, TorchTransport, Transport
-
-TORCH_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from hybridflow.reshard.views import TORCH_DTYPES, Moves, Shards, as_one_run, check_storages, check_tensors, local_sizes
 
 TransportName = Literal["auto", "torch", "shared", "mpi"]
 
@@ -49,11 +47,11 @@ BUCKETS_EACH_WAY = 2
 
 ALIGNED_BYTES = 64
 
-MAX_STEPS_AHEAD = 64
-"""More messages at once keep sockets busy; a group of operations that NCCL starts at once must stay far below 1,024."""
-
 SCRATCH_BYTES = 1 << 20
 """Through so much at a time goes a copy between two tensors of which neither has the travelling dtype."""
+
+MAX_STEPS_AHEAD = 64
+"""More messages at once keep sockets busy; a group of operations that NCCL starts at once must stay far below 1,024."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,52 +75,6 @@ class ReshardStats:
     limit_bytes: int
     extra_bytes: int
     messages: int
-
-
-class _Shards:
-    """The boxes of tensors that a rank holds, as views of its memory."""
-
-    def __init__(self, model: ModelSpec, holdings: Holdings, rank: int, tensors: Mapping[str, Tensor]) -> None:
-        self._model = model
-        self._holdings = holdings
-        self._rank = rank
-        # Without the parameter: a view of it must not be differentiated through.
-        self._flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
-
-    def view(self, tensor: int, box: Box) -> Tensor:
-        spec = self._model.tensors[tensor]
-        region = region_of(self._holdings, spec, self._rank, box)
-        pairs = zip(box, region.box, strict=True)
-        return self._region(spec, region)[
-            tuple(slice(start - origin, stop - origin) for (start, stop), (origin, _) in pairs)
-        ]
-
-    def padding(self, spec: TensorSpec) -> Iterator[Tensor]:
-        """What belongs to no logical element: the end of a dim."""
-        for region in self._holdings.regions(spec, self._rank):
-            for dim, ((start, stop), size) in enumerate(zip(region.box, region.local_shape, strict=True)):
-                if stop - start < size:
-                    yield self._region(spec, region).narrow(dim, stop - start, size - (stop - start))
-
-    def _region(self, spec: TensorSpec, region: Shard) -> Tensor:
-        flat = self._flat[spec.name]
-        return flat[region.offset : region.offset + math.prod(region.local_shape)].view(region.local_shape)
-
-
-@dataclass
-class _Moves:
-    """Copies from views to views, ready to be carried out."""
-
-    to: list[Tensor] = field(default_factory=list)
-    out_of: list[Tensor] = field(default_factory=list)
-    converted: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-
-    def carry_out(self) -> None:
-        if self.to:
-            torch._foreach_copy_(self.to, self.out_of, non_blocking=True)
-        for to, scratch, out_of in self.converted:
-            scratch.copy_(out_of)
-            to.copy_(scratch)
 
 
 _Traffic = dict[Pair, list[Message]]
@@ -158,8 +110,8 @@ class _Step(NamedTuple):
     """At most one message out and one in, at once; it starts when the first ``after`` steps are finished."""
 
     exchange: Exchange
-    pack: _Moves
-    unpack: _Moves
+    pack: Moves
+    unpack: Moves
     after: int
 
     def finish(self) -> None:
@@ -208,7 +160,6 @@ class Resharder:
         self._world, self._model, self._holdings = world, model, (source, target)
         self._tensors = dict(source_tensors or {}), dict(target_tensors or {})
         self._ranks = participants(source.mesh, target.mesh)
-        self._bucket_bytes = bucket_bytes(model, target)
         self._buckets: dict[str, Tensor] = {}
         self._node: NodePeers | None = None
         self._readers: tuple[int, ...] = ()
@@ -220,7 +171,7 @@ class Resharder:
         waves = self._schedule(self._divide(part, readable))
         carrier = self._carrier(transport)
         self._shards = tuple(
-            _Shards(model, holdings, world.rank, tensors)
+            Shards(model, holdings, world.rank, tensors)
             for holdings, tensors in zip(self._holdings, self._tensors, strict=True)
         )
         problem = None
@@ -243,9 +194,7 @@ class Resharder:
             DeadlineError: A rank did not come; the target is undefined, the source intact.
         """
         for role, tensors in zip(_ROLES, self._tensors, strict=True):
-            for name, tensor in tensors.items():
-                if tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0:
-                    raise ReshardError(f"{self._name}: {role} {name} has no storage; restore what was released first")
+            check_storages(f"{self._name}: {role}", tensors)
         start_s = time.perf_counter()
         if self._node is not None:
             self._synchronize()
@@ -303,8 +252,9 @@ class Resharder:
                     "--mpi, or use 'auto', 'torch' or 'shared'"
                 )
             part = plan(self._model, source, target, rank)
+            self._bucket_bytes = bucket_bytes(self._model, target)
             for role, holdings, tensors in zip(_ROLES, self._holdings, self._tensors, strict=True):
-                _check(f"{self._name}: {role}", _sizes(self._model, holdings, rank), tensors)
+                check_tensors(f"{self._name}: {role}", local_sizes(self._model, holdings, rank), tensors)
         except ReshardError as error:
             problem = str(error)
         plain = [self._is_plain(tensors) for tensors in self._tensors]
@@ -356,7 +306,7 @@ class Resharder:
         found: dict[int, dict[str, Tensor]] = {}
         for peer in sorted({*readers, *wanted}):
             if opened is not None and cards[peer] is not None:
-                sizes = _sizes(self._model, self._holdings[0], peer)
+                sizes = local_sizes(self._model, self._holdings[0], peer)
                 try:
                     found[peer] = opened.open(peer, cards[peer], {name: sizes[name] for name in wanted.get(peer, ())})
                 except _NOT_SHARED as error:
@@ -439,7 +389,7 @@ class Resharder:
         for peer in _ring(self._ranks, self._world.rank):
             if peer in readable:
                 copies = [copy for copy in part.waves[0].receives if copy.source == peer]
-                self._reads[peer] = self._moves(copies, _Shards(self._model, source, peer, readable[peer]))
+                self._reads[peer] = self._moves(copies, Shards(self._model, source, peer, readable[peer]))
 
     def _find_aliased(self) -> frozenset[str]:
         """The target tensors that are a source tensor, both holding the same of it.
@@ -465,9 +415,9 @@ class Resharder:
                 )
         return found
 
-    def _moves(self, copies: Iterable[Copy], source: _Shards) -> _Moves:
+    def _moves(self, copies: Iterable[Copy], source: Shards) -> Moves:
         """Copies into the target by way of the travelling dtype, so that replicas are equal whoever they come from."""
-        moves = _Moves()
+        moves = Moves()
         for copy in copies:
             dtype = self._model.tensors[copy.tensor].dtype
             out_of, to = source.view(copy.tensor, copy.box), self._shards[1].view(copy.tensor, copy.box)
@@ -503,18 +453,18 @@ class Resharder:
                 ends.append((leg, out_of_bucket))
                 after = max(after, free_after)
             (send, sent), (receive, unpack) = ends
-            steps.append(_Step(carrier.prepare(send, receive), _Moves(to=sent.out_of, out_of=sent.to), unpack, after))
+            steps.append(_Step(carrier.prepare(send, receive), Moves(to=sent.out_of, out_of=sent.to), unpack, after))
         return steps
 
     def _bind_end(
         self,
         end: tuple[int, Message] | None,
-        shards: _Shards,
+        shards: Shards,
         kind: str,
         ring: _Ring,
         number: int,
         carrier: Transport,
-    ) -> tuple[Leg | None, _Moves, int]:
+    ) -> tuple[Leg | None, Moves, int]:
         """One end of the message of step ``number``.
 
         Returns:
@@ -522,13 +472,13 @@ class Resharder:
             finished before the room in the buckets is free.
         """
         if end is None:
-            return None, _Moves(), 0
+            return None, Moves(), 0
         peer, message = end
         dtypes = [TORCH_DTYPES[self._model.tensors[tensor].dtype] for tensor, _ in message.pieces]
         views = [shards.view(tensor, box) for tensor, box in message.pieces]
-        run = _as_one_run(views, dtypes) if carrier.device == self._world.device else None
+        run = as_one_run(views, dtypes) if carrier.device == self._world.device else None
         if run is not None:
-            return Leg(peer, run, is_fixed=False), _Moves(), 0
+            return Leg(peer, run, is_fixed=False), Moves(), 0
         start, free_after = ring.reserve(message.num_bytes, number)
         buffer = self._buffer(kind, ring.num_bytes, carrier.device)[start : start + message.num_bytes]
         sizes = [view.numel() * dtype.itemsize for view, dtype in zip(views, dtypes, strict=True)]
@@ -536,7 +486,7 @@ class Resharder:
             part.view(dtype).view(view.shape)
             for part, dtype, view in zip(buffer.split(sizes), dtypes, views, strict=True)
         ]
-        return Leg(peer, buffer, is_fixed=True), _Moves(to=views, out_of=packed), free_after
+        return Leg(peer, buffer, is_fixed=True), Moves(to=views, out_of=packed), free_after
 
     def _buffer(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         """A buffer of this rank's own, allocated when first asked for, ``[bytes]`` uint8."""
@@ -580,49 +530,6 @@ def _carry(steps: list[_Step]) -> Iterator[None]:
     yield
     for before in steps[done:]:
         before.finish()
-
-
-def _sizes(model: ModelSpec, holdings: Holdings, rank: int) -> dict[str, int]:
-    """Elements of each tensor that a rank has, by name; none outside the mesh."""
-    if rank not in holdings.mesh:
-        return {}
-    found = {spec.name: holdings.regions(spec, rank) for spec in model.tensors}
-    return {
-        name: max(region.offset + math.prod(region.local_shape) for region in regions)
-        for name, regions in found.items()
-        if regions
-    }
-
-
-def _check(owner: str, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
-    for what, names in (("lacks", sizes.keys() - tensors.keys()), ("has unknown", tensors.keys() - sizes.keys())):
-        if names:
-            raise ReshardError(
-                f"{owner} {what} {', '.join(sorted(names))}; "
-                "give exactly the tensors that the model's description puts on this rank"
-            )
-    for name, size in sizes.items():
-        tensor = tensors[name]
-        if tensor.numel() != size or not tensor.is_contiguous():
-            raise ReshardError(
-                f"{owner} {name} is {'' if tensor.is_contiguous() else 'a strided '}{list(tensor.shape)}; "
-                f"expected a contiguous tensor of {size} elements"
-            )
-
-
-def _as_one_run(views: list[Tensor], dtypes: list[torch.dtype]) -> Tensor | None:
-    """The memory of views that follow each other in their travelling dtypes, ``[bytes]`` uint8; None: they do not."""
-    end = views[0].data_ptr()
-    for view, dtype in zip(views, dtypes, strict=True):
-        if view.dtype != dtype or view.data_ptr() != end or not view.is_contiguous():
-            return None
-        end += view.nbytes
-    storage = views[0].untyped_storage()
-    start = views[0].storage_offset() * views[0].element_size()
-    size = end - views[0].data_ptr()
-    if start + size > storage.nbytes():
-        return None
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (size,))
 
 
 def _ring(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:

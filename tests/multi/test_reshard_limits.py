@@ -187,7 +187,7 @@ def die(world: World, is_large: bool, transport: str, at_once: bool) -> tuple[st
             if len(done) > 1 or at_once:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        whole, execute._Moves.carry_out = execute._Moves.carry_out, carry_out
+        whole, execute.Moves.carry_out = execute.Moves.carry_out, carry_out
     start_s = time.monotonic()
     with pytest.raises(DeadlineError) as caught:
         for _ in range(3):
@@ -236,7 +236,7 @@ def limit_memory(more_bytes: int) -> None:
 
 def test_buckets_without_room_end_every_rank() -> None:
     other, full = run_ranks(run_out_of_room, 2)
-    assert full.startswith(f"rank 1: reshard tp2 to dp2: a buffer: no room for {BUCKET_BYTES} bytes on cpu; cut the")
+    assert full.startswith(f"rank 1: reshard tp2 to dp2: a buffer: no room for {2 * BUCKET_BYTES} bytes on cpu; cut")
     assert other == f"rank 1 cannot take part: {full}"
 
 

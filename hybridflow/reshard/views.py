@@ -1,0 +1,134 @@
+"""A rank's tensors as the boxes that a plan names: checked, and looked at where they are in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hybridflow.errors import ReshardError
+from hybridflow.reshard.holdings import Holdings
+from hybridflow.reshard.messages import region_of
+from hybridflow.reshard.spec import Box, DType, ModelSpec, Shard, TensorSpec
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def local_sizes(model: ModelSpec, holdings: Holdings, rank: int) -> dict[str, int]:
+    """Elements of each tensor that a rank has, by name; none outside the mesh."""
+    if rank not in holdings.mesh:
+        return {}
+    found = {spec.name: holdings.regions(spec, rank) for spec in model.tensors}
+    return {
+        name: max(region.offset + math.prod(region.local_shape) for region in regions)
+        for name, regions in found.items()
+        if regions
+    }
+
+
+def check_tensors(owner: str, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors other than those of these sizes.
+
+    Raises:
+        ReshardError: One is missing, unknown, of another size, not contiguous, or released.
+    """
+    for what, names in (("lacks", sizes.keys() - tensors.keys()), ("has unknown", tensors.keys() - sizes.keys())):
+        if names:
+            raise ReshardError(
+                f"{owner} {what} {', '.join(sorted(names))}; "
+                "give exactly the tensors that the model's description puts on this rank"
+            )
+    for name, size in sizes.items():
+        tensor = tensors[name]
+        if tensor.numel() != size or not tensor.is_contiguous():
+            raise ReshardError(
+                f"{owner} {name} is {'' if tensor.is_contiguous() else 'a strided '}{list(tensor.shape)}; "
+                f"expected a contiguous tensor of {size} elements"
+            )
+    check_storages(owner, tensors)
+
+
+def check_storages(owner: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that were released. Raises ReshardError."""
+    for name, tensor in tensors.items():
+        if tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0:
+            raise ReshardError(f"{owner} {name} has no storage; restore what was released first")
+
+
+class Shards:
+    """The boxes of tensors that a rank holds, as views of its memory.
+
+    Args:
+        model: The logical tensors.
+        holdings: How the rank holds them.
+        rank: Global rank.
+        tensors: By name; each as long as ``local_sizes`` says, in this process's memory or mapped into it.
+    """
+
+    def __init__(self, model: ModelSpec, holdings: Holdings, rank: int, tensors: Mapping[str, Tensor]) -> None:
+        self._model = model
+        self._holdings = holdings
+        self._rank = rank
+        # Without the parameter: a view of it must not be differentiated through.
+        self._flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
+
+    def view(self, tensor: int, box: Box) -> Tensor:
+        """A box that lies in one region of a tensor, in the box's shape; the tensor by its index in the model."""
+        spec = self._model.tensors[tensor]
+        region = region_of(self._holdings, spec, self._rank, box)
+        pairs = zip(box, region.box, strict=True)
+        return self._region(spec, region)[
+            tuple(slice(start - origin, stop - origin) for (start, stop), (origin, _) in pairs)
+        ]
+
+    def padding(self, spec: TensorSpec) -> Iterator[Tensor]:
+        """What belongs to no logical element: the end of a dim."""
+        for region in self._holdings.regions(spec, self._rank):
+            for dim, ((start, stop), size) in enumerate(zip(region.box, region.local_shape, strict=True)):
+                if stop - start < size:
+                    yield self._region(spec, region).narrow(dim, stop - start, size - (stop - start))
+
+    def _region(self, spec: TensorSpec, region: Shard) -> Tensor:
+        flat = self._flat[spec.name]
+        return flat[region.offset : region.offset + math.prod(region.local_shape)].view(region.local_shape)
+
+
+@dataclass
+class Moves:
+    """Copies between views, ready to be carried out.
+
+    Attributes:
+        to: Written.
+        out_of: Read, one for each of ``to``.
+        converted: Written, a scratch of the travelling dtype, and read: where neither end has that dtype.
+    """
+
+    to: list[Tensor] = field(default_factory=list)
+    out_of: list[Tensor] = field(default_factory=list)
+    converted: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def carry_out(self) -> None:
+        """Copy everything."""
+        if self.to:
+            torch._foreach_copy_(self.to, self.out_of, non_blocking=True)
+        for to, scratch, out_of in self.converted:
+            scratch.copy_(out_of)
+            to.copy_(scratch)
+
+
+def as_one_run(views: list[Tensor], dtypes: list[torch.dtype]) -> Tensor | None:
+    """The memory of views that follow each other in their travelling dtypes, ``[bytes]`` uint8; None: they do not."""
+    end = views[0].data_ptr()
+    for view, dtype in zip(views, dtypes, strict=True):
+        if view.dtype != dtype or view.data_ptr() != end or not view.is_contiguous():
+            return None
+        end += view.nbytes
+    storage = views[0].untyped_storage()
+    start = views[0].storage_offset() * views[0].element_size()
+    size = end - views[0].data_ptr()
+    if start + size > storage.nbytes():
+        return None
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (size,))

@@ -31,7 +31,7 @@ def folder(tmp_path):
         ("trainer.steps=many", ["trainer.steps: expected an integer", "found 'many'"]),
         ("cluster.ranks=8 actor.update={tp: 2, pp: 4, dp: 4}", ["tp 2 × pp 4 × dp 4", "= 32 ≠ 8 ranks", "set dp=1"]),
         ("actor.update={cp: 2}", ["actor.update.cp=2: context parallelism cannot be trained yet"]),
-        ("actor.update={ep: 2, tp: 2}", ["actor.update.ep=2: expert parallelism"]),
+        ("actor.update={ep: 2, dp: 2}", ["actor.update.ep=2: expert parallelism"]),
         ("actor.rollout={vpp: 2, dp: 2}", ["actor.rollout.vpp=2: virtual pipeline parallelism"]),
     ],
 )

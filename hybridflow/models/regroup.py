@@ -6,6 +6,8 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from hybridflow.errors import ReshardError
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import Trainable
@@ -66,21 +68,25 @@ def regroup(
     trained = trained_tensors(world, ranks, model, source.trainable or target.trainable)
     before, after = (state_holdings(trained, side) for side in (source, target))
     problem = None
+    weights: list[dict[str, Tensor] | None] = []
     try:
         for side, holdings in ((source, before), (target, after)):
+            weights.append(_weights(world, model, side))
             if side.trainable is not None:
                 check_ranges(side.trainable, trained, holdings, world.rank)
     except ReshardError as error:
         problem = str(error)
     num_steps, learning_rate = _progress(world, ranks, source, problem)
+    # For a single copy it does not pay to open the source's memory to the node; and it could not be freed any more.
     stats = {
         "weight": Resharder(
             world,
             model,
             WeightHoldings(model, source.mesh),
             WeightHoldings(model, target.mesh),
-            source_tensors=_weights(world, model, source),
-            target_tensors=_weights(world, model, target),
+            source_tensors=weights[0],
+            target_tensors=weights[1],
+            transport="torch",
         ).run()
     }
     held = None if source.trainable is None else source.trainable.state()
@@ -93,6 +99,7 @@ def regroup(
             after,
             source_tensors=None if held is None else held[kind],
             target_tensors=None if needed is None else needed[kind],
+            transport="torch",
         ).run()
     if target.trainable is not None:
         target.trainable.set_num_steps(num_steps)
@@ -163,7 +170,7 @@ def _text(kept: tuple[int, int] | None) -> str:
     return "nothing" if kept is None else f"elements {kept[0]} to {kept[1]}"
 
 
-def _weights(world: World, model: ModelSpec, side: Training) -> dict | None:
+def _weights(world: World, model: ModelSpec, side: Training) -> dict[str, Tensor] | None:
     if side.trainable is None:
         return None
     shards = local_shards(side.trainable.model, model, side.mesh, world.rank)

@@ -104,9 +104,10 @@ class Trainable:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
 
-    def learning_rate(self) -> float:
-        """The rate of the next step."""
-        return float(self._optimizer.param_groups[0]["lr"])
+    def learning_rate(self) -> float | None:
+        """The rate of the next step; None on a rank that steps nothing."""
+        groups = self._optimizer.param_groups
+        return float(groups[0]["lr"]) if groups else None
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """What is kept to step each parameter: kind -> logical name -> flat live storage.

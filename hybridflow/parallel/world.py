@@ -6,6 +6,7 @@ import contextlib
 import socket
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ import torch.distributed as dist
 from hybridflow.errors import DeadlineError
 from hybridflow.parallel.coordinator import Coordinator, GlooMessenger, Messenger
 from hybridflow.parallel.start import Start
+
+if TYPE_CHECKING:
+    from hybridflow.parallel.mpi import MpiLink
 
 
 class World:
@@ -46,6 +50,7 @@ class World:
         self.uses_mpi = uses_mpi
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._coordinators: dict[tuple[int, ...], Coordinator] = {}
+        self._mpi_links: dict[tuple[int, ...], MpiLink] = {}
         timeout = timedelta(seconds=deadline_s)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
@@ -90,6 +95,14 @@ class World:
                 messenger = GlooMessenger(self.group(ranks), ranks, self.deadline_s)
             self._coordinators[ranks] = Coordinator(self.rank, ranks, messenger)
         return self._coordinators[ranks]
+
+    def mpi_link(self, ranks: tuple[int, ...]) -> MpiLink:
+        """Messages over MPI among these ranks, in a job that MPI started; its first use is collective over them."""
+        if ranks not in self._mpi_links:
+            from hybridflow.parallel.mpi import MpiLink
+
+            self._mpi_links[ranks] = MpiLink(ranks, self.deadline_s)
+        return self._mpi_links[ranks]
 
     def close(self) -> None:
         """Leave the job in order."""

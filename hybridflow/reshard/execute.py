@@ -20,6 +20,7 @@ from hybridflow.reshard.memory import room_for
 from hybridflow.reshard.messages import Message, Pair, divide, slots
 from hybridflow.reshard.peers import NodePeers, bytes_to_move, room_to_share
 from hybridflow.reshard.plan import (
+    BUCKETS_EACH_WAY,
     WAVES,
     Copy,
     RankPlan,
@@ -41,9 +42,6 @@ _ROLES = "source", "target"
 
 _NOT_SHARED = OSError, RuntimeError, ReshardError
 """What a system that does not let processes read each other's memory answers."""
-
-BUCKETS_EACH_WAY = 2
-"""While one is on the wire, the other is packed or unpacked."""
 
 ALIGNED_BYTES = 64
 
@@ -99,6 +97,7 @@ class _Ring:
     def reserve(self, num_bytes: int, number: int) -> tuple[int, int]:
         """Where the room for step ``number`` begins, and how many steps must be finished before it is free."""
         size = -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        assert size <= self.num_bytes, f"a message of {num_bytes} bytes has no room in buckets of {self.num_bytes}"
         start = self.head if self.head + size <= self.num_bytes else 0
         self.head = start + size
         before = [entry for entry in self.taken if entry[0] < self.head and start < entry[1]]
@@ -178,7 +177,7 @@ class Resharder:
         try:
             self._bind_memory(part, readable)
             self._steps = [self._bind_wave(index, wave, carrier) for index, wave in enumerate(waves)]
-        except ReshardError as error:
+        except (ReshardError, RuntimeError) as error:
             problem = str(error)
         self._raise_any(self._gather(problem))
         self._stats = self._count(part, waves)
@@ -257,7 +256,11 @@ class Resharder:
                 check_tensors(f"{self._name}: {role}", local_sizes(self._model, holdings, rank), tensors)
         except ReshardError as error:
             problem = str(error)
-        plain = [self._is_plain(tensors) for tensors in self._tensors]
+        # What is staged in host memory needs buckets at this end.
+        is_staged = (
+            transport == "mpi" and problem is None and self._world.device.type == "cuda" and not _mpi_reads_gpu()
+        )
+        plain = [not is_staged and self._is_plain(tensors) for tensors in self._tensors]
         facts = self._gather([digest(self._model, source, target) + transport, problem, *plain])
         usual, count = Counter(fact[0] for fact in facts.values()).most_common(1)[0]
         if count < len(facts):
@@ -405,13 +408,15 @@ class Resharder:
             if sources[name].data_ptr() == targets[name].data_ptr() and sources[name].dtype == targets[name].dtype
         )
         taken = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in sources.items())
+        # Of those that begin no later, the one that reaches furthest.
+        furthest = list(itertools.accumulate(taken, lambda one, other: max(one, other, key=lambda each: each[1])))
         for name, tensor in targets.items():
             start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
             place = bisect.bisect_left(taken, (stop,))
-            if name not in found and place > 0 and taken[place - 1][1] > start:
+            if name not in found and place > 0 and furthest[place - 1][1] > start:
                 raise ReshardError(
-                    f"{self._name}: target {name} overlaps source {taken[place - 1][2]} in memory, and is not the same "
-                    "part of the same tensor; give it memory of its own"
+                    f"{self._name}: target {name} overlaps source {furthest[place - 1][2]} in memory, and is not the "
+                    "same part of the same tensor; give it memory of its own"
                 )
         return found
 
@@ -514,6 +519,12 @@ class Resharder:
 
     def _bytes(self, copies: Iterable[Copy]) -> int:
         return sum(num_elements(copy.box) * ITEM_BYTES[self._model.tensors[copy.tensor].dtype] for copy in copies)
+
+
+def _mpi_reads_gpu() -> bool:
+    from hybridflow.parallel.mpi import reads_gpu_memory
+
+    return reads_gpu_memory()
 
 
 def _carry(steps: list[_Step]) -> Iterator[None]:

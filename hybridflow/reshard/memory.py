@@ -27,7 +27,9 @@ def room_for(num_bytes: int, device: torch.device, owner: str) -> Iterator[None]
         yield
     except (RuntimeError, MemoryError) as error:
         # Torch has a class for a full GPU only.
-        is_full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
+        is_full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+            words in str(error) for words in ("allocate memory", "out of memory")
+        )
         if not is_full:
             raise
         raise ReshardError(
@@ -36,21 +38,20 @@ def room_for(num_bytes: int, device: torch.device, owner: str) -> Iterator[None]
         ) from error
 
 
-def release(tensors: Iterable[Tensor], keep: Iterable[Tensor] = ()) -> int:
+def release(tensors: Iterable[Tensor]) -> int:
     """Free the storages of tensors; the tensors stay, without contents, until ``restore``.
 
     Args:
         tensors: Nobody may read or write them, or a view of them, before they are restored.
-        keep: Tensors in use: a storage that one of them shares stays as it is.
 
     Returns:
         Bytes freed.
 
     Raises:
-        ReshardError: A storage is shared with other processes; nothing was freed.
+        ReshardError: A storage in host memory is shared with other processes; nothing was freed. On a GPU it cannot be
+            told: there, release nothing that a Resharder has as its source.
     """
-    kept = {tensor.untyped_storage()._cdata for tensor in keep}
-    storages = [storage for storage, _ in _storages(tensors) if storage._cdata not in kept]
+    storages = [storage for storage, _ in _storages(tensors)]
     # On a GPU every storage says that it is shared.
     if any(storage.device.type == "cpu" and storage.is_shared() for storage in storages):
         raise ReshardError(

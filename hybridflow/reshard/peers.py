@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import secrets
 import select
+import stat
 import struct
 import time
 import weakref
@@ -32,6 +34,8 @@ _SIGNALS: tuple[Signal, ...] = ("ready", "done")
 _RECORD = struct.Struct("<ib")
 _RECORDS_AT_ONCE = 512
 _SHARED_MEMORY = "/dev/shm"
+_SPARE_FILES = 256
+_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 
 
 def bytes_to_move(tensors: Iterable[Tensor]) -> int:
@@ -78,6 +82,7 @@ class NodePeers:
         self._files = contextlib.ExitStack()
         weakref.finalize(self, self._files.close)
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors.values()}
+        _check_system(len(storages))
         places = {key: place for place, key in enumerate(storages)}
         self._inbox, inbox = os.pipe()
         description = os.memfd_create("hybridflow")
@@ -96,6 +101,7 @@ class NodePeers:
         }
         with open(description, "wb", closefd=False) as file:
             file.write(json.dumps(contents).encode())
+        os.fchmod(description, 0o400)
 
     def open(self, rank: int, card: tuple[int, int, str], sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """Reach a rank, and read some of its tensors where they are.
@@ -113,9 +119,8 @@ class NodePeers:
                 see.
         """
         pid, description, number = card
-        with open(f"/proc/{pid}/fd/{description}", "rb") as file:
-            contents = json.load(file)
-        if contents["number"] != number:
+        contents = _read_description(f"/proc/{pid}/fd/{description}")
+        if contents.get("number") != number:
             raise OSError(f"process {pid} is not rank {rank}: the two are in different containers")
         for files, opened in (
             (self._inboxes, os.open(f"/proc/{pid}/fd/{contents['inbox']}", os.O_WRONLY)),
@@ -129,8 +134,9 @@ class NodePeers:
             place, offset, dtype_name = contents["tensors"][name]
             if place not in storages:
                 storages[place] = _reach(pid, contents["storages"][place], self._device)
-            dtype = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}[dtype_name]
-            found[name] = torch.empty(0, dtype=dtype, device=self._device).set_(storages[place], offset, (size,))
+            found[name] = torch.empty(0, dtype=_DTYPES[dtype_name], device=self._device).set_(
+                storages[place], offset, (size,)
+            )
         return found
 
     def signal(self, ranks: Iterable[int], what: Signal) -> None:
@@ -176,6 +182,28 @@ class NodePeers:
             f"{self._name}: ranks {sorted(ranks)} {how}; look for a rank that failed earlier, or raise "
             "cluster.deadline_s if one is only slow"
         )
+
+
+def _check_system(num_storages: int) -> None:
+    """Refuse a system without the calls that are needed, or with too few files. Raises OSError."""
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        raise OSError("this Python was built without memfd_create and pidfd_open")
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = limit - len(os.listdir("/proc/self/fd")) - _SPARE_FILES
+    if num_storages > room:
+        raise OSError(f"{num_storages} tensors need an open file each, and ulimit -n={limit} leaves {max(0, room)}")
+
+
+def _read_description(path: str) -> dict[str, Any]:
+    """What a rank opened; without waiting, should the file be another process's pipe. Raises OSError."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is no file")
+        try:
+            found = json.loads(file.read())
+        except ValueError as error:
+            raise OSError(f"{path} is no description of tensors") from error
+    return found if isinstance(found, dict) else {}
 
 
 def _open_up(storage: torch.UntypedStorage) -> list[Any]:

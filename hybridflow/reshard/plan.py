@@ -41,6 +41,9 @@ MAX_BUCKET_BYTES = 64 << 20
 MIN_BUCKET_BYTES = 64 << 10
 BUCKETS_IN_DESTINATION = 64
 
+BUCKETS_EACH_WAY = 2
+"""While one is on the wire, the other is packed or unpacked."""
+
 
 class Copy(NamedTuple):
     """One box of one tensor, from a rank that holds it to a rank that needs it.

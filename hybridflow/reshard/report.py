@@ -17,6 +17,7 @@ from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.holdings import Holdings
 from hybridflow.reshard.messages import divide
 from hybridflow.reshard.plan import (
+    BUCKETS_EACH_WAY,
     WAVES,
     Copy,
     Flows,
@@ -28,9 +29,6 @@ from hybridflow.reshard.plan import (
     received_limit,
 )
 from hybridflow.reshard.spec import ModelSpec, TensorSpec, expert_place
-
-MAX_BUCKETS = 4
-"""Buckets of a rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +155,7 @@ def report(model: ModelSpec, source: Holdings, target: Holdings, bandwidth: Band
         before=_spread(before.values()),
         after=_spread(after.values()),
         shared=_spread(shared.values()),
-        buckets=MAX_BUCKETS * bucket_bytes(model, target),
+        buckets=2 * BUCKETS_EACH_WAY * bucket_bytes(model, target),
         messages=_spread(message_counts(flows, model, source, target).values()),
         time_s=_time_s(sums, mesh, bandwidth),
     )

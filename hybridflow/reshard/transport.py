@@ -142,10 +142,10 @@ class MpiTransport:
     """
 
     def __init__(self, world: World, ranks: tuple[int, ...], name: str) -> None:
-        from hybridflow.parallel.mpi import MpiLink, reads_gpu_memory
+        from hybridflow.parallel.mpi import reads_gpu_memory
 
         self.device = world.device if reads_gpu_memory() else torch.device("cpu")
-        self._link = MpiLink(ranks, world.deadline_s)
+        self._link = world.mpi_link(ranks)
         self._name = name
         self._world_device = world.device
 

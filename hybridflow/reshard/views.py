@@ -48,6 +48,8 @@ def check_tensors(owner: str, sizes: Mapping[str, int], tensors: Mapping[str, Te
                 f"{owner} {name} is {'' if tensor.is_contiguous() else 'a strided '}{list(tensor.shape)}; "
                 f"expected a contiguous tensor of {size} elements"
             )
+        if not tensor.is_floating_point():
+            raise ReshardError(f"{owner} {name} is {tensor.dtype}; expected a floating point dtype")
     check_storages(owner, tensors)
 
 

@@ -92,9 +92,11 @@ class Actor:
         is_away = self._offload is not None and self._offload.is_away
         if self._offload is not None:
             self._offload.restore()
-        yield
-        if self._offload is not None and is_away:
-            self._offload.offload()
+        try:
+            yield
+        finally:
+            if self._offload is not None and is_away:
+                self._offload.offload()
 
     def sample(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Generate the step's responses: ``group_size`` for each prompt.

@@ -13,7 +13,7 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import MicroBatch, pack, split_by_tokens
-from hybridflow.models.specs import logical_parameters
+from hybridflow.models.specs import logical_tensors
 from hybridflow.models.training import forward_only, sum_over
 from hybridflow.models.weights import describe_model, initialize, local_shards
 from hybridflow.parallel.megatron import collection
@@ -82,7 +82,7 @@ class PlacedModel:
 
     def share_storage(self, other: PlacedModel, names: Collection[str]) -> None:
         """Take another model's storage for some tensors, which are cut alike in both."""
-        mine, theirs = logical_parameters(self.transformer), logical_parameters(other.transformer)
+        mine, theirs = logical_tensors(self.transformer), logical_tensors(other.transformer)
         for name in names:
             mine[name].data = theirs[name].data
 

@@ -54,6 +54,10 @@ class RolloutWeights:
 
         Returns:
             ``reshard/*`` metrics of this rank.
+
+        Raises:
+            ReshardError: There is no room for them on this rank; the others get a DeadlineError.
+            DeadlineError: A rank did not come.
         """
         restore(self._own, self._owner)
         stats = self._resharder.run()

@@ -19,6 +19,19 @@ from hybridflow.models.gpt import DTYPES, Transformer
 from hybridflow.models.shapes import ModelShape
 from hybridflow.parallel.layout import ParallelLayout
 
+PLAIN = ModelShape(
+    num_layers=4,
+    hidden_size=16,
+    ffn_hidden_size=24,
+    num_attention_heads=8,
+    num_query_groups=4,
+    head_dim=4,
+    vocab_size=29,
+    vocab_divisible_by=3,
+    dtype="fp32",
+)
+"""Small, with grouped queries and a vocabulary that has to be padded."""
+
 WHOLE = ParallelLayout()
 DENSE = {"tp": "tp", "pp": "pp", "cp": "cp", "dp": "dp", "mp": "tp-pp", "tp_cp": "tp-cp", "dp_cp": "dp-cp"}
 DENSE |= {"tp_dp_cp": "tp-dp-cp", "intra_dp_cp": "dp-cp"}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.reshard.holdings import Holdings
+from hybridflow.reshard.plan import Flows, participants
 from hybridflow.reshard.spec import DType, ModelSpec, TensorSpec
 
 NUM_LAYERS = 4
@@ -106,3 +109,32 @@ def whole_arrays(model: ModelSpec) -> list[np.ndarray]:
     """Arrays of whole numbers, each different from every other in its tensor."""
     random = np.random.default_rng(0)
     return [random.permutation(int(np.prod(spec.shape))).reshape(spec.shape) for spec in model.tensors]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSummary:
+    """What a plan moves: bytes by global rank, for every rank of the two meshes.
+
+    Attributes:
+        received_bytes: From other ranks.
+        sent_bytes: To other ranks.
+        local_bytes: Copied within the rank's own memory.
+    """
+
+    received_bytes: dict[int, int]
+    sent_bytes: dict[int, int]
+    local_bytes: dict[int, int]
+
+
+def summarize(model: ModelSpec, source: Holdings, target: Holdings) -> PlanSummary:
+    """The bytes that the whole plan moves. Raises ReshardError as ``plan`` does."""
+    ranks = participants(source.mesh, target.mesh)
+    received, sent, local = (dict.fromkeys(ranks, 0) for _ in range(3))
+    found = Flows(model, source, target)
+    for stream in found.streams:
+        for rank in set(stream.holders).intersection(stream.needers):
+            local[rank] += stream.num_bytes
+    for flow in found.all():
+        sent[flow.source] += flow.stop - flow.start
+        received[flow.destination] += flow.stop - flow.start
+    return PlanSummary(received_bytes=received, sent_bytes=sent, local_bytes=local)

@@ -33,7 +33,7 @@ from hybridflow.reshard.plan import (
     received_limit,
 )
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, flat_boxes, num_elements
-from hybridflow.reshard.transport import Exchange, Leg, MpiTransport, TorchTransport, Transport
+from hybridflow.reshard.transport import Exchange, Leg, MpiTransport, TorchTransport, Transport, mpi_device
 from hybridflow.reshard.views import TORCH_DTYPES, Moves, Shards, as_one_run, check_storages, check_tensors, local_sizes
 
 TransportName = Literal["auto", "torch", "shared", "mpi"]
@@ -257,9 +257,7 @@ class Resharder:
         except ReshardError as error:
             problem = str(error)
         # What is staged in host memory needs buckets at this end.
-        is_staged = (
-            transport == "mpi" and problem is None and self._world.device.type == "cuda" and not _mpi_reads_gpu()
-        )
+        is_staged = transport == "mpi" and problem is None and mpi_device(self._world) != self._world.device
         plain = [not is_staged and self._is_plain(tensors) for tensors in self._tensors]
         facts = self._gather([digest(self._model, source, target) + transport, problem, *plain])
         usual, count = Counter(fact[0] for fact in facts.values()).most_common(1)[0]
@@ -519,12 +517,6 @@ class Resharder:
 
     def _bytes(self, copies: Iterable[Copy]) -> int:
         return sum(num_elements(copy.box) * ITEM_BYTES[self._model.tensors[copy.tensor].dtype] for copy in copies)
-
-
-def _mpi_reads_gpu() -> bool:
-    from hybridflow.parallel.mpi import reads_gpu_memory
-
-    return reads_gpu_memory()
 
 
 def _carry(steps: list[_Step]) -> Iterator[None]:

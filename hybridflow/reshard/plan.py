@@ -488,35 +488,6 @@ def _cells(
                 yield tuple(cell), holders, needers
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanSummary:
-    """What a plan moves: bytes by global rank, for every rank of the two meshes.
-
-    Attributes:
-        received_bytes: From other ranks.
-        sent_bytes: To other ranks.
-        local_bytes: Copied within the rank's own memory.
-    """
-
-    received_bytes: dict[int, int]
-    sent_bytes: dict[int, int]
-    local_bytes: dict[int, int]
-
-
-def summarize(model: ModelSpec, source: Holdings, target: Holdings) -> PlanSummary:
-    """The bytes that the whole plan moves. Raises ReshardError as ``plan`` does."""
-    ranks = participants(source.mesh, target.mesh)
-    received, sent, local = (dict.fromkeys(ranks, 0) for _ in range(3))
-    found = Flows(model, source, target)
-    for stream in found.streams:
-        for rank in set(stream.holders).intersection(stream.needers):
-            local[rank] += stream.num_bytes
-    for flow in found.all():
-        sent[flow.source] += flow.stop - flow.start
-        received[flow.destination] += flow.stop - flow.start
-    return PlanSummary(received_bytes=received, sent_bytes=sent, local_bytes=local)
-
-
 def shares_storage(one: DeviceMesh, other: DeviceMesh) -> bool:
     """Whether every rank holds the same shards in both meshes: one storage serves both, and nothing is copied."""
     return one.key == other.key

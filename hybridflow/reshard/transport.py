@@ -130,6 +130,13 @@ def _wait(works: Sequence[Any], contact: _Contact) -> None:
             work.wait(timedelta(seconds=contact[2]))
 
 
+def mpi_device(world: World) -> torch.device:
+    """Where the data of MPI messages must be: host memory, unless the library takes addresses of a GPU's."""
+    from hybridflow.parallel.mpi import reads_gpu_memory
+
+    return world.device if world.device.type == "cpu" or reads_gpu_memory() else torch.device("cpu")
+
+
 class MpiTransport:
     """Point to point over MPI; staged in host memory where the library cannot read a GPU's.
 
@@ -142,9 +149,7 @@ class MpiTransport:
     """
 
     def __init__(self, world: World, ranks: tuple[int, ...], name: str) -> None:
-        from hybridflow.parallel.mpi import reads_gpu_memory
-
-        self.device = world.device if reads_gpu_memory() else torch.device("cpu")
+        self.device = mpi_device(world)
         self._link = world.mpi_link(ranks)
         self._name = name
         self._world_device = world.device

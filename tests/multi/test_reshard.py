@@ -15,10 +15,10 @@ from hybridflow.parallel.world import World
 from hybridflow.reshard import execute, messages
 from hybridflow.reshard.execute import TORCH_DTYPES, Resharder
 from hybridflow.reshard.holdings import WeightHoldings
-from hybridflow.reshard.plan import participants, summarize
+from hybridflow.reshard.plan import participants
 from hybridflow.reshard.spec import ModelSpec
 from tests.ranks import run_ranks
-from tests.reshard_cases import make_mesh, make_model, scatter, whole_arrays
+from tests.reshard_cases import make_mesh, make_model, scatter, summarize, whole_arrays
 
 Mesh = tuple[str, tuple[int, ...]]
 

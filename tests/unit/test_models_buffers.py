@@ -20,19 +20,8 @@ from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.optimizer import OptimizerHoldings
 from hybridflow.reshard.spec import ModelSpec
-from tests.megatron_models import make_chunks, make_collection, make_whole
+from tests.megatron_models import PLAIN, make_chunks, make_collection, make_whole
 
-PLAIN = ModelShape(
-    num_layers=4,
-    hidden_size=16,
-    ffn_hidden_size=24,
-    num_attention_heads=8,
-    num_query_groups=4,
-    head_dim=4,
-    vocab_size=29,
-    vocab_divisible_by=3,
-    dtype="fp32",
-)
 TIED = dataclasses.replace(PLAIN, num_query_groups=2, tied_embeddings=True, qkv_bias=True, qk_norm=True, dtype="bf16")
 EXPERTS = dataclasses.replace(
     PLAIN, num_experts=4, shared_ffn_hidden_size=8, shared_gate=True, expert_bias=True, qk_norm=True

@@ -27,19 +27,8 @@ from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.spec import Shard, stage_of
-from tests.megatron_models import count_up, make_chunks, make_config, make_whole
+from tests.megatron_models import PLAIN, count_up, make_chunks, make_config, make_whole
 
-PLAIN = ModelShape(
-    num_layers=4,
-    hidden_size=16,
-    ffn_hidden_size=24,
-    num_attention_heads=8,
-    num_query_groups=4,
-    head_dim=4,
-    vocab_size=29,
-    vocab_divisible_by=3,
-    dtype="fp32",
-)
 MIXED = dataclasses.replace(
     PLAIN, num_query_groups=2, head_dim=2, tied_embeddings=True, qkv_bias=True, qk_norm=True, vocab_divisible_by=5
 )

@@ -17,8 +17,9 @@ from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.overlap import assign, max_overlap
-from hybridflow.reshard.plan import received_limit, shares_storage, summarize
+from hybridflow.reshard.plan import received_limit, shares_storage
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
+from tests.reshard_cases import summarize
 
 
 def make_mesh(layout: str, ranks_per_node: int, ranks: tuple[int, ...] | None = None) -> DeviceMesh:

@@ -26,10 +26,9 @@ from hybridflow.reshard.plan import (
     plan,
     received_limit,
     shares_storage,
-    summarize,
 )
 from hybridflow.reshard.spec import ModelSpec, TensorSpec, shard
-from tests.reshard_cases import NUM_LAYERS, make_mesh, make_model, scatter, whole_arrays
+from tests.reshard_cases import NUM_LAYERS, make_mesh, make_model, scatter, summarize, whole_arrays
 
 # --- The checker: copies by hand ---------
 

@@ -15,16 +15,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from hybridflow.errors import ConfigError, LayoutError
+from hybridflow.families.model import Model
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.overlap import max_overlap
-from hybridflow.sections import Bounds, parse_yaml, read_section
+from hybridflow.sections import Bounds, Count, CountOrZero, NotNegative, Positive, Share, parse_yaml, read_section
 
-Count = Annotated[int, Bounds(low=1)]
-CountOrZero = Annotated[int, Bounds(low=0)]
-Positive = Annotated[float, Bounds(low=0, above=True)]
-NotNegative = Annotated[float, Bounds(low=0)]
-Share = Annotated[float, Bounds(low=0, high=1)]
 Name = Annotated[str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
@@ -48,47 +44,6 @@ class Cluster:
     deadline_s: Positive = 120.0
     start_deadline_s: Positive = 120.0
     threads_per_rank: Count = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """The shape of the language model, the same for actor, critic and reference.
-
-    Attributes:
-        num_layers: Transformer layers.
-        hidden_size: Width of the activations between layers.
-        ffn_hidden_size: Width inside each gated feed-forward block.
-        num_attention_heads: Query heads.
-        num_query_groups: Key/value heads; None: as many as attention heads.
-        head_dim: Width of each head, for models that do not share the hidden size out; None: hidden_size / heads.
-        max_context: Longest sequence in tokens, prompt and response together.
-        vocab_size: True vocabulary; None: the tokenizer's.
-        vocab_divisible_by: The padded vocabulary is a multiple of this times ``tp``.
-        rotary_base: Base of the rotary position embedding.
-        norm_eps: What RMSNorm adds to the mean square.
-        tied_embeddings: Whether input and output embedding are one tensor.
-        qkv_bias: Whether the projections to query, key and value have a bias.
-        qk_norm: Whether queries and keys are normalised head by head.
-        init_std: Standard deviation of initial weights.
-        dtype: Number format of weights and activations; gradients are summed and optimizer steps taken in fp32.
-    """
-
-    num_layers: Count
-    hidden_size: Count
-    ffn_hidden_size: Count
-    num_attention_heads: Count
-    num_query_groups: Count | None = None
-    head_dim: Count | None = None
-    max_context: Count
-    vocab_size: Count | None = None
-    vocab_divisible_by: Count = 1
-    rotary_base: Positive = 10000.0
-    norm_eps: Positive = 1e-5
-    tied_embeddings: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    init_std: Positive = 0.02
-    dtype: Literal["fp32", "bf16"] = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -522,8 +477,7 @@ def _check_algorithm(recipe: Recipe) -> None:
 
 
 def _check_model(model: Model) -> None:
-    heads = model.num_attention_heads
-    groups = heads if model.num_query_groups is None else model.num_query_groups
+    heads, groups = model.num_attention_heads, model.query_groups
     if model.head_dim is not None:
         if model.head_dim % 2:
             raise ConfigError(
@@ -551,7 +505,7 @@ def _check_placement(recipe: Recipe) -> None:
                 f"set cluster.ranks to at least {max(ranks) + 1}, or name ranks that exist"
             )
     model = recipe.model
-    groups = model.num_attention_heads if model.num_query_groups is None else model.num_query_groups
+    groups = model.query_groups
     for name, mesh in _meshes_as_given(recipe).items():
         tp, pp = mesh.layout.tp, mesh.layout.pp
         mesh.layout.check_trainable(name)

@@ -1,6 +1,6 @@
 """Typed sections: from YAML and dotted overrides to frozen dataclasses, and back. Knows no recipe.
 
-A section is a dataclass whose fields are ``int``, ``float``, ``str``, ``bool``, a ``Literal``, a tuple of integers,
+A section is a dataclass whose fields are ``int``, ``float``, ``str``, ``bool``, a ``Literal``, a tuple of numbers,
 another section, or any of these ``| None``. ``Annotated`` adds ``Bounds`` to a number, a regular expression to text.
 """
 
@@ -48,6 +48,13 @@ class Bounds:
     def __str__(self) -> str:
         upper = "" if self.high == math.inf else f" and at most {self.high:g}"
         return f"{'above' if self.above else 'of at least'} {self.low:g}{upper}"
+
+
+Count = Annotated[int, Bounds(low=1)]
+CountOrZero = Annotated[int, Bounds(low=0)]
+Positive = Annotated[float, Bounds(low=0, above=True)]
+NotNegative = Annotated[float, Bounds(low=0)]
+Share = Annotated[float, Bounds(low=0, high=1)]
 
 
 def parse_yaml(text: str, source: str) -> object:
@@ -228,7 +235,7 @@ def describe(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) is tuple:
-        return "a list of integers"
+        return "a list of integers" if typing.get_args(hint)[0] is int else "a list of numbers"
     if dataclasses.is_dataclass(hint):
         return "a section with keys " + ", ".join(item.name for item in dataclasses.fields(hint))
     return _WORDS[hint]

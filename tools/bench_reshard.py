@@ -110,7 +110,7 @@ def _be_a_rank(options: argparse.Namespace, start: Start) -> list[dict[str, Any]
     import torch
     from reshard_bench.bench import bench
 
-    from hybridflow.config import Model
+    from hybridflow.families.model import Model
     from hybridflow.parallel.world import join_world, open_store
 
     model = Model(

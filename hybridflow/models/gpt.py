@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from hybridflow.config import Model
+from hybridflow.families.model import Model
 from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, SdpaCoreAttention
 from hybridflow.parallel.accelerators import has_transformer_engine
 from hybridflow.parallel.cpu import use_cpu_for_cuda

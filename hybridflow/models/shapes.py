@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridflow.config import Model
 from hybridflow.errors import ReshardError
+from hybridflow.families.model import Model
 from hybridflow.reshard.spec import DType, ModelSpec, Place, TensorSpec
 
 
@@ -34,6 +34,7 @@ class ModelShape:
         shared_ffn_hidden_size: Width inside the shared expert of each layer; None: there is none.
         shared_gate: Whether a gate weighs the shared expert.
         expert_bias: Whether the router adds a bias, in fp32, when it chooses experts.
+        post_norms: Whether the outputs of attention and feed-forward block are normalised.
         dtype: Number format of the weights.
     """
 
@@ -52,6 +53,7 @@ class ModelShape:
     shared_ffn_hidden_size: int | None = None
     shared_gate: bool = False
     expert_bias: bool = False
+    post_norms: bool = False
     dtype: DType = "bf16"
 
 
@@ -83,19 +85,20 @@ def shape_of(model: Model, vocab_size: int) -> ModelShape:
         model: The section.
         vocab_size: True vocabulary, before padding.
     """
-    heads = model.num_attention_heads
     return ModelShape(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=heads,
-        num_query_groups=heads if model.num_query_groups is None else model.num_query_groups,
-        head_dim=model.hidden_size // heads if model.head_dim is None else model.head_dim,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.query_groups,
+        head_dim=model.head_size,
         vocab_size=vocab_size,
         vocab_divisible_by=model.vocab_divisible_by,
         tied_embeddings=model.tied_embeddings,
         qkv_bias=model.qkv_bias,
         qk_norm=model.qk_norm,
+        num_experts=model.num_experts,
+        post_norms=model.post_norms,
         dtype=model.dtype,
     )
 
@@ -147,6 +150,8 @@ def _attention(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
     if model.qk_norm:
         yield _whole(f"{prefix}.q_layernorm.weight", (model.head_dim,), dtype, layer)
         yield _whole(f"{prefix}.k_layernorm.weight", (model.head_dim,), dtype, layer)
+    if model.post_norms:
+        yield _whole(f"{prefix}.post_layernorm.weight", (hidden,), dtype, layer)
 
 
 def _feed_forward(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
@@ -154,6 +159,8 @@ def _feed_forward(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
     yield _whole(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", (hidden,), dtype, layer)
     if model.num_experts is None:
         yield from _gated(prefix, model, model.ffn_hidden_size, layer)
+        if model.post_norms:
+            yield _whole(f"{prefix}.post_layernorm.weight", (hidden,), dtype, layer)
         return
     yield _whole(f"{prefix}.router.weight", (model.num_experts, hidden), dtype, layer)
     for index in range(model.num_experts):

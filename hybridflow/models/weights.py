@@ -11,8 +11,8 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from hybridflow.config import Model
 from hybridflow.errors import ReshardError
+from hybridflow.families.model import Model
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.specs import describe, logical_tensors
 from hybridflow.parallel.layout import ParallelLayout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridflow.config import Model
+from hybridflow.families.model import Model
 from hybridflow.models.gpt import Transformer, build_transformer
 from hybridflow.models.weights import describe_model, initialize
 from hybridflow.parallel.layout import ParallelLayout

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridflow.config import Model
+from hybridflow.families.model import Model
 from hybridflow.parallel.world import World
 from tests.ranks import run_ranks
 

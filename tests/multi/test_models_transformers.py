@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridflow.config import Model
+from hybridflow.families.model import Model
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack
 from hybridflow.models.training import forward_only

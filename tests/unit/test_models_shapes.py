@@ -8,8 +8,8 @@ import math
 
 import pytest
 
-from hybridflow.config import Model
 from hybridflow.errors import ReshardError
+from hybridflow.families.model import Model
 from hybridflow.models.shapes import ModelShape, model_spec, named_shapes, shape, shape_of
 from hybridflow.models.specs import describe
 from hybridflow.models.weights import describe_model

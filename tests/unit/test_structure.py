@@ -13,14 +13,23 @@ ROOT = Path(__file__).parents[2]
 # ranks and orders the ranks of the rollout.
 ORDER = [
     *("errors", "sections", "parallel.layout", "parallel.mesh"),
-    *("reshard.spec", "reshard.overlap", "config"),
+    *("families", "reshard.spec", "reshard.overlap", "config"),
     *("parallel", "algorithms", "observe", "dataflow", "reshard", "data", "models", "checkpoint"),
     *("rollout", "roles", "mapping", "trainer", "launch", "cli", "__main__"),
 ]
 
 # Imported on login nodes and before ranks start: none may bring in torch or MPI.
 LIGHT = [
-    *("errors", "sections", "config", "parallel.layout", "parallel.mesh", "parallel.start"),
+    *(
+        "errors",
+        "sections",
+        "families.tables",
+        "families.config_json",
+        "config",
+        "parallel.layout",
+        "parallel.mesh",
+        "parallel.start",
+    ),
     *("dataflow.graph", "dataflow.schedule", "dataflow.compiler", "reshard.plan", "reshard.optimizer"),
     *("reshard.report", "reshard.draw"),
     *("data.order", "data.arithmetic", "data.tokenizer", "data.prompts", "launch", "launch.local", "cli"),

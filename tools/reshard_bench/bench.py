@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridflow.config import Model
+from hybridflow.families.model import Model
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.reshard.plan import Flows, bucket_bytes, held_bytes, received_limit

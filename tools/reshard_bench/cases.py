@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybridflow.config import Model
+from hybridflow.families.model import Model
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.weights import describe_model

@@ -1,0 +1,44 @@
+"""Hugging Face tensors into the view of a logical tensor, and back, bit for bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridflow.families.family import Form
+from hybridflow.families.model import Model
+
+
+def to_logical(form: Form, tensors: list[Tensor], model: Model) -> Tensor:
+    """The logical tensor that some Hugging Face tensors make.
+
+    Args:
+        form: See ``families.family.Form``.
+        tensors: In the order of the rule.
+        model: Gives the number of heads and query groups.
+    """
+    if form == "same":
+        return tensors[0]
+    if form == "stack":
+        return torch.stack(tensors)
+    if form == "halves":
+        return tensors[0].unflatten(0, (2, -1))
+    groups, head = model.query_groups, model.head_size
+    queries = model.num_attention_heads * head
+    if form == "fused_qkv":
+        tensors = list(tensors[0].split([queries, groups * head, groups * head]))
+    return torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in tensors], 1).flatten(0, 1)
+
+
+def from_logical(form: Form, tensor: Tensor, model: Model) -> list[Tensor]:
+    """The inverse of ``to_logical``."""
+    if form == "same":
+        return [tensor]
+    if form == "stack":
+        return list(tensor)
+    if form == "halves":
+        return [tensor.flatten(0, 1)]
+    groups, head = model.query_groups, model.head_size
+    per_group = model.num_attention_heads // groups * head
+    parts = [part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split([per_group, head, head], 1)]
+    return [torch.cat(parts)] if form == "fused_qkv" else parts

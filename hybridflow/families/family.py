@@ -1,0 +1,149 @@
+"""What a family of Hugging Face models is: how its ``config.json`` and its tensors' names and forms read in ours.
+
+A family is data, one table in one file; ``tables.py`` lists them. ``config_json.py`` reads and writes settings by the
+tables, ``hybridflow.checkpoint.forms`` turns the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Form = Literal["same", "stack", "halves", "qkv", "fused_qkv"]
+"""How the Hugging Face tensors of a rule make one logical tensor, whose view is that of ``reshard.spec``.
+
+``same``: one tensor, as it is. ``stack``: gate and up, ``[ffn, hidden]`` each, become ``[2, ffn, hidden]``. ``halves``:
+the same out of one tensor ``[2 * ffn, hidden]``. ``qkv``: query, key and value, weights or biases, become rows grouped
+by query group: the group's queries, its key, its value. ``fused_qkv``: the same out of one tensor with all queries,
+then all keys, then all values.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One logical tensor and the Hugging Face tensors that it is made of.
+
+    ``{layer}`` stands for the layer in every name, ``{expert}`` for the expert, both counted from 0.
+
+    Attributes:
+        logical: Its name in ours.
+        hf: Their names in a causal language model of ``transformers``.
+        form: How the ones become the other.
+    """
+
+    logical: str
+    hf: tuple[str, ...]
+    form: Form = "same"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        name: Its ``model_type`` in ``config.json``.
+        causal: Architecture of a language model.
+        scorer: Architecture of a model with one number for each sequence: a value or reward head.
+        keys: Keys of ``config.json`` and the ``Model`` settings that say the same.
+        defaults: Values of keys that a ``config.json`` may leave out, as ``transformers`` has them.
+        always: ``Model`` settings that every model of the family has.
+        computed: Keys of ``config.json`` and the values that are computed here; any other is refused by name.
+        window: What decides which layers have the sliding window: nothing, ``sliding_window`` alone for all layers,
+            ``use_sliding_window`` with ``max_window_layers``, or every second layer from the first; a ``layer_types``
+            in ``config.json`` goes before the last two.
+        rules: Every tensor of the language model.
+        ignored: Regular expressions of tensors that hold nothing learnt, such as tables of frequencies.
+    """
+
+    name: str
+    causal: str
+    scorer: str
+    keys: Mapping[str, str]
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    always: Mapping[str, object] = field(default_factory=dict)
+    computed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    window: Literal["none", "all", "upper_layers", "even_layers"] = "none"
+    rules: tuple[Rule, ...]
+    ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+
+
+COMMON_KEYS = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_context",
+    "vocab_size": "vocab_size",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied_embeddings",
+    "initializer_range": "init_std",
+}
+"""The keys that nearly all families share."""
+
+NO_DROPOUT = {"attention_dropout": (0, 0.0), "hidden_act": ("silu",)}
+
+EMBEDDINGS = (
+    Rule(logical="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",)),
+    Rule(logical="decoder.final_layernorm.weight", hf=("model.norm.weight",)),
+    Rule(logical="output_layer.weight", hf=("lm_head.weight",)),
+    Rule(logical="value_head.weight", hf=("score.weight",)),
+)
+"""Of each of these a model has those that belong to it: tied embeddings have no output layer, scorers have a head."""
+
+_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
+_QKV = tuple(f"{_HF_LAYER}.self_attn.{part}_proj" for part in "qkv")
+
+NORMS = (
+    Rule(logical=f"{_LAYER}.input_layernorm.weight", hf=(f"{_HF_LAYER}.input_layernorm.weight",)),
+    Rule(logical=f"{_LAYER}.pre_mlp_layernorm.weight", hf=(f"{_HF_LAYER}.post_attention_layernorm.weight",)),
+)
+
+ATTENTION = (
+    Rule(logical=f"{_LAYER}.self_attention.linear_qkv.weight", hf=tuple(f"{name}.weight" for name in _QKV), form="qkv"),
+    Rule(logical=f"{_LAYER}.self_attention.linear_proj.weight", hf=(f"{_HF_LAYER}.self_attn.o_proj.weight",)),
+)
+
+QKV_BIAS = (
+    Rule(logical=f"{_LAYER}.self_attention.linear_qkv.bias", hf=tuple(f"{name}.bias" for name in _QKV), form="qkv"),
+)
+
+QK_NORM = tuple(
+    Rule(logical=f"{_LAYER}.self_attention.{part}_layernorm.weight", hf=(f"{_HF_LAYER}.self_attn.{part}_norm.weight",))
+    for part in "qk"
+)
+
+FEED_FORWARD = (
+    Rule(
+        logical=f"{_LAYER}.mlp.linear_fc1.weight",
+        hf=(f"{_HF_LAYER}.mlp.gate_proj.weight", f"{_HF_LAYER}.mlp.up_proj.weight"),
+        form="stack",
+    ),
+    Rule(logical=f"{_LAYER}.mlp.linear_fc2.weight", hf=(f"{_HF_LAYER}.mlp.down_proj.weight",)),
+)
+
+DENSE = (*EMBEDDINGS, *NORMS, *ATTENTION, *FEED_FORWARD)
+"""Every tensor of a model shaped like Llama."""
+
+
+def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """A mixture of experts in place of the feed-forward block.
+
+    Args:
+        block: What the block is called within a Hugging Face layer.
+        gate: What an expert's gate projection is called.
+        up: The same of its up projection.
+        down: The same of its down projection.
+    """
+    expert = f"{_HF_LAYER}.{block}.experts.{{expert}}"
+    return (
+        Rule(logical=f"{_LAYER}.mlp.router.weight", hf=(f"{_HF_LAYER}.{block}.gate.weight",)),
+        Rule(
+            logical=f"{_LAYER}.mlp.experts.{{expert}}.linear_fc1.weight",
+            hf=(f"{expert}.{gate}.weight", f"{expert}.{up}.weight"),
+            form="stack",
+        ),
+        Rule(logical=f"{_LAYER}.mlp.experts.{{expert}}.linear_fc2.weight", hf=(f"{expert}.{down}.weight",)),
+    )

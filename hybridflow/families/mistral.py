@@ -1,0 +1,14 @@
+"""Mistral: Llama's shape with a sliding window."""
+
+from hybridflow.families.family import COMMON_KEYS, DENSE, NO_DROPOUT, Family
+
+MISTRAL = Family(
+    name="mistral",
+    causal="MistralForCausalLM",
+    scorer="MistralForSequenceClassification",
+    keys=COMMON_KEYS,
+    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "tie_word_embeddings": False},
+    computed=NO_DROPOUT,
+    window="all",
+    rules=DENSE,
+)

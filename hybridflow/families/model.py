@@ -1,0 +1,115 @@
+"""The settings of one language model: a section of a recipe, and what a family's ``config.json`` is turned into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hybridflow.sections import Count, Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryScaling:
+    """How the rotary position embedding's frequencies are stretched for contexts longer than those of pre-training.
+
+    Attributes:
+        kind: Which formula: of position interpolation (arXiv 2306.15595), Llama 3.1, YaRN (arXiv 2309.00071) or
+            LongRoPE (arXiv 2402.13753).
+        factor: By how much the context was stretched.
+        original_context: Longest sequence of pre-training, in tokens; not used by ``linear``.
+        low_freq_factor: ``llama3``: wavelengths above ``original_context`` over this are stretched in full.
+        high_freq_factor: ``llama3``: wavelengths below ``original_context`` over this are left alone.
+        beta_fast: ``yarn``: dims that turn more often than this within ``original_context`` are left alone.
+        beta_slow: ``yarn``: dims that turn less often than this are stretched in full.
+        attention_factor: ``yarn``, ``longrope``: factor on queries and keys alike; None: the paper's.
+        short_factor: ``longrope``: divisor of each frequency where ``max_context`` is within ``original_context``.
+        long_factor: ``longrope``: the same for a longer ``max_context``.
+    """
+
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
+    factor: Positive = 1.0
+    original_context: Count | None = None
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    attention_factor: Positive | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The shape of the language model, the same for actor, critic and reference.
+
+    Attributes:
+        num_layers: Transformer layers.
+        hidden_size: Width of the activations between layers.
+        ffn_hidden_size: Width inside each gated feed-forward block; where there are experts, inside each expert.
+        num_attention_heads: Query heads.
+        num_query_groups: Key/value heads; None: as many as attention heads.
+        head_dim: Width of each head, for models that do not share the hidden size out; None: hidden_size / heads.
+        max_context: Longest sequence in tokens, prompt and response together.
+        vocab_size: True vocabulary; None: the tokenizer's.
+        vocab_divisible_by: The padded vocabulary is a multiple of this times ``tp``.
+        rotary_base: Base of the rotary position embedding.
+        rotary_scaling: How the rotary position embedding is stretched; None: it is not.
+        norm_eps: What RMSNorm adds to the mean square.
+        zero_centered_norms: Whether norms multiply by 1 + weight instead of the weight.
+        post_norms: Whether the outputs of attention and feed-forward block are normalised too, before they are added.
+        activation: Of the feed-forward block's gate.
+        tied_embeddings: Whether input and output embedding are one tensor.
+        scaled_embeddings: Whether input embeddings are multiplied by the root of ``hidden_size``.
+        qkv_bias: Whether the projections to query, key and value have a bias.
+        qk_norm: Whether queries and keys are normalised head by head.
+        attention_scale: Factor on the attention scores; None: 1 / sqrt(head size).
+        attention_softcap: Attention scores s become cap * tanh(s / cap); None: they do not.
+        logit_softcap: The same of the output's logits.
+        window: In ``window_layers`` each token sees so many tokens, itself included; None: all before it.
+        window_layers: Layers, counted from 0, with that window; None: all.
+        num_experts: Experts of each layer; None: a dense feed-forward block.
+        experts_per_token: Experts that each token goes to.
+        normalized_experts: Whether the weights of a token's experts add up to 1; else they are shares of all experts'.
+        init_std: Standard deviation of initial weights.
+        dtype: Number format of weights and activations; gradients are summed and optimizer steps taken in fp32.
+    """
+
+    num_layers: Count
+    hidden_size: Count
+    ffn_hidden_size: Count
+    num_attention_heads: Count
+    num_query_groups: Count | None = None
+    head_dim: Count | None = None
+    max_context: Count
+    vocab_size: Count | None = None
+    vocab_divisible_by: Count = 1
+    rotary_base: Positive = 10000.0
+    rotary_scaling: RotaryScaling | None = None
+    norm_eps: Positive = 1e-5
+    zero_centered_norms: bool = False
+    post_norms: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    tied_embeddings: bool = False
+    scaled_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    attention_scale: Positive | None = None
+    attention_softcap: Positive | None = None
+    logit_softcap: Positive | None = None
+    window: Count | None = None
+    window_layers: tuple[int, ...] | None = None
+    num_experts: Count | None = None
+    experts_per_token: Count = 2
+    normalized_experts: bool = True
+    init_std: Positive = 0.02
+    dtype: Literal["fp32", "bf16"] = "fp32"
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads."""
+        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+
+    @property
+    def head_size(self) -> int:
+        """Width of each head."""
+        return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim

@@ -1,0 +1,32 @@
+"""Phi-3: fused projections, LongRoPE, and a sliding window."""
+
+from hybridflow.families.family import COMMON_KEYS, EMBEDDINGS, NO_DROPOUT, NORMS, Family, Rule
+
+PHI3 = Family(
+    name="phi3",
+    causal="Phi3ForCausalLM",
+    scorer="Phi3ForSequenceClassification",
+    keys=COMMON_KEYS,
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "tie_word_embeddings": False},
+    computed={**NO_DROPOUT, "resid_pdrop": (0, 0.0), "embd_pdrop": (0, 0.0), "partial_rotary_factor": (1, 1.0)},
+    window="all",
+    rules=(
+        *EMBEDDINGS,
+        *NORMS,
+        Rule(
+            logical="decoder.layers.{layer}.self_attention.linear_qkv.weight",
+            hf=("model.layers.{layer}.self_attn.qkv_proj.weight",),
+            form="fused_qkv",
+        ),
+        Rule(
+            logical="decoder.layers.{layer}.self_attention.linear_proj.weight",
+            hf=("model.layers.{layer}.self_attn.o_proj.weight",),
+        ),
+        Rule(
+            logical="decoder.layers.{layer}.mlp.linear_fc1.weight",
+            hf=("model.layers.{layer}.mlp.gate_up_proj.weight",),
+            form="halves",
+        ),
+        Rule(logical="decoder.layers.{layer}.mlp.linear_fc2.weight", hf=("model.layers.{layer}.mlp.down_proj.weight",)),
+    ),
+)

@@ -1,0 +1,15 @@
+"""Qwen3: queries and keys normalised head by head."""
+
+from hybridflow.families.family import COMMON_KEYS, DENSE, NO_DROPOUT, QK_NORM, Family
+
+QWEN3 = Family(
+    name="qwen3",
+    causal="Qwen3ForCausalLM",
+    scorer="Qwen3ForSequenceClassification",
+    keys=COMMON_KEYS,
+    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": False, "head_dim": 128},
+    always={"qk_norm": True},
+    computed={**NO_DROPOUT, "attention_bias": (False,)},
+    window="upper_layers",
+    rules=(*DENSE, *QK_NORM),
+)

@@ -51,7 +51,8 @@ class ExpertLayer(BaseMoELayer):
         weights = copy_to_tensor_model_parallel_region(weights, group=self.attn_tp_group)
         expert, token = is_chosen.T.nonzero(as_tuple=True)
         output = self._through_experts(flat[token], weights[token, expert], is_chosen.sum(0))
-        combined = torch.zeros_like(flat).index_add(0, token, output)
+        # By token again; all have equally many experts, so that the sum has one order on every device.
+        combined = output[token.argsort(stable=True)].view(len(flat), self.router.topk, -1).sum(1)
         return reduce_from_tensor_model_parallel_region(combined, group=self.attn_tp_group)[:, None], None
 
     def _through_experts(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
+from hybridflow.config import check_cut
 from hybridflow.errors import LayoutError
 from hybridflow.families.model import Model
 from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, Scoring, SdpaCoreAttention
@@ -201,8 +202,9 @@ def build_transformer(
         has_value_head: Values instead of logits.
 
     Raises:
-        LayoutError: The layout cuts experts otherwise than the rest.
+        LayoutError: The layout does not cut the model into equal parts, or cuts experts otherwise than the rest.
     """
+    check_cut(model, layout, f"layout {layout}")
     if layout.expert_tp != layout.tp:
         raise LayoutError(f"layout {layout}: etp other than tp={layout.tp} is described but not computed; leave it out")
     config = transformer_config(model, layout, device)

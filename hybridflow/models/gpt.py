@@ -264,7 +264,11 @@ def _block_spec(
 
 
 def _finish_layer(
-    layer: TransformerLayer, local_layer: int, model: Model, experts: MoESubmodules | None, groups: ProcessGroupCollection
+    layer: TransformerLayer,
+    local_layer: int,
+    model: Model,
+    experts: MoESubmodules | None,
+    groups: ProcessGroupCollection,
 ) -> None:
     """Put in what megatron-core's layer lacks, or has the same for all layers."""
     core, index = layer.self_attention.core_attention, layer.layer_number - 1

@@ -59,7 +59,9 @@ def _kept_yarn(model: Model, scaling: RotaryScaling) -> Tensor:
     """As for Llama 3.1, but linear in the index of the pair of dims."""
 
     def pair_that_turns(times: float) -> float:
-        return model.head_size * math.log(_original(scaling) / (times * 2 * math.pi)) / (2 * math.log(model.rotary_base))
+        return (
+            model.head_size * math.log(_original(scaling) / (times * 2 * math.pi)) / (2 * math.log(model.rotary_base))
+        )
 
     first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
     last = min(math.ceil(pair_that_turns(scaling.beta_slow)), model.head_size - 1)

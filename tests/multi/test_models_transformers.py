@@ -1,4 +1,4 @@
-"""Every family computes what ``transformers`` computes of the same weights: logits, values, gradients, in all layouts."""
+"""Every family computes what ``transformers`` does with the same weights: logits, values, gradients, in all layouts."""
 
 from __future__ import annotations
 
@@ -123,9 +123,7 @@ CASES = {
             "final_logit_softcapping": 4.0,
         },
     ),
-    "mixtral": Case(
-        config="Mixtral", given={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
-    ),
+    "mixtral": Case(config="Mixtral", given={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral, window": Case(
         config="Mixtral", given={"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6}
     ),

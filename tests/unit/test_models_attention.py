@@ -57,7 +57,9 @@ def test_cached_continues_packed():
     lengths, device, scale = [3, 6, 1], torch.device("cpu"), 0.4
     with torch.no_grad():
         query, key, value = random_packed([length + 1 for length in lengths], 4, 2)
-        expected = PackedAttention([length + 1 for length in lengths], device).attend(0, query, key, value, Scoring(scale=scale))
+        expected = PackedAttention([length + 1 for length in lengths], device).attend(
+            0, query, key, value, Scoring(scale=scale)
+        )
         cache = KeyValueCache(
             num_layers=1, num_slots=3, num_tokens=8, num_groups=2, head_size=HEAD, dtype=torch.float32, device=device
         )

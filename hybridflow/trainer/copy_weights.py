@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.holdings import WeightHoldings
-from hybridflow.reshard.spec import ModelSpec
+from hybridflow.reshard.spec import ModelSpec, shard
 from hybridflow.roles.job import Job
 from hybridflow.roles.placed import PlacedModel
 
@@ -28,25 +28,28 @@ def copy_weights(job: Job, source: Any, source_mesh: str, target: Any, target_me
     one, other = job.meshes[source_mesh], job.meshes[target_mesh]
     if job.world.rank not in one and job.world.rank not in other:
         return
-    names = {tensor.name for tensor in target.spec.tensors}
+    names = {tensor.name for tensor in source.spec.tensors}
+    # As the target has them: the second copy of an embedding that is tied in the source alone is not needed.
     shared = ModelSpec(
-        tensors=tuple(tensor for tensor in source.spec.tensors if tensor.name in names),
-        num_layers=source.spec.num_layers,
+        tensors=tuple(tensor for tensor in target.spec.tensors if tensor.name in names),
+        num_layers=target.spec.num_layers,
     )
     Resharder(
         job.world,
         shared,
         WeightHoldings(shared, one),
         WeightHoldings(shared, other),
-        source_tensors=_tensors(source.model, shared),
-        target_tensors=_tensors(target.model, shared),
+        source_tensors=_tensors(source.model, shared, job.world.rank),
+        target_tensors=_tensors(target.model, shared, job.world.rank),
         # For a single copy it does not pay to open the source's memory to the node.
         transport="torch",
     ).run()
 
 
-def _tensors(model: PlacedModel | None, spec: ModelSpec) -> dict[str, Tensor] | None:
+def _tensors(model: PlacedModel | None, spec: ModelSpec, rank: int) -> dict[str, Tensor] | None:
     if model is None:
         return None
-    names = {tensor.name for tensor in spec.tensors}
-    return {name: tensor for name, tensor in model.tensors().items() if name in names}
+    mesh, tensors = model.mesh, model.tensors()
+    place = mesh.coordinate(rank)
+    held = [each.name for each in spec.tensors if shard(each, mesh.layout, place, spec.num_layers) is not None]
+    return {name: tensors[name] for name in held}

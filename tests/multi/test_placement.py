@@ -44,7 +44,13 @@ def recipe(folder: Path, name: str, algorithm: str, ranks: int, **placement: Any
         run_dir=str(folder / name),
         cluster=config.Cluster(ranks=ranks),
         model=config.Model(
-            num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, max_context=16, init_std=0.1
+            num_layers=2,
+            hidden_size=32,
+            ffn_hidden_size=48,
+            num_attention_heads=4,
+            max_context=16,
+            init_std=0.1,
+            **placement.get("model", {}),
         ),
         data=config.Data(
             train=str(folder / "train.jsonl"),
@@ -120,11 +126,35 @@ GRPO_PLACEMENTS = {
 }
 
 
+MODELS = {
+    "plain": {},
+    "capped": dict(
+        tied_embeddings=True,
+        zero_centered_norms=True,
+        post_norms=True,
+        activation="gelu_tanh",
+        scaled_embeddings=True,
+        attention_softcap=2.0,
+        logit_softcap=5.0,
+        window=3,
+        window_layers=(1,),
+    ),
+    "mixture": dict(num_experts=4, experts_per_token=2, num_query_groups=2),
+}
+
+
 @pytest.mark.parametrize(
-    "algorithm, placements", [("ppo", PPO_PLACEMENTS), ("grpo", GRPO_PLACEMENTS)], ids=["ppo", "grpo"]
+    "algorithm, names, model",
+    [
+        ("ppo", tuple(PPO_PLACEMENTS), "plain"),
+        ("grpo", tuple(GRPO_PLACEMENTS), "plain"),
+        ("ppo", ("overlapping",), "capped"),
+        ("ppo", ("overlapping",), "mixture"),
+    ],
 )
-def test_every_placement_logs_the_same_numbers(algorithm, placements, tmp_path):
-    alone, summary = record(recipe(tmp_path, "alone", algorithm, 1))
+def test_every_placement_logs_the_same_numbers(algorithm, names, model, tmp_path):
+    placements = {name: (PPO_PLACEMENTS | GRPO_PLACEMENTS)[name] | {"model": MODELS[model]} for name in names}
+    alone, summary = record(recipe(tmp_path, "alone", algorithm, 1, model=MODELS[model]))
     assert len(alone) == 2
     assert alone[1]["kl/ref"] > 0.001 and alone[0]["actor/grad_norm"] > 0.1, "there is something to compare"
     for name, placement in placements.items():

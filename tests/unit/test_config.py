@@ -1,5 +1,6 @@
 """Recipes: every key is checked, and every complaint names the place, the key and the remedy."""
 
+import re
 from dataclasses import fields, replace
 
 import pytest
@@ -7,7 +8,16 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.config import PPO, Optimizer, Recipe, find_recipe, load_recipe, recipe_from_dict, role_meshes
+from hybridflow.config import (
+    PPO,
+    Optimizer,
+    Recipe,
+    check_cut,
+    find_recipe,
+    load_recipe,
+    recipe_from_dict,
+    role_meshes,
+)
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.sections import to_dict
@@ -90,6 +100,18 @@ def test_overrides_win_and_later_ones_over_earlier(recipe_file):
         ("model.num_query_groups=3", ["model.num_query_groups=3 does not divide model.num_attention_heads=4"]),
         ("model.hidden_size=30", ["model.hidden_size=30", "multiple of 2·heads", "model.head_dim"]),
         ("model.head_dim=7", ["model.head_dim=7", "even"]),
+        ("model.window_layers=[0]", ["model.window_layers=[0] without model.window", "give its width"]),
+        ("model.rotary_scaling={kind: yarn, factor: 2}", ["model.rotary_scaling.original_context: missing; yarn"]),
+        (
+            "model.rotary_scaling={kind: llama3, original_context: 8, low_freq_factor: 4}",
+            ["model.rotary_scaling.low_freq_factor=4.0 is not below", "high_freq_factor=4.0"],
+        ),
+        (
+            "model.rotary_scaling={kind: longrope, original_context: 8, short_factor: [1]}",
+            ["model.rotary_scaling.short_factor: 1 numbers; longrope with heads of", "give so many"],
+        ),
+        ("model.rotary_scaling={kind: linear, long_factor: [1]}", ["long_factor: 1 numbers", "remove it"]),
+        ("model.rotary_scaling={kind: dynamic}", ["model.rotary_scaling.kind: expected one of linear, llama3, yarn"]),
     ],
 )
 def test_bad_key_is_named_with_the_remedy(recipe_file, override, says):
@@ -97,6 +119,27 @@ def test_bad_key_is_named_with_the_remedy(recipe_file, override, says):
         load_recipe(recipe_file, [override])
     for words in says:
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["model.window=4", "model.window_layers=[1, 2]"], "model.window_layers: [2] not among layers 0 to 1"),
+        (["model.num_experts=4", "model.experts_per_token=5"], "experts_per_token=5 is more than model.num_experts=4"),
+        (["model.num_experts=4", "model.experts_per_token=1"], "set normalized_experts to false"),
+    ],
+)
+def test_keys_at_odds_are_named_with_the_remedy(recipe_file, overrides, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load_recipe(recipe_file, overrides)
+
+
+def test_experts_are_dealt_to_equal_blocks(recipe_file):
+    dense, mixture = (load_recipe(recipe_file, [f"model.num_experts={count}"]).model for count in ("null", 4))
+    check_cut(mixture, ParallelLayout(dp=2, ep=2), "mesh")
+    for model, found in ((dense, "null"), (mixture, "4")):
+        with pytest.raises(LayoutError, match=f"mesh: ep=3 does not divide model.num_experts={found}"):
+            check_cut(model, ParallelLayout(dp=3, ep=3), "mesh")
 
 
 def test_heads_may_be_wider_than_their_share_of_the_hidden_size(recipe_file):

@@ -100,6 +100,8 @@ RECIPES = [
     MODEL,
     dataclasses.replace(MODEL, num_query_groups=2, head_dim=12, vocab_divisible_by=5, qk_norm=True, dtype="bf16"),
     dataclasses.replace(MODEL, tied_embeddings=True, qkv_bias=True),
+    dataclasses.replace(MODEL, post_norms=True, zero_centered_norms=True, qk_norm=True, dtype="bf16"),
+    dataclasses.replace(MODEL, num_experts=4, post_norms=True, dtype="bf16"),
 ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint.manifest import NAME, Manifest, Piece, piece_key, read_manifest, to_json
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES, Entry, TensorFile, TensorFileWriter
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.reshard.spec import Box, intersect, num_elements
 
 
@@ -167,7 +167,7 @@ def write_shares(folder: Path, file: str, shares: Iterable[Share]) -> tuple[list
         The pieces for the manifest, and the file's bytes.
 
     Raises:
-        CheckpointError: The file system refuses.
+        WriteError: The file system refuses.
     """
     path, counts = folder / file, Counter[tuple[str, str]]()
     keyed: dict[str, Share] = {}
@@ -186,7 +186,7 @@ def write_shares(folder: Path, file: str, shares: Iterable[Share]) -> tuple[list
         finally:
             writer.close()
     except OSError as error:
-        raise CheckpointError(
+        raise WriteError(
             f"{path}: cannot be written: {error}; make room, and use a file system that all ranks share"
         ) from error
     return pieces, writer.num_bytes
@@ -201,7 +201,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a small file aside, sync and rename it.
 
     Raises:
-        CheckpointError: The file system refuses.
+        WriteError: The file system refuses.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -211,7 +211,7 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         aside.replace(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {error}; make room there") from error
+        raise WriteError(f"{path}: cannot be written: {error}; make room there") from error
 
 
 def _within(inner: Box, outer: Box) -> tuple[slice, ...]:

@@ -10,9 +10,9 @@ MIXTRAL = Family(
     aliases={"num_experts": "num_local_experts"},
     defaults={
         "num_key_value_heads": 8,
-        "rope_theta": 1000000.0,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131072,
+        "rope_theta": 1000000.0,
         "tie_word_embeddings": False,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,

@@ -89,7 +89,11 @@ def open_source(path: Path) -> Source:
             return readable.open(path)
     if path.is_dir():
         names = sorted(file.name for file in path.iterdir())
-        found = f"a directory with {', '.join(names[:8])}{' …' if len(names) > 8 else ''}" if names else "an empty one"
+        found = (
+            f"a directory with {', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
+            if names
+            else "an empty directory"
+        )
     else:
         found = "a file" if path.exists() else "nothing"
     formats = "; ".join(f"{name}: {readable.looks_like}" for name, readable in READABLE.items())

@@ -158,8 +158,7 @@ class HuggingFaceSource:
         if missing or extra:
             raise CheckpointError(
                 f"{self.path}: is not the {described.family.name} model of its {CONFIG}: "
-                f"{_some('missing', missing)}{'; ' if missing and extra else ''}"
-                f"{_some('not expected', [f'{name} of {self._where[name].path.name}' for name in extra])}; "
+                f"{_differences(missing, [f'{name} of {self._where[name].path.name}' for name in extra])}; "
                 + self._remedy(missing)
             )
         return copy
@@ -358,7 +357,6 @@ def _open_shards(path: Path) -> dict[str, TensorFile]:
     by_file: dict[str, set[str]] = defaultdict(set)
     for tensor, name in places.items():
         by_file[name].add(tensor)
-    files = {}
     for name in sorted(by_file):
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index}: names {name!r}, expected a safetensors file beside it; restore the index")
@@ -366,12 +364,14 @@ def _open_shards(path: Path) -> dict[str, TensorFile]:
             raise CheckpointError(
                 f"{path / name}: missing; {INDEX} has {len(by_file[name])} tensors in it: restore it from a copy"
             )
+    files = {}
+    for name in sorted(by_file):
         files[name] = TensorFile(path / name)
         held = files[name].entries.keys()
         if held != by_file[name]:
             raise CheckpointError(
-                f"{path / name}: does not hold what {INDEX} says: {_some('missing', sorted(by_file[name] - held))}"
-                f"{_some(' not expected', sorted(held - by_file[name]))}; restore both from one copy"
+                f"{path / name}: does not hold what {INDEX} says: {_differences(by_file[name] - held, held - by_file[name])}; "
+                "restore both from one copy"
             )
     return files
 
@@ -387,9 +387,11 @@ def _check_counts(model: Model, num_tensors: int, path: Path) -> None:
         )
 
 
-def _some(what: str, names: list[str]) -> str:
-    """``what`` with the first of some names; nothing where there are none."""
-    if not names:
-        return ""
-    names = sorted(names)
-    return f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+def _differences(missing: Iterable[str], extra: Iterable[str]) -> str:
+    """The first names that are missing, and the first that are not expected."""
+    told = []
+    for what, names in (("missing", sorted(missing)), ("not expected", sorted(extra))):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            told.append(f"{what}: {', '.join(names[:3])}{more}")
+    return "; ".join(told)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridflow.checkpoint.huggingface import CONFIG, MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
+from hybridflow.checkpoint.assets import CONFIG
+from hybridflow.checkpoint.huggingface import MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
 from hybridflow.checkpoint.manifest import NAME
 from hybridflow.checkpoint.sharded import ShardedSource, ShardedTarget, find_model
 from hybridflow.checkpoint.source import Source, Target

@@ -36,5 +36,9 @@ class CheckpointError(HybridflowError):
     """A checkpoint is missing, incomplete or does not belong to this run."""
 
 
+class WriteError(CheckpointError):
+    """A checkpoint cannot be written: no room, no permission, or something is there already."""
+
+
 class DeadlineError(HybridflowError):
     """A wait for another rank passed its deadline, or a rank died."""

@@ -22,12 +22,14 @@ def to_logical(form: Form, tensors: list[Tensor], model: Model) -> Tensor:
     if form == "stack":
         return torch.stack(tensors)
     if form == "halves":
-        return tensors[0].unflatten(0, (2, -1))
+        halves: Tensor = tensors[0].unflatten(0, (2, -1))
+        return halves
     groups, head = model.query_groups, model.head_size
     queries = model.num_attention_heads * head
     if form == "fused_qkv":
         tensors = list(tensors[0].split([queries, groups * head, groups * head]))
-    return torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in tensors], 1).flatten(0, 1)
+    rows: Tensor = torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in tensors], 1).flatten(0, 1)
+    return rows
 
 
 def from_logical(form: Form, tensor: Tensor, model: Model) -> list[Tensor]:

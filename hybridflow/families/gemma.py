@@ -9,7 +9,7 @@ _DEFAULTS = {
     "tie_word_embeddings": True,
     "head_dim": 256,
 }
-_COMPUTED = {"attention_dropout": (0, 0.0), "attention_bias": (False,), "use_bidirectional_attention": (None, False)}
+_COMPUTED = {"attention_dropout": (0.0,), "attention_bias": (False,), "use_bidirectional_attention": (None, False)}
 _LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 
 GEMMA = Family(
@@ -17,7 +17,7 @@ GEMMA = Family(
     causal="GemmaForCausalLM",
     scorer="GemmaForSequenceClassification",
     keys=COMMON_KEYS,
-    defaults=_DEFAULTS,
+    defaults={**_DEFAULTS, "num_key_value_heads": 16},
     always=_ALWAYS,
     # ``transformers`` computes the tanh form of GELU for both names, and prefers hidden_activation.
     computed={
@@ -39,6 +39,7 @@ GEMMA2 = Family(
     },
     defaults={
         **_DEFAULTS,
+        "num_key_value_heads": 4,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "query_pre_attn_scalar": 256,

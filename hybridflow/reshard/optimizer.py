@@ -83,7 +83,7 @@ class OptimizerHoldings:
             Part(region.box, self._holders(tensor, None if tensor.tp_dim is None else index, dealt.replica))
             for index in range(number)
             for dealt in self._ranges[tensor.name]
-            for region in _regions(cut(tensor, number, index), dealt)
+            for region in flat_regions(cut(tensor, number, index), dealt.start, dealt.stop)
             if num_elements(region.box) > 0
         )
 
@@ -91,7 +91,7 @@ class OptimizerHoldings:
         """See ``Holdings.regions``; those of padding alone have an empty box."""
         whole = self._weights.regions(tensor, rank)
         dealt = self.flat_range(tensor, rank)
-        return () if dealt is None else tuple(_regions(whole[0], dealt))
+        return () if dealt is None else tuple(flat_regions(whole[0], dealt.start, dealt.stop))
 
     def flat_range(self, tensor: TensorSpec, rank: int) -> FlatRange | None:
         """What a rank of the mesh steps of its shard of a tensor; None where that is nothing."""
@@ -193,10 +193,10 @@ def _up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _regions(whole: Shard, dealt: FlatRange) -> Iterator[Shard]:
-    """A flat range of a shard as shards, each a box of it with the padding behind."""
+def flat_regions(whole: Shard, start: int, stop: int) -> Iterator[Shard]:
+    """Elements ``start`` to ``stop`` of a rank's parameter as shards, each a box with the padding behind."""
     offset = 0
-    for local in flat_boxes(tuple((0, size) for size in whole.local_shape), dealt.start, dealt.stop):
+    for local in flat_boxes(tuple((0, size) for size in whole.local_shape), start, stop):
         yield Shard(_logical(local, whole.box), tuple(stop - start for start, stop in local), offset)
         offset += num_elements(local)
 

@@ -1,0 +1,263 @@
+"""What a model directory holds, as JSON: tensors, where each of their pieces lies, hashes, layout, settings, versions.
+
+    DIR/manifest.json
+    DIR/rank-00000.safetensors …   pieces of tensors: the keys and boxes are the manifest's
+
+A piece is a box of a logical tensor (``reshard.spec``), whatever the layout: pieces of a tensor cover it, none twice.
+Padding is the layout's and is not kept. A directory is complete or absent: it is renamed when its manifest is synced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybridflow import __version__
+from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
+from hybridflow.families.model import Model
+from hybridflow.reshard.spec import ITEM_BYTES, Box, DType, num_elements
+from hybridflow.sections import read_section, to_dict
+
+NAME = "manifest.json"
+FORMAT = "hybridflow-model-1"
+WEIGHT = "weight"
+"""The kind of what the model computes with; others are ``exp_avg``, ``exp_avg_sq`` and ``master``."""
+
+
+class TensorEntry(NamedTuple):
+    """A logical tensor of one kind, whole.
+
+    Attributes:
+        dtype: Number format.
+        shape: Sizes, in the view of ``reshard.spec``, without padding.
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """A box of a logical tensor in a file.
+
+    Attributes:
+        kind: What of the tensor: see ``WEIGHT``.
+        tensor: Logical name.
+        box: In logical coordinates; the tensor in the file has its sizes.
+        file: Name of the file within the directory.
+        key: Name of the tensor within the file.
+        sha256: Of its bytes.
+    """
+
+    kind: str
+    tensor: str
+    box: Box
+    file: str
+    key: str
+    sha256: str
+
+
+class Progress(NamedTuple):
+    """Where an optimizer stands.
+
+    Attributes:
+        num_steps: Steps that it took.
+        learning_rate: Of its next step.
+    """
+
+    num_steps: int
+    learning_rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a model directory holds.
+
+    Attributes:
+        model: Settings; the vocabulary is always given.
+        family: Of Hugging Face; None where the model was made from a recipe.
+        has_value_head: Whether it gives values instead of logits.
+        layout: In which it was written, as text; None where it was not cut.
+        tensors: Kind -> logical name -> the whole tensor, in the model's order.
+        pieces: Where they lie.
+        file_bytes: Size of each file.
+        progress: The optimizer's; None without one.
+        notes: Whatever else belongs to the model; JSON.
+        written_by: Versions.
+    """
+
+    model: Model
+    family: str | None = None
+    has_value_head: bool = False
+    layout: str | None = None
+    tensors: Mapping[str, Mapping[str, TensorEntry]]
+    pieces: tuple[Piece, ...]
+    file_bytes: Mapping[str, int]
+    progress: Progress | None = None
+    notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    written_by: Mapping[str, str] = dataclasses.field(default_factory=lambda: versions())
+
+
+def versions() -> dict[str, str]:
+    """Of what decides a checkpoint's bytes."""
+    found = {"hybridflow": __version__, "python": platform.python_version()}
+    for package in ("torch", "megatron-core", "safetensors"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def piece_key(kind: str, tensor: str, index: int) -> str:
+    """What a piece is called within its file: plain names for weights, so that other tools find them.
+
+    Args:
+        kind: See ``Piece``.
+        tensor: See ``Piece``.
+        index: Which of the file's pieces of that tensor.
+    """
+    name = tensor if kind == WEIGHT else f"{kind}:{tensor}"
+    return name if index == 0 else f"{name}#{index}"
+
+
+def to_json(manifest: Manifest) -> str:
+    """The manifest as text, with a hash of itself."""
+    body: dict[str, Any] = {
+        "format": FORMAT,
+        "written_by": dict(manifest.written_by),
+        "model": to_dict(manifest.model),
+        "family": manifest.family,
+        "has_value_head": manifest.has_value_head,
+        "layout": manifest.layout,
+        "progress": None if manifest.progress is None else manifest.progress._asdict(),
+        "notes": dict(manifest.notes),
+        "tensors": {
+            kind: {name: [entry.dtype, *entry.shape] for name, entry in tensors.items()}
+            for kind, tensors in manifest.tensors.items()
+        },
+        "files": {
+            file: {
+                "bytes": size,
+                "pieces": [
+                    [piece.key, piece.kind, piece.tensor, piece.box, piece.sha256]
+                    for piece in manifest.pieces
+                    if piece.file == file
+                ],
+            }
+            for file, size in manifest.file_bytes.items()
+        },
+    }
+    body = json.loads(json.dumps(body))
+    return json.dumps({"sha256": digest(body), **body}, indent=1) + "\n"
+
+
+def digest(body: Mapping[str, Any]) -> str:
+    """The sha256 of JSON values, whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def read_digested(path: Path, remedy: str) -> dict[str, Any]:
+    """A JSON file that carries the hash of itself.
+
+    Raises:
+        CheckpointError: It is missing, no JSON, or not what was written.
+    """
+    try:
+        body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        expected = body.pop("sha256")
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path}: found {reason}, expected JSON with its sha256; {remedy}") from error
+    if digest(body) != expected:
+        raise CheckpointError(f"{path}: found sha256 {digest(body)}, expected {expected}; {remedy}")
+    return body
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a model directory, whole and at peace with itself.
+
+    Raises:
+        CheckpointError: It is missing, damaged or of another format, or its pieces do not cover its tensors.
+    """
+    path = folder / NAME
+    body = read_digested(path, "restore it from a copy")
+    if body.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path}: found format {body.get('format')!r}, expected {FORMAT!r}; "
+            "read it with the version of hybridflow that wrote it"
+        )
+    try:
+        manifest = _from_body(body, path)
+    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
+        reason = str(error) if isinstance(error, HybridflowError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path}: is malformed: {reason}; restore it from a copy") from error
+    _check_cover(manifest, path)
+    return manifest
+
+
+def _from_body(body: Mapping[str, Any], path: Path) -> Manifest:
+    return Manifest(
+        model=read_section(Model, body["model"], source=str(path)),
+        family=body["family"],
+        has_value_head=body["has_value_head"],
+        layout=body["layout"],
+        tensors={
+            kind: {name: TensorEntry(dtype, tuple(shape)) for name, (dtype, *shape) in tensors.items()}
+            for kind, tensors in body["tensors"].items()
+        },
+        pieces=tuple(
+            Piece(kind, tensor, tuple((start, stop) for start, stop in box), file, key, sha256)
+            for file, held in body["files"].items()
+            for key, kind, tensor, box, sha256 in held["pieces"]
+        ),
+        file_bytes={_plain(file): held["bytes"] for file, held in body["files"].items()},
+        progress=None if body["progress"] is None else Progress(**body["progress"]),
+        notes=body["notes"],
+        written_by=body["written_by"],
+    )
+
+
+def _plain(file: str) -> str:
+    """A name that stays within the directory."""
+    if Path(file).name != file:
+        raise ValueError(f"file {file!r} is not a plain name")
+    return file
+
+
+def _check_cover(manifest: Manifest, path: Path) -> None:
+    """Every tensor in full, by boxes within it. That no two overlap follows from their count where reading them."""
+    left = {
+        (kind, name): math.prod(entry.shape)
+        for kind, tensors in manifest.tensors.items()
+        for name, entry in tensors.items()
+    }
+    for piece in manifest.pieces:
+        key = piece.kind, piece.tensor
+        if key not in left:
+            raise CheckpointError(f"{path}: {piece.file} holds {piece.key}, which is no tensor of the manifest")
+        shape = manifest.tensors[piece.kind][piece.tensor].shape
+        inside = len(piece.box) == len(shape) and all(
+            0 <= start <= stop <= size for (start, stop), size in zip(piece.box, shape, strict=True)
+        )
+        if not inside:
+            raise CheckpointError(f"{path}: {piece.key} of {piece.file} is {piece.box}, not a box of {list(shape)}")
+        left[key] -= num_elements(piece.box)
+    for (kind, name), missing in left.items():
+        if missing:
+            raise CheckpointError(
+                f"{path}: the pieces of {kind} {name} {'lack' if missing > 0 else 'repeat'} {abs(missing)} elements; "
+                "restore the directory from a copy"
+            )
+
+
+def num_bytes(entries: Iterable[TensorEntry]) -> int:
+    """Of some tensors, without padding."""
+    return sum(math.prod(entry.shape) * ITEM_BYTES[entry.dtype] for entry in entries)

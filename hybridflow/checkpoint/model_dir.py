@@ -1,0 +1,228 @@
+"""A model directory: reading any box of any tensor whatever the layout that wrote it, and writing a rank's share."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridflow.checkpoint.manifest import NAME, Manifest, Piece, piece_key, read_manifest, to_json
+from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES, Entry, TensorFile, TensorFileWriter
+from hybridflow.errors import CheckpointError, WriteError
+from hybridflow.reshard.spec import Box, intersect, num_elements
+
+
+class Share(NamedTuple):
+    """A piece that a rank is to write.
+
+    Attributes:
+        kind: What of the tensor: see ``manifest.WEIGHT``.
+        tensor: Logical name.
+        box: In logical coordinates, not empty.
+        values: Of the box's sizes, in host memory.
+    """
+
+    kind: str
+    tensor: str
+    box: Box
+    values: Tensor
+
+
+class ModelDir:
+    """A model directory that is there in full.
+
+    Each piece's hash is checked when it is first read.
+
+    Attributes:
+        path: The directory.
+        manifest: What it holds.
+
+    Raises:
+        CheckpointError: A file is missing, has another size, or other tensors than the manifest says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest = read_manifest(path)
+        self._pieces: dict[tuple[str, str], list[Piece]] = defaultdict(list)
+        self._by_file: dict[str, list[Piece]] = defaultdict(list)
+        for piece in self.manifest.pieces:
+            self._pieces[piece.kind, piece.tensor].append(piece)
+            self._by_file[piece.file].append(piece)
+        self._files: dict[str, TensorFile] = {}
+        self._checked: set[tuple[str, str]] = set()
+        for name, size in self.manifest.file_bytes.items():
+            file = path / name
+            found = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
+            if found != f"{size} bytes":
+                raise CheckpointError(f"{file}: found {found}, expected {size} bytes; restore it from a copy")
+
+    def read(self, kind: str, tensor: str, box: Box | None = None) -> Tensor:
+        """A box of a tensor; the whole of it where none is given.
+
+        Returns:
+            A view of a file where one piece holds the whole box, else new memory. Not to be written.
+
+        Raises:
+            CheckpointError: There is no such tensor, or a piece's bytes are not those that were written.
+        """
+        entry = self._entry(kind, tensor)
+        box = tuple((0, size) for size in entry.shape) if box is None else box
+        for piece in self._pieces[kind, tensor]:
+            if intersect(piece.box, box) == box and num_elements(box) > 0:
+                return self._values(piece)[_within(box, piece.box)]
+        found = torch.empty([stop - start for start, stop in box], dtype=TORCH_DTYPES[entry.dtype])
+        self.read_into(kind, tensor, box, found)
+        return found
+
+    def read_into(self, kind: str, tensor: str, box: Box, target: Tensor) -> None:
+        """Copy a box of a tensor into memory of its sizes, on any device, of any dtype.
+
+        Raises:
+            CheckpointError: As ``read``; or the pieces do not cover the box once.
+        """
+        self._entry(kind, tensor)
+        left = num_elements(box)
+        for piece in self._pieces[kind, tensor]:
+            common = intersect(piece.box, box)
+            if num_elements(common) == 0:
+                continue
+            left -= num_elements(common)
+            target[_within(common, box)].copy_(self._values(piece)[_within(common, piece.box)])
+        if left:
+            raise CheckpointError(
+                f"{self.path / NAME}: the pieces of {kind} {tensor} do not cover {box} once; restore it from a copy"
+            )
+
+    def verify(self) -> Iterable[Piece]:
+        """Check every piece, one after the other; gives each once it holds.
+
+        Raises:
+            CheckpointError: The first that does not.
+        """
+        for piece in self.manifest.pieces:
+            self._values(piece)
+            self.release()
+            yield piece
+
+    def release(self) -> None:
+        """Give back the memory of what was read so far. Views that ``read`` gave stay valid."""
+        for file in self._files.values():
+            file.release()
+
+    def _entry(self, kind: str, tensor: str) -> Entry:
+        entries = self.manifest.tensors.get(kind, {})
+        if tensor not in entries:
+            raise CheckpointError(
+                f"{self.path / NAME}: has no {kind} {tensor}, which was expected; is it of another model?"
+            )
+        return Entry(*entries[tensor])
+
+    def _values(self, piece: Piece) -> Tensor:
+        """A piece, its hash checked once."""
+        file = self._file(piece.file)
+        if (piece.file, piece.key) not in self._checked:
+            found = file.sha256(piece.key)
+            if found != piece.sha256:
+                raise CheckpointError(
+                    f"{file.path}: {piece.key} has sha256 {found}, expected {piece.sha256}: its bytes are not those "
+                    "that were written; restore the file from a copy"
+                )
+            self._checked.add((piece.file, piece.key))
+        return file.read(piece.key)
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            file = TensorFile(self.path / name)
+            expected = {
+                piece.key: Entry(
+                    self._entry(piece.kind, piece.tensor).dtype, tuple(stop - start for start, stop in piece.box)
+                )
+                for piece in self._by_file[name]
+            }
+            for key in sorted(expected.keys() | file.entries.keys()):
+                if expected.get(key) != file.entries.get(key):
+                    raise CheckpointError(
+                        f"{file.path}: {key}: found {_text(file.entries.get(key))}, expected "
+                        f"{_text(expected.get(key))}; restore the file from a copy"
+                    )
+            self._files[name] = file
+        return self._files[name]
+
+
+def write_shares(folder: Path, file: str, shares: Iterable[Share]) -> tuple[list[Piece], int]:
+    """Write and sync a file of pieces.
+
+    Args:
+        folder: The model directory, which is there.
+        file: Name of the file.
+        shares: What goes into it.
+
+    Returns:
+        The pieces for the manifest, and the file's bytes.
+
+    Raises:
+        WriteError: The file system refuses.
+    """
+    path, counts = folder / file, Counter[tuple[str, str]]()
+    keyed: dict[str, Share] = {}
+    for share in shares:
+        keyed[piece_key(share.kind, share.tensor, counts[share.kind, share.tensor])] = share
+        counts[share.kind, share.tensor] += 1
+    entries = {key: Entry(DTYPE_NAMES[share.values.dtype], tuple(share.values.shape)) for key, share in keyed.items()}
+    try:
+        writer = TensorFileWriter(path, entries)
+        try:
+            pieces = [
+                Piece(share.kind, share.tensor, share.box, file, key, writer.write(key, share.values))
+                for key, share in keyed.items()
+            ]
+            writer.sync()
+        finally:
+            writer.close()
+    except OSError as error:
+        raise WriteError(
+            f"{path}: cannot be written: {error}; make room, and use a file system that all ranks share"
+        ) from error
+    return pieces, writer.num_bytes
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write and sync the manifest, the last file of a directory that is then renamed."""
+    write_text(folder / NAME, to_json(manifest))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file of text, see ``write_bytes``."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a small file aside, sync and rename it.
+
+    Raises:
+        WriteError: The file system refuses.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError as error:
+        raise WriteError(f"{path}: cannot be written: {error}; make room there") from error
+
+
+def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Where a box lies within one around it."""
+    return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(inner, outer, strict=True))
+
+
+def _text(entry: Entry | None) -> str:
+    return "no such tensor" if entry is None else f"{entry.dtype} {list(entry.shape)}"

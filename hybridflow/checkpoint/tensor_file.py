@@ -1,0 +1,179 @@
+"""Safetensors files, read through a memory map and written tensor by tensor, so that none is ever whole in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hybridflow.errors import CheckpointError
+from hybridflow.reshard.spec import DType
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_FORMAT_DTYPES: dict[DType, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_OWN_DTYPES = {name: dtype for dtype, name in _FORMAT_DTYPES.items()}
+
+
+class Entry(NamedTuple):
+    """A tensor of a file.
+
+    Attributes:
+        dtype: Number format.
+        shape: Sizes.
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the file."""
+        return math.prod(self.shape) * TORCH_DTYPES[self.dtype].itemsize
+
+
+class TensorFile:
+    """A safetensors file whose tensors are views of mapped memory: nothing is read before it is used.
+
+    Attributes:
+        path: The file.
+        entries: Its tensors by key, in the order of the file.
+
+    Raises:
+        CheckpointError: The file is missing, truncated or not safetensors, or has a tensor of a dtype unknown here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries: dict[str, Entry] = {}
+        try:
+            # The library checks the header: sizes, offsets without holes, the file's length.
+            with safe_open(path, "pt") as file:
+                for key in file.offset_keys():
+                    part = file.get_slice(key)
+                    self.entries[key] = Entry(self._dtype(key, part.get_dtype()), tuple(part.get_shape()))
+            with path.open("rb") as handle:
+                (header_bytes,) = struct.unpack("<Q", handle.read(8))
+                # A private map, since torch wants memory that could be written.
+                self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: cannot be read as safetensors: {error}; restore it from a copy") from error
+        self._starts: dict[str, int] = {}
+        place = 8 + header_bytes
+        for key, entry in self.entries.items():
+            self._starts[key] = place
+            place += entry.num_bytes
+
+    def read(self, key: str) -> Tensor:
+        """A tensor as a view of the file, not to be written; it keeps the mapping alive.
+
+        Raises:
+            CheckpointError: The file has no such tensor.
+        """
+        if key not in self.entries:
+            raise CheckpointError(f"{self.path}: has no tensor {key}; restore the file from a copy")
+        entry = self.entries[key]
+        dtype = TORCH_DTYPES[entry.dtype]
+        if entry.num_bytes == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        count = math.prod(entry.shape)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._starts[key]).view(entry.shape)
+
+    def sha256(self, key: str) -> str:
+        """Of a tensor's bytes."""
+        start = self._starts[key]
+        with memoryview(self._map) as whole, whole[start : start + self.entries[key].num_bytes] as part:
+            return hashlib.sha256(part).hexdigest()
+
+    def release(self) -> None:
+        """Give back the memory of what has been read so far; what is read again comes from the file again."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def _dtype(self, key: str, name: str) -> DType:
+        if name not in _OWN_DTYPES:
+            raise CheckpointError(
+                f"{self.path}: {key} is of dtype {name}; expected one of {', '.join(_OWN_DTYPES)}: convert it first"
+            )
+        return _OWN_DTYPES[name]
+
+
+class TensorFileWriter:
+    """A safetensors file whose tensors come in any order, each written at its place.
+
+    The file is there with all its bytes from the start, and whole once every tensor was written; ``sync`` brings it to
+    the disk. Who writes it gives it a name aside and renames it.
+
+    Args:
+        path: Of the file. One that has the same header already, left by a writer that was ended, is gone on with.
+        entries: Every tensor by key, in the order of the file.
+        metadata: Text that travels in the header.
+
+    Raises:
+        OSError: The file system refuses.
+    """
+
+    def __init__(self, path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> None:
+        self.path = path
+        self._entries = dict(entries)
+        header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+        place = 0
+        self._starts: dict[str, int] = {}
+        for key, entry in self._entries.items():
+            self._starts[key] = place
+            header[key] = {
+                "dtype": _FORMAT_DTYPES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [place, place + entry.num_bytes],
+            }
+            place += entry.num_bytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        # Data begins at a multiple of 8, as the format recommends.
+        text += b" " * (-len(text) % 8)
+        self._first = 8 + len(text)
+        self.num_bytes = self._first + place
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        os.ftruncate(self._file, self.num_bytes)
+        self._put(memoryview(struct.pack("<Q", len(text)) + text), 0)
+
+    def write(self, key: str, tensor: Tensor) -> str:
+        """Put a tensor at its place and return the sha256 of its bytes.
+
+        Args:
+            key: Of the tensor.
+            tensor: Of the entry's shape and dtype, in host memory.
+        """
+        entry = self._entries[key]
+        assert tuple(tensor.shape) == entry.shape, f"{key}: {list(tensor.shape)} is not {list(entry.shape)}"
+        assert tensor.dtype == TORCH_DTYPES[entry.dtype], f"{key}: {tensor.dtype} is not {entry.dtype}"
+        data = bytes_of(tensor)
+        self._put(data, self._first + self._starts[key])
+        return hashlib.sha256(data).hexdigest()
+
+    def sync(self) -> None:
+        """Bring to the disk what was written."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close the file; what was not synced may come to the disk later."""
+        os.close(self._file)
+
+    def _put(self, data: memoryview, place: int) -> None:
+        while data:
+            written = os.pwrite(self._file, data[: 1 << 30], place)
+            data, place = data[written:], place + written
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a host tensor in row-major order, without a copy where it is contiguous."""
+    flat = tensor.contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data if len(flat) else b"")

@@ -129,6 +129,9 @@ CASES = {
     ),
     "qwen3 moe": Case(config="Qwen3Moe", given={**MIXTURE, "norm_topk_prob": True}),
     "qwen3 moe, shares of all": Case(config="Qwen3Moe", given={**MIXTURE, "norm_topk_prob": False}),
+    "qwen3 moe, window": Case(
+        config="Qwen3Moe", given={**MIXTURE, "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 4}
+    ),
 }
 ALONE = "tp1.pp1.dp1"
 DENSE = ["tp2.pp1.dp1", "tp1.pp2.dp1", "tp2.pp2.dp1"]

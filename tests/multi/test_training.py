@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from hybridflow.config import Optimizer
+from hybridflow.families.model import Model
 from hybridflow.models.microbatch import pack
+from hybridflow.models.specs import logical_tensors
 from hybridflow.models.training import Trainable
 from hybridflow.parallel.layout import ParallelLayout
-from tests.multi.models import TINY, make_model, samples
+from tests.multi.models import CAPPED, MIXTURE, TINY, make_model, samples
 from tests.ranks import run_ranks
 
 
-def step_from_ones(world, dtype: str, distributed: bool, clip_grad: float) -> float:
+def step_from_ones(world, model: Model, dtype: str, distributed: bool, clip_grad: float) -> float:
     """The largest distance from 1 after one small step of a model whose weights were all set to 1."""
-    model, _, groups, _ = make_model(world, ParallelLayout(dp=2), model=replace(TINY, num_layers=2, dtype=dtype))
-    trainable = Trainable(model, groups, Optimizer(lr=1e-6, distributed=distributed, clip_grad=clip_grad))
+    built, _, groups, _ = make_model(world, ParallelLayout(dp=2), model=replace(model, dtype=dtype))
+    trainable = Trainable(built, groups, Optimizer(lr=1e-6, distributed=distributed, clip_grad=clip_grad))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in built.parameters():
             parameter.fill_(1.0)
     trainable.reload_weights()
     sequences, prompts = samples(4)
@@ -27,14 +30,46 @@ def step_from_ones(world, dtype: str, distributed: bool, clip_grad: float) -> fl
         [pack([0, 1, 2, 3], sequences, prompts, world.device)], lambda output, _: (output.float().mean(), None)
     )
     assert trainable.step() >= 0
-    return max(float((parameter - 1).abs().max()) for parameter in model.parameters())
+    return max(float((parameter - 1).abs().max()) for parameter in built.parameters())
 
 
 def cases(world):
     return {
         case: step_from_ones(world, *case)
-        for case in [("fp32", True, 1.0), ("fp32", False, 0.0), ("bf16", True, 1.0), ("bf16", False, 0.0)]
+        for case in [
+            (TINY, "fp32", True, 1.0),
+            (TINY, "fp32", False, 0.0),
+            (TINY, "bf16", True, 1.0),
+            (TINY, "bf16", False, 0.0),
+            (CAPPED, "bf16", True, 1.0),
+            (MIXTURE, "bf16", True, 1.0),
+        ]
     }
+
+
+def initial_values(world, model: Model) -> dict[str, tuple[float, float]]:
+    """Name -> mean and standard deviation of a tensor's initial weights."""
+    built, *_ = make_model(world, ParallelLayout(), model=replace(model, qkv_bias=True), std=0.1)
+    return {
+        name: (float(tensor.mean()), float(tensor.std(correction=0))) for name, tensor in logical_tensors(built).items()
+    }
+
+
+@pytest.mark.parametrize("model", [CAPPED, MIXTURE], ids=["capped", "mixture"])
+def test_weights_begin_as_norms_that_change_nothing_zero_biases_and_random_matrices(model):
+    (found,) = run_ranks(initial_values, 1, model)
+    for part in ("linear_qkv.bias", "post_layernorm" if model is CAPPED else "experts.3.linear_fc2"):
+        assert any(part in name for name in found)
+    for name, (mean, std) in found.items():
+        if name.endswith("layernorm.weight"):
+            assert (mean, std) == (0.0 if model.zero_centered_norms else 1.0, 0.0), name
+        elif name.endswith("bias"):
+            assert (mean, std) == (0.0, 0.0), name
+        else:
+            # The ends of residual branches are narrower by the root of 2 * 4 layers.
+            expected = 0.1 / 8**0.5 if "linear_proj" in name or "linear_fc2" in name else 0.1
+            # The padding of the uncut vocabulary, one row of thirty here, is 0.
+            assert abs(std / expected - 1) < 0.12 and abs(mean) < 0.2 * expected, (name, mean, std)
 
 
 def test_a_step_goes_on_from_weights_that_were_written_from_outside():

@@ -16,6 +16,7 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 _COMPUTED: dict[str, tuple[object, ...]] = {"quantization_config": (None,)}
 """Keys that any family may have, and the values that are computed here."""
 _MAX_LAYERS = 10_000
+_OLDER = ("rope_theta", "rope_scaling", "original_max_position_embeddings")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROTARY_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 _ROTARY_LISTS = ("short_factor", "long_factor")
@@ -254,7 +255,8 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
     """The ``config.json`` to write beside a model's tensors.
 
     Args:
-        original: The one that travelled along; kept where it describes the model. None: there is none.
+        original: The one that travelled along; kept where it describes the model, with the spellings that older
+            readers need. None: there is none.
         described: The model.
         dtype: Number format of the tensors, as Hugging Face calls it.
     """
@@ -263,7 +265,10 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
         head = {key: value for key, value in config.items() if key in ("architectures", "id2label", "label2id")}
         # Code and labels do not travel along.
         gone = ("auto_map", "num_labels", "id2label", "label2id")
-        config = {**{key: value for key, value in original.items() if key not in gone}, **head}
+        kept = {key: value for key, value in original.items() if key not in gone}
+        # Newer files lack what older readers go by, who would compute other positions without a word.
+        older = {key: config[key] for key in (*_OLDER, *described.family.aliases.values()) if key in config}
+        config = {**older, **kept, **head}
     elif original is not None:
         config |= {key: original[key] for key in _TOKENS if key in original}
     for key in ("dtype", "torch_dtype"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -390,6 +391,13 @@ def test_what_is_not_computed_or_malformed_is_refused_by_name(case):
     values = {**real("Llama-3.1-8B")[0], "moe_intermediate_size": 8, **changes}
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_config(values, where="config.json")
+
+
+def test_the_docs_name_every_family_and_what_it_refuses():
+    page = (Path(__file__).parents[2] / "docs/families.md").read_text()
+    for family in FAMILIES.values():
+        assert f"| `{family.name}` |" in page
+        assert all(f"`{key}`" in page for key in family.computed), family.name
 
 
 JUNK = st.recursive(

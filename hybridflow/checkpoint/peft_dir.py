@@ -1,0 +1,194 @@
+"""Directories of a LoRA adapter as PEFT writes them, read as logical tensors and written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from hybridflow.checkpoint.forms import from_logical, to_logical
+from hybridflow.checkpoint.huggingface import ASSETS, identity_of
+from hybridflow.checkpoint.lora import CONFIG, Module, check_factors, known_family, linear_modules, parse_settings
+from hybridflow.checkpoint.manifest import TensorEntry
+from hybridflow.checkpoint.model_dir import write_bytes
+from hybridflow.checkpoint.source import Source
+from hybridflow.checkpoint.tensor_file import Entry, TensorFile, TensorFileWriter
+from hybridflow.errors import CheckpointError
+from hybridflow.families.family import Family, Form
+from hybridflow.families.model import Model
+from hybridflow.reshard.spec import DType
+
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_SIDES = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
+_ASSETS = (CONFIG, *(name for name in ASSETS if name not in ("config.json", "generation_config.json")))
+
+
+def is_peft(path: Path) -> bool:
+    """Whether a directory looks like an adapter's."""
+    return (path / CONFIG).is_file()
+
+
+def base_of(path: Path) -> Path | None:
+    """The directory of the base model that an adapter names, where there is one.
+
+    Raises:
+        CheckpointError: ``adapter_config.json`` is missing or no JSON.
+        ConfigError: It asks for what is not computed here.
+    """
+    base = parse_settings(_config(path), where=str(path / CONFIG)).base
+    found = None if base is None else Path(base).expanduser()
+    return found if found is not None and (found / "config.json").is_file() else None
+
+
+class PeftSource:
+    """An adapter's directory as a source of logical factors; see ``source.Source``.
+
+    Args:
+        path: With ``adapter_config.json`` and ``adapter_model.safetensors``.
+        family: Of its base.
+        model: Of its base.
+        has_value_head: Of its base.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or the factors are not those of the base and the settings.
+        ConfigError: The settings ask for what is not computed.
+    """
+
+    format = "peft"
+    layout = None
+
+    def __init__(self, path: Path, family: Family, model: Model, *, has_value_head: bool) -> None:
+        self.path = path
+        self.family: str | None = family.name
+        self.model, self.has_value_head = model, has_value_head
+        settings = parse_settings(_config(path), where=str(path / CONFIG))
+        if not (path / WEIGHTS).is_file():
+            raise CheckpointError(
+                f"{path}: has no {WEIGHTS}; adapter_model.bin, which is a pickle, is not read: save the adapter by PEFT "
+                "with safe_serialization=True"
+            )
+        self._file = TensorFile(path / WEIGHTS)
+        modules = linear_modules(family, model, has_value_head=has_value_head)
+        self._where: dict[str, tuple[str, Module]] = {}
+        for key in self._file.entries:
+            hf, side = _parse(key)
+            if hf not in modules:
+                raise CheckpointError(
+                    f"{path / WEIGHTS}: {key} belongs to no linear module of the base, a {family.name} of "
+                    f"{model.num_layers} layers; expected keys like {_PREFIX}{next(iter(modules))}{_SIDES['A']}: give "
+                    "the base that the adapter was trained on"
+                )
+            self._where[modules[hf].a if side == "A" else modules[hf].b] = key, modules[hf]
+        found = {name: self._entry(name) for name in self._where}
+        present = check_factors(str(path / WEIGHTS), found, modules, settings)
+        self.tensors = {name: found[name] for module in present.values() for name in (module.a, module.b)}
+
+    def read(self, tensor: str) -> Tensor:
+        """See ``Source``."""
+        key, module = self._where[tensor]
+        values = self._file.read(key)
+        return values if tensor == module.a else to_logical(_b_form(module), [values], self.model)
+
+    def release(self) -> None:
+        """See ``Source``."""
+        self._file.release()
+
+    def assets(self) -> dict[str, bytes]:
+        """See ``Source``."""
+        return {name: (self.path / name).read_bytes() for name in _ASSETS if (self.path / name).is_file()}
+
+    def identity(self) -> str:
+        """See ``Source``."""
+        return identity_of([self.path / name for name in (*_ASSETS, WEIGHTS)])
+
+    def _entry(self, name: str) -> TensorEntry:
+        """Of a factor in its logical view; one that does not fit it is left as it is, to be told by its shape."""
+        key, module = self._where[name]
+        dtype, shape = self._file.entries[key]
+        if name == module.b and len(shape) == 2 and shape[0] == module.out:
+            shape = module.b_shape(shape[1])
+        return TensorEntry(dtype, shape)
+
+
+def open_peft(path: Path, base: Source) -> PeftSource:
+    """An adapter of a base that is at hand.
+
+    Raises:
+        CheckpointError: As ``PeftSource``.
+        ConfigError: The same; or the base does not say its family.
+    """
+    return PeftSource(path, known_family(base), base.model, has_value_head=base.has_value_head)
+
+
+class PeftTarget:
+    """An adapter's directory to be written; see ``source.Target``.
+
+    Args:
+        source: An adapter, in whatever format.
+        dtype: Of the factors; None: each as it is.
+
+    Raises:
+        CheckpointError: The source is no adapter, or one of another model.
+        ConfigError: Its settings ask for what is not computed, or it does not say the family of its base.
+    """
+
+    is_single_file = False
+    can_go_on = True
+
+    def __init__(self, source: Source, dtype: DType | None = None) -> None:
+        self._assets = {name: data for name, data in source.assets().items() if name in _ASSETS}
+        self._model = source.model
+        settings = parse_settings(self._assets.get(CONFIG, b"null"), where=f"{source.path}: {CONFIG}")
+        modules = linear_modules(known_family(source), source.model, has_value_head=source.has_value_head)
+        self._where: dict[str, tuple[str, Module]] = {}
+        entries: dict[str, Entry] = {}
+        for hf, module in check_factors(str(source.path), source.tensors, modules, settings).items():
+            for side, name in (("A", module.a), ("B", module.b)):
+                entry = source.tensors[name]
+                key = f"{_PREFIX}{hf}{_SIDES[side]}"
+                shape = (module.out, entry.shape[-1]) if side == "B" else entry.shape
+                entries[key] = Entry(entry.dtype if dtype is None else dtype, shape)
+                self._where[name] = key, module
+        self.files: Mapping[str, Mapping[str, Entry]] = {WEIGHTS: dict(sorted(entries.items()))}
+
+    def places(self, tensor: str) -> list[tuple[str, str]]:
+        """See ``Target``."""
+        return [(WEIGHTS, self._where[tensor][0])]
+
+    def parts(self, tensor: str, values: Tensor, files: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
+        """See ``Target``."""
+        key, module = self._where[tensor]
+        if WEIGHTS in files:
+            part = values if tensor == module.a else from_logical(_b_form(module), values, self._model)[0]
+            yield WEIGHTS, key, part
+
+    def open(self, path: Path, file: str) -> TensorFileWriter:
+        """See ``Target``."""
+        return TensorFileWriter(path, self.files[file], {"format": "pt"})
+
+    def finish(self, folder: Path, hashes: Mapping[str, Mapping[str, str]]) -> None:
+        """See ``Target``: the settings are those that came with the adapter."""
+        for name, data in self._assets.items():
+            write_bytes(folder / name, data)
+
+
+def _b_form(module: Module) -> Form:
+    """How B, whose rows are those of the weight, comes into the view of the weight."""
+    return module.form if module.form in ("halves", "fused_qkv") else "same"
+
+
+def _parse(key: str) -> tuple[str | None, str]:
+    """The module and side of a key of PEFT's; no module where it is none."""
+    for side, end in _SIDES.items():
+        if key.startswith(_PREFIX) and key.endswith(end):
+            return key[len(_PREFIX) : -len(end)], side
+    return None, ""
+
+
+def _config(path: Path) -> bytes:
+    try:
+        return (path / CONFIG).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path / CONFIG}: cannot be read: {error}; expected a LoRA adapter") from error

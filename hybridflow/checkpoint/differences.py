@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,10 +15,11 @@ from hybridflow.checkpoint.manifest import NAME, WEIGHT, TensorEntry
 from hybridflow.checkpoint.model_dir import ModelDir
 from hybridflow.checkpoint.source import Source
 from hybridflow.errors import ConfigError
-from hybridflow.families.model import Model
+from hybridflow.families.config_json import spelled_out
 from hybridflow.sections import to_dict
 
 _BLOCK_ELEMENTS = 1 << 20
+_WITHOUT_EFFECT = ("init_std", "dtype")
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -244,27 +244,6 @@ def differing_settings(one: Source, other: Source) -> tuple[tuple[str, Any, Any]
     Left out is what no number depends on: the vocabulary's padding, the spread of initial weights, the dtype, which the
     tensors tell. Two ways to say the same are the same.
     """
-    values = [{"has_value_head": each.has_value_head, **_said_in_full(each.model)} for each in (one, other)]
-    keys = dict.fromkeys([*values[0], *values[1]])
-    pairs = ((key, values[0].get(key), values[1].get(key)) for key in keys)
+    values = [{"has_value_head": each.has_value_head, **to_dict(spelled_out(each.model))} for each in (one, other)]
+    pairs = ((key, values[0][key], values[1][key]) for key in values[0] if key not in _WITHOUT_EFFECT)
     return tuple((key, mine, theirs) for key, mine, theirs in pairs if mine != theirs)
-
-
-def _said_in_full(model: Model) -> dict[str, Any]:
-    values = to_dict(
-        dataclasses.replace(
-            model,
-            num_query_groups=model.query_groups,
-            head_dim=model.head_size,
-            attention_scale=model.head_size**-0.5 if model.attention_scale is None else model.attention_scale,
-        )
-    )
-    for key in ("vocab_divisible_by", "init_std", "dtype"):
-        del values[key]
-    if model.num_experts is None:
-        del values["experts_per_token"], values["normalized_experts"]
-    if model.window is None:
-        values["window_layers"] = None
-    elif model.window_layers is None:
-        values["window_layers"] = list(range(model.num_layers))
-    return values

@@ -411,7 +411,7 @@ def collapse(tensors: Mapping[str, TensorEntry]) -> list[tuple[str, TensorEntry]
         key = tuple("" if word.isdecimal() else word for word in words)
         numbers = tuple(int(word) for word in words if word.isdecimal())
         groups.setdefault((key, TensorEntry(*entry)), []).append(numbers)
-    rows = []
+    rows: list[tuple[str, TensorEntry]] = []
     for (words, entry), found in groups.items():
         for ranges in _ranges(found):
             left = iter(ranges)
@@ -424,9 +424,9 @@ def _ranges(numbers: list[tuple[int, ...]]) -> list[list[str]]:
     if not numbers[0]:
         return [[]]
     rests: dict[int, list[tuple[int, ...]]] = {}
-    for first, *rest in sorted(numbers):
-        rests.setdefault(first, []).append(tuple(rest))
+    for each in sorted(numbers):
+        rests.setdefault(each[0], []).append(each[1:])
     firsts: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-    for first, each in rests.items():
-        firsts.setdefault(tuple(each), []).append(first)
-    return [[format_ranks(those), *words] for each, those in firsts.items() for words in _ranges(list(each))]
+    for first, found in rests.items():
+        firsts.setdefault(tuple(found), []).append(first)
+    return [[format_ranks(those), *words] for rest, those in firsts.items() for words in _ranges(list(rest))]

@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridflow.checkpoint.huggingface import parse_json, parts_of
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.source import Source
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.families.family import Family, Form
+from hybridflow.families.config_json import Described, describe
+from hybridflow.families.family import Form
 from hybridflow.families.model import Model
-from hybridflow.families.tables import FAMILIES
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
 
@@ -36,6 +37,7 @@ CONFIG = "adapter_config.json"
 _FACTOR = re.compile(r"(.+)\.lora(?:\.(q|k|v|gate|up))?\.([AB])")
 _PARTS: dict[Form, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "stack": ("gate", "up")}
 _BLOCK_ELEMENTS = 1 << 22
+_MOST_BLOCKS = 1_000_000
 
 # Settings that change what an adapter computes, with the values that are computed here.
 _COMPUTED: dict[str, tuple[object, ...]] = {
@@ -92,7 +94,7 @@ def _fits(end: str, module: str) -> bool:
     return module == end[1:] if end.startswith("^") else f".{module}".endswith(f".{end}")
 
 
-def read_settings(values: object, *, where: str) -> LoraSettings:
+def read_settings(values: Mapping[str, Any], *, where: str) -> LoraSettings:
     """The settings of a parsed ``adapter_config.json``.
 
     Args:
@@ -102,8 +104,6 @@ def read_settings(values: object, *, where: str) -> LoraSettings:
     Raises:
         ConfigError: A setting is missing or ill-typed, or asks for what is not computed here.
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where}: found {type(values).__name__}, expected a mapping with r and lora_alpha")
     for key, value in values.items():
         allowed = _COMPUTED.get(key, (None, False, {}, []))
         if key not in _TOLD and not any(
@@ -195,42 +195,35 @@ class Module(NamedTuple):
         return f"{stem}.lora.{side}" if self.part is None else f"{stem}.lora.{self.part}.{side}"
 
 
-def linear_modules(family: Family, model: Model, *, has_value_head: bool) -> dict[str, Module]:
+def linear_modules(described: Described) -> dict[str, Module]:
     """Every linear module of a model by its name in Hugging Face.
 
-    Args:
-        family: Gives the names.
-        model: Settings, the vocabulary included.
-        has_value_head: Whether it gives values instead of logits.
+    Raises:
+        ConfigError: The model has more layers and experts than any could.
     """
-    specs = {spec.name: spec for spec in base_spec(model, has_value_head=has_value_head).tensors}
+    specs = {spec.name: spec for spec in _base_spec(described.model, described.has_value_head).tensors}
     found: dict[str, Module] = {}
-    for rule in family.rules:
-        if not rule.logical.endswith(".weight") or rule.logical.startswith("embedding."):
+    for logical, (form, names, shapes, _) in parts_of(described).items():
+        spec = specs[logical]
+        if not logical.endswith(".weight") or len(spec.shape) < 2 or spec.place == "embedding":
             continue
-        layers = range(model.num_layers if "{layer}" in rule.logical else 1)
-        experts = range((model.num_experts or 0) if "{expert}" in rule.logical else 1)
-        for names in ({"layer": layer, "expert": expert} for layer in layers for expert in experts):
-            spec = specs.get(rule.logical.format(**names))
-            if spec is None or len(spec.shape) < 2:
-                continue
-            for index, hf in enumerate(rule.hf):
-                part = _PARTS[rule.form][index] if rule.form in _PARTS else None
-                name = hf.format(**names).removesuffix(".weight")
-                found[name] = Module(name, spec, part, rule.form, _rows(spec, part, rule.form, model), spec.shape[-1])
+        parts = _PARTS.get(form, (None,))
+        for name, (out, width), part in zip(names, shapes, parts, strict=True):
+            hf = name.removesuffix(".weight")
+            found[hf] = Module(hf, spec, part, form, out, width)
     return found
 
 
-def base_spec(model: Model, *, has_value_head: bool) -> ModelSpec:
-    """The tensors that a model has without an adapter."""
+def _base_spec(model: Model, has_value_head: bool) -> ModelSpec:
+    """The tensors that a model has without an adapter. Its settings may come with no tensors that bound them."""
     assert model.vocab_size is not None, "a checkpoint's settings have a vocabulary"
+    count = model.num_layers * (1 if model.num_experts is None else model.num_experts)
+    if count > _MOST_BLOCKS:
+        raise ConfigError(
+            f"num_layers={model.num_layers} num_experts={model.num_experts}: expected at most {_MOST_BLOCKS} together; "
+            "give the settings that belong to the adapter"
+        )
     return model_spec(shape_of(model, model.vocab_size), has_value_head=has_value_head)
-
-
-def _rows(spec: TensorSpec, part: str | None, form: Form, model: Model) -> int:
-    if form == "qkv":
-        return (model.num_attention_heads if part == "q" else model.query_groups) * model.head_size
-    return spec.shape[1] if form == "stack" else math.prod(spec.shape[:-1])
 
 
 def is_adapter(source: Source) -> bool:
@@ -244,7 +237,7 @@ def adapter_spec(source: Source) -> ModelSpec:
     Raises:
         CheckpointError: A tensor is no factor of one of the model's weights.
     """
-    base = base_spec(source.model, has_value_head=source.has_value_head)
+    base = _base_spec(source.model, source.has_value_head)
     weights = {spec.name: spec for spec in base.tensors}
     specs = []
     for name, entry in source.tensors.items():
@@ -275,18 +268,32 @@ def _factor_spec(name: str, entry: TensorEntry, weight: TensorSpec, *, is_a: boo
     )
 
 
-def known_family(source: Source) -> Family:
-    """The family of a checkpoint that an adapter is to go with.
+def spec_of(source: Source) -> ModelSpec:
+    """How the tensors of a checkpoint are cut, be it a model or an adapter.
 
     Raises:
-        ConfigError: It does not say.
+        CheckpointError: A tensor is no factor of one of the model's weights.
     """
-    if source.family is None:
-        raise ConfigError(
-            f"{source.path}: does not say its family, which gives the names of an adapter's modules; "
-            "give the Hugging Face directory of the base model"
-        )
-    return FAMILIES[source.family]
+    return adapter_spec(source) if is_adapter(source) else _base_spec(source.model, source.has_value_head)
+
+
+def described_of(source: Source) -> Described:
+    """The family and settings of a checkpoint, which give the modules that an adapter may name.
+
+    Raises:
+        ConfigError: No family has such models.
+    """
+    return describe(source.model, family=source.family, has_value_head=source.has_value_head)
+
+
+def check_adapter(source: Source) -> dict[str, Module]:
+    """The modules that an adapter has factors for, by their names in Hugging Face.
+
+    Raises:
+        CheckpointError: Its factors are not those of its settings and model.
+        ConfigError: The settings ask for what is not computed.
+    """
+    return check_factors(str(source.path), source.tensors, linear_modules(described_of(source)), settings_of(source))
 
 
 def check_factors(
@@ -347,7 +354,7 @@ class MergedSource:
         self.tensors = base.tensors
         self._base, self._adapter = base, adapter
         self._settings = settings_of(adapter)
-        modules = linear_modules(known_family(base), base.model, has_value_head=base.has_value_head)
+        modules = linear_modules(described_of(base))
         self._updates: dict[str, list[Module]] = {}
         for module in check_factors(str(adapter.path), adapter.tensors, modules, self._settings).values():
             self._updates.setdefault(module.weight.name, []).append(module)
@@ -397,11 +404,7 @@ def parse_settings(text: bytes, *, where: str) -> LoraSettings:
         CheckpointError: It is no JSON.
         ConfigError: As ``read_settings``.
     """
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: found {error}, expected JSON; restore it from a copy") from error
-    return read_settings(values, where=where)
+    return read_settings(parse_json(text, where), where=where)
 
 
 def _rows_of(weight: Tensor, module: Module, model: Model) -> Tensor:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from hybridflow.checkpoint.forms import from_logical, to_logical
-from hybridflow.checkpoint.huggingface import ASSETS, identity_of
-from hybridflow.checkpoint.lora import CONFIG, Module, check_factors, known_family, linear_modules, parse_settings
+from hybridflow.checkpoint.huggingface import ASSETS, INDEX, SINGLE, identity_of, read_assets
+from hybridflow.checkpoint.lora import CONFIG, Module, check_adapter, check_factors, linear_modules, parse_settings
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.checkpoint.source import Source
 from hybridflow.checkpoint.tensor_file import Entry, TensorFile, TensorFileWriter
-from hybridflow.errors import CheckpointError
-from hybridflow.families.family import Family, Form
-from hybridflow.families.model import Model
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.config_json import Described
+from hybridflow.families.family import Form
 from hybridflow.reshard.spec import DType
 
 WEIGHTS = "adapter_model.safetensors"
@@ -26,20 +27,25 @@ _ASSETS = (CONFIG, *(name for name in ASSETS if name not in ("config.json", "gen
 
 
 def is_peft(path: Path) -> bool:
-    """Whether a directory looks like an adapter's."""
-    return (path / CONFIG).is_file()
+    """Whether an adapter lies at a path; a whole model beside goes before it."""
+    return (path / CONFIG).is_file() and not any((path / name).is_file() for name in (SINGLE, INDEX))
 
 
-def base_of(path: Path) -> Path | None:
-    """The directory of the base model that an adapter names, where there is one.
+def base_of(path: Path) -> Path:
+    """The directory of the base model that an adapter names, or that it lies in.
 
     Raises:
-        CheckpointError: ``adapter_config.json`` is missing or no JSON.
-        ConfigError: It asks for what is not computed here.
+        CheckpointError: ``adapter_config.json`` is damaged.
+        ConfigError: There is no such directory; or the settings ask for what is not computed.
     """
-    base = parse_settings(_config(path), where=str(path / CONFIG)).base
-    found = None if base is None else Path(base).expanduser()
-    return found if found is not None and (found / "config.json").is_file() else None
+    named = parse_settings(_config(path), where=str(path / CONFIG)).base
+    folder = path if named is None or (path / "config.json").is_file() else Path(named).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{path / CONFIG}: base_model_name_or_path={json.dumps(named)} is no directory with a config.json here; "
+            "give the base model's directory: --base DIR"
+        )
+    return folder
 
 
 class PeftSource:
@@ -47,9 +53,7 @@ class PeftSource:
 
     Args:
         path: With ``adapter_config.json`` and ``adapter_model.safetensors``.
-        family: Of its base.
-        model: Of its base.
-        has_value_head: Of its base.
+        base: Its base model.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the factors are not those of the base and the settings.
@@ -57,33 +61,35 @@ class PeftSource:
     """
 
     format = "peft"
-    layout = None
+    layout: str | None = None
 
-    def __init__(self, path: Path, family: Family, model: Model, *, has_value_head: bool) -> None:
+    def __init__(self, path: Path, base: Described) -> None:
         self.path = path
-        self.family: str | None = family.name
-        self.model, self.has_value_head = model, has_value_head
+        self.family: str | None = base.family.name
+        self.model, self.has_value_head = base.model, base.has_value_head
         settings = parse_settings(_config(path), where=str(path / CONFIG))
         if not (path / WEIGHTS).is_file():
             raise CheckpointError(
-                f"{path}: has no {WEIGHTS}; adapter_model.bin, which is a pickle, is not read: save the adapter by PEFT "
-                "with safe_serialization=True"
+                f"{path}: has no {WEIGHTS}; adapter_model.bin, which is a pickle, is not read: save the adapter with "
+                "safe_serialization=True"
             )
         self._file = TensorFile(path / WEIGHTS)
-        modules = linear_modules(family, model, has_value_head=has_value_head)
+        modules = linear_modules(base)
         self._where: dict[str, tuple[str, Module]] = {}
         for key in self._file.entries:
             hf, side = _parse(key)
             if hf not in modules:
                 raise CheckpointError(
-                    f"{path / WEIGHTS}: {key} belongs to no linear module of the base, a {family.name} of "
-                    f"{model.num_layers} layers; expected keys like {_PREFIX}{next(iter(modules))}{_SIDES['A']}: give "
-                    "the base that the adapter was trained on"
+                    f"{path / WEIGHTS}: {key} belongs to no linear module of the base, a {base.family.name} of "
+                    f"{base.model.num_layers} layers; expected keys like {_PREFIX}{next(iter(modules))}{_SIDES['A']}: "
+                    "give the base that the adapter was trained on"
                 )
             self._where[modules[hf].a if side == "A" else modules[hf].b] = key, modules[hf]
         found = {name: self._entry(name) for name in self._where}
         present = check_factors(str(path / WEIGHTS), found, modules, settings)
-        self.tensors = {name: found[name] for module in present.values() for name in (module.a, module.b)}
+        self.tensors: Mapping[str, TensorEntry] = {
+            name: found[name] for module in present.values() for name in (module.a, module.b)
+        }
 
     def read(self, tensor: str) -> Tensor:
         """See ``Source``."""
@@ -97,7 +103,7 @@ class PeftSource:
 
     def assets(self) -> dict[str, bytes]:
         """See ``Source``."""
-        return {name: (self.path / name).read_bytes() for name in _ASSETS if (self.path / name).is_file()}
+        return read_assets(self.path, _ASSETS)
 
     def identity(self) -> str:
         """See ``Source``."""
@@ -110,16 +116,6 @@ class PeftSource:
         if name == module.b and len(shape) == 2 and shape[0] == module.out:
             shape = module.b_shape(shape[1])
         return TensorEntry(dtype, shape)
-
-
-def open_peft(path: Path, base: Source) -> PeftSource:
-    """An adapter of a base that is at hand.
-
-    Raises:
-        CheckpointError: As ``PeftSource``.
-        ConfigError: The same; or the base does not say its family.
-    """
-    return PeftSource(path, known_family(base), base.model, has_value_head=base.has_value_head)
 
 
 class PeftTarget:
@@ -140,11 +136,9 @@ class PeftTarget:
     def __init__(self, source: Source, dtype: DType | None = None) -> None:
         self._assets = {name: data for name, data in source.assets().items() if name in _ASSETS}
         self._model = source.model
-        settings = parse_settings(self._assets.get(CONFIG, b"null"), where=f"{source.path}: {CONFIG}")
-        modules = linear_modules(known_family(source), source.model, has_value_head=source.has_value_head)
         self._where: dict[str, tuple[str, Module]] = {}
         entries: dict[str, Entry] = {}
-        for hf, module in check_factors(str(source.path), source.tensors, modules, settings).items():
+        for hf, module in check_adapter(source).items():
             for side, name in (("A", module.a), ("B", module.b)):
                 entry = source.tensors[name]
                 key = f"{_PREFIX}{hf}{_SIDES[side]}"

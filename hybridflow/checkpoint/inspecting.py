@@ -412,10 +412,10 @@ def collapse(tensors: Mapping[str, TensorEntry]) -> list[tuple[str, TensorEntry]
         numbers = tuple(int(word) for word in words if word.isdecimal())
         groups.setdefault((key, TensorEntry(*entry)), []).append(numbers)
     rows: list[tuple[str, TensorEntry]] = []
-    for (words, entry), found in groups.items():
+    for (pattern, entry), found in groups.items():
         for ranges in _ranges(found):
             left = iter(ranges)
-            rows.append((".".join(word or next(left) for word in words), entry))
+            rows.append((".".join(word or next(left) for word in pattern), entry))
     return rows
 
 

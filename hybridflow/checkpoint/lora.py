@@ -6,19 +6,21 @@ Where a logical weight is made of several linear modules of Hugging Face, each h
     decoder.layers.0.self_attention.linear_qkv.lora.q.B     [out, rank]
     decoder.layers.0.self_attention.linear_proj.lora.A      the sole module of its weight: no part is named
 
-The weight that they stand for is W + scale * B A (arXiv 2106.09685).
+The weight that they stand for is W + scale * B A (arXiv 2106.09685). The value head may also be there whole, under its
+own name: PEFT trains it so beside the factors of a model with one label.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +36,11 @@ from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
 
 CONFIG = "adapter_config.json"
+HEAD = "value_head.weight"
 _FACTOR = re.compile(r"(.+)\.lora(?:\.(q|k|v|gate|up))?\.([AB])")
 _PARTS: dict[Form, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "stack": ("gate", "up")}
 _BLOCK_ELEMENTS = 1 << 22
+_WORDS = {"A": "lora_A", "B": "lora_B", "whole": "weight, which modules_to_save names"}
 _MOST_BLOCKS = 1_000_000
 
 # Settings that change what an adapter computes, with the values that are computed here.
@@ -46,6 +50,8 @@ _COMPUTED: dict[str, tuple[object, ...]] = {
     # What "pissa", "olora", "corda", "loftq" and "lora_ga" train goes with a base whose weights they changed.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "use_rslora": (True, False, None),
+    # The names that PEFT gives the head of a model with one label, of which only the second is there.
+    "modules_to_save": (None, [], ["classifier", "score"], ["score", "classifier"], ["score"]),
 }
 # Settings that say where an adapter came from, or how it was trained, or which modules it has, which its tensors say.
 _TOLD = frozenset(
@@ -69,6 +75,7 @@ class LoraSettings:
         ranks: Ends of modules' names and their ranks; the first that fits counts.
         alphas: The same of alpha.
         base: Where the weights are that it was trained on, as its author called it.
+        has_head: Whether the value head comes with it.
     """
 
     rank: int
@@ -77,6 +84,7 @@ class LoraSettings:
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     base: str | None
+    has_head: bool
 
     def rank_of(self, module: str) -> int:
         """The rank of a module by its name in Hugging Face."""
@@ -127,6 +135,7 @@ def read_settings(values: Mapping[str, Any], *, where: str) -> LoraSettings:
         ranks={end: _rank(each, f"{where}: {at}") for end, each, at in _patterns(values, "rank_pattern", where)},
         alphas={end: _alpha(each, f"{where}: {at}") for end, each, at in _patterns(values, "alpha_pattern", where)},
         base=base,
+        has_head=bool(values.get("modules_to_save")),
     )
 
 
@@ -176,41 +185,57 @@ class Module(NamedTuple):
     out: int
     width: int
 
-    @property
-    def a(self) -> str:
-        """The logical name of its A."""
-        return self._factor("A")
+
+class Factor(NamedTuple):
+    """A tensor of an adapter.
+
+    Attributes:
+        module: Whose.
+        side: A or B; or all of the weight, of a head that was trained in full.
+    """
+
+    module: Module
+    side: Literal["A", "B", "whole"]
 
     @property
-    def b(self) -> str:
-        """The logical name of its B."""
-        return self._factor("B")
+    def name(self) -> str:
+        """Its logical name."""
+        if self.side == "whole":
+            return self.module.weight.name
+        stem = self.module.weight.name.removesuffix(".weight")
+        return ".".join(filter(None, (stem, "lora", self.module.part, self.side)))
 
-    def b_shape(self, rank: int) -> tuple[int, ...]:
-        """Of B in the view of its weight."""
-        return (2, self.out // 2, rank) if self.form == "halves" else (self.out, rank)
+    @property
+    def form(self) -> Form:
+        """How it comes into its logical view: B as the rows of its weight, where these are fused."""
+        return self.module.form if self.side == "B" and self.module.form in ("halves", "fused_qkv") else "same"
 
-    def _factor(self, side: str) -> str:
-        stem = self.weight.name.removesuffix(".weight")
-        return f"{stem}.lora.{side}" if self.part is None else f"{stem}.lora.{self.part}.{side}"
+    def shape(self, rank: int) -> tuple[int, ...]:
+        """In Hugging Face."""
+        module = self.module
+        return {"A": (rank, module.width), "B": (module.out, rank), "whole": (module.out, module.width)}[self.side]
+
+    def logical_shape(self, rank: int) -> tuple[int, ...]:
+        """In the logical view."""
+        out, last = self.shape(rank)
+        return (2, out // 2, last) if self.form == "halves" else (out, last)
 
 
-def linear_modules(described: Described) -> dict[str, Module]:
-    """Every linear module of a model by its name in Hugging Face.
+def linear_modules(described: Described) -> list[Module]:
+    """Every linear module of a model, in its order.
 
     Raises:
         ConfigError: The model has more layers and experts than any could.
     """
     specs = {spec.name: spec for spec in _base_spec(described.model, described.has_value_head).tensors}
-    found: dict[str, Module] = {}
+    found = []
     for logical, (form, names, shapes, _) in parts_of(described).items():
         spec = specs[logical]
         if not logical.endswith(".weight") or len(spec.shape) < 2 or spec.place == "embedding":
             continue
         parts = _PARTS.get(form, (None,))
         for name, (out, width), part in zip(names, shapes, parts, strict=True):
-            hf = name.removesuffix(".weight")
-            found[hf] = Module(hf, spec, part, form, out, width)
+            found.append(Module(name.removesuffix(".weight"), spec, part, form, out, width))
     return found
 
 
@@ -241,6 +266,9 @@ def adapter_spec(source: Source) -> ModelSpec:
     weights = {spec.name: spec for spec in base.tensors}
     specs = []
     for name, entry in source.tensors.items():
+        if name == HEAD and HEAD in weights:
+            specs.append(dataclasses.replace(weights[HEAD], dtype=entry.dtype))
+            continue
         match = _FACTOR.fullmatch(name)
         weight = None if match is None else weights.get(f"{match[1]}.weight")
         if match is None or weight is None or len(weight.shape) < 2:
@@ -286,47 +314,52 @@ def described_of(source: Source) -> Described:
     return describe(source.model, family=source.family, has_value_head=source.has_value_head)
 
 
-def check_adapter(source: Source) -> dict[str, Module]:
-    """The modules that an adapter has factors for, by their names in Hugging Face.
+def check_adapter(source: Source) -> dict[str, Factor]:
+    """The tensors of an adapter by their logical names, in the model's order.
 
     Raises:
-        CheckpointError: Its factors are not those of its settings and model.
+        CheckpointError: They are not those of its settings and model.
         ConfigError: The settings ask for what is not computed.
     """
     return check_factors(str(source.path), source.tensors, linear_modules(described_of(source)), settings_of(source))
 
 
 def check_factors(
-    source: str, factors: Mapping[str, TensorEntry], modules: Mapping[str, Module], settings: LoraSettings
-) -> dict[str, Module]:
-    """The modules that an adapter has factors for, by their names in Hugging Face, all of them whole and fitting.
+    source: str, tensors: Mapping[str, TensorEntry], modules: Iterable[Module], settings: LoraSettings
+) -> dict[str, Factor]:
+    """The tensors of an adapter by their logical names, in the order of the modules, all of them whole and fitting.
 
     Args:
         source: What messages call the adapter.
-        factors: Its logical tensors.
+        tensors: Its logical tensors.
         modules: Of its base.
         settings: Give the ranks.
 
     Raises:
-        CheckpointError: It has none; one lacks its counterpart, has another shape, or its module is not in the base.
+        CheckpointError: There is none; one lacks its counterpart, has another shape, or its module is not in the base.
     """
-    found = {hf: module for hf, module in modules.items() if module.a in factors or module.b in factors}
-    known = {name for module in found.values() for name in (module.a, module.b)}
-    for name in factors:
-        if name not in known:
-            raise CheckpointError(f"{source}: {name} belongs to no linear module of the base; is the base another one?")
-    if not found:
+    found: dict[str, Factor] = {}
+    for module in modules:
+        is_whole = settings.has_head and module.weight.name == HEAD
+        factors = [Factor(module, "whole")] if is_whole else [Factor(module, "A"), Factor(module, "B")]
+        if is_whole or any(factor.name in tensors for factor in factors):
+            found |= {factor.name: factor for factor in factors}
+    for name in tensors:
+        if name not in found:
+            raise CheckpointError(
+                f"{source}: {name} goes with no linear module of the base as {CONFIG} has it; is the base another one?"
+            )
+    for name, factor in found.items():
+        if name not in tensors:
+            raise CheckpointError(f"{source}: {factor.module.hf} has no {_WORDS[factor.side]}; restore it from a copy")
+        expected = factor.logical_shape(settings.rank_of(factor.module.hf))
+        if tensors[name].shape != expected:
+            raise CheckpointError(
+                f"{source}: {name} of {factor.module.hf} is {list(tensors[name].shape)}, expected {list(expected)} by "
+                "the base and the rank; is it the adapter of another model?"
+            )
+    if all(factor.side == "whole" for factor in found.values()):
         raise CheckpointError(f"{source}: has no factors; restore it from a copy")
-    for hf, module in found.items():
-        rank = settings.rank_of(hf)
-        for name, shape in ((module.a, (rank, module.width)), (module.b, module.b_shape(rank))):
-            if name not in factors:
-                raise CheckpointError(f"{source}: {hf} has no {name[-1]}; restore it from a copy")
-            if factors[name].shape != shape:
-                raise CheckpointError(
-                    f"{source}: {name} of {hf} is {list(factors[name].shape)}, expected {list(shape)} by the base and "
-                    "rank; is it the adapter of another model?"
-                )
     return found
 
 
@@ -356,18 +389,21 @@ class MergedSource:
         self._settings = settings_of(adapter)
         modules = linear_modules(described_of(base))
         self._updates: dict[str, list[Module]] = {}
-        for module in check_factors(str(adapter.path), adapter.tensors, modules, self._settings).values():
-            self._updates.setdefault(module.weight.name, []).append(module)
+        for factor in check_factors(str(adapter.path), adapter.tensors, modules, self._settings).values():
+            if factor.side == "B":
+                self._updates.setdefault(factor.module.weight.name, []).append(factor.module)
 
     def read(self, tensor: str) -> Tensor:
         """See ``Source``; an updated tensor is new memory."""
         weight = self._base.read(tensor)
+        if tensor == HEAD and tensor in self._adapter.tensors:
+            return self._adapter.read(tensor).to(weight.dtype)
         if tensor not in self._updates:
             return weight
         merged = weight.clone(memory_format=torch.contiguous_format)
         for module in self._updates[tensor]:
-            a, b = self._adapter.read(module.a).float(), self._adapter.read(module.b)
-            _add(_rows_of(merged, module, self.model), b, a, self._settings.scale_of(module.hf))
+            a, b = (self._adapter.read(Factor(module, side).name) for side in ("A", "B"))
+            _add(_rows_of(merged, module, self.model), b, a.float(), self._settings.scale_of(module.hf))
         return merged
 
     def release(self) -> None:

@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
 from hybridflow.checkpoint.forms import from_logical, to_logical
 from hybridflow.checkpoint.huggingface import ASSETS, INDEX, SINGLE, identity_of, read_assets
-from hybridflow.checkpoint.lora import CONFIG, Module, check_adapter, check_factors, linear_modules, parse_settings
+from hybridflow.checkpoint.lora import CONFIG, Factor, check_adapter, check_factors, linear_modules, parse_settings
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.checkpoint.source import Source
 from hybridflow.checkpoint.tensor_file import Entry, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.config_json import Described
-from hybridflow.families.family import Form
 from hybridflow.reshard.spec import DType
 
 WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-_SIDES = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
+_ENDS: dict[Literal["A", "B", "whole"], str] = {"A": "lora_A.weight", "B": "lora_B.weight", "whole": "weight"}
 _ASSETS = (CONFIG, *(name for name in ASSETS if name not in ("config.json", "generation_config.json")))
 
 
@@ -75,27 +74,24 @@ class PeftSource:
             )
         self._file = TensorFile(path / WEIGHTS)
         modules = linear_modules(base)
-        self._where: dict[str, tuple[str, Module]] = {}
+        self._where: dict[str, tuple[str, Factor]] = {}
+        by_key = {_key(factor): factor for module in modules for factor in (Factor(module, side) for side in _ENDS)}
         for key in self._file.entries:
-            hf, side = _parse(key)
-            if hf not in modules:
+            if key not in by_key:
                 raise CheckpointError(
-                    f"{path / WEIGHTS}: {key} belongs to no linear module of the base, a {base.family.name} of "
-                    f"{base.model.num_layers} layers; expected keys like {_PREFIX}{next(iter(modules))}{_SIDES['A']}: "
-                    "give the base that the adapter was trained on"
+                    f"{path / WEIGHTS}: {key} goes with no linear module of the base, a {base.family.name} of "
+                    f"{base.model.num_layers} layers; expected keys like {next(iter(by_key))}: give the base that the "
+                    "adapter was trained on, or save the adapter with save_embedding_layers=False"
                 )
-            self._where[modules[hf].a if side == "A" else modules[hf].b] = key, modules[hf]
-        found = {name: self._entry(name) for name in self._where}
-        present = check_factors(str(path / WEIGHTS), found, modules, settings)
-        self.tensors: Mapping[str, TensorEntry] = {
-            name: found[name] for module in present.values() for name in (module.a, module.b)
-        }
+            self._where[by_key[key].name] = key, by_key[key]
+        entries = {name: self._entry(key, factor) for name, (key, factor) in self._where.items()}
+        factors = check_factors(str(path / WEIGHTS), entries, modules, settings)
+        self.tensors: Mapping[str, TensorEntry] = {name: entries[name] for name in factors}
 
     def read(self, tensor: str) -> Tensor:
         """See ``Source``."""
-        key, module = self._where[tensor]
-        values = self._file.read(key)
-        return values if tensor == module.a else to_logical(_b_form(module), [values], self.model)
+        key, factor = self._where[tensor]
+        return to_logical(factor.form, [self._file.read(key)], self.model)
 
     def release(self) -> None:
         """See ``Source``."""
@@ -109,13 +105,11 @@ class PeftSource:
         """See ``Source``."""
         return identity_of([self.path / name for name in (*_ASSETS, WEIGHTS)])
 
-    def _entry(self, name: str) -> TensorEntry:
-        """Of a factor in its logical view; one that does not fit it is left as it is, to be told by its shape."""
-        key, module = self._where[name]
+    def _entry(self, key: str, factor: Factor) -> TensorEntry:
+        """In the logical view; a tensor that does not fit it is left as it is, to be told by its shape."""
         dtype, shape = self._file.entries[key]
-        if name == module.b and len(shape) == 2 and shape[0] == module.out:
-            shape = module.b_shape(shape[1])
-        return TensorEntry(dtype, shape)
+        fits = len(shape) == 2 and shape == factor.shape(shape[0] if factor.side == "A" else shape[1])
+        return TensorEntry(dtype, factor.logical_shape(shape[1]) if fits and factor.side == "B" else shape)
 
 
 class PeftTarget:
@@ -136,27 +130,23 @@ class PeftTarget:
     def __init__(self, source: Source, dtype: DType | None = None) -> None:
         self._assets = {name: data for name, data in source.assets().items() if name in _ASSETS}
         self._model = source.model
-        self._where: dict[str, tuple[str, Module]] = {}
-        entries: dict[str, Entry] = {}
-        for hf, module in check_adapter(source).items():
-            for side, name in (("A", module.a), ("B", module.b)):
-                entry = source.tensors[name]
-                key = f"{_PREFIX}{hf}{_SIDES[side]}"
-                shape = (module.out, entry.shape[-1]) if side == "B" else entry.shape
-                entries[key] = Entry(entry.dtype if dtype is None else dtype, shape)
-                self._where[name] = key, module
+        self._where = check_adapter(source)
+        entries = {}
+        for name, factor in self._where.items():
+            found = source.tensors[name]
+            rank = found.shape[0] if factor.side == "A" else found.shape[-1]
+            entries[_key(factor)] = Entry(found.dtype if dtype is None else dtype, factor.shape(rank))
         self.files: Mapping[str, Mapping[str, Entry]] = {WEIGHTS: dict(sorted(entries.items()))}
 
     def places(self, tensor: str) -> list[tuple[str, str]]:
         """See ``Target``."""
-        return [(WEIGHTS, self._where[tensor][0])]
+        return [(WEIGHTS, _key(self._where[tensor]))]
 
     def parts(self, tensor: str, values: Tensor, files: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
         """See ``Target``."""
-        key, module = self._where[tensor]
+        factor = self._where[tensor]
         if WEIGHTS in files:
-            part = values if tensor == module.a else from_logical(_b_form(module), values, self._model)[0]
-            yield WEIGHTS, key, part
+            yield WEIGHTS, _key(factor), from_logical(factor.form, values, self._model)[0]
 
     def open(self, path: Path, file: str) -> TensorFileWriter:
         """See ``Target``."""
@@ -168,17 +158,9 @@ class PeftTarget:
             write_bytes(folder / name, data)
 
 
-def _b_form(module: Module) -> Form:
-    """How B, whose rows are those of the weight, comes into the view of the weight."""
-    return module.form if module.form in ("halves", "fused_qkv") else "same"
-
-
-def _parse(key: str) -> tuple[str | None, str]:
-    """The module and side of a key of PEFT's; no module where it is none."""
-    for side, end in _SIDES.items():
-        if key.startswith(_PREFIX) and key.endswith(end):
-            return key[len(_PREFIX) : -len(end)], side
-    return None, ""
+def _key(factor: Factor) -> str:
+    """What PEFT calls a tensor."""
+    return f"base_model.model.{factor.module.hf}.{_ENDS[factor.side]}"
 
 
 def _config(path: Path) -> bytes:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import json
 import math
 import re
 import textwrap
@@ -22,7 +25,11 @@ from hybridflow.sections import to_dict
 if TYPE_CHECKING:
     from hybridflow.checkpoint.source import Source
 
+_ADAPTER = "adapter_config.json"
+_SAID = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "base_model_name_or_path")
 _HASHED = ("megatron", "hdf5")
+_JOB = "job.json"
+_INCOMPLETE = (".tmp", ".part")
 _STEP = re.compile(r"step_[0-9]+")
 
 
@@ -41,6 +48,7 @@ class Contents:
         files: Size of each, by its name below ``path``.
         progress: The optimizer's; None without one.
         written_by: Versions; none where the format has none.
+        adapter: What ``adapter_config.json`` says, of a LoRA adapter; None for a model.
         verified: What was checked of its bytes, in words; None: nothing.
     """
 
@@ -54,6 +62,7 @@ class Contents:
     files: Mapping[str, int]
     progress: Progress | None = None
     written_by: Mapping[str, str] = field(default_factory=dict)
+    adapter: Mapping[str, Any] | None = None
     verified: str | None = None
 
     @property
@@ -80,6 +89,7 @@ class Contents:
             "dtypes": dtypes(self.weights.values()),
             "progress": None if self.progress is None else self.progress._asdict(),
             "written_by": dict(self.written_by),
+            "adapter": None if self.adapter is None else dict(self.adapter),
             "verified": self.verified,
             "files": dict(self.files),
             "tensors": {
@@ -156,33 +166,61 @@ def look(path: Path, *, base: Path | None = None, verify: Callable[[Contents], C
 def _collection(path: Path, verify: Callable[[Contents], Contents] | None) -> Collection | None:
     """The checkpoints in a directory of a run; None where it is none."""
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if (folder / _JOB).is_file():
+        return _step(folder, verify)
     if not folder.is_dir():
         return None
     names = sorted(each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
     members: dict[str, Looked] = {}
     for name in names:
         if _STEP.fullmatch(name):
-            step = _collection(folder / name, verify)
-            members[name] = (
-                step if step is not None else Damaged(path=folder / name, error="holds no role's checkpoint")
-            )
-        elif (folder / name / manifest.NAME).is_file():
-            members[name] = _member(folder / name, verify)
+            members[name] = _tried(folder / name, lambda path: _step(path, verify))
+        elif (folder / name / manifest.NAME).is_file() and not name.endswith(_INCOMPLETE):
+            members[name] = _tried(folder / name, lambda path: _model(path, verify))
     latest = folder / "latest"
     if not members and not latest.is_file():
         return None
     return Collection(
         path=folder,
-        latest=latest.read_text(encoding="utf-8").strip() if latest.is_file() else None,
+        latest=latest.read_text(encoding="utf-8", errors="replace").strip()[:80] if latest.is_file() else None,
         members=members,
-        incomplete=tuple(name for name in names if name.endswith((".tmp", ".part"))),
+        incomplete=tuple(name for name in names if name.endswith(_INCOMPLETE)),
     )
 
 
-def _member(path: Path, verify: Callable[[Contents], Contents] | None) -> Contents | Damaged:
+def _step(path: Path, verify: Callable[[Contents], Contents] | None) -> Collection:
+    """The roles that a step has of its own; those that it shares with other steps must be there.
+
+    Raises:
+        CheckpointError: What says which roles there are is missing or damaged.
+    """
+    body = manifest.read_digested(path / _JOB, "restore it from a copy")
     try:
-        found = model_directory(path)
-        return found if verify is None else verify(found)
+        roles = {role: (path.parent / record["directory"], record["sha256"]) for role, record in body["roles"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path / _JOB}: is malformed: {error!r}; restore it from a copy") from error
+
+    def role_of(expected: str, folder: Path) -> Contents:
+        file = folder / manifest.NAME
+        found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "no such file"
+        if found != expected:
+            raise CheckpointError(f"{file}: found {found}, expected sha256 {expected}; restore it from a copy")
+        return _model(folder, verify if folder.parent == path else None)
+
+    found = {role: _tried(folder, functools.partial(role_of, sha256)) for role, (folder, sha256) in roles.items()}
+    own = {role: each for role, each in found.items() if each.path.parent == path or isinstance(each, Damaged)}
+    return Collection(path=path, latest=None, members=own)
+
+
+def _model(path: Path, verify: Callable[[Contents], Contents] | None) -> Contents:
+    found = model_directory(path)
+    return found if verify is None else verify(found)
+
+
+def _tried(path: Path, read: Callable[[Path], Contents | Collection]) -> Looked:
+    """What is there, or what is wrong with it, so that the rest is looked at too."""
+    try:
+        return read(path)
     except CheckpointError as error:
         return Damaged(path=path, error=str(error))
 
@@ -207,6 +245,7 @@ def model_directory(path: Path) -> Contents:
         held = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
         if held != f"{size} bytes":
             raise CheckpointError(f"{file}: found {held}, expected {size} bytes; restore it from a copy")
+    adapter = path / "assets" / _ADAPTER
     return Contents(
         path=path,
         format="megatron",
@@ -218,6 +257,7 @@ def model_directory(path: Path) -> Contents:
         files=_files(path),
         progress=found.progress,
         written_by=found.written_by,
+        adapter=_parsed(adapter.read_bytes(), adapter) if adapter.is_file() else None,
     )
 
 
@@ -232,7 +272,15 @@ def source_contents(source: Source) -> Contents:
         layout=source.layout,
         tensors={WEIGHT: source.tensors},
         files=_files(source.path),
+        adapter=_parsed(source.assets()[_ADAPTER], source.path / _ADAPTER) if source.format == "peft" else None,
     )
+
+
+def _parsed(content: bytes, path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(content))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: found {error}, expected a JSON object; restore it from a copy") from error
 
 
 def _files(path: Path) -> dict[str, int]:
@@ -354,6 +402,8 @@ def _facts(found: Contents) -> str:
         rows["optimizer"] = (
             f"{found.progress.num_steps} steps taken, next learning rate {found.progress.learning_rate:g}"
         )
+    if found.adapter is not None:
+        rows["adapter"] = "LoRA, " + " ".join(f"{key}={found.adapter[key]}" for key in _SAID if found.adapter.get(key))
     for kind, tensors in found.tensors.items():
         if kind != WEIGHT:
             sizes = dtypes(tensors.values()).items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -82,10 +83,19 @@ def add_commands(commands: Any) -> None:
     diff.set_defaults(run=_diff, recipe=None, overrides=())
 
 
-def _explained(error: HybridflowError) -> int:
+def _explained(error: HybridflowError | OSError) -> int:
     """Tell an error, and give the exit status that stands for it."""
     print(f"hybridflow: {error}", file=sys.stderr, flush=True)
-    return DAMAGED if isinstance(error, CheckpointError) else _WRONG_REQUEST
+    return DAMAGED if isinstance(error, (CheckpointError, OSError)) else _WRONG_REQUEST
+
+
+def _print(text: str) -> None:
+    """Print to whoever still listens: ``| head`` closes its end early."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What Python would flush at exit has nowhere to go either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -96,12 +106,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
     try:
         found = look(arguments.path, base=arguments.base, verify=verify if arguments.verify else None)
-    except HybridflowError as error:
+    except (HybridflowError, OSError) as error:
         return _explained(error)
     if arguments.json:
-        print(json.dumps(found.to_dict(), indent=1))
+        _print(json.dumps(found.to_dict(), indent=1))
     else:
-        print(as_text(found, every_tensor=arguments.tensors))
+        _print(as_text(found, every_tensor=arguments.tensors))
     return DAMAGED if is_damaged(found) else 0
 
 
@@ -118,12 +128,12 @@ def _diff(arguments: argparse.Namespace) -> int:
 
             pair = AllKinds(one.path), AllKinds(other.path)
         found = compare(*pair, settings, _Progress("compared", lambda count: f"{count:,} elements"))
-    except HybridflowError as error:
+    except (HybridflowError, OSError) as error:
         return _explained(error)
     if arguments.json:
-        print(json.dumps({"one": str(one.path), "other": str(other.path), **found.to_dict()}, indent=1))
+        _print(json.dumps({"one": str(one.path), "other": str(other.path), **found.to_dict()}, indent=1))
     else:
-        print(_as_text(found, one.path, other.path, len(found.compared) if arguments.all else _WORST))
+        _print(_as_text(found, one.path, other.path, len(found.compared) if arguments.all else _WORST))
     return 0 if found.is_equal else DIFFERENT
 
 
@@ -174,9 +184,11 @@ class _Progress:
 
     def __init__(self, what: str, text: Any) -> None:
         self._what, self._text = what, text
-        self._told_s = time.monotonic()
+        self._told_s: float | None = None
 
     def __call__(self, done: int, total: int) -> None:
+        if self._told_s is None:
+            self._told_s = time.monotonic()
         if time.monotonic() - self._told_s >= _REPORT_EVERY_S:
             self._told_s = time.monotonic()
             print(f"{self._what} {self._text(done)} of {self._text(total)}", file=sys.stderr, flush=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridflow.checkpoint import lora
-from hybridflow.checkpoint.huggingface import CONFIG, MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget, read_json
+from hybridflow.checkpoint.assets import ADAPTER_CONFIG, CONFIG, read_json
+from hybridflow.checkpoint.huggingface import MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
 from hybridflow.checkpoint.manifest import NAME
 from hybridflow.checkpoint.peft_dir import PeftSource, PeftTarget, base_of, is_peft
 from hybridflow.checkpoint.sharded import ShardedSource, ShardedTarget, find_model
@@ -77,9 +78,9 @@ READABLE: dict[str, Readable] = {
 _OF_ADAPTERS = ("megatron", "peft")
 
 WRITABLE: dict[str, Writable] = {
-    "peft": Writable(("dtype",), lambda source, options: PeftTarget(source, options.dtype)),
     "megatron": Writable(("dtype", "layout"), _to_megatron),
     "hf": Writable(("dtype", "max_shard_bytes"), _to_hf),
+    "peft": Writable(("dtype",), lambda source, options: PeftTarget(source, options.dtype)),
 }
 
 
@@ -101,10 +102,14 @@ def open_source(path: Path, *, base: Path | None = None) -> Source:
             return readable.open(path)
     if path.is_dir():
         names = sorted(file.name for file in path.iterdir())
-        found = f"a directory with {', '.join(names[:8])}{' …' if len(names) > 8 else ''}" if names else "an empty one"
+        found = (
+            f"a directory with {', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
+            if names
+            else "an empty directory"
+        )
     else:
         found = "a file" if path.exists() else "nothing"
-    looks_like = {name: readable.looks_like for name, readable in READABLE.items()} | {"peft": lora.CONFIG}
+    looks_like = {name: readable.looks_like for name, readable in READABLE.items()} | {"peft": ADAPTER_CONFIG}
     formats = "; ".join(f"{name}: {each}" for name, each in looks_like.items())
     raise CheckpointError(f"{path}: found {found}, expected a checkpoint ({formats}); give the path of one")
 

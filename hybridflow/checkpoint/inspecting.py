@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import math
 import re
 import textwrap
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.checkpoint import manifest
+from hybridflow.checkpoint.assets import ADAPTER_CONFIG, read_json
 from hybridflow.checkpoint.manifest import WEIGHT, Progress, TensorEntry, num_bytes, read_manifest
 from hybridflow.dataflow.render import format_ranks
 from hybridflow.errors import CheckpointError
@@ -25,7 +25,6 @@ from hybridflow.sections import to_dict
 if TYPE_CHECKING:
     from hybridflow.checkpoint.source import Source
 
-_ADAPTER = "adapter_config.json"
 _SAID = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "base_model_name_or_path")
 _HASHED = ("megatron", "hdf5")
 _JOB = "job.json"
@@ -245,7 +244,7 @@ def model_directory(path: Path) -> Contents:
         held = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
         if held != f"{size} bytes":
             raise CheckpointError(f"{file}: found {held}, expected {size} bytes; restore it from a copy")
-    adapter = path / "assets" / _ADAPTER
+    adapter = path / "assets" / ADAPTER_CONFIG
     return Contents(
         path=path,
         format="megatron",
@@ -257,7 +256,7 @@ def model_directory(path: Path) -> Contents:
         files=_files(path),
         progress=found.progress,
         written_by=found.written_by,
-        adapter=_parsed(adapter.read_bytes(), adapter) if adapter.is_file() else None,
+        adapter=read_json(adapter) if adapter.is_file() else None,
     )
 
 
@@ -272,15 +271,8 @@ def source_contents(source: Source) -> Contents:
         layout=source.layout,
         tensors={WEIGHT: source.tensors},
         files=_files(source.path),
-        adapter=_parsed(source.assets()[_ADAPTER], source.path / _ADAPTER) if source.format == "peft" else None,
+        adapter=read_json(source.path / ADAPTER_CONFIG) if source.format == "peft" else None,
     )
-
-
-def _parsed(content: bytes, path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(content))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: found {error}, expected a JSON object; restore it from a copy") from error
 
 
 def _files(path: Path) -> dict[str, int]:

@@ -25,7 +25,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint.huggingface import parse_json, parts_of
+from hybridflow.checkpoint.assets import ADAPTER_CONFIG, parse_json
+from hybridflow.checkpoint.huggingface import parts_of
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.source import Source
 from hybridflow.errors import CheckpointError, ConfigError
@@ -35,7 +36,6 @@ from hybridflow.families.model import Model
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
 
-CONFIG = "adapter_config.json"
 HEAD = "value_head.weight"
 _FACTOR = re.compile(r"(.+)\.lora(?:\.(q|k|v|gate|up))?\.([AB])")
 _PARTS: dict[Form, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "stack": ("gate", "up")}
@@ -124,7 +124,7 @@ def read_settings(values: Mapping[str, Any], *, where: str) -> LoraSettings:
             )
     for key in ("peft_type", "r", "lora_alpha"):
         if key not in values:
-            raise ConfigError(f"{where}: {key} is missing; is it the {CONFIG} of a LoRA adapter?")
+            raise ConfigError(f"{where}: {key} is missing; is it the {ADAPTER_CONFIG} of a LoRA adapter?")
     rank, base = values["r"], values.get("base_model_name_or_path")
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{where}: base_model_name_or_path={json.dumps(base)}; expected text")
@@ -347,7 +347,8 @@ def check_factors(
     for name in tensors:
         if name not in found:
             raise CheckpointError(
-                f"{source}: {name} goes with no linear module of the base as {CONFIG} has it; is the base another one?"
+                f"{source}: {name} goes with no linear module of the base as {ADAPTER_CONFIG} has it; "
+                "is the base another one?"
             )
     for name, factor in found.items():
         if name not in tensors:
@@ -427,10 +428,10 @@ def settings_of(adapter: Source) -> LoraSettings:
         CheckpointError: There are none, or they are no JSON.
         ConfigError: They ask for what is not computed here.
     """
-    text = adapter.assets().get(CONFIG)
+    text = adapter.assets().get(ADAPTER_CONFIG)
     if text is None:
-        raise CheckpointError(f"{adapter.path}: holds no {CONFIG}; expected a LoRA adapter")
-    return parse_settings(text, where=str(adapter.path / CONFIG))
+        raise CheckpointError(f"{adapter.path}: holds no {ADAPTER_CONFIG}; expected a LoRA adapter")
+    return parse_settings(text, where=str(adapter.path / ADAPTER_CONFIG))
 
 
 def parse_settings(text: bytes, *, where: str) -> LoraSettings:

@@ -9,9 +9,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from hybridflow.checkpoint.assets import ADAPTER_CONFIG, ASSETS, CONFIG, identity_of, read_assets
 from hybridflow.checkpoint.forms import from_logical, to_logical
-from hybridflow.checkpoint.huggingface import ASSETS, INDEX, SINGLE, identity_of, read_assets
-from hybridflow.checkpoint.lora import CONFIG, Factor, check_adapter, check_factors, linear_modules, parse_settings
+from hybridflow.checkpoint.huggingface import INDEX, SINGLE
+from hybridflow.checkpoint.lora import Factor, check_adapter, check_factors, linear_modules, parse_settings
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.checkpoint.source import Source
@@ -22,12 +23,12 @@ from hybridflow.reshard.spec import DType
 
 WEIGHTS = "adapter_model.safetensors"
 _ENDS: dict[Literal["A", "B", "whole"], str] = {"A": "lora_A.weight", "B": "lora_B.weight", "whole": "weight"}
-_ASSETS = (CONFIG, *(name for name in ASSETS if name not in ("config.json", "generation_config.json")))
+_ASSETS = (ADAPTER_CONFIG, *(name for name in ASSETS if name not in (CONFIG, "generation_config.json")))
 
 
 def is_peft(path: Path) -> bool:
     """Whether an adapter lies at a path; a whole model beside goes before it."""
-    return (path / CONFIG).is_file() and not any((path / name).is_file() for name in (SINGLE, INDEX))
+    return (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in (SINGLE, INDEX))
 
 
 def base_of(path: Path) -> Path:
@@ -37,12 +38,12 @@ def base_of(path: Path) -> Path:
         CheckpointError: ``adapter_config.json`` is damaged.
         ConfigError: There is no such directory; or the settings ask for what is not computed.
     """
-    named = parse_settings(_config(path), where=str(path / CONFIG)).base
-    folder = path if named is None or (path / "config.json").is_file() else Path(named).expanduser()
-    if not (folder / "config.json").is_file():
+    named = parse_settings(_config(path), where=str(path / ADAPTER_CONFIG)).base
+    folder = path if named is None or (path / CONFIG).is_file() else Path(named).expanduser()
+    if not (folder / CONFIG).is_file():
         raise ConfigError(
-            f"{path / CONFIG}: base_model_name_or_path={json.dumps(named)} is no directory with a config.json here; "
-            "give the base model's directory: --base DIR"
+            f"{path / ADAPTER_CONFIG}: base_model_name_or_path={json.dumps(named)} is no directory with a {CONFIG} "
+            "here; give the base model's directory: --base DIR"
         )
     return folder
 
@@ -66,7 +67,7 @@ class PeftSource:
         self.path = path
         self.family: str | None = base.family.name
         self.model, self.has_value_head = base.model, base.has_value_head
-        settings = parse_settings(_config(path), where=str(path / CONFIG))
+        settings = parse_settings(_config(path), where=str(path / ADAPTER_CONFIG))
         if not (path / WEIGHTS).is_file():
             raise CheckpointError(
                 f"{path}: has no {WEIGHTS}; adapter_model.bin, which is a pickle, is not read: save the adapter with "
@@ -165,6 +166,6 @@ def _key(factor: Factor) -> str:
 
 def _config(path: Path) -> bytes:
     try:
-        return (path / CONFIG).read_bytes()
+        return (path / ADAPTER_CONFIG).read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path / CONFIG}: cannot be read: {error}; expected a LoRA adapter") from error
+        raise CheckpointError(f"{path / ADAPTER_CONFIG}: cannot be read: {error}; expected a LoRA adapter") from error

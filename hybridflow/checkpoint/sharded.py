@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hybridflow.checkpoint import lora
-from hybridflow.checkpoint.huggingface import ASSETS, identity_of, read_assets
+from hybridflow.checkpoint.assets import ADAPTER_CONFIG, ASSETS, identity_of, read_assets
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, TensorEntry, piece_key
 from hybridflow.checkpoint.model_dir import ModelDir, write_bytes, write_manifest
 from hybridflow.checkpoint.source import Source
@@ -24,7 +24,7 @@ from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.reshard.spec import Box, DType, TensorSpec, cut, expert_block, num_elements, stage_of
 
 _ASSETS = "assets"
-_ASSET_NAMES = (*ASSETS, lora.CONFIG)
+_ASSET_NAMES = (*ASSETS, ADAPTER_CONFIG)
 
 
 def find_model(path: Path) -> Path | None:

@@ -74,7 +74,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
             )
     model = {setting: given[key] for key, setting in family.keys.items() if given.get(key) is not None}
     model |= family.always
-    model |= _rotary(given, where)
+    model |= _rotary(family, given, where)
     model |= _window(family, given, where)
     if given.get("query_pre_attn_scalar") is not None:
         model["attention_scale"] = float(given["query_pre_attn_scalar"]) ** -0.5
@@ -91,7 +91,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
 
 def _family(values: Mapping[str, Any], where: str) -> Family:
     name = values.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(
             f"{where}: model_type={name!r}: not a family known here; expected one of {', '.join(FAMILIES)}, or add a "
             "table for it (docs/families.md)"
@@ -135,7 +135,7 @@ def _has_value_head(family: Family, values: Mapping[str, Any], where: str) -> bo
     return True
 
 
-def _rotary(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _rotary(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Base and scaling, from the flat keys of older files or from ``rope_parameters``."""
     # As ``transformers`` has it: the older spelling goes before the newer.
     told = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
@@ -148,6 +148,11 @@ def _rotary(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {"rotary_base": float(base)}
     if kind == "su":  # what the first Phi-3 files call it
         kind = "longrope"
+    if kind not in family.scalings:
+        raise ConfigError(
+            f"{where}: rope_type={kind!r} is not computed for {family.name}; only 'default', "
+            f"{', '.join(map(repr, family.scalings))} is: choose another model"
+        )
     strangers = [
         f"{key}={value!r}"
         for key, value in told.items()
@@ -224,8 +229,12 @@ def describe(model: Model, *, family: str | None, has_value_head: bool) -> Descr
     nearest = min(strange, key=lambda name: len(strange[name]))
     common = [key for key in strange[nearest] if all(key in keys for keys in strange.values())]
     values = ", ".join(f"{key}={getattr(model, key)!r}" for key in common or strange[nearest])
-    owner = "no family of Hugging Face" if common and len(strange) > 1 else f"family {nearest}"
-    raise ConfigError(f"{owner} has models with {values}; expected settings of one of {', '.join(FAMILIES)}")
+    if len(strange) == 1:
+        raise ConfigError(f"family {nearest} has no models with {values}; expected settings that it has")
+    lacking = f"no family of Hugging Face has models with {values}"
+    if not common:
+        lacking = f"no family of Hugging Face has all of the model's settings; the nearest, {nearest}, has not {values}"
+    raise ConfigError(f"{lacking}; expected those of one of {', '.join(FAMILIES)}: write another format")
 
 
 def write_config(described: Described) -> dict[str, Any]:
@@ -330,8 +339,8 @@ def _written(described: Described) -> dict[str, Any]:
     config["head_dim"] = model.head_size
     if "query_pre_attn_scalar" in family.defaults:
         scale = model.head_size**-0.5 if model.attention_scale is None else model.attention_scale
-        whole = round(scale**-2)
-        config["query_pre_attn_scalar"] = whole if float(whole) ** -0.5 == scale else scale**-2
+        # An integer to transformers, so that not every scale can be said.
+        config["query_pre_attn_scalar"] = max(1, round(scale**-2))
     config |= _written_window(family, model)
     config |= _written_rotary(model)
     name = next(name for name, dtype in _DTYPES.items() if dtype == model.dtype)

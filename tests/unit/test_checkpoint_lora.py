@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch import nn
 
 from hybridflow.checkpoint.formats import Options, make_target, open_merged, open_source
 from hybridflow.checkpoint.lora import _add, read_settings
-from hybridflow.checkpoint.model_dir import ModelDir
+from hybridflow.checkpoint.manifest import read_manifest
+from hybridflow.checkpoint.model_dir import ModelDir, write_manifest
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.parallel.layout import ParallelLayout
 from tests.lora_cases import MAKERS, SIZES, make_adapter, make_model, write_as
@@ -347,9 +349,15 @@ def test_settings_of_a_cut_adapter_are_guarded(tmp_path):
 
 def test_more_layers_than_any_model_has_are_refused_before_they_are_listed(tmp_path):
     prepare("all", tmp_path)
+    folder = write_as("megatron", open_source(tmp_path / "adapter"), tmp_path / "m")
+    manifest = read_manifest(folder)
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, dataclasses.replace(manifest, model=dataclasses.replace(manifest.model, num_layers=10**9)))
+    with pytest.raises(HybridflowError, match="num_layers=1000000000"):
+        open_source(folder)
     path = tmp_path / "base/config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 10**9}))
-    with pytest.raises(HybridflowError, match="num_layers=1000000000"):
+    with pytest.raises(HybridflowError, match="num_hidden_layers=1000000000"):
         open_source(tmp_path / "adapter")
 
 

@@ -270,9 +270,11 @@ def _write(job: _Job, found: Iterable[Part], monitor: Monitor) -> None:
             _write_together(job, together, output, monitor)
         output.close(wait=True)
     except BaseException as error:
+        # A signal waits for no disk.
         output.close(wait=isinstance(error, Exception))
         raise
-    journal.close()
+    finally:
+        journal.close()
 
 
 def _write_together(job: _Job, files: Sequence[str], output: Output, monitor: Monitor) -> None:

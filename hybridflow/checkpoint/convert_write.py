@@ -142,15 +142,19 @@ class Output:
             self._sync.result()
 
     def _settle(self, parts: list[Part], begun: Mapping[str, Writer], complete: Mapping[str, Writer]) -> None:
-        for file, writer in {**begun, **complete}.items():
-            with as_write_errors(self._folder / file):
-                writer.sync()
-        for file, writer in complete.items():
-            with as_write_errors(self._folder / file):
-                writer.close()
+        with contextlib.ExitStack() as closing:
+            for file, writer in complete.items():
+                closing.callback(self._close, file, writer)
+            for file, writer in {**begun, **complete}.items():
+                with as_write_errors(self._folder / file):
+                    writer.sync()
         with as_write_errors(self._folder):
             sync_folder(self._folder)
             self._journal.append(parts)
+
+    def _close(self, file: str, writer: Writer) -> None:
+        with as_write_errors(self._folder / file):
+            writer.close()
 
 
 @contextlib.contextmanager

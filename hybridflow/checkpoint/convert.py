@@ -26,7 +26,17 @@ from hybridflow.checkpoint.convert_progress import Monitor, Progress
 from hybridflow.checkpoint.convert_ranks import PeerError, Ranks
 from hybridflow.checkpoint.convert_write import Output, as_write_errors, sync_folder
 from hybridflow.checkpoint.exit_status import exit_status
-from hybridflow.checkpoint.journal import FILES, Journal, Part, Plan, discard, read_journals, read_plan, write_plan
+from hybridflow.checkpoint.journal import (
+    FILES,
+    Journal,
+    Part,
+    Plan,
+    discard,
+    part_folder,
+    read_journals,
+    read_plan,
+    write_plan,
+)
 from hybridflow.checkpoint.source import Source, Target
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES
 from hybridflow.errors import CheckpointError, ConfigError, WriteError
@@ -73,6 +83,11 @@ class Summary:
     seconds: float
     peak_rss_anon_bytes: int
     hashes: Mapping[str, Mapping[str, str]]
+
+    @property
+    def mb_per_s(self) -> float:
+        """What this attempt wrote over its time."""
+        return (self.total_bytes - self.found_bytes) / 1e6 / max(self.seconds, 1e-9)
 
 
 def convert(
@@ -139,11 +154,6 @@ def convert(
             with contextlib.suppress(OSError):
                 ranks.tell_failure(str(error), exit_status(error))
             raise
-
-
-def part_folder(out: Path) -> Path:
-    """Where a conversion is written before it is complete."""
-    return out.with_name(f"{out.name}.part")
 
 
 def deal(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:

@@ -48,6 +48,17 @@ class Part(NamedTuple):
     sha256: str
 
 
+def part_folder(out: Path) -> Path:
+    """Where a conversion is written before it is complete.
+
+    Raises:
+        WriteError: The path has no name.
+    """
+    if out.name in ("", ".."):
+        raise WriteError(f"{out}: is no name of a new file or directory; give one")
+    return out.with_name(f"{out.name}.part")
+
+
 def write_plan(folder: Path, plan: Plan) -> None:
     """Note which plan the folder follows.
 

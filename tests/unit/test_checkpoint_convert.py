@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 
 from hybridflow.checkpoint import convert as engine
 from hybridflow.checkpoint import convert_write
-from hybridflow.checkpoint.convert import Place, cast, deal, part_folder
+from hybridflow.checkpoint.convert import Place, cast, deal
 from hybridflow.checkpoint.convert_ranks import FOLDER
-from hybridflow.checkpoint.journal import FILES, Journal, Part, read_journals
+from hybridflow.checkpoint.journal import FILES, Journal, Part, part_folder, read_journals
 from hybridflow.errors import CheckpointError, ConfigError, WriteError
 from tests.convert_doubles import PEER_FAILED, fork, make_tensors, run_plain, wait_for
 

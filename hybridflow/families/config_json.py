@@ -16,6 +16,7 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 _COMPUTED: dict[str, tuple[object, ...]] = {"quantization_config": (None,)}
 """Keys that any family may have, and the values that are computed here."""
 _MAX_LAYERS = 10_000
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROTARY_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 _ROTARY_LISTS = ("short_factor", "long_factor")
 _ROTARY_KEYS = {
@@ -254,6 +255,8 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
         # Code and labels do not travel along.
         gone = ("auto_map", "num_labels", "id2label", "label2id")
         config = {**{key: value for key, value in original.items() if key not in gone}, **head}
+    elif original is not None:
+        config |= {key: original[key] for key in _TOKENS if key in original}
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = dtype
@@ -319,6 +322,8 @@ def _written(described: Described) -> dict[str, Any]:
         "architectures": [family.scorer if described.has_value_head else family.causal],
         "model_type": family.name,
     }
+    # The settings do not know special tokens; those that transformers would fill in may be outside the vocabulary.
+    config |= dict.fromkeys(_TOKENS)
     config |= {key: allowed[0] for key, allowed in family.computed.items() if allowed[0] is not None}
     config |= {key: getattr(model, setting) for key, setting in family.keys.items()}
     config["num_key_value_heads"] = model.query_groups

@@ -85,7 +85,7 @@ COMMON_KEYS = {
 }
 """The keys that nearly all families share."""
 
-NO_DROPOUT = {"attention_dropout": (0, 0.0), "hidden_act": ("silu",)}
+NO_DROPOUT = {"attention_dropout": (0.0,), "hidden_act": ("silu",)}
 
 EMBEDDINGS = (
     Rule(logical="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",)),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from hybridflow.checkpoint.hdf5 import MASTER, HDF5Source, HDF5Target, is_hdf5
 from hybridflow.checkpoint.huggingface import CONFIG, MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
 from hybridflow.checkpoint.manifest import NAME
 from hybridflow.checkpoint.sharded import ShardedSource, ShardedTarget, find_model
@@ -65,15 +66,21 @@ def _to_megatron(source: Source, options: Options) -> Target:
     return ShardedTarget(source, layout, dtype=options.dtype)
 
 
+def _to_hdf5(source: Source, options: Options) -> Target:
+    return HDF5Target(source, layout=options.layout, dtype=options.dtype)
+
+
 # The first that lies at a path is taken, so the narrower stand first.
 READABLE: dict[str, Readable] = {
     "megatron": Readable(f"{NAME}, or a run's checkpoint", lambda path: find_model(path) is not None, ShardedSource),
     "hf": Readable(f"{CONFIG} and safetensors", lambda path: (path / CONFIG).is_file(), HuggingFaceSource),
+    "hdf5": Readable(f"an HDF5 file, or a directory with {MASTER}", is_hdf5, HDF5Source),
 }
 
 WRITABLE: dict[str, Writable] = {
     "megatron": Writable(("dtype", "layout"), _to_megatron),
     "hf": Writable(("dtype", "max_shard_bytes"), _to_hf),
+    "hdf5": Writable(("dtype", "layout"), _to_hdf5),
 }
 
 

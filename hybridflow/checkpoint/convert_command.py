@@ -35,6 +35,8 @@ EXAMPLES = """examples:
   hybridflow convert models/llama out/llama-tp2 --to megatron --layout tp2.pp2
   hybridflow convert out/llama-tp2 out/llama-hf --to hf --dtype bf16
   hybridflow convert models/llama out/llama.h5 --to hdf5
+  hybridflow convert models/llama out/llama-h5 --to hdf5 --layout tp2
+  hybridflow convert models/llama out/merged --to hf --merge-lora adapters/math
   hybridflow convert models/llama out/llama-tp4 --to megatron --layout tp4 --dry-run
   srun hybridflow convert models/llama out/llama-tp8 --to megatron --layout tp8.pp4 --json
 
@@ -67,10 +69,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="source_format", choices=SOURCES, help="that of SOURCE (default: what lies there)"
     )
-    parser.add_argument("--layout", metavar="LAYOUT", help="such as tp2.pp2 (default: not cut)")
+    parser.add_argument(
+        "--layout",
+        metavar="LAYOUT",
+        help="such as tp2.pp2; in HDF5 a file for each place of it, and one that joins them (default: not cut)",
+    )
     parser.add_argument("--dtype", choices=_DTYPES, help="number format, rounded to nearest (default: the source's)")
     parser.add_argument("--max-shard-gb", type=float, metavar="GB", help="largest file of --to hf (default: 5)")
     parser.add_argument("--family", metavar="NAME", help="of Hugging Face, where the source does not know its own")
+    parser.add_argument("--merge-lora", type=Path, metavar="DIR", help="add the updates of an adapter to the weights")
+    parser.add_argument("--base", type=Path, metavar="DIR", help="of SOURCE, an adapter that names no base at hand")
     parser.add_argument("--restart", action="store_true", help="discard what an earlier attempt left in OUT.part")
     parser.add_argument(
         "--deadline",
@@ -120,22 +128,26 @@ def _run(arguments: argparse.Namespace, start: Start) -> int:
 
 def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, object]]:
     """Source and target of the request, and the request in words."""
-    from hybridflow.checkpoint.formats import READABLE, make_target, open_source
+    from hybridflow.checkpoint.formats import READABLE, make_target, open_merged, open_source
     from hybridflow.families.tables import FAMILIES
 
-    if arguments.source_format is None:
-        source = open_source(arguments.source)
-    elif arguments.source_format in READABLE:
-        source = READABLE[arguments.source_format].open(arguments.source)
+    wanted = arguments.source_format
+    if wanted in READABLE:
+        source = READABLE[wanted].open(arguments.source)
     else:
-        raise ConfigError(f"--from {arguments.source_format}: expected one of {', '.join(READABLE)}")
+        source = open_source(arguments.source, base=arguments.base)
+    if wanted not in (None, source.format):
+        raise ConfigError(f"--from {wanted}: {arguments.source} is of format {source.format}; leave --from out")
     if arguments.family is not None:
         if arguments.family not in FAMILIES:
             raise ConfigError(f"--family {arguments.family}: not known; expected one of {', '.join(FAMILIES)}")
         source.family = arguments.family
+    if arguments.merge_lora is not None:
+        source = open_merged(source, arguments.merge_lora)
     target = make_target(arguments.to, source, _options(arguments))
-    names = ("to", "layout", "dtype", "max_shard_gb", "family")
-    return source, target, {name: getattr(arguments, name) for name in names}
+    names = ("to", "layout", "dtype", "max_shard_gb", "family", "merge_lora")
+    asked = {name: getattr(arguments, name) for name in names}
+    return source, target, {name: None if value is None else str(value) for name, value in asked.items()}
 
 
 def _options(arguments: argparse.Namespace) -> Options:

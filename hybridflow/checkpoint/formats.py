@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from hybridflow.checkpoint import lora
 from hybridflow.checkpoint.assets import ADAPTER_CONFIG, CONFIG, read_json
+from hybridflow.checkpoint.hdf5 import MASTER, HDF5Source, HDF5Target, is_hdf5
 from hybridflow.checkpoint.huggingface import MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
 from hybridflow.checkpoint.manifest import NAME
 from hybridflow.checkpoint.peft_dir import PeftSource, PeftTarget, base_of, is_peft
@@ -69,10 +70,15 @@ def _to_megatron(source: Source, options: Options) -> Target:
     return ShardedTarget(source, layout, dtype=options.dtype)
 
 
+def _to_hdf5(source: Source, options: Options) -> Target:
+    return HDF5Target(source, layout=options.layout, dtype=options.dtype)
+
+
 # The first that lies at a path is taken, so the narrower stand first.
 READABLE: dict[str, Readable] = {
     "megatron": Readable(f"{NAME}, or a run's checkpoint", lambda path: find_model(path) is not None, ShardedSource),
     "hf": Readable(f"{CONFIG} and safetensors", lambda path: (path / CONFIG).is_file(), HuggingFaceSource),
+    "hdf5": Readable(f"an HDF5 file, or a directory with {MASTER}", is_hdf5, HDF5Source),
 }
 
 _OF_ADAPTERS = ("megatron", "peft")
@@ -80,6 +86,7 @@ _OF_ADAPTERS = ("megatron", "peft")
 WRITABLE: dict[str, Writable] = {
     "megatron": Writable(("dtype", "layout"), _to_megatron),
     "hf": Writable(("dtype", "max_shard_bytes"), _to_hf),
+    "hdf5": Writable(("dtype", "layout"), _to_hdf5),
     "peft": Writable(("dtype",), lambda source, options: PeftTarget(source, options.dtype)),
 }
 

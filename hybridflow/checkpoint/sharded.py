@@ -172,6 +172,10 @@ class ShardedTarget:
         """See ``Target``."""
         return [(part.file, part.key) for part in self._parts[tensor]]
 
+    def boxes(self, tensor: str) -> list[tuple[str, str, Box]]:
+        """File, key and box of every part of a logical tensor."""
+        return [(part.file, part.key, part.box) for part in self._parts[tensor]]
+
     def parts(self, tensor: str, values: Tensor, files: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
         """See ``Target``."""
         for part in self._parts[tensor]:

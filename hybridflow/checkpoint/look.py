@@ -11,20 +11,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.errors import CheckpointError, HybridflowError
+from hybridflow.checkpoint.exit_status import DONE, SOURCE, exit_status
+from hybridflow.errors import HybridflowError
 from hybridflow.reshard.report import format_bytes
 
 if TYPE_CHECKING:
     from hybridflow.checkpoint.differences import Compared, Differences, Readable
     from hybridflow.checkpoint.inspecting import Contents
 
-DAMAGED = 3
-"""Exit status where a checkpoint is damaged, incomplete or hostile."""
-
 DIFFERENT = 5
 """Exit status of ``diff`` where two checkpoints are not equal."""
 
-_WRONG_REQUEST = 2
 _WORST = 10
 _REPORT_EVERY_S = 2.0
 
@@ -86,7 +83,7 @@ def add_commands(commands: Any) -> None:
 def _explained(error: HybridflowError | OSError) -> int:
     """Tell an error, and give the exit status that stands for it."""
     print(f"hybridflow: {error}", file=sys.stderr, flush=True)
-    return DAMAGED if isinstance(error, (CheckpointError, OSError)) else _WRONG_REQUEST
+    return SOURCE if isinstance(error, OSError) else exit_status(error)
 
 
 def _print(text: str) -> None:
@@ -112,7 +109,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         _print(json.dumps(found.to_dict(), indent=1))
     else:
         _print(as_text(found, every_tensor=arguments.tensors))
-    return DAMAGED if is_damaged(found) else 0
+    return SOURCE if is_damaged(found) else DONE
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -134,7 +131,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         _print(json.dumps({"one": str(one.path), "other": str(other.path), **found.to_dict()}, indent=1))
     else:
         _print(_as_text(found, one.path, other.path, len(found.compared) if arguments.all else _WORST))
-    return 0 if found.is_equal else DIFFERENT
+    return DONE if found.is_equal else DIFFERENT
 
 
 def _as_text(found: Differences, one: Path, other: Path, most: int) -> str:

@@ -45,6 +45,6 @@ setup(
         "hf": ["transformers>=5", "datasets", "pyarrow"],
         "vllm": ["vllm"],
         "wandb": ["wandb"],
-        "dev": ["hypothesis", "mpich", "mypy", "pytest", "ruff", "scipy", "transformers>=5", "types-PyYAML"],
+        "dev": ["hypothesis", "mpich", "mypy", "peft", "pytest", "ruff", "scipy", "transformers>=5", "types-PyYAML"],
     },
 )

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridflow import __version__
+from hybridflow.checkpoint.convert_command import add_convert
+from hybridflow.checkpoint.look import add_commands
 from hybridflow.config import Recipe, find_recipe, load_recipe
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.parallel.start import find_start, rank_hint
@@ -141,6 +143,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_reshard(reshard)
     reshard.set_defaults(run=_plan_reshard, recipe=None, overrides=())
+    add_convert(commands)
+    add_commands(commands)
     return parser
 
 

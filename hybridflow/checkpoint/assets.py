@@ -11,6 +11,7 @@ from typing import Any
 from hybridflow.errors import CheckpointError
 
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 ASSETS = (
     CONFIG,
     "generation_config.json",
@@ -59,10 +60,10 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
     return values
 
 
-def read_assets(folder: Path) -> dict[str, bytes]:
+def read_assets(folder: Path, names: Iterable[str] = ASSETS) -> dict[str, bytes]:
     """The small files of a directory that travel along, by name."""
     try:
-        return {name: (folder / name).read_bytes() for name in ASSETS if (folder / name).is_file()}
+        return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read: {error}; restore it from a copy") from error
 

@@ -6,12 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridflow.checkpoint.assets import CONFIG
+from hybridflow.checkpoint import lora
+from hybridflow.checkpoint.assets import ADAPTER_CONFIG, CONFIG, read_json
+from hybridflow.checkpoint.hdf5 import MASTER, HDF5Source, HDF5Target, is_hdf5
 from hybridflow.checkpoint.huggingface import MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
 from hybridflow.checkpoint.manifest import NAME
+from hybridflow.checkpoint.peft_dir import PeftSource, PeftTarget, base_of, is_peft
 from hybridflow.checkpoint.sharded import ShardedSource, ShardedTarget, find_model
 from hybridflow.checkpoint.source import Source, Target
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.config_json import Described, read_config
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.reshard.spec import DType
 
@@ -66,25 +70,40 @@ def _to_megatron(source: Source, options: Options) -> Target:
     return ShardedTarget(source, layout, dtype=options.dtype)
 
 
+def _to_hdf5(source: Source, options: Options) -> Target:
+    return HDF5Target(source, layout=options.layout, dtype=options.dtype)
+
+
 # The first that lies at a path is taken, so the narrower stand first.
 READABLE: dict[str, Readable] = {
     "megatron": Readable(f"{NAME}, or a run's checkpoint", lambda path: find_model(path) is not None, ShardedSource),
     "hf": Readable(f"{CONFIG} and safetensors", lambda path: (path / CONFIG).is_file(), HuggingFaceSource),
+    "hdf5": Readable(f"an HDF5 file, or a directory with {MASTER}", is_hdf5, HDF5Source),
 }
+
+_OF_ADAPTERS = ("megatron", "peft")
 
 WRITABLE: dict[str, Writable] = {
     "megatron": Writable(("dtype", "layout"), _to_megatron),
     "hf": Writable(("dtype", "max_shard_bytes"), _to_hf),
+    "hdf5": Writable(("dtype", "layout"), _to_hdf5),
+    "peft": Writable(("dtype",), lambda source, options: PeftTarget(source, options.dtype)),
 }
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path, *, base: Path | None = None) -> Source:
     """The checkpoint at a path, of whatever format it is.
+
+    Args:
+        path: Where.
+        base: Model that the adapter at the path belongs to; None: the one that it names. Not used by other formats.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
         ConfigError: It is of an unknown family, or asks for what is not computed.
     """
+    if is_peft(path):
+        return PeftSource(path, _described_at(base_of(path) if base is None else base))
     for readable in READABLE.values():
         if readable.is_at(path):
             return readable.open(path)
@@ -97,8 +116,35 @@ def open_source(path: Path) -> Source:
         )
     else:
         found = "a file" if path.exists() else "nothing"
-    formats = "; ".join(f"{name}: {readable.looks_like}" for name, readable in READABLE.items())
+    looks_like = {name: readable.looks_like for name, readable in READABLE.items()} | {"peft": ADAPTER_CONFIG}
+    formats = "; ".join(f"{name}: {each}" for name, each in looks_like.items())
     raise CheckpointError(f"{path}: found {found}, expected a checkpoint ({formats}); give the path of one")
+
+
+def _described_at(path: Path) -> Described:
+    """The family and settings of the model at a path, whose weights need not be there if it is Hugging Face's."""
+    if (path / CONFIG).is_file():
+        return read_config(read_json(path / CONFIG), where=str(path / CONFIG))
+    return lora.described_of(open_source(path))
+
+
+def open_merged(base: Source, adapter: Path) -> Source:
+    """A checkpoint with the updates of an adapter in its weights.
+
+    Args:
+        base: The weights.
+        adapter: Where the adapter is, in any format.
+
+    Raises:
+        CheckpointError: The adapter is damaged, or does not fit the base.
+        ConfigError: It asks for what is not computed; or no adapter lies there, or the base is one.
+    """
+    found: Source = PeftSource(adapter, lora.described_of(base)) if is_peft(adapter) else open_source(adapter)
+    for source, is_wanted in ((base, False), (found, True)):
+        if lora.is_adapter(source) != is_wanted:
+            kinds = ("an adapter", "a model") if is_wanted else ("a model", "an adapter")
+            raise ConfigError(f"{source.path}: expected {kinds[0]}, found {kinds[1]}; give the base, and its adapter")
+    return lora.MergedSource(base, found)
 
 
 def make_target(format: str, source: Source, options: Options) -> Target:
@@ -111,6 +157,11 @@ def make_target(format: str, source: Source, options: Options) -> Target:
     """
     if format not in WRITABLE:
         raise ConfigError(f"format {format!r}: cannot be written; expected one of {', '.join(WRITABLE)}")
+    if lora.is_adapter(source) and format not in _OF_ADAPTERS:
+        raise ConfigError(
+            f"{source.path}: is a LoRA adapter, which format {format} has no place for; write "
+            f"{' or '.join(_OF_ADAPTERS)}, or merge it into its base"
+        )
     writable = WRITABLE[format]
     for name, value in options._asdict().items():
         if value is not None and name not in writable.options:

@@ -114,6 +114,10 @@ class HuggingFaceSource:
             self._check_copy(parts.names[0], self._output_copy)
         return to_logical(parts.form, values, self.model)
 
+    def names(self, tensor: str) -> list[str]:
+        """See ``source.NamesParts``."""
+        return list(self._parts[tensor].names)
+
     def release(self) -> None:
         """See ``Source``."""
         for file in self._files.values():

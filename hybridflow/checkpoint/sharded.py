@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hybridflow.checkpoint.assets import ASSETS, identity_of, read_assets
+from hybridflow.checkpoint import lora
+from hybridflow.checkpoint.assets import ADAPTER_CONFIG, ASSETS, identity_of, read_assets
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, TensorEntry, piece_key
 from hybridflow.checkpoint.model_dir import ModelDir, write_bytes, write_manifest
 from hybridflow.checkpoint.source import Source
@@ -23,6 +24,7 @@ from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.reshard.spec import Box, DType, TensorSpec, cut, expert_block, num_elements, stage_of
 
 _ASSETS = "assets"
+_ASSET_NAMES = (*ASSETS, ADAPTER_CONFIG)
 
 
 def find_model(path: Path) -> Path | None:
@@ -74,7 +76,10 @@ class ShardedSource:
         self.family, self.model, self.layout = manifest.family, manifest.model, manifest.layout
         self.has_value_head = manifest.has_value_head
         self.tensors = manifest.tensors[WEIGHT]
-        _check_tensors(self.tensors, self.model, self.has_value_head, found)
+        if lora.is_adapter(self):
+            lora.check_adapter(self)
+        else:
+            _check_tensors(self.tensors, self.model, self.has_value_head, found)
 
     def read(self, tensor: str) -> Tensor:
         """See ``Source``."""
@@ -87,7 +92,7 @@ class ShardedSource:
     def assets(self) -> dict[str, bytes]:
         """See ``Source``."""
         folder, expected = self.path / _ASSETS, self._dir.manifest.notes.get(_ASSETS, {})
-        found = read_assets(folder)
+        found = read_assets(folder, _ASSET_NAMES)
         for name, sha256 in expected.items():
             if name not in found or hashlib.sha256(found[name]).hexdigest() != sha256:
                 what = "other bytes than were written" if name in found else "no such file"
@@ -99,7 +104,7 @@ class ShardedSource:
     def identity(self) -> str:
         """See ``Source``."""
         files = [self.path / name for name in (NAME, *self._dir.manifest.file_bytes)]
-        return identity_of([*files, *(self.path / _ASSETS / name for name in ASSETS)])
+        return identity_of([*files, *(self.path / _ASSETS / name for name in _ASSET_NAMES)])
 
 
 def _check_tensors(tensors: Mapping[str, TensorEntry], model: Model, has_value_head: bool, path: Path) -> None:
@@ -154,8 +159,7 @@ class ShardedTarget:
             for name, entry in source.tensors.items()
         }
         self._model = source.model if dtype not in ("fp32", "bf16") else replace(source.model, dtype=dtype)
-        assert source.model.vocab_size is not None, "a source's model has a vocabulary"
-        spec = model_spec(shape_of(source.model, source.model.vocab_size), has_value_head=source.has_value_head)
+        spec = lora.spec_of(source)
         self._parts = {tensor.name: _cut(tensor, layout, spec.num_layers) for tensor in spec.tensors}
         files: dict[str, dict[str, Entry]] = defaultdict(dict)
         for name, parts in self._parts.items():
@@ -167,6 +171,10 @@ class ShardedTarget:
     def places(self, tensor: str) -> list[tuple[str, str]]:
         """See ``Target``."""
         return [(part.file, part.key) for part in self._parts[tensor]]
+
+    def boxes(self, tensor: str) -> list[tuple[str, str, Box]]:
+        """File, key and box of every part of a logical tensor."""
+        return [(part.file, part.key, part.box) for part in self._parts[tensor]]
 
     def parts(self, tensor: str, values: Tensor, files: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
         """See ``Target``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -55,8 +55,19 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
+class NamesParts(Protocol):
+    """A source whose own names for tensors differ from the logical ones."""
+
+    def names(self, tensor: str) -> list[str]:
+        """What the source calls the parts of a logical tensor."""
+        ...
+
+
 class Writer(Protocol):
     """A file of tensors that is being written, see ``TensorFileWriter``.
+
+    One thread at a time writes to it; where its target can go on with files, another may sync it meanwhile.
 
     Attributes:
         num_bytes: Its size when whole.

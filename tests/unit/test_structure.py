@@ -119,7 +119,9 @@ def test_every_module_says_what_it_is(name):
 
 def test_no_pickle_no_eval_no_shell():
     for name, tree in MODULES.items():
-        assert not any(full.split(".")[0] in ("pickle", "dill", "cloudpickle") for full in imports(tree)), name
+        pickles = any(full.split(".")[0] in ("pickle", "dill", "cloudpickle") for full in imports(tree))
+        # Megatron's checkpoints are pickles: one module reads them, and never runs what they name.
+        assert not pickles or name == "checkpoint.unpickle", name
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 assert not (isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec")), (name, node.lineno)

@@ -1,0 +1,316 @@
+"""The command ``hybridflow convert``. Light at import; what a conversion needs is imported when it begins."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hybridflow.checkpoint.exit_status import FAILURE, Ended, exit_status
+from hybridflow.errors import ConfigError
+from hybridflow.parallel.start import Start, find_start, rank_hint
+from hybridflow.reshard.report import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from hybridflow.checkpoint.convert import Summary
+    from hybridflow.checkpoint.convert_progress import Progress
+    from hybridflow.checkpoint.formats import Options
+    from hybridflow.checkpoint.source import Source, Target
+
+TARGETS = ("hf", "megatron", "hdf5", "megatron-dist", "peft")
+SOURCES = (*TARGETS, "megatron-legacy")
+_DTYPES = ("fp32", "bf16", "fp16")
+_AFTER_RANK_0_S = 3.0
+_LINE_EVERY_S = 10.0
+
+EXAMPLES = """examples:
+  hybridflow convert models/llama out/llama-tp2 --to megatron --layout tp2.pp2
+  hybridflow convert out/llama-tp2 out/llama-hf --to hf --dtype bf16
+  hybridflow convert models/llama out/llama.h5 --to hdf5
+  hybridflow convert models/llama out/llama-h5 --to hdf5 --layout tp2
+  hybridflow convert models/llama out/merged --to hf --merge-lora adapters/math
+  hybridflow convert models/llama out/llama-tp4 --to megatron --layout tp4 --dry-run
+  srun hybridflow convert models/llama out/llama-tp8 --to megatron --layout tp8.pp4 --json
+
+exit status: 0 done, 2 a request that cannot be met (arguments, an unknown family), 3 the source is damaged,
+  incomplete or hostile, 4 the target cannot be written or is there already, 1 a failure of hybridflow itself or a rank
+  that was lost, 128 + the signal where a signal ended it
+"""
+
+
+def add_convert(commands: Any) -> None:
+    """Add the sub-command to those of a parser."""
+    parser = commands.add_parser(
+        "convert",
+        help="write a checkpoint in another format or layout",
+        description="Write a checkpoint of any format in another, tensor by tensor in bounded memory. OUT is there in "
+        "full or not at all; what was ended goes on where it was when the same command is given again. Under srun, "
+        "mpirun or torchrun each rank writes its own files.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    parser.set_defaults(run=run, recipe=None, overrides=())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what a conversion is told."""
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a checkpoint, or a role of a run's checkpoint")
+    parser.add_argument("out", type=Path, metavar="OUT", help="where the result is to be; nothing is there yet")
+    parser.add_argument("--to", required=True, choices=TARGETS, help="the format to write")
+    parser.add_argument(
+        "--from", dest="source_format", choices=SOURCES, help="that of SOURCE (default: what lies there)"
+    )
+    parser.add_argument(
+        "--layout",
+        metavar="LAYOUT",
+        help="such as tp2.pp2; in HDF5 a file for each place of it, and one that joins them (default: not cut)",
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="number format, rounded to nearest (default: the source's)")
+    parser.add_argument("--max-shard-gb", type=float, metavar="GB", help="largest file of --to hf (default: 5)")
+    parser.add_argument("--family", metavar="NAME", help="of Hugging Face, where the source does not know its own")
+    parser.add_argument("--merge-lora", type=Path, metavar="DIR", help="add the updates of an adapter to the weights")
+    parser.add_argument("--base", type=Path, metavar="DIR", help="of SOURCE, an adapter that names no base at hand")
+    parser.add_argument("--restart", action="store_true", help="discard what an earlier attempt left in OUT.part")
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="how long a rank without progress is waited for, in seconds (default: 600)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would go where, and write nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object about what was done")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
+    rank: int | None = None
+    try:
+        with _signals_raise():
+            start = find_start()
+            rank = start.rank
+            arguments.out = Path(os.path.abspath(arguments.out))
+            return _run(arguments, start)
+    except Ended as ended:
+        _end(ended, arguments.out)
+    except Exception as error:
+        return _explain(error, rank_hint() if rank is None else rank)
+
+
+def _run(arguments: argparse.Namespace, start: Start) -> int:
+    from hybridflow.checkpoint.convert import Place, convert
+
+    source, target, what = _open(arguments)
+    if arguments.dry_run:
+        if start.rank == 0:
+            print(_as_json(arguments, source, target) if arguments.json else _mapping(source, target))
+        return 0
+    show = _Show(sys.stderr.isatty(), silent=arguments.quiet or start.rank != 0)
+    place = Place(rank=start.rank, size=start.size, deadline_s=arguments.deadline)
+    summary = convert(source, target, arguments.out, what=what, place=place, restart=arguments.restart, show=show)
+    show.end()
+    if summary is not None:
+        print(_as_json(arguments, source, target, summary) if arguments.json else _table(arguments, source, summary))
+    elif not arguments.quiet and start.rank >= len(target.files):
+        print(f"hybridflow: rank {start.rank}: {len(target.files)} file(s) need no more ranks", file=sys.stderr)
+    return 0
+
+
+def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, object]]:
+    """Source and target of the request, and the request in words."""
+    from hybridflow.checkpoint.formats import READABLE, make_target, open_merged, open_source
+    from hybridflow.families.tables import FAMILIES
+
+    wanted = arguments.source_format
+    if wanted in READABLE:
+        source = READABLE[wanted].open(arguments.source)
+    else:
+        source = open_source(arguments.source, base=arguments.base)
+    if wanted not in (None, source.format):
+        raise ConfigError(f"--from {wanted}: {arguments.source} is of format {source.format}; leave --from out")
+    if arguments.family is not None:
+        if arguments.family not in FAMILIES:
+            raise ConfigError(f"--family {arguments.family}: not known; expected one of {', '.join(FAMILIES)}")
+        source.family = arguments.family
+    if arguments.merge_lora is not None:
+        source = open_merged(source, arguments.merge_lora)
+    target = make_target(arguments.to, source, _options(arguments))
+    names = ("to", "layout", "dtype", "max_shard_gb", "family", "merge_lora")
+    asked = {name: getattr(arguments, name) for name in names}
+    return source, target, {name: None if value is None else str(value) for name, value in asked.items()}
+
+
+def _options(arguments: argparse.Namespace) -> Options:
+    from hybridflow.checkpoint.formats import Options
+    from hybridflow.parallel.layout import ParallelLayout
+
+    shard = arguments.max_shard_gb
+    if shard is not None and not shard > 0:
+        raise ConfigError(f"--max-shard-gb {shard:g}: expected more than 0")
+    return Options(
+        dtype=arguments.dtype,
+        layout=None if arguments.layout is None else ParallelLayout.parse(arguments.layout),
+        max_shard_bytes=None if shard is None else int(shard * 1e9),
+    )
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Turn what asks the process to end into ``Ended``; a second one ends it at once."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        signal.signal(number, signal.SIG_DFL)
+        raise Ended(number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(ended: Ended, out: Path) -> NoReturn:
+    from hybridflow.checkpoint.journal import part_folder
+
+    name = signal.Signals(ended.signal).name
+    kept = f"; {part_folder(out)} is kept, and the same command goes on where it was" * part_folder(out).exists()
+    print(f"hybridflow: ended by {name}{kept}", file=sys.stderr, flush=True)
+    # No interpreter shutdown: it would wait for threads, and they for the disk.
+    os._exit(exit_status(ended))
+
+
+def _explain(error: Exception, rank: int) -> int:
+    """Say on one rank what went wrong, and return the exit status."""
+    from hybridflow.checkpoint.convert_ranks import PeerError
+
+    if isinstance(error, PeerError):
+        return error.status
+    status = exit_status(error)
+    if rank:
+        # What all ranks find is told by rank 0, after which a launcher ends this one.
+        time.sleep(_AFTER_RANK_0_S)
+    if status == FAILURE and not _is_explained(error):
+        traceback.print_exception(error)
+        error = RuntimeError("failed, see above; this is an error of hybridflow's own")
+    print(f"hybridflow: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
+    return status
+
+
+def _is_explained(error: Exception) -> bool:
+    from hybridflow.errors import HybridflowError
+
+    return isinstance(error, HybridflowError)
+
+
+class _Show:
+    """Progress on stderr: a line that is rewritten on a terminal, else one now and then."""
+
+    def __init__(self, is_terminal: bool, *, silent: bool) -> None:
+        self._is_terminal, self._silent = is_terminal, silent
+        self._last_s = time.monotonic()
+        self._is_open = False
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if self._silent or not (self._is_terminal or now - self._last_s >= _LINE_EVERY_S):
+            return
+        self._last_s = now
+        left = "" if progress.left_s is None else f", {format_seconds(progress.left_s)} left"
+        line = (
+            f"{progress.parts} of {progress.num_parts} tensors, {format_bytes(progress.done_bytes)} of "
+            f"{format_bytes(progress.total_bytes)}, {progress.bytes_per_s / 1e6:.0f} MB/s{left}"
+        )
+        self._is_open = self._is_terminal
+        print(f"\r\033[K{line}" if self._is_terminal else line, end="" if self._is_terminal else "\n", file=sys.stderr)
+        sys.stderr.flush()
+
+    def end(self) -> None:
+        """Leave the line that was rewritten."""
+        if self._is_open:
+            print(file=sys.stderr)
+
+
+def _as_json(arguments: argparse.Namespace, source: Source, target: Target, summary: Summary | None = None) -> str:
+    """What was done; without a summary, what would be."""
+    head: dict[str, object] = {
+        "source": {
+            "path": str(source.path),
+            "format": source.format,
+            "family": source.family,
+            "layout": source.layout,
+        },
+        "target": {
+            "path": str(arguments.out),
+            "format": arguments.to,
+            "layout": arguments.layout,
+            "dtype": arguments.dtype,
+        },
+    }
+    if summary is None:
+        rows = [{"tensor": name, "from": names, "to": list(places)} for name, names, places in _rows(source, target)]
+        return json.dumps({**head, "bytes": _total_bytes(target), "tensors": rows}, indent=2)
+    done = {
+        "num_tensors": summary.num_tensors,
+        "num_cast": summary.num_cast,
+        "bytes": summary.total_bytes,
+        "found_parts": summary.found_parts,
+        "found_bytes": summary.found_bytes,
+        "seconds": summary.seconds,
+        "mb_per_s": summary.mb_per_s,
+        "peak_rss_anon_bytes": summary.peak_rss_anon_bytes,
+    }
+    files = {file: {"sha256": hashes} for file, hashes in summary.hashes.items()}
+    return json.dumps({**head, **done, "files": files}, indent=2)
+
+
+def _table(arguments: argparse.Namespace, source: Source, summary: Summary) -> str:
+    rows = {
+        "from": f"{source.format} {source.path}" + (f", {source.layout}" if source.layout else ""),
+        "to": f"{arguments.to} {arguments.out}" + (f", {arguments.layout}" if arguments.layout else ""),
+        "tensors": f"{summary.num_tensors}, of which {summary.num_cast} cast to another dtype",
+        "written": f"{format_bytes(summary.total_bytes)} in {len(summary.hashes)} file(s)",
+    }
+    if summary.found_parts:
+        rows["found"] = f"{format_bytes(summary.found_bytes)} complete, left by an earlier attempt"
+    rows["time"] = f"{format_seconds(summary.seconds)}, {summary.mb_per_s:.0f} MB/s"
+    rows["memory"] = f"{format_bytes(summary.peak_rss_anon_bytes)} at the peak of RssAnon"
+    return "\n".join(f"{name:<8} {text}" for name, text in rows.items())
+
+
+def _mapping(source: Source, target: Target) -> str:
+    """Which tensors of the source make which of the target, for a person."""
+    lines = []
+    for name, names, places in _rows(source, target):
+        lines.append(name + (f"  <- {', '.join(names)}" if names != [name] else ""))
+        lines += [f"    {at['file']}  {at['key']}  {at['dtype']} {at['shape']}  {at['bytes']} B" for at in places]
+    total = format_bytes(_total_bytes(target))
+    lines.append(f"{len(source.tensors)} tensors, {total} in {len(target.files)} file(s); nothing was written")
+    return "\n".join(lines)
+
+
+def _rows(source: Source, target: Target) -> Iterator[tuple[str, list[str], list[dict[str, Any]]]]:
+    """Logical name, what the source calls its parts, and where they go."""
+    from hybridflow.checkpoint.source import NamesParts
+
+    for name in source.tensors:
+        places = []
+        for file, key in target.places(name):
+            entry = target.files[file][key]
+            at = {"dtype": entry.dtype, "shape": list(entry.shape), "bytes": entry.num_bytes}
+            places.append({"file": file, "key": key, **at})
+        yield name, source.names(name) if isinstance(source, NamesParts) else [name], places
+
+
+def _total_bytes(target: Target) -> int:
+    return sum(entry.num_bytes for entries in target.files.values() for entry in entries.values())

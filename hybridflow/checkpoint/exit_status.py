@@ -1,0 +1,41 @@
+"""With which status a command on checkpoints ends, so that a pipeline can tell what to do."""
+
+from __future__ import annotations
+
+from hybridflow.errors import CheckpointError, DeadlineError, HybridflowError, WriteError
+
+DONE = 0
+FAILURE = 1
+"""Of ours: a bug, with a traceback; or a rank that was lost."""
+
+REQUEST = 2
+"""Arguments that contradict each other, a family or a feature that is not known here."""
+
+SOURCE = 3
+"""Damaged, incomplete or hostile."""
+
+TARGET = 4
+"""Cannot be written, or is there already."""
+
+
+class Ended(BaseException):
+    """A signal asks the process to end.
+
+    Attributes:
+        signal: Its number.
+    """
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(f"ended by signal {signal}")
+        self.signal = signal
+
+
+def exit_status(error: BaseException) -> int:
+    """The status that tells of an error."""
+    if isinstance(error, Ended):
+        return 128 + error.signal
+    if isinstance(error, WriteError):
+        return TARGET
+    if isinstance(error, CheckpointError):
+        return SOURCE
+    return REQUEST if isinstance(error, HybridflowError) and not isinstance(error, DeadlineError) else FAILURE

@@ -1,0 +1,498 @@
+"""HDF5 files that plain h5py reads: the one door to ``h5py``.
+
+    OUT.h5                        everything in one file; or
+    OUT/model.h5                  virtual datasets over the files beside it, by relative names
+    OUT/tp00-pp00.h5 …            what each place of a layout holds
+
+A tensor ``decoder.final_layernorm.weight`` is the dataset ``/weights/decoder/final_layernorm/weight``, chunked, every
+chunk with HDF5's own checksum (fletcher32), with its sha256 as an attribute. Small files that travel along are datasets
+of bytes in ``/assets``. bf16 is a number format of 16 bits that HDF5 describes itself, so h5py gives float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridflow.checkpoint.huggingface import ASSETS, identity_of
+from hybridflow.checkpoint.manifest import TensorEntry, versions
+from hybridflow.checkpoint.sharded import ShardedTarget
+from hybridflow.checkpoint.source import Source
+from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, Entry, bytes_of
+from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
+from hybridflow.families.model import Model
+from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.reshard.spec import Box, DType, num_elements
+from hybridflow.sections import read_section, to_dict
+
+MASTER = "model.h5"
+MAGIC = b"\x89HDF\r\n\x1a\n"
+FORMAT = "hybridflow-hdf5-1"
+_PART_FORMAT = "hybridflow-hdf5-part-1"
+_WEIGHTS, _ASSETS = "weights", "assets"
+_CHUNK_BYTES = 2 << 20
+# Whole chunks are written: the cache need not hold more than one or two.
+_CACHE_BYTES = 8 << 20
+_MAX_ASSET_BYTES = 1 << 28
+
+
+def _bfloat16() -> Any:
+    """Sign, 8 bits of exponent, 7 of mantissa: the upper half of float32."""
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_size(2)
+    kind.set_ebias(127)
+    return kind
+
+
+_TYPES: dict[DType, Any] = {"fp32": h5py.h5t.IEEE_F32LE, "bf16": _bfloat16(), "fp16": h5py.h5t.IEEE_F16LE}
+
+
+class _Shard(NamedTuple):
+    """A dataset that holds a box of a tensor."""
+
+    file: str
+    dataset: str
+    box: Box
+    sha256: str
+
+
+class HDF5Source:
+    """An HDF5 file of ours, or a directory of them, see ``source.Source``.
+
+    Checksums of HDF5 and the sha256 of every dataset are compared when it is read.
+
+    Raises:
+        CheckpointError: A file is missing, damaged, foreign, or holds other tensors than its settings say.
+    """
+
+    format = "hdf5"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._folder, self._master = (path, path / MASTER) if path.is_dir() else (path.parent, path)
+        self._files: dict[str, h5py.File] = {}
+        with _reading(self._master):
+            file = self._open(self._master.name, FORMAT)
+            self.family: str | None = _text(file, "family") or None
+            self.layout: str | None = _text(file, "layout") or None
+            self.has_value_head = bool(file.attrs["has_value_head"])
+            self.model = read_section(Model, json.loads(_text(file, "model")), source=f"{self._master}: model")
+            datasets = self._datasets(file)
+        self.tensors: Mapping[str, TensorEntry] = self._check(datasets)
+        self._shards = {name: self._shards_of(name, datasets[name]) for name in self.tensors}
+
+    def read(self, tensor: str) -> Tensor:
+        """See ``Source``."""
+        entry, shards = self.tensors[tensor], self._shards[tensor]
+        if len(shards) == 1:
+            return self._values(shards[0], entry.dtype)
+        found = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        for shard in shards:
+            found[tuple(slice(*span) for span in shard.box)] = self._values(shard, entry.dtype)
+        return found
+
+    def release(self) -> None:
+        """See ``Source``; what was read is memory of the tensors themselves."""
+
+    def assets(self) -> dict[str, bytes]:
+        """See ``Source``."""
+        found = {}
+        with _reading(self._master, _ASSETS):
+            file = self._open(self._master.name, FORMAT)
+            held = _group(file, _ASSETS)
+            for name in sorted(set(held) & set(ASSETS)):
+                dataset = held[name]
+                if not isinstance(held.get(name, getlink=True), h5py.HardLink) or dataset.nbytes > _MAX_ASSET_BYTES:
+                    raise ValueError(f"{name} is no small dataset of this file")
+                content = dataset[()].tobytes()
+                if hashlib.sha256(content).hexdigest() != _text(dataset, "sha256"):
+                    raise ValueError(f"{name} has another sha256 than was written")
+                found[name] = content
+        return found
+
+    def identity(self) -> str:
+        """See ``Source``."""
+        files = {shard.file for shards in self._shards.values() for shard in shards}
+        return identity_of([self._master, *(self._folder / name for name in sorted(files - {self._master.name}))])
+
+    def _open(self, name: str, format: str) -> h5py.File:
+        if name not in self._files:
+            path = self._folder / name
+            if not path.is_file():
+                raise CheckpointError(
+                    f"{path}: missing; restore it from a copy: h5py would read what it holds as zeros"
+                )
+            # Nothing writes here, and not every file system can lock.
+            file = h5py.File(path, "r", locking=False, rdcc_nbytes=_CACHE_BYTES)
+            found = _text(file, "format") if "format" in file.attrs else "none"
+            if found != format:
+                file.close()
+                raise ValueError(f"found format {found!r}, expected {format!r}; give a file that hybridflow wrote")
+            self._files[name] = file
+        return self._files[name]
+
+    def _datasets(self, file: h5py.File) -> dict[str, h5py.Dataset]:
+        """Datasets by logical name. Links to elsewhere are not followed, so what they stand for is missing."""
+        found: dict[str, h5py.Dataset] = {}
+
+        def visit(name: str, item: object) -> None:
+            if isinstance(item, h5py.Dataset):
+                found[name.replace("/", ".")] = item
+
+        _group(file, _WEIGHTS).visititems(visit)
+        return found
+
+    def _check(self, datasets: Mapping[str, h5py.Dataset]) -> dict[str, TensorEntry]:
+        """The tensors are those of the settings."""
+        model = self.model
+        least = model.num_layers * (1 if model.num_experts is None else model.num_experts)
+        if model.vocab_size is None or least > len(datasets):
+            raise CheckpointError(
+                f"{self._master}: {len(datasets)} datasets are too few for its settings, or these have no vocabulary; "
+                "restore it from a copy"
+            )
+        specs = model_spec(shape_of(model, model.vocab_size), has_value_head=self.has_value_head).tensors
+        expected = {spec.name: spec.shape for spec in specs}
+        for name in [*expected, *datasets]:
+            found = datasets[name].shape if name in datasets else "no such dataset (links are not followed)"
+            wanted = expected.get(name, "no such dataset")
+            if found != wanted:
+                raise CheckpointError(
+                    f"{self._master}: {_dataset(name)}: found {found}, expected {wanted} by its settings; restore it "
+                    "from a copy"
+                )
+        entries = {}
+        for name, shape in expected.items():
+            with _reading(self._master, _dataset(name)):
+                entries[name] = TensorEntry(_dtype_of(datasets[name]), shape)
+        return entries
+
+    def _shards_of(self, name: str, dataset: h5py.Dataset) -> list[_Shard]:
+        """Where a tensor lies: in its dataset, or in those that a virtual one names."""
+        with _reading(self._master, _dataset(name)):
+            whole = tuple((0, size) for size in dataset.shape)
+            if not dataset.is_virtual:
+                return [_Shard(self._master.name, dataset.name, whole, _text(dataset, "sha256"))]
+            sources, hashes = dataset.virtual_sources(), json.loads(_text(dataset, "sha256"))
+            shards = []
+            for source, sha256 in zip(sources, hashes, strict=True):
+                low, high = source.vspace.get_select_bounds()
+                box = tuple((int(start), int(stop) + 1) for start, stop in zip(low, high, strict=True))
+                if Path(source.file_name).name != source.file_name or source.file_name == self._master.name:
+                    raise ValueError(f"it lies in {source.file_name!r}, expected a file beside it")
+                if num_elements(box) != source.vspace.get_select_npoints() or source.dset_name != _dataset(name):
+                    raise ValueError(f"it is made of {source.dset_name!r} by another selection than a box")
+                shards.append(_Shard(source.file_name, source.dset_name, box, sha256))
+            _check_cover(shards, dataset.shape)
+            return shards
+
+    def _values(self, shard: _Shard, dtype: DType) -> Tensor:
+        """A dataset as memory, checked."""
+        path = self._folder / shard.file
+        with _reading(path, shard.dataset):
+            file = self._open(shard.file, FORMAT if shard.file == self._master.name else _PART_FORMAT)
+            link = file.get(shard.dataset, getlink=True)
+            dataset = file[shard.dataset] if isinstance(link, h5py.HardLink) else None
+            shape = tuple(stop - start for start, stop in shard.box)
+            if not isinstance(dataset, h5py.Dataset) or dataset.shape != shape or _dtype_of(dataset) != dtype:
+                raise ValueError(f"expected a dataset of {dtype} {list(shape)}")
+            _check_storage(dataset, shape, dtype)
+            values = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+            try:
+                dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, _as_integers(values), mtype=_TYPES[dtype])
+            except OSError as error:
+                raise ValueError(f"a chunk cannot be read or fails its checksum ({error})") from error
+            found = hashlib.sha256(bytes_of(values)).hexdigest()
+            if found != shard.sha256:
+                raise ValueError(f"found sha256 {found}, expected {shard.sha256}")
+        return values
+
+
+class HDF5Target:
+    """An HDF5 file, or one for each place of a layout and one that joins them, see ``source.Target``.
+
+    Args:
+        source: What is to be written.
+        layout: How it is cut; None: one file holds everything.
+        dtype: Number format to write; None: each tensor's own.
+
+    Raises:
+        LayoutError: The layout does not cut the model.
+        ReshardError: The same, found at one tensor.
+    """
+
+    can_go_on = False
+
+    def __init__(self, source: Source, *, layout: ParallelLayout | None = None, dtype: DType | None = None) -> None:
+        self._source, self._layout = source, layout
+        self._model = replace(source.model, dtype=dtype) if dtype in ("fp32", "bf16") else source.model
+        self._entries = {
+            name: Entry(entry.dtype if dtype is None else dtype, entry.shape) for name, entry in source.tensors.items()
+        }
+        self.is_single_file = layout is None
+        # A file holds what a model directory of ours would hold in that layout.
+        self._cut = None if layout is None else ShardedTarget(source, layout, dtype=dtype)
+        if self._cut is None:
+            self.files: Mapping[str, Mapping[str, Entry]] = {MASTER: self._entries}
+        else:
+            self.files = {_part_file(file): entries for file, entries in self._cut.files.items()}
+
+    def places(self, tensor: str) -> list[tuple[str, str]]:
+        """See ``Target``."""
+        if self._cut is None:
+            return [(MASTER, tensor)]
+        return [(_part_file(file), key) for file, key in self._cut.places(tensor)]
+
+    def parts(self, tensor: str, values: Tensor, files: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
+        """See ``Target``."""
+        if self._cut is None:
+            if MASTER in files:
+                yield MASTER, tensor, values
+            return
+        wanted = {file for file in self._cut.files if _part_file(file) in files}
+        for file, key, part in self._cut.parts(tensor, values, wanted):
+            yield _part_file(file), key, part
+
+    def open(self, path: Path, file: str) -> HDF5Writer:
+        """See ``Target``."""
+        writer = HDF5Writer(path, self.files[file])
+        with _writing(path):
+            if self._cut is None:
+                self._describe(writer.file)
+            else:
+                writer.file.attrs["format"] = _PART_FORMAT
+        return writer
+
+    def finish(self, folder: Path, hashes: Mapping[str, Mapping[str, str]]) -> None:
+        """See ``Target``."""
+        if self._cut is None:
+            return
+        path = folder / MASTER
+        with _writing(path):
+            # The newest form of the format is the one that keeps many virtual datasets small.
+            with h5py.File(path, "w", libver="v110") as file:
+                self._describe(file)
+                for name, entry in self._entries.items():
+                    self._join(file, name, entry, hashes)
+            _sync(path)
+
+    def _join(self, file: h5py.File, name: str, entry: Entry, hashes: Mapping[str, Mapping[str, str]]) -> None:
+        """A virtual dataset over the parts of a tensor."""
+        assert self._cut is not None
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        space = h5py.h5s.create_simple(entry.shape)
+        found = []
+        for part_file, key, box in self._cut.boxes(name):
+            sizes = tuple(stop - start for start, stop in box)
+            space.select_hyperslab(tuple(start for start, _ in box), (1,) * len(box), block=sizes)
+            name_bytes = _part_file(part_file).encode(), _dataset(key).encode()
+            creation.set_virtual(space, *name_bytes, h5py.h5s.create_simple(sizes))
+            found.append(hashes[_part_file(part_file)][key])
+        space.select_all()
+        dataset = h5py.h5d.create(
+            file.id, _dataset(name).encode(), _TYPES[entry.dtype], space, creation, _making_groups()
+        )
+        attributes = h5py.Dataset(dataset).attrs
+        attributes["dtype"], attributes["sha256"] = entry.dtype, json.dumps(found)
+
+    def _describe(self, file: h5py.File) -> None:
+        """Settings as attributes, and what travels along."""
+        file.attrs["format"] = FORMAT
+        file.attrs["model"] = json.dumps(to_dict(self._model))
+        file.attrs["family"] = self._source.family or ""
+        file.attrs["has_value_head"] = self._source.has_value_head
+        file.attrs["layout"] = "" if self._layout is None else str(self._layout)
+        file.attrs["versions"] = json.dumps(versions())
+        held = file.create_group(_ASSETS)
+        for name, content in self._source.assets().items():
+            data = np.frombuffer(content, dtype=np.uint8)
+            chunks = (min(len(data), _CHUNK_BYTES),) if len(data) else None
+            dataset = held.create_dataset(name, data=data, chunks=chunks, fletcher32=chunks is not None)
+            dataset.attrs["sha256"] = hashlib.sha256(content).hexdigest()
+
+
+class HDF5Writer:
+    """A file whose datasets are written one by one, see ``source.Writer``.
+
+    Attributes:
+        path: The file.
+        file: Its handle.
+        num_bytes: Of its tensors.
+    """
+
+    def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
+        self.path, self._entries = path, entries
+        self.num_bytes = sum(entry.num_bytes for entry in entries.values())
+        with _writing(path):
+            self.file = h5py.File(path, "w", libver="v110", rdcc_nbytes=_CACHE_BYTES)
+            self.file.create_group(_WEIGHTS)
+
+    def write(self, key: str, tensor: Tensor) -> str:
+        """See ``Writer``."""
+        entry = self._entries[key]
+        assert tuple(tensor.shape) == entry.shape, f"{key}: {list(tensor.shape)} is not {list(entry.shape)}"
+        assert tensor.dtype == TORCH_DTYPES[entry.dtype], f"{key}: {tensor.dtype} is not {entry.dtype}"
+        tensor = tensor.contiguous()
+        sha256 = hashlib.sha256(bytes_of(tensor)).hexdigest()
+        kind = _TYPES[entry.dtype]
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        creation.set_chunk(_chunk(entry))
+        creation.set_fletcher32()
+        creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        with _writing(self.path):
+            space = h5py.h5s.create_simple(entry.shape)
+            name = _dataset(key).encode()
+            dataset = h5py.h5d.create(self.file.id, name, kind, space, creation, _making_groups())
+            dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, _as_integers(tensor), mtype=kind)
+            attributes = h5py.Dataset(dataset).attrs
+            attributes["dtype"], attributes["sha256"] = entry.dtype, sha256
+        return sha256
+
+    def sync(self) -> None:
+        """See ``Writer``."""
+        with _writing(self.path):
+            self.file.flush()
+        _sync(self.path)
+
+    def close(self) -> None:
+        """See ``Writer``."""
+        with _writing(self.path):
+            self.file.close()
+
+
+def is_hdf5(path: Path) -> bool:
+    """Whether a file, or the one that joins a directory's, is of HDF5."""
+    path = path / MASTER if path.is_dir() else path
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def _part_file(file: str) -> str:
+    return f"{Path(file).stem}.h5"
+
+
+def _dataset(name: str) -> str:
+    return f"/{_WEIGHTS}/{name.replace('.', '/')}"
+
+
+def _making_groups() -> Any:
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    links.set_create_intermediate_group(True)
+    return links
+
+
+def _chunk(entry: Entry) -> tuple[int, ...]:
+    """Whole rows of about 2 MiB; parts of one where it is longer."""
+    left, sizes = _CHUNK_BYTES // TORCH_DTYPES[entry.dtype].itemsize, []
+    for size in reversed(entry.shape):
+        sizes.append(max(1, min(size, left)))
+        left //= sizes[-1]
+    return tuple(reversed(sizes))
+
+
+def _as_integers(tensor: Tensor) -> Any:
+    """The same memory as an array, since numpy knows no bfloat16; HDF5 is told what it is."""
+    return tensor.view(torch.int32 if tensor.dtype.itemsize == 4 else torch.int16).numpy()
+
+
+def _group(file: h5py.File, name: str) -> h5py.Group:
+    group = file[name] if isinstance(file.get(name, getlink=True), h5py.HardLink) else None
+    if not isinstance(group, h5py.Group):
+        raise ValueError(f"has no group /{name}")
+    return group
+
+
+def _text(item: Any, name: str) -> str:
+    value = item.attrs[name]
+    if not isinstance(value, str):
+        raise ValueError(f"attribute {name} is no text")
+    return value
+
+
+def _dtype_of(dataset: h5py.Dataset) -> DType:
+    kind = dataset.id.get_type()
+    for name, known in _TYPES.items():
+        if kind.equal(known):
+            return name
+    raise ValueError(f"is of type {dataset.dtype}, expected one of {', '.join(_TYPES)}")
+
+
+def _check_storage(dataset: h5py.Dataset, shape: tuple[int, ...], dtype: DType) -> None:
+    """Only what we write is read: no data in other files, no filter but the checksum, no hole."""
+    creation = dataset.id.get_create_plist()
+    filters = [creation.get_filter(index)[0] for index in range(creation.get_nfilters())]
+    if dataset.is_virtual or creation.get_external_count() or dataset.chunks is None:
+        raise ValueError("does not lie in chunks of this file")
+    if filters != [h5py.h5z.FILTER_FLETCHER32]:
+        raise ValueError(f"has the filters {filters}, expected the checksum fletcher32 alone")
+    num_bytes = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
+    if dataset.id.get_storage_size() < num_bytes:
+        raise ValueError(f"has {dataset.id.get_storage_size()} bytes, expected {num_bytes}")
+
+
+def _check_cover(shards: list[_Shard], shape: tuple[int, ...]) -> None:
+    """Boxes that lie side by side along one dim fill the tensor."""
+    boxes = sorted(shard.box for shard in shards)
+    cut = [dim for dim, size in enumerate(shape) if boxes[0][dim] != (0, size)]
+    dim = cut[0] if cut else 0
+    ends = [0, *(box[dim][1] for box in boxes)]
+    is_whole = (
+        len(cut) <= 1
+        and ends[-1] == shape[dim]
+        and all(
+            box[dim][0] == end and all(span == (0, shape[other]) for other, span in enumerate(box) if other != dim)
+            for box, end in zip(boxes, ends, strict=False)
+        )
+    )
+    if not is_whole:
+        raise ValueError(f"its parts {boxes} do not make {list(shape)}")
+
+
+@contextmanager
+def _reading(path: Path, dataset: str = "") -> Iterator[None]:
+    """Whatever the library or a check finds wrong, as an error that names the place."""
+    try:
+        yield
+    except (HybridflowError, OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        reason = (
+            str(error) if isinstance(error, (ConfigError, ValueError, OSError)) else f"{type(error).__name__}: {error}"
+        )
+        where = f"{path}: {dataset}" if dataset else str(path)
+        raise CheckpointError(
+            f"{where}: cannot be read as HDF5 of hybridflow: {reason}; restore it from a copy"
+        ) from error
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A full disk, which the library reports in several ways, as what the file system raises."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise OSError(f"{path}: {error}") from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

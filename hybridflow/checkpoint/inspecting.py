@@ -1,0 +1,474 @@
+"""What is in a checkpoint, from its headers alone, so that a huge one is looked into at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.checkpoint import manifest
+from hybridflow.checkpoint.assets import ADAPTER_CONFIG, read_json
+from hybridflow.checkpoint.manifest import WEIGHT, Progress, TensorEntry, num_bytes, read_manifest
+from hybridflow.dataflow.render import format_ranks
+from hybridflow.errors import CheckpointError
+from hybridflow.families.model import Model
+from hybridflow.reshard.report import format_bytes
+from hybridflow.sections import to_dict
+
+if TYPE_CHECKING:
+    from hybridflow.checkpoint.source import Source
+
+_SAID = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "base_model_name_or_path")
+_HASHED = ("megatron", "hdf5")
+_JOB = "job.json"
+_INCOMPLETE = (".tmp", ".part")
+_STEP = re.compile(r"step_[0-9]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What one model's checkpoint holds.
+
+    Attributes:
+        path: Where it is.
+        format: What it is called on the command line.
+        family: Of Hugging Face; None where that is not known.
+        model: Settings.
+        has_value_head: Whether it gives values instead of logits.
+        layout: In which it was written; None where it is not cut.
+        tensors: Kind -> logical name -> the whole tensor.
+        files: Size of each, by its name below ``path``.
+        progress: The optimizer's; None without one.
+        written_by: Versions; none where the format has none.
+        adapter: What ``adapter_config.json`` says, of a LoRA adapter; None for a model.
+        verified: What was checked of its bytes, in words; None: nothing.
+    """
+
+    path: Path
+    format: str
+    family: str | None
+    model: Model
+    has_value_head: bool
+    layout: str | None
+    tensors: Mapping[str, Mapping[str, TensorEntry]]
+    files: Mapping[str, int]
+    progress: Progress | None = None
+    written_by: Mapping[str, str] = field(default_factory=dict)
+    adapter: Mapping[str, Any] | None = None
+    verified: str | None = None
+
+    @property
+    def weights(self) -> Mapping[str, TensorEntry]:
+        """What the model computes with."""
+        return self.tensors.get(WEIGHT, {})
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the weights."""
+        return sum(math.prod(entry.shape) for entry in self.weights.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "path": str(self.path),
+            "format": self.format,
+            "family": self.family,
+            "has_value_head": self.has_value_head,
+            "layout": self.layout,
+            "model": to_dict(self.model),
+            "num_parameters": self.num_parameters,
+            "weight_bytes": num_bytes(self.weights.values()),
+            "dtypes": dtypes(self.weights.values()),
+            "progress": None if self.progress is None else self.progress._asdict(),
+            "written_by": dict(self.written_by),
+            "adapter": None if self.adapter is None else dict(self.adapter),
+            "verified": self.verified,
+            "files": dict(self.files),
+            "tensors": {
+                kind: {name: {"dtype": entry.dtype, "shape": list(entry.shape)} for name, entry in tensors.items()}
+                for kind, tensors in self.tensors.items()
+            },
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damaged:
+    """A checkpoint that cannot be read.
+
+    Attributes:
+        path: Where it is.
+        error: What is wrong.
+    """
+
+    path: Path
+    error: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {"path": str(self.path), "error": self.error}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collection:
+    """Checkpoints in one directory: the roles of a step, the steps of a run.
+
+    Attributes:
+        path: The directory.
+        latest: Which step would be resumed from; None where that is not said.
+        members: Name -> what is there.
+        incomplete: Names that are being written, or whose writer was killed.
+    """
+
+    path: Path
+    latest: str | None
+    members: Mapping[str, Contents | Damaged | Collection]
+    incomplete: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "path": str(self.path),
+            "latest": self.latest,
+            "incomplete": list(self.incomplete),
+            "members": {name: member.to_dict() for name, member in self.members.items()},
+        }
+
+
+Looked = Contents | Damaged | Collection
+
+
+def look(path: Path, *, base: Path | None = None, verify: Callable[[Contents], Contents] | None = None) -> Looked:
+    """What is at a path: one model's checkpoint in any format, a step of a run, its checkpoints, or the run.
+
+    Args:
+        path: Where.
+        base: Of an adapter that does not name a directory of its own.
+        verify: Reads everything, see ``verified``; None: headers alone are read.
+
+    Raises:
+        CheckpointError: It is nothing that is known here; or it is one model's, and damaged.
+        ConfigError: It is of a family or has a feature that is not known here.
+    """
+    found = _contents(path, base) if (path / manifest.NAME).is_file() else _collection(path, verify)
+    if found is None:
+        found = _contents(path, base)
+    return verify(found) if isinstance(found, Contents) and verify is not None else found
+
+
+def _collection(path: Path, verify: Callable[[Contents], Contents] | None) -> Collection | None:
+    """The checkpoints in a directory of a run; None where it is none."""
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if (folder / _JOB).is_file():
+        return _step(folder, verify)
+    if not folder.is_dir():
+        return None
+    names = sorted(each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+    members: dict[str, Looked] = {}
+    for name in names:
+        if _STEP.fullmatch(name):
+            members[name] = _tried(folder / name, lambda path: _step(path, verify))
+        elif (folder / name / manifest.NAME).is_file() and not name.endswith(_INCOMPLETE):
+            members[name] = _tried(folder / name, lambda path: _model(path, verify))
+    latest = folder / "latest"
+    if not members and not latest.is_file():
+        return None
+    return Collection(
+        path=folder,
+        latest=latest.read_text(encoding="utf-8", errors="replace").strip()[:80] if latest.is_file() else None,
+        members=members,
+        incomplete=tuple(name for name in names if name.endswith(_INCOMPLETE)),
+    )
+
+
+def _step(path: Path, verify: Callable[[Contents], Contents] | None) -> Collection:
+    """The roles that a step has of its own; those that it shares with other steps must be there.
+
+    Raises:
+        CheckpointError: What says which roles there are is missing or damaged.
+    """
+    body = manifest.read_digested(path / _JOB, "restore it from a copy")
+    try:
+        roles = {role: (path.parent / record["directory"], record["sha256"]) for role, record in body["roles"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path / _JOB}: is malformed: {error!r}; restore it from a copy") from error
+
+    def role_of(expected: str, folder: Path) -> Contents:
+        file = folder / manifest.NAME
+        found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "no such file"
+        if found != expected:
+            raise CheckpointError(f"{file}: found {found}, expected sha256 {expected}; restore it from a copy")
+        return _model(folder, verify if folder.parent == path else None)
+
+    found = {role: _tried(folder, functools.partial(role_of, sha256)) for role, (folder, sha256) in roles.items()}
+    own = {role: each for role, each in found.items() if each.path.parent == path or isinstance(each, Damaged)}
+    return Collection(path=path, latest=None, members=own)
+
+
+def _model(path: Path, verify: Callable[[Contents], Contents] | None) -> Contents:
+    found = model_directory(path)
+    return found if verify is None else verify(found)
+
+
+def _tried(path: Path, read: Callable[[Path], Contents | Collection]) -> Looked:
+    """What is there, or what is wrong with it, so that the rest is looked at too."""
+    try:
+        return read(path)
+    except CheckpointError as error:
+        return Damaged(path=path, error=str(error))
+
+
+def _contents(path: Path, base: Path | None) -> Contents:
+    if (path / manifest.NAME).is_file():
+        return model_directory(path)
+    from hybridflow.checkpoint.formats import open_source
+
+    return source_contents(open_source(path, base=base))
+
+
+def model_directory(path: Path) -> Contents:
+    """What a model directory of ours holds, by its manifest and the sizes of its files.
+
+    Raises:
+        CheckpointError: The manifest is damaged, or a file is missing or has another size.
+    """
+    found = read_manifest(path)
+    for name, size in found.file_bytes.items():
+        file = path / name
+        held = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
+        if held != f"{size} bytes":
+            raise CheckpointError(f"{file}: found {held}, expected {size} bytes; restore it from a copy")
+    adapter = path / "assets" / ADAPTER_CONFIG
+    return Contents(
+        path=path,
+        format="megatron",
+        family=found.family,
+        model=found.model,
+        has_value_head=found.has_value_head,
+        layout=found.layout,
+        tensors=found.tensors,
+        files=_files(path),
+        progress=found.progress,
+        written_by=found.written_by,
+        adapter=read_json(adapter) if adapter.is_file() else None,
+    )
+
+
+def source_contents(source: Source) -> Contents:
+    """What a checkpoint in any other format holds."""
+    return Contents(
+        path=source.path,
+        format=source.format,
+        family=source.family,
+        model=source.model,
+        has_value_head=source.has_value_head,
+        layout=source.layout,
+        tensors={WEIGHT: source.tensors},
+        files=_files(source.path),
+        adapter=read_json(source.path / ADAPTER_CONFIG) if source.format == "peft" else None,
+    )
+
+
+def _files(path: Path) -> dict[str, int]:
+    if path.is_file():
+        return {path.name: path.stat().st_size}
+    files = (each for each in sorted(path.rglob("*")) if each.is_file())
+    return {str(each.relative_to(path)): each.stat().st_size for each in files}
+
+
+def verified(found: Contents, *, base: Path | None, progress: Callable[[int, int], None]) -> Contents:
+    """The same, once every byte was read and, where the format has hashes, agrees with them.
+
+    Args:
+        found: What the headers say.
+        base: As ``look``.
+        progress: Told how many bytes of tensors were checked, and how many there are.
+
+    Raises:
+        CheckpointError: The first tensor that is damaged.
+    """
+    from hybridflow.checkpoint.formats import open_source
+    from hybridflow.checkpoint.model_dir import ModelDir
+    from hybridflow.reshard.spec import ITEM_BYTES, num_elements
+
+    total = sum(num_bytes(tensors.values()) for tensors in found.tensors.values())
+    done = 0
+    if (found.path / manifest.NAME).is_file():
+        for piece in ModelDir(found.path).verify():
+            done += num_elements(piece.box) * ITEM_BYTES[found.tensors[piece.kind][piece.tensor].dtype]
+            progress(done, total)
+    else:
+        source = open_source(found.path, base=base)
+        for name, entry in source.tensors.items():
+            source.read(name)
+            source.release()
+            done += num_bytes([entry])
+            progress(done, total)
+    words = "every byte agrees with its hash"
+    if found.format not in _HASHED:
+        words = f"every tensor was read; {found.format} has no hashes, so that only the structure is known to be right"
+    return dataclasses.replace(found, verified=words)
+
+
+def dtypes(entries: Iterable[TensorEntry]) -> dict[str, int]:
+    """Number format -> bytes, the most first."""
+    found: dict[str, int] = {}
+    for entry in entries:
+        found[entry.dtype] = found.get(entry.dtype, 0) + num_bytes([entry])
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def is_damaged(found: Looked) -> bool:
+    """Whether any of it is."""
+    if isinstance(found, Collection):
+        return any(is_damaged(member) for member in found.members.values())
+    return isinstance(found, Damaged)
+
+
+def as_text(found: Looked, *, every_tensor: bool = False) -> str:
+    """For a person.
+
+    Args:
+        found: What was found.
+        every_tensor: List each tensor, instead of one line for those that are alike in every layer and expert.
+    """
+    if isinstance(found, Damaged):
+        return f"{found.path}\n  damaged: {found.error}"
+    if isinstance(found, Contents):
+        return f"{found.path}\n{_facts(found)}\n\n{_tree(found, every_tensor)}"
+    return "\n".join(_collection_lines(found, every_tensor))
+
+
+def _collection_lines(found: Collection, every_tensor: bool) -> list[str]:
+    """An overview of all members, then the facts and tensors of each role as it is in the newest of them."""
+    lines = [str(found.path), *_overview(found, "  ")]
+    for role, contents in _newest_by_role(found).items():
+        lines += ["", f"{role}: {contents.path}", _facts(contents), "", _tree(contents, every_tensor)]
+    return lines
+
+
+def _overview(found: Collection, indent: str) -> list[str]:
+    lines = []
+    for name, member in found.members.items():
+        mark = " (latest)" if name == found.latest else ""
+        if isinstance(member, Contents):
+            size = format_bytes(sum(member.files.values()))
+            step = "" if member.progress is None else f", {member.progress.num_steps} optimizer steps"
+            lines.append(f"{indent}{name}{mark}: {member.num_parameters:,} parameters, {size} in files{step}")
+        elif isinstance(member, Damaged):
+            lines.append(f"{indent}{name}{mark}: damaged: {member.error}")
+        else:
+            lines += [f"{indent}{name}{mark}", *_overview(member, indent + "  ")]
+    if found.latest is not None and found.latest not in found.members:
+        lines.append(f"{indent}latest names {found.latest}, which is not there")
+    return lines + [
+        f"{indent}{name}: incomplete: being written, or left by a killed writer" for name in found.incomplete
+    ]
+
+
+def _newest_by_role(found: Collection) -> dict[str, Contents]:
+    roles: dict[str, Contents] = {}
+    for name, member in found.members.items():
+        if isinstance(member, Contents):
+            roles[name] = member
+        elif isinstance(member, Collection):
+            roles |= _newest_by_role(member)
+    return roles
+
+
+def _facts(found: Contents) -> str:
+    weights = ", ".join(f"{format_bytes(size)} {dtype}" for dtype, size in dtypes(found.weights.values()).items())
+    head = "values" if found.has_value_head else "logits"
+    rows = {
+        "format": f"{found.format}, {'not cut' if found.layout is None else f'cut by {found.layout}'}",
+        "family": f"{'not known' if found.family is None else found.family}, giving {head}",
+        "weights": f"{found.num_parameters:,} parameters in {len(found.weights)} tensors: {weights}",
+    }
+    if found.progress is not None:
+        rows["optimizer"] = (
+            f"{found.progress.num_steps} steps taken, next learning rate {found.progress.learning_rate:g}"
+        )
+    if found.adapter is not None:
+        rows["adapter"] = "LoRA, " + " ".join(f"{key}={found.adapter[key]}" for key in _SAID if found.adapter.get(key))
+    for kind, tensors in found.tensors.items():
+        if kind != WEIGHT:
+            sizes = dtypes(tensors.values()).items()
+            rows[kind] = f"{len(tensors)} tensors: " + ", ".join(
+                f"{format_bytes(size)} {dtype}" for dtype, size in sizes
+            )
+    rows["files"] = f"{len(found.files)}, {format_bytes(sum(found.files.values()))}"
+    if found.written_by:
+        rows["written by"] = ", ".join(f"{name} {version}" for name, version in found.written_by.items())
+    rows["settings"] = " ".join(f"{key}={_short(value)}" for key, value in _settings(found.model).items())
+    rows["checked"] = "headers and sizes alone; --verify reads everything" if found.verified is None else found.verified
+    lines = []
+    for name, text in rows.items():
+        lines += textwrap.wrap(
+            text, 110, initial_indent=f"  {name:<12}", subsequent_indent=" " * 14, break_on_hyphens=False
+        )
+    return "\n".join(lines)
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    """Those that are not as they are by default."""
+    defaults = {each.name: each.default for each in dataclasses.fields(model)}
+    return {key: value for key, value in to_dict(model).items() if defaults[key] != getattr(model, key)}
+
+
+def _short(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_short(each)}" for key, each in value.items() if each not in (None, [])) + "}"
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}…"
+
+
+def _tree(found: Contents, every_tensor: bool) -> str:
+    if every_tensor:
+        rows = [
+            (name if kind == WEIGHT else f"{kind}:{name}", entry)
+            for kind, tensors in found.tensors.items()
+            for name, entry in tensors.items()
+        ]
+    else:
+        rows = collapse(found.weights)
+    names = max((len(name) for name, _ in rows), default=0)
+    shapes = max((len(str(list(entry.shape))) for _, entry in rows), default=0)
+    return "\n".join(f"  {name:<{names}}  {list(entry.shape)!s:<{shapes}}  {entry.dtype}" for name, entry in rows)
+
+
+def collapse(tensors: Mapping[str, TensorEntry]) -> list[tuple[str, TensorEntry]]:
+    """One row for tensors of one shape and dtype whose names differ in numbers alone: ``layers.0-31.mlp``.
+
+    A row with several ranges stands for all their combinations.
+    """
+    groups: dict[tuple[tuple[str, ...], TensorEntry], list[tuple[int, ...]]] = {}
+    for name, entry in tensors.items():
+        words = name.split(".")
+        key = tuple("" if word.isdecimal() else word for word in words)
+        numbers = tuple(int(word) for word in words if word.isdecimal())
+        groups.setdefault((key, TensorEntry(*entry)), []).append(numbers)
+    rows: list[tuple[str, TensorEntry]] = []
+    for (pattern, entry), found in groups.items():
+        for ranges in _ranges(found):
+            left = iter(ranges)
+            rows.append((".".join(word or next(left) for word in pattern), entry))
+    return rows
+
+
+def _ranges(numbers: list[tuple[int, ...]]) -> list[list[str]]:
+    """Tuples of numbers as products of ranges, by the first number, those together whose rests are the same."""
+    if not numbers[0]:
+        return [[]]
+    rests: dict[int, list[tuple[int, ...]]] = {}
+    for each in sorted(numbers):
+        rests.setdefault(each[0], []).append(each[1:])
+    firsts: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for first, found in rests.items():
+        firsts.setdefault(tuple(found), []).append(first)
+    return [[format_ranks(those), *words] for rest, those in firsts.items() for words in _ranges(list(rest))]

@@ -1,0 +1,191 @@
+"""The commands that look into checkpoints: ``hybridflow inspect`` and ``hybridflow diff``. Light at import."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.checkpoint.exit_status import DONE, SOURCE, exit_status
+from hybridflow.errors import HybridflowError
+from hybridflow.reshard.report import format_bytes
+
+if TYPE_CHECKING:
+    from hybridflow.checkpoint.differences import Compared, Differences, Readable
+    from hybridflow.checkpoint.inspecting import Contents
+
+DIFFERENT = 5
+"""Exit status of ``diff`` where two checkpoints are not equal."""
+
+_WORST = 10
+_REPORT_EVERY_S = 2.0
+
+_INSPECT_EXAMPLES = """examples:
+  hybridflow inspect runs/x
+  hybridflow inspect runs/x/checkpoints/step_000010/actor --tensors
+  hybridflow inspect models/llama --verify
+  hybridflow inspect models/llama --json | jq .num_parameters
+
+exit status: 0 it is there, 2 a request that makes no sense, 3 it is missing, damaged or incomplete,
+  1 a failure of hybridflow itself
+"""
+
+_DIFF_EXAMPLES = """examples:
+  hybridflow diff models/llama converted/llama-tp2
+  hybridflow diff runs/x/checkpoints/step_000010/actor exported/actor --json
+  hybridflow diff runs/x/checkpoints/step_000010/actor runs/y/checkpoints/step_000010/actor --optimizer
+
+exit status: 0 equal bit for bit, 5 they differ, 2 a request that makes no sense, 3 one is missing, damaged or
+  incomplete, 1 a failure of hybridflow itself
+"""
+
+
+def add_commands(commands: Any) -> None:
+    """Add both to the sub-commands of a parser."""
+    inspect = commands.add_parser(
+        "inspect",
+        help="what is in a checkpoint",
+        description="Print what a checkpoint of any format, a step of a run, or a run holds: format, family, settings, "
+        "layout, progress, tensors. Reads headers alone.",
+        epilog=_INSPECT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    inspect.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, a step, or the directory of a run")
+    inspect.add_argument("--verify", action="store_true", help="read everything, and check hashes where there are any")
+    inspect.add_argument("--tensors", action="store_true", help="list each tensor, of the optimizer too")
+    inspect.add_argument("--base", type=Path, metavar="DIR", help="base model of an adapter that names none at hand")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.set_defaults(run=_inspect, recipe=None, overrides=())
+    diff = commands.add_parser(
+        "diff",
+        help="whether two checkpoints hold the same",
+        description="Compare two checkpoints of any formats and layouts tensor by tensor, bit for bit, in bounded "
+        "memory: the worst tensors with max|a - b|, and that over the largest magnitude in either.",
+        epilog=_DIFF_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    diff.add_argument("one", type=Path, metavar="A", help="a checkpoint")
+    diff.add_argument("other", type=Path, metavar="B", help="another")
+    diff.add_argument("--all", action="store_true", help=f"list every tensor that differs, not the {_WORST} worst")
+    diff.add_argument(
+        "--optimizer", action="store_true", help="compare moments and master weights too; both are checkpoints of runs"
+    )
+    diff.add_argument("--base", type=Path, metavar="DIR", help="base model of adapters that name none at hand")
+    diff.add_argument("--json", action="store_true", help="print JSON")
+    diff.set_defaults(run=_diff, recipe=None, overrides=())
+
+
+def _explained(error: HybridflowError | OSError) -> int:
+    """Tell an error, and give the exit status that stands for it."""
+    print(f"hybridflow: {error}", file=sys.stderr, flush=True)
+    return SOURCE if isinstance(error, OSError) else exit_status(error)
+
+
+def _print(text: str) -> None:
+    """Print to whoever still listens: ``| head`` closes its end early."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What Python would flush at exit has nowhere to go either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from hybridflow.checkpoint.inspecting import as_text, is_damaged, look, verified
+
+    def verify(found: Contents) -> Contents:
+        return verified(found, base=arguments.base, progress=_Progress(f"{found.path}: checked", format_bytes))
+
+    try:
+        found = look(arguments.path, base=arguments.base, verify=verify if arguments.verify else None)
+    except (HybridflowError, OSError) as error:
+        return _explained(error)
+    if arguments.json:
+        _print(json.dumps(found.to_dict(), indent=1))
+    else:
+        _print(as_text(found, every_tensor=arguments.tensors))
+    return SOURCE if is_damaged(found) else DONE
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from hybridflow.checkpoint.differences import compare, differing_settings
+    from hybridflow.checkpoint.formats import open_source
+
+    try:
+        one, other = (open_source(path, base=arguments.base) for path in (arguments.one, arguments.other))
+        settings = differing_settings(one, other)
+        pair: tuple[Readable, Readable] = one, other
+        if arguments.optimizer:
+            from hybridflow.checkpoint.differences import AllKinds
+
+            pair = AllKinds(one.path), AllKinds(other.path)
+        found = compare(*pair, settings, _Progress("compared", lambda count: f"{count:,} elements"))
+    except (HybridflowError, OSError) as error:
+        return _explained(error)
+    if arguments.json:
+        _print(json.dumps({"one": str(one.path), "other": str(other.path), **found.to_dict()}, indent=1))
+    else:
+        _print(_as_text(found, one.path, other.path, len(found.compared) if arguments.all else _WORST))
+    return DONE if found.is_equal else DIFFERENT
+
+
+def _as_text(found: Differences, one: Path, other: Path, most: int) -> str:
+    count = f"{found.num_tensors} tensors, {found.num_parameters:,} parameters"
+    if found.is_equal:
+        return f"equal: {count}"
+    if found.is_equal_but_for_dtype:
+        pairs = sorted({f"{each.one.dtype} and {each.other.dtype}" for each in found.compared})
+        return f"equal but for dtype: {count}; {len(found.compared)} of these tensors are {', '.join(pairs)}"
+    lines = [
+        f"different: A is {one}, B is {other}",
+        f"  {count} in both, {len(found.compared)} of these tensors differ",
+    ]
+    lines += [f"  setting {key}: {_value(mine)} in A, {_value(theirs)} in B" for key, mine, theirs in found.settings]
+    for names, side in ((found.only_one, "A"), (found.only_other, "B")):
+        lines += [f"  only in {side}: {name}" for name in names[:most]]
+        lines += [f"  only in {side}: {len(names) - most} more"] if len(names) > most else []
+    lines += [f"  shapes: {name}: {list(mine)} in A, {list(theirs)} in B" for name, mine, theirs in found.shapes[:most]]
+    lines += [f"  shapes: {len(found.shapes) - most} more"] if len(found.shapes) > most else []
+    if found.compared:
+        lines += ["", *_table(found.compared[:most])]
+    if len(found.compared) > most:
+        lines.append(f"  and {len(found.compared) - most} more: --all lists them")
+    return "\n".join(lines)
+
+
+def _value(value: object) -> str:
+    return "not set" if value is None else json.dumps(value)
+
+
+def _table(compared: tuple[Compared, ...]) -> list[str]:
+    width = max(len(each.name) for each in compared)
+    lines = [f"  {'the worst tensors':<{width}}  {'max|a-b|':>9}  {'relative':>9}  unequal"]
+    for each in compared:
+        size = math.prod(each.one.shape)
+        told = f"{each.num_unequal:,} of {size:,}" if each.num_unequal else "no value, but bits"
+        if each.one.dtype != each.other.dtype:
+            told += f"; {each.one.dtype} and {each.other.dtype}"
+        if each.num_not_finite:
+            told += f"; {each.num_not_finite:,} where one is NaN or infinite"
+        lines.append(f"  {each.name:<{width}}  {each.max_abs:9.3g}  {each.relative:9.3g}  {told}")
+    return lines
+
+
+class _Progress:
+    """Says on stderr how far a long reading is, every few seconds; nothing where it is short."""
+
+    def __init__(self, what: str, text: Any) -> None:
+        self._what, self._text = what, text
+        self._told_s: float | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._told_s is None:
+            self._told_s = time.monotonic()
+        if time.monotonic() - self._told_s >= _REPORT_EVERY_S:
+            self._told_s = time.monotonic()
+            print(f"{self._what} {self._text(done)} of {self._text(total)}", file=sys.stderr, flush=True)

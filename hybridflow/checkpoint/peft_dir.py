@@ -1,0 +1,171 @@
+"""Directories of a LoRA adapter as PEFT writes them, read as logical tensors and written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from hybridflow.checkpoint.assets import ADAPTER_CONFIG, ASSETS, CONFIG, identity_of, read_assets
+from hybridflow.checkpoint.forms import from_logical, to_logical
+from hybridflow.checkpoint.huggingface import INDEX, SINGLE
+from hybridflow.checkpoint.lora import Factor, check_adapter, check_factors, linear_modules, parse_settings
+from hybridflow.checkpoint.manifest import TensorEntry
+from hybridflow.checkpoint.model_dir import write_bytes
+from hybridflow.checkpoint.source import Source
+from hybridflow.checkpoint.tensor_file import Entry, TensorFile, TensorFileWriter
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.config_json import Described
+from hybridflow.reshard.spec import DType
+
+WEIGHTS = "adapter_model.safetensors"
+_ENDS: dict[Literal["A", "B", "whole"], str] = {"A": "lora_A.weight", "B": "lora_B.weight", "whole": "weight"}
+_ASSETS = (ADAPTER_CONFIG, *(name for name in ASSETS if name not in (CONFIG, "generation_config.json")))
+
+
+def is_peft(path: Path) -> bool:
+    """Whether an adapter lies at a path; a whole model beside goes before it."""
+    return (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in (SINGLE, INDEX))
+
+
+def base_of(path: Path) -> Path:
+    """The directory of the base model that an adapter names, or that it lies in.
+
+    Raises:
+        CheckpointError: ``adapter_config.json`` is damaged.
+        ConfigError: There is no such directory; or the settings ask for what is not computed.
+    """
+    named = parse_settings(_config(path), where=str(path / ADAPTER_CONFIG)).base
+    folder = path if named is None or (path / CONFIG).is_file() else Path(named).expanduser()
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(
+            f"{path / ADAPTER_CONFIG}: base_model_name_or_path={json.dumps(named)} is no directory with a {CONFIG} "
+            "here; give the base model's directory: --base DIR"
+        )
+    return folder
+
+
+class PeftSource:
+    """An adapter's directory as a source of logical factors; see ``source.Source``.
+
+    Args:
+        path: With ``adapter_config.json`` and ``adapter_model.safetensors``.
+        base: Its base model.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or the factors are not those of the base and the settings.
+        ConfigError: The settings ask for what is not computed.
+    """
+
+    format = "peft"
+    layout: str | None = None
+
+    def __init__(self, path: Path, base: Described) -> None:
+        self.path = path
+        self.family: str | None = base.family.name
+        self.model, self.has_value_head = base.model, base.has_value_head
+        settings = parse_settings(_config(path), where=str(path / ADAPTER_CONFIG))
+        if not (path / WEIGHTS).is_file():
+            raise CheckpointError(
+                f"{path}: has no {WEIGHTS}; adapter_model.bin, which is a pickle, is not read: save the adapter with "
+                "safe_serialization=True"
+            )
+        self._file = TensorFile(path / WEIGHTS)
+        modules = linear_modules(base)
+        self._where: dict[str, tuple[str, Factor]] = {}
+        by_key = {_key(factor): factor for module in modules for factor in (Factor(module, side) for side in _ENDS)}
+        for key in self._file.entries:
+            if key not in by_key:
+                raise CheckpointError(
+                    f"{path / WEIGHTS}: {key} goes with no linear module of the base, a {base.family.name} of "
+                    f"{base.model.num_layers} layers; expected keys like {next(iter(by_key))}: give the base that the "
+                    "adapter was trained on, or save the adapter with save_embedding_layers=False"
+                )
+            self._where[by_key[key].name] = key, by_key[key]
+        entries = {name: self._entry(key, factor) for name, (key, factor) in self._where.items()}
+        factors = check_factors(str(path / WEIGHTS), entries, modules, settings)
+        self.tensors: Mapping[str, TensorEntry] = {name: entries[name] for name in factors}
+
+    def read(self, tensor: str) -> Tensor:
+        """See ``Source``."""
+        key, factor = self._where[tensor]
+        return to_logical(factor.form, [self._file.read(key)], self.model)
+
+    def release(self) -> None:
+        """See ``Source``."""
+        self._file.release()
+
+    def assets(self) -> dict[str, bytes]:
+        """See ``Source``."""
+        return read_assets(self.path, _ASSETS)
+
+    def identity(self) -> str:
+        """See ``Source``."""
+        return identity_of([self.path / name for name in (*_ASSETS, WEIGHTS)])
+
+    def _entry(self, key: str, factor: Factor) -> TensorEntry:
+        """In the logical view; a tensor that does not fit it is left as it is, to be told by its shape."""
+        dtype, shape = self._file.entries[key]
+        fits = len(shape) == 2 and shape == factor.shape(shape[0] if factor.side == "A" else shape[1])
+        return TensorEntry(dtype, factor.logical_shape(shape[1]) if fits and factor.side == "B" else shape)
+
+
+class PeftTarget:
+    """An adapter's directory to be written; see ``source.Target``.
+
+    Args:
+        source: An adapter, in whatever format.
+        dtype: Of the factors; None: each as it is.
+
+    Raises:
+        CheckpointError: The source is no adapter, or one of another model.
+        ConfigError: Its settings ask for what is not computed, or it does not say the family of its base.
+    """
+
+    is_single_file = False
+    can_go_on = True
+
+    def __init__(self, source: Source, dtype: DType | None = None) -> None:
+        self._assets = {name: data for name, data in source.assets().items() if name in _ASSETS}
+        self._model = source.model
+        self._where = check_adapter(source)
+        entries = {}
+        for name, factor in self._where.items():
+            found = source.tensors[name]
+            rank = found.shape[0] if factor.side == "A" else found.shape[-1]
+            entries[_key(factor)] = Entry(found.dtype if dtype is None else dtype, factor.shape(rank))
+        self.files: Mapping[str, Mapping[str, Entry]] = {WEIGHTS: dict(sorted(entries.items()))}
+
+    def places(self, tensor: str) -> list[tuple[str, str]]:
+        """See ``Target``."""
+        return [(WEIGHTS, _key(self._where[tensor]))]
+
+    def parts(self, tensor: str, values: Tensor, files: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
+        """See ``Target``."""
+        factor = self._where[tensor]
+        if WEIGHTS in files:
+            yield WEIGHTS, _key(factor), from_logical(factor.form, values, self._model)[0]
+
+    def open(self, path: Path, file: str) -> TensorFileWriter:
+        """See ``Target``."""
+        return TensorFileWriter(path, self.files[file], {"format": "pt"})
+
+    def finish(self, folder: Path, hashes: Mapping[str, Mapping[str, str]]) -> None:
+        """See ``Target``: the settings are those that came with the adapter."""
+        for name, data in self._assets.items():
+            write_bytes(folder / name, data)
+
+
+def _key(factor: Factor) -> str:
+    """What PEFT calls a tensor."""
+    return f"base_model.model.{factor.module.hf}.{_ENDS[factor.side]}"
+
+
+def _config(path: Path) -> bytes:
+    try:
+        return (path / ADAPTER_CONFIG).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path / ADAPTER_CONFIG}: cannot be read: {error}; expected a LoRA adapter") from error

@@ -97,8 +97,8 @@ def check_same_pieces(one: Tokenizer, other: Tokenizer, *, whose: str) -> None:
     for index in sorted(mine.keys() & theirs.keys()):
         if mine[index] != theirs[index]:
             raise DataError(
-                f"{whose}: token {index} is {theirs[index]!r} in {other.path}, and {mine[index]!r} in {one.path}, which "
-                "writes the tokens; choose models of one tokenizer"
+                f"{whose}: token {index} is {theirs[index]!r} in {other.path}, and {mine[index]!r} in {one.path}, "
+                "which writes the tokens; choose models of one tokenizer"
             )
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.config import Recipe
 from hybridflow.data.arithmetic import ensure_files
-from hybridflow.data.prompts import Example, PromptSource, encode_prompts, encode_solutions, read_examples
 from hybridflow.data.pieces import train_tokenizer
+from hybridflow.data.prompts import Example, PromptSource, encode_prompts, encode_solutions, read_examples
 from hybridflow.data.tokenizer import Tokenizer, check_same_pieces, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.world import World
@@ -71,8 +71,8 @@ def _tokenizer_path(recipe: Recipe) -> Path | None:
     found = tokenizer_in(recipe.model.path)
     if found is None:
         raise ConfigError(
-            f"tokenizer.path: missing; model.path={recipe.model.path!r} has no tokenizer, and its weights know no other: "
-            "name the one that it was trained with"
+            f"tokenizer.path: missing; model.path={recipe.model.path!r} has no tokenizer, and its weights know no "
+            "other: name the one that it was trained with"
         )
     return found
 

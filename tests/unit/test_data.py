@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hybridflow.config import Arithmetic, Data
 from hybridflow.data.arithmetic import ensure_files, make_problems, wrong_carry
 from hybridflow.data.order import permuted
-from hybridflow.data.prompts import Example, PromptSource, encode_prompts, encode_solutions, read_examples
 from hybridflow.data.pieces import PieceTokenizer, train_tokenizer
+from hybridflow.data.prompts import Example, PromptSource, encode_prompts, encode_solutions, read_examples
 from hybridflow.errors import DataError
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from hybridflow.checkpoint.settings import Settings, read_settings
 from hybridflow.errors import ConfigError, HybridflowError, LayoutError
-from hybridflow.families.model import Model
+from hybridflow.families.model import Model, check_model
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.overlap import max_overlap
@@ -559,7 +559,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_algorithm(recipe)
     _check_reward(recipe.reward)
     for key in _MODELS:
-        _check_model(key, recipe.model_of(key.removesuffix(".model")))
+        check_model(recipe.model_of(key.removesuffix(".model")), key)
     _check_contexts(recipe)
     _check_placement(recipe)
     _check_batches(recipe)
@@ -604,25 +604,6 @@ def _check_contexts(recipe: Recipe) -> None:
             )
 
 
-def _check_model(key: str, model: Model) -> None:
-    heads, groups = model.num_attention_heads, model.query_groups
-    if model.head_dim is not None:
-        if model.head_dim % 2:
-            raise ConfigError(
-                f"{key}.head_dim={model.head_dim}: rotary embeddings need an even size of each head; add or take 1"
-            )
-    elif model.hidden_size % heads or model.hidden_size // heads % 2:
-        raise ConfigError(
-            f"{key}.hidden_size={model.hidden_size} over {key}.num_attention_heads={heads}: "
-            "rotary embeddings need an even, whole size of each head; make hidden_size a multiple of 2·heads, or give "
-            f"{key}.head_dim"
-        )
-    if heads % groups:
-        raise ConfigError(
-            f"{key}.num_query_groups={groups} does not divide {key}.num_attention_heads={heads}; choose a divisor"
-        )
-
-
 def _check_placement(recipe: Recipe) -> None:
     for role in ("actor", "critic", "reference", "reward"):
         section = getattr(recipe, role)
@@ -634,21 +615,34 @@ def _check_placement(recipe: Recipe) -> None:
                 f"set cluster.ranks to at least {max(ranks) + 1}, or name ranks that exist"
             )
     for name, mesh in _meshes_as_given(recipe).items():
-        model = recipe.model_of(name)
-        groups = model.query_groups
-        tp, pp = mesh.layout.tp, mesh.layout.pp
         mesh.layout.check_trainable(name)
-        for key in ("num_attention_heads", "ffn_hidden_size"):
-            if getattr(model, key) % tp:
-                raise LayoutError(
-                    f"{name}: tp={tp} does not divide model.{key}={getattr(model, key)}; choose a divisor"
-                )
-        if groups % tp and tp % groups:
-            raise LayoutError(
-                f"{name}: tp={tp} neither divides nor is a multiple of model.num_query_groups={groups}; change one"
-            )
-        if model.num_layers % pp:
-            raise LayoutError(f"{name}: pp={pp} does not divide model.num_layers={model.num_layers}; choose a divisor")
+        check_cut(recipe.model_of(name), mesh.layout, name)
+
+
+def check_cut(model: Model, layout: ParallelLayout, name: str) -> None:
+    """Refuse a layout that does not cut a model into equal parts.
+
+    Args:
+        model: The settings.
+        layout: How the model is to be cut.
+        name: Whose layout this is, for the message.
+
+    Raises:
+        LayoutError: A part would be empty or not like the others.
+    """
+    tp, pp, ep, groups = layout.tp, layout.pp, layout.ep, model.query_groups
+    for key in ("num_attention_heads", "ffn_hidden_size"):
+        if getattr(model, key) % tp:
+            raise LayoutError(f"{name}: tp={tp} does not divide model.{key}={getattr(model, key)}; choose a divisor")
+    if groups % tp and tp % groups:
+        raise LayoutError(
+            f"{name}: tp={tp} neither divides nor is a multiple of model.num_query_groups={groups}; change one"
+        )
+    if model.num_layers % pp:
+        raise LayoutError(f"{name}: pp={pp} does not divide model.num_layers={model.num_layers}; choose a divisor")
+    if ep > 1 and (model.num_experts is None or model.num_experts % ep):
+        found = "null" if model.num_experts is None else model.num_experts
+        raise LayoutError(f"{name}: ep={ep} does not divide model.num_experts={found}; choose a divisor, or set ep=1")
 
 
 def _check_batches(recipe: Recipe) -> None:

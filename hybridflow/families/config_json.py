@@ -8,11 +8,18 @@ from typing import Any
 
 from hybridflow.errors import ConfigError
 from hybridflow.families.family import Family
-from hybridflow.families.model import Model, RotaryScaling
+from hybridflow.families.model import Model, RotaryScaling, check_model
 from hybridflow.families.tables import FAMILIES
 from hybridflow.sections import read_section
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+_ROTARY_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+_ROTARY_LISTS = ("short_factor", "long_factor")
+_ROTARY_KEYS = {
+    *_ROTARY_NUMBERS,
+    *_ROTARY_LISTS,
+    *("rope_type", "type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,24 +48,27 @@ def read_config(values: Mapping[str, Any], *, where: str) -> Described:
         ConfigError: The family is unknown, a key is missing or ill-typed, or asks for what is not computed here.
     """
     family = _family(values, where)
-    given = {**family.defaults, **{key: value for key, value in values.items() if value is not None}}
+    # A null is an answer: no soft-cap, no window. Only what is left out has the default.
+    given = {**family.defaults, **values}
     for key, allowed in family.computed.items():
         if key in values and values[key] not in allowed:
             raise ConfigError(
                 f"{where}: {key}={values[key]!r} is not computed for {family.name}; only "
                 f"{', '.join(map(repr, allowed))} is: choose another model"
             )
-    model = {setting: given[key] for key, setting in family.keys.items() if key in given}
+    model = {setting: given[key] for key, setting in family.keys.items() if given.get(key) is not None}
     model |= family.always
     model |= _rotary(given, where)
     model |= _window(family, given)
-    if "query_pre_attn_scalar" in given:
+    if given.get("query_pre_attn_scalar") is not None:
         model["attention_scale"] = float(given["query_pre_attn_scalar"]) ** -0.5
     dtype = given.get("dtype", given.get("torch_dtype"))
     model["dtype"] = _DTYPES.get(str(dtype), "fp32" if dtype is None else "bf16")
+    settings = read_section(Model, model, source=where)
+    check_model(settings, f"{where}: model")
     return Described(
         family=family,
-        model=read_section(Model, model, source=where),
+        model=settings,
         has_value_head=_has_value_head(family, values, where),
     )
 
@@ -89,7 +99,7 @@ def _has_value_head(family: Family, values: Mapping[str, Any], where: str) -> bo
 def _rotary(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Base and scaling, from the flat keys of older files or from ``rope_parameters``."""
     told = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
-    base = told.get("rope_theta", given.get("rope_theta", 10000.0))
+    base = next((each["rope_theta"] for each in (told, given) if each.get("rope_theta") is not None), 10000.0)
     if float(told.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ConfigError(f"{where}: partial_rotary_factor={told['partial_rotary_factor']} is not computed; only 1 is")
     kind = told.get("rope_type", told.get("type", "default"))
@@ -97,21 +107,29 @@ def _rotary(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {"rotary_base": float(base)}
     if kind == "su":  # what the first Phi-3 files call it
         kind = "longrope"
-    original = told.get("original_max_position_embeddings", given.get("original_max_position_embeddings"))
-    known = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-    scaling = {key: told[key] for key in known if told.get(key) is not None}
-    scaling |= {key: [float(item) for item in told[key]] for key in ("short_factor", "long_factor") if key in told}
-    if kind == "longrope":
-        scaling["factor"] = given["max_position_embeddings"] / original if original else 1.0
+    strangers = [
+        f"{key}={value!r}"
+        for key, value in told.items()
+        if key not in _ROTARY_KEYS and value is not None and (key, value) != ("truncate", True)
+    ]
+    if strangers:
+        raise ConfigError(f"{where}: rope_parameters: {', '.join(strangers)} is not computed; choose another model")
+    # As ``transformers`` has it: the model's own key goes before that of the scaling.
+    context = given["max_position_embeddings"]
+    original = given.get("original_max_position_embeddings", told.get("original_max_position_embeddings", context))
+    scaling = {key: told[key] for key in _ROTARY_NUMBERS if told.get(key) is not None}
+    if kind in ("yarn", "longrope"):
+        scaling.setdefault("factor", context / original)
+    scaling |= {key: [float(item) for item in told[key]] for key in _ROTARY_LISTS if told.get(key) is not None}
     scaling = {key: float(value) if isinstance(value, int) else value for key, value in scaling.items()}
-    scaling |= {"kind": kind, "original_context": original}
+    scaling |= {"kind": kind, "original_context": None if kind == "linear" else original}
     read_section(RotaryScaling, scaling, source=f"{where}: rope_parameters")
     return {"rotary_base": float(base), "rotary_scaling": scaling}
 
 
 def _window(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
     """The sliding window and its layers."""
-    width, num_layers = given.get("sliding_window"), given["num_hidden_layers"]
+    width, num_layers = given.get("sliding_window"), given.get("num_hidden_layers", 0)
     if family.window == "none" or width is None:
         return {}
     if family.window == "all":

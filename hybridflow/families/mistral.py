@@ -7,7 +7,12 @@ MISTRAL = Family(
     causal="MistralForCausalLM",
     scorer="MistralForSequenceClassification",
     keys=COMMON_KEYS,
-    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "tie_word_embeddings": False},
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        "sliding_window": 4096,
+    },
     computed=NO_DROPOUT,
     window="all",
     rules=DENSE,

@@ -10,6 +10,7 @@ MIXTRAL = Family(
     defaults={
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131072,
+        "rope_theta": 1000000.0,
         "tie_word_embeddings": False,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,

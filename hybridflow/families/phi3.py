@@ -7,7 +7,12 @@ PHI3 = Family(
     causal="Phi3ForCausalLM",
     scorer="Phi3ForSequenceClassification",
     keys=COMMON_KEYS,
-    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "tie_word_embeddings": False},
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
     computed={**NO_DROPOUT, "resid_pdrop": (0, 0.0), "embd_pdrop": (0, 0.0), "partial_rotary_factor": (1, 1.0)},
     window="all",
     rules=(

@@ -12,6 +12,7 @@ QWEN3_MOE = Family(
         **_SHARED,
         "moe_intermediate_size": "ffn_hidden_size",
         "num_experts": "num_experts",
+        "num_local_experts": "num_experts",  # what newer transformers write
         "num_experts_per_tok": "experts_per_token",
         "norm_topk_prob": "normalized_experts",
     },

@@ -198,6 +198,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a small file of text, see ``write_bytes``."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Write a small file aside, sync and rename it.
 
     Raises:
@@ -205,8 +210,8 @@ def write_text(path: Path, text: str) -> None:
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with aside.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)

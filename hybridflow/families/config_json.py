@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.errors import ConfigError
 from hybridflow.families.family import Family
 from hybridflow.families.model import Model, RotaryScaling, check_model
 from hybridflow.families.tables import FAMILIES
-from hybridflow.sections import read_section
+from hybridflow.sections import read_section, to_dict
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+_COMPUTED: dict[str, tuple[object, ...]] = {"quantization_config": (None,)}
+"""Keys that any family may have, and the values that are computed here."""
+_MAX_LAYERS = 10_000
 _ROTARY_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 _ROTARY_LISTS = ("short_factor", "long_factor")
 _ROTARY_KEYS = {
@@ -47,10 +50,22 @@ def read_config(values: Mapping[str, Any], *, where: str) -> Described:
     Raises:
         ConfigError: The family is unknown, a key is missing or ill-typed, or asks for what is not computed here.
     """
+    try:
+        return _read(values, where)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: is malformed: {type(error).__name__}: {error}; expected the keys of a model of transformers: "
+            "restore it from a copy"
+        ) from error
+
+
+def _read(values: Mapping[str, Any], where: str) -> Described:
     family = _family(values, where)
+    values = _with_aliases(family, values, where)
     # A null is an answer: no soft-cap, no window. Only what is left out has the default.
     given = {**family.defaults, **values}
-    for key, allowed in family.computed.items():
+    _check_given(family, given, where)
+    for key, allowed in {**family.computed, **_COMPUTED}.items():
         if key in values and values[key] not in allowed:
             raise ConfigError(
                 f"{where}: {key}={values[key]!r} is not computed for {family.name}; only "
@@ -59,10 +74,10 @@ def read_config(values: Mapping[str, Any], *, where: str) -> Described:
     model = {setting: given[key] for key, setting in family.keys.items() if given.get(key) is not None}
     model |= family.always
     model |= _rotary(given, where)
-    model |= _window(family, given)
+    model |= _window(family, given, where)
     if given.get("query_pre_attn_scalar") is not None:
         model["attention_scale"] = float(given["query_pre_attn_scalar"]) ** -0.5
-    dtype = given.get("dtype", given.get("torch_dtype"))
+    dtype = given.get("dtype") or given.get("torch_dtype")
     model["dtype"] = _DTYPES.get(str(dtype), "fp32" if dtype is None else "bf16")
     settings = read_section(Model, model, source=where)
     check_model(settings, f"{where}: model")
@@ -78,9 +93,32 @@ def _family(values: Mapping[str, Any], where: str) -> Family:
     if name not in FAMILIES:
         raise ConfigError(
             f"{where}: model_type={name!r}: not a family known here; expected one of {', '.join(FAMILIES)}, or add a "
-            "table for it (docs/checkpoints.md)"
+            "table for it (docs/families.md)"
         )
     return FAMILIES[name]
+
+
+def _check_given(family: Family, given: Mapping[str, Any], where: str) -> None:
+    """Nothing that every model has is missing, and its layers can be counted."""
+    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    for key in (*needed, next(key for key, setting in family.keys.items() if setting == "ffn_hidden_size")):
+        if given.get(key) is None:
+            raise ConfigError(f"{where}: {key}: missing; expected an integer: restore it from a copy")
+    num_layers = given["num_hidden_layers"]
+    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or not 1 <= num_layers <= _MAX_LAYERS:
+        raise ConfigError(
+            f"{where}: num_hidden_layers={num_layers!r}: expected an integer of 1 to {_MAX_LAYERS}; restore it from a "
+            "copy"
+        )
+
+
+def _with_aliases(family: Family, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The values with one spelling of each key."""
+    known = dict(values)
+    for alias, key in family.aliases.items():
+        if alias in known and known.setdefault(key, known[alias]) != known[alias]:
+            raise ConfigError(f"{where}: {alias}={known[alias]!r} contradicts {key}={known[key]!r}; remove one")
+    return known
 
 
 def _has_value_head(family: Family, values: Mapping[str, Any], where: str) -> bool:
@@ -98,10 +136,12 @@ def _has_value_head(family: Family, values: Mapping[str, Any], where: str) -> bo
 
 def _rotary(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Base and scaling, from the flat keys of older files or from ``rope_parameters``."""
-    told = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
+    # As ``transformers`` has it: the older spelling goes before the newer.
+    told = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
     base = next((each["rope_theta"] for each in (told, given) if each.get("rope_theta") is not None), 10000.0)
-    if float(told.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError(f"{where}: partial_rotary_factor={told['partial_rotary_factor']} is not computed; only 1 is")
+    partial = told.get("partial_rotary_factor", given.get("partial_rotary_factor"))
+    if partial is not None and float(partial) != 1.0:
+        raise ConfigError(f"{where}: partial_rotary_factor={partial} is not computed; only 1 is")
     kind = told.get("rope_type", told.get("type", "default"))
     if kind == "default":
         return {"rotary_base": float(base)}
@@ -127,18 +167,215 @@ def _rotary(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"rotary_base": float(base), "rotary_scaling": scaling}
 
 
-def _window(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
+def _window(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The sliding window and its layers."""
-    width, num_layers = given.get("sliding_window"), given.get("num_hidden_layers", 0)
-    if family.window == "none" or width is None:
+    width, num_layers = given.get("sliding_window"), given["num_hidden_layers"]
+    is_off = family.window in ("switched", "upper_layers") and not given.get("use_sliding_window")
+    if family.window == "none" or is_off:
+        width = None
+    if family.window == "even_layers":
+        layers = range(0, num_layers, 2)
+    elif family.window == "upper_layers":
+        layers = range(given.get("max_window_layers", 28), num_layers)
+    else:
+        layers = range(num_layers)
+    windowed = [] if width is None else list(layers)
+    kinds = given.get("layer_types")
+    if kinds is not None and (width is not None or family.window != "even_layers"):
+        told = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+        is_free = width is not None and family.window in ("upper_layers", "even_layers")
+        if len(kinds) != num_layers or {*kinds} - {"full_attention", "sliding_attention"}:
+            raise ConfigError(
+                f"{where}: layer_types={kinds}: expected {num_layers} of 'full_attention' or 'sliding_attention'; "
+                "others are not computed"
+            )
+        if told != windowed and not is_free:
+            raise ConfigError(
+                f"{where}: layer_types={kinds} is not computed for {family.name} with "
+                f"sliding_window={given.get('sliding_window')!r}; remove it"
+            )
+        windowed = told
+    if not windowed:
+        return {}
+    return {"window": width} if len(windowed) == num_layers else {"window": width, "window_layers": windowed}
+
+
+def describe(model: Model, *, family: str | None, has_value_head: bool) -> Described:
+    """A model with the table that Hugging Face has for it.
+
+    Args:
+        model: Its settings, the vocabulary included.
+        family: Name of its family; None: the plainest that has such models.
+        has_value_head: Whether it gives a number instead of logits.
+
+    Raises:
+        ConfigError: No family, or not this one, has such a model; names the settings in the way.
+    """
+    if family is not None and family not in FAMILIES:
+        raise ConfigError(f"family {family!r}: not known here; expected one of {', '.join(FAMILIES)}")
+    candidates = list(FAMILIES.values()) if family is None else [FAMILIES[family]]
+    strange = {}
+    for candidate in candidates:
+        described = Described(family=candidate, model=model, has_value_head=has_value_head)
+        strange[candidate.name] = _unsaid(described)
+        if not strange[candidate.name]:
+            return described
+    nearest = min(strange, key=lambda name: len(strange[name]))
+    common = [key for key in strange[nearest] if all(key in keys for keys in strange.values())]
+    values = ", ".join(f"{key}={getattr(model, key)!r}" for key in common or strange[nearest])
+    owner = "no family of Hugging Face" if common and len(strange) > 1 else f"family {nearest}"
+    raise ConfigError(f"{owner} has models with {values}; expected settings of one of {', '.join(FAMILIES)}")
+
+
+def write_config(described: Described) -> dict[str, Any]:
+    """The ``config.json`` of a model; the inverse of ``read_config``.
+
+    Rotary positions are written in both spellings: ``rope_parameters`` of transformers 5, and the flat keys that went
+    before.
+
+    Raises:
+        ConfigError: The family has no such model; names the settings in the way.
+    """
+    describe(described.model, family=described.family.name, has_value_head=described.has_value_head)
+    return _written(described)
+
+
+def update_config(original: Mapping[str, Any] | None, described: Described, *, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` to write beside a model's tensors.
+
+    Args:
+        original: The one that travelled along; kept where it describes the model. None: there is none.
+        described: The model.
+        dtype: Number format of the tensors, as Hugging Face calls it.
+    """
+    config = _written(described)
+    if original is not None and _describes(original, described):
+        head = {key: value for key, value in config.items() if key in ("architectures", "id2label", "label2id")}
+        # Code and labels do not travel along.
+        gone = ("auto_map", "num_labels", "id2label", "label2id")
+        config = {**{key: value for key, value in original.items() if key not in gone}, **head}
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = dtype
+    return config if "dtype" in config or "torch_dtype" in config else {**config, "dtype": dtype}
+
+
+def spelled_out(model: Model) -> Model:
+    """The same model with what follows from other settings written out, and what they leave unused at its default."""
+    windowed = tuple(range(model.num_layers)) if model.window_layers is None else tuple(sorted(model.window_layers))
+    has_window = model.window is not None and len(windowed) > 0
+    has_experts = model.num_experts is not None
+    scaling = model.rotary_scaling
+    return replace(
+        model,
+        num_query_groups=model.query_groups,
+        head_dim=model.head_size,
+        vocab_divisible_by=1,
+        attention_scale=model.head_size**-0.5 if model.attention_scale is None else model.attention_scale,
+        window=model.window if has_window else None,
+        window_layers=windowed if has_window else None,
+        experts_per_token=model.experts_per_token if has_experts else 2,
+        normalized_experts=model.normalized_experts if has_experts else True,
+        rotary_scaling=None if scaling is None else replace(RotaryScaling(kind=scaling.kind), **_used(scaling)),
+    )
+
+
+_SCALING_KEYS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_context", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_context", "beta_fast", "beta_slow", "attention_factor"),
+    "longrope": ("factor", "original_context", "attention_factor", "short_factor", "long_factor"),
+}
+"""The settings that each kind of rotary scaling uses."""
+
+
+def _used(scaling: RotaryScaling) -> dict[str, Any]:
+    return {key: getattr(scaling, key) for key in _SCALING_KEYS[scaling.kind]}
+
+
+def _unsaid(described: Described) -> list[str]:
+    """The settings that are lost when the family's ``config.json`` says the model."""
+    try:
+        found = read_config(_written(described), where="config.json").model
+    except ConfigError:
+        return [key for key in ("rotary_scaling",) if described.model.rotary_scaling is not None] or ["num_layers"]
+    expected, read = to_dict(spelled_out(described.model)), to_dict(spelled_out(found))
+    return [key for key in expected if expected[key] != read[key]]
+
+
+def _describes(original: Mapping[str, Any], described: Described) -> bool:
+    """Whether a ``config.json`` is that of the model, but for number format and head."""
+    try:
+        found = read_config(original, where="config.json")
+    except ConfigError:
+        return False
+    model = replace(found.model, dtype=described.model.dtype)
+    return found.family is described.family and spelled_out(model) == spelled_out(described.model)
+
+
+def _written(described: Described) -> dict[str, Any]:
+    family, model = described.family, described.model
+    config: dict[str, Any] = {
+        "architectures": [family.scorer if described.has_value_head else family.causal],
+        "model_type": family.name,
+    }
+    config |= {key: allowed[0] for key, allowed in family.computed.items() if allowed[0] is not None}
+    config |= {key: getattr(model, setting) for key, setting in family.keys.items()}
+    config["num_key_value_heads"] = model.query_groups
+    config["head_dim"] = model.head_size
+    if "query_pre_attn_scalar" in family.defaults:
+        scale = model.head_size**-0.5 if model.attention_scale is None else model.attention_scale
+        whole = round(scale**-2)
+        config["query_pre_attn_scalar"] = whole if float(whole) ** -0.5 == scale else scale**-2
+    config |= _written_window(family, model)
+    config |= _written_rotary(model)
+    name = next(name for name, dtype in _DTYPES.items() if dtype == model.dtype)
+    config |= {"dtype": name, "torch_dtype": name}
+    if described.has_value_head:
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return config
+
+
+def _written_window(family: Family, model: Model) -> dict[str, Any]:
+    if family.window == "none":
         return {}
     if family.window == "all":
-        return {"window": width}
-    if given.get("layer_types"):
-        layers = [layer for layer, kind in enumerate(given["layer_types"]) if kind == "sliding_attention"]
-    elif family.window == "even_layers":
-        layers = list(range(0, num_layers, 2))
-    else:
-        first = given.get("max_window_layers", 28) if given.get("use_sliding_window", False) else num_layers
-        layers = list(range(first, num_layers))
-    return {"window": width, "window_layers": layers} if layers else {}
+        return {"sliding_window": model.window}
+    if family.window == "switched":
+        return {"sliding_window": model.window, "use_sliding_window": model.window is not None}
+    windowed = spelled_out(model).window_layers or ()
+    kinds = ["sliding_attention" if layer in windowed else "full_attention" for layer in range(model.num_layers)]
+    config: dict[str, Any] = {"layer_types": kinds, "sliding_window": model.window}
+    if family.window == "upper_layers":
+        config |= {"use_sliding_window": bool(windowed), "max_window_layers": min(windowed, default=model.num_layers)}
+    elif not windowed:
+        # A model of this family always has a width, which no layer need use.
+        config["sliding_window"] = family.defaults["sliding_window"]
+    return config
+
+
+def _written_rotary(model: Model) -> dict[str, Any]:
+    base, scaling = model.rotary_base, model.rotary_scaling
+    if scaling is None:
+        return {
+            "rope_theta": base,
+            "rope_scaling": None,
+            "rope_parameters": {"rope_theta": base, "rope_type": "default"},
+        }
+    told = {key: value for key, value in _used(scaling).items() if value is not None}
+    original = told.pop("original_context", None)
+    if scaling.kind == "longrope" and told["factor"] == model.max_context / original:
+        del told["factor"]
+    told |= {key: list(told[key]) for key in ("short_factor", "long_factor") if key in told}
+    flat = {"rope_type": scaling.kind, "type": scaling.kind, **told}
+    full = {"rope_type": scaling.kind, **told, "rope_theta": base}
+    config: dict[str, Any] = {"rope_theta": base}
+    if scaling.kind == "longrope":
+        # Where the models that have it keep it; older readers take no fourth key beside the two lists.
+        config["original_max_position_embeddings"] = original
+        del flat["rope_type"]
+    elif original is not None:
+        flat["original_max_position_embeddings"] = original
+    if original is not None:
+        full["original_max_position_embeddings"] = original
+    return {**config, "rope_scaling": flat, "rope_parameters": full}

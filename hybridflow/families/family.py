@@ -46,12 +46,13 @@ class Family:
         causal: Architecture of a language model.
         scorer: Architecture of a model with one number for each sequence: a value or reward head.
         keys: Keys of ``config.json`` and the ``Model`` settings that say the same.
+        aliases: Other spellings of keys, which some versions of ``transformers`` write.
         defaults: Values of keys that a ``config.json`` may leave out, as ``transformers`` has them.
         always: ``Model`` settings that every model of the family has.
         computed: Keys of ``config.json`` and the values that are computed here; any other is refused by name.
         window: What decides which layers have the sliding window: nothing, ``sliding_window`` alone for all layers,
-            ``use_sliding_window`` with ``max_window_layers``, or every second layer from the first; a ``layer_types``
-            in ``config.json`` goes before the last two.
+            the same where ``use_sliding_window`` switches it on, that for layers from ``max_window_layers`` on, or
+            every second layer from the first; a ``layer_types`` in ``config.json`` goes before the last two.
         rules: Every tensor of the language model.
         ignored: Regular expressions of tensors that hold nothing learnt, such as tables of frequencies.
     """
@@ -60,10 +61,11 @@ class Family:
     causal: str
     scorer: str
     keys: Mapping[str, str]
+    aliases: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
     always: Mapping[str, object] = field(default_factory=dict)
     computed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    window: Literal["none", "all", "upper_layers", "even_layers"] = "none"
+    window: Literal["none", "all", "switched", "upper_layers", "even_layers"] = "none"
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 

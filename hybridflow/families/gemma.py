@@ -17,7 +17,7 @@ GEMMA = Family(
     causal="GemmaForCausalLM",
     scorer="GemmaForSequenceClassification",
     keys=COMMON_KEYS,
-    defaults=_DEFAULTS,
+    defaults={**_DEFAULTS, "num_key_value_heads": 16},
     always=_ALWAYS,
     # ``transformers`` computes the tanh form of GELU for both names, and prefers hidden_activation.
     computed={
@@ -39,6 +39,7 @@ GEMMA2 = Family(
     },
     defaults={
         **_DEFAULTS,
+        "num_key_value_heads": 4,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "query_pre_attn_scalar": 256,

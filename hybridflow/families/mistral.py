@@ -8,6 +8,7 @@ MISTRAL = Family(
     scorer="MistralForSequenceClassification",
     keys=COMMON_KEYS,
     defaults={
+        "num_key_value_heads": 8,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 131072,
         "tie_word_embeddings": False,

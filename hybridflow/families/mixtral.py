@@ -7,7 +7,9 @@ MIXTRAL = Family(
     causal="MixtralForCausalLM",
     scorer="MixtralForSequenceClassification",
     keys={**COMMON_KEYS, "num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
+    aliases={"num_experts": "num_local_experts"},
     defaults={
+        "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131072,
         "rope_theta": 1000000.0,

@@ -173,8 +173,8 @@ def _check_experts(model: Model, owner: str) -> None:
         return
     if model.experts_per_token > model.num_experts:
         raise ConfigError(
-            f"{owner}.experts_per_token={model.experts_per_token} is more than {owner}.num_experts={model.num_experts}; "
-            "lower the first or raise the second"
+            f"{owner}.experts_per_token={model.experts_per_token} is more than "
+            f"{owner}.num_experts={model.num_experts}; lower the first or raise the second"
         )
     if model.experts_per_token == 1 and model.normalized_experts:
         raise ConfigError(

@@ -12,11 +12,13 @@ QWEN3_MOE = Family(
         **_SHARED,
         "moe_intermediate_size": "ffn_hidden_size",
         "num_experts": "num_experts",
-        "num_local_experts": "num_experts",  # what newer transformers write
         "num_experts_per_tok": "experts_per_token",
         "norm_topk_prob": "normalized_experts",
     },
+    aliases={"num_local_experts": "num_experts"},  # what newer transformers write
     defaults={
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 32768,
         "tie_word_embeddings": False,
@@ -26,6 +28,6 @@ QWEN3_MOE = Family(
     },
     always={"qk_norm": True},
     computed={**NO_DROPOUT, "attention_bias": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
-    window="upper_layers",
+    window="switched",
     rules=(*EMBEDDINGS, *NORMS, *ATTENTION, *QK_NORM, *experts("mlp", "gate_proj", "up_proj", "down_proj")),
 )

@@ -89,8 +89,9 @@ def initialize(
 ) -> None:
     """Set initial weights, of all tensors or of those named: a function of (seed, logical name) whatever the layout.
 
-    Norms multiply by 1 (their weights are 1, or 0 where they are zero-centred), biases are 0. Matrices are normal with ``std``, those that end a residual branch with
-    ``std / sqrt(2 * layers)`` (GPT-2's rule). Padding rows of the vocabulary are 0.
+    Norms multiply by 1: their weights are 1, or 0 where they are zero-centred. Biases are 0. Matrices are normal with
+    ``std``, those that end a residual branch with ``std / sqrt(2 * layers)`` (GPT-2's rule). Padding rows of the
+    vocabulary are 0.
     """
     shapes = {tensor.name: tensor for tensor in spec.tensors}
     config = (model if isinstance(model, nn.Module) else model[0]).config

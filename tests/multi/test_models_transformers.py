@@ -1,4 +1,4 @@
-"""Every family computes what ``transformers`` computes of the same weights: logits, values, gradients, in all layouts."""
+"""Every family computes what ``transformers`` does with the same weights: logits, values, gradients, in all layouts."""
 
 from __future__ import annotations
 

@@ -1,0 +1,114 @@
+"""The formats of checkpoints: which one lies at a path, and making a target of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from hybridflow.checkpoint.huggingface import CONFIG, MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
+from hybridflow.checkpoint.manifest import NAME
+from hybridflow.checkpoint.sharded import ShardedSource, ShardedTarget, find_model
+from hybridflow.checkpoint.source import Source, Target
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.reshard.spec import DType
+
+
+class Options(NamedTuple):
+    """What may be asked of a target; each format takes some of it.
+
+    Attributes:
+        dtype: Number format to write; None: each tensor's own.
+        layout: How the model is cut; None: it is not.
+        max_shard_bytes: Of tensors in each file; None: the format's own.
+    """
+
+    dtype: DType | None = None
+    layout: ParallelLayout | None = None
+    max_shard_bytes: int | None = None
+
+
+class Readable(NamedTuple):
+    """A format that can be read.
+
+    Attributes:
+        looks_like: What of it lies on disk, for messages.
+        is_at: Whether it lies at a path.
+        open: Gives the source.
+    """
+
+    looks_like: str
+    is_at: Callable[[Path], bool]
+    open: Callable[[Path], Source]
+
+
+class Writable(NamedTuple):
+    """A format that can be written.
+
+    Attributes:
+        options: The ``Options`` that it takes.
+        make: Gives the target.
+    """
+
+    options: tuple[str, ...]
+    make: Callable[[Source, Options], Target]
+
+
+def _to_hf(source: Source, options: Options) -> Target:
+    max_bytes = MAX_SHARD_BYTES if options.max_shard_bytes is None else options.max_shard_bytes
+    return HuggingFaceTarget(source, dtype=options.dtype, max_shard_bytes=max_bytes)
+
+
+def _to_megatron(source: Source, options: Options) -> Target:
+    layout = ParallelLayout() if options.layout is None else options.layout
+    return ShardedTarget(source, layout, dtype=options.dtype)
+
+
+# The first that lies at a path is taken, so the narrower stand first.
+READABLE: dict[str, Readable] = {
+    "megatron": Readable(f"{NAME}, or a run's checkpoint", lambda path: find_model(path) is not None, ShardedSource),
+    "hf": Readable(f"{CONFIG} and safetensors", lambda path: (path / CONFIG).is_file(), HuggingFaceSource),
+}
+
+WRITABLE: dict[str, Writable] = {
+    "megatron": Writable(("dtype", "layout"), _to_megatron),
+    "hf": Writable(("dtype", "max_shard_bytes"), _to_hf),
+}
+
+
+def open_source(path: Path) -> Source:
+    """The checkpoint at a path, of whatever format it is.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+        ConfigError: It is of an unknown family, or asks for what is not computed.
+    """
+    for readable in READABLE.values():
+        if readable.is_at(path):
+            return readable.open(path)
+    if path.is_dir():
+        names = sorted(file.name for file in path.iterdir())
+        found = f"a directory with {', '.join(names[:8])}{' …' if len(names) > 8 else ''}" if names else "an empty one"
+    else:
+        found = "a file" if path.exists() else "nothing"
+    formats = "; ".join(f"{name}: {readable.looks_like}" for name, readable in READABLE.items())
+    raise CheckpointError(f"{path}: found {found}, expected a checkpoint ({formats}); give the path of one")
+
+
+def make_target(format: str, source: Source, options: Options) -> Target:
+    """What a checkpoint is to be written as.
+
+    Raises:
+        ConfigError: The format is unknown, cannot be written or takes no such option, or has no place for the model.
+        LayoutError: The layout does not cut the model.
+        ReshardError: The same, found at one tensor.
+    """
+    if format not in WRITABLE:
+        raise ConfigError(f"format {format!r}: cannot be written; expected one of {', '.join(WRITABLE)}")
+    writable = WRITABLE[format]
+    for name, value in options._asdict().items():
+        if value is not None and name not in writable.options:
+            takers = ", ".join(other for other, taker in WRITABLE.items() if name in taker.options)
+            raise ConfigError(f"{name}={value}: format {format} has no such option; leave it out, or write {takers}")
+    return writable.make(source, options)

@@ -1,0 +1,395 @@
+"""Directories of Hugging Face: ``config.json``, safetensors in one file or in shards with an index, the tokenizer."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridflow.checkpoint.forms import from_logical, to_logical
+from hybridflow.checkpoint.manifest import TensorEntry
+from hybridflow.checkpoint.model_dir import write_bytes
+from hybridflow.checkpoint.source import Source
+from hybridflow.checkpoint.tensor_file import Entry, TensorFile, TensorFileWriter
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.config_json import Described, describe, read_config, update_config
+from hybridflow.families.family import Form
+from hybridflow.families.model import Model
+from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.reshard.spec import DType
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ASSETS = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""The small files that travel along."""
+
+MAX_SHARD_BYTES = 5_000_000_000
+_MAX_JSON_BYTES = 1 << 28
+_DTYPES: dict[DType, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+class Parts(NamedTuple):
+    """The Hugging Face tensors that make a logical one.
+
+    Attributes:
+        form: How they make it.
+        names: Their names, in the order of the rule.
+        shapes: Their shapes.
+        shape: Of the logical tensor.
+    """
+
+    form: Form
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    shape: tuple[int, ...]
+
+
+def parts_of(described: Described) -> dict[str, Parts]:
+    """Logical name -> the Hugging Face tensors of it, in the model's order.
+
+    Raises:
+        ConfigError: The family has no place for a tensor of the model.
+    """
+    model, rules = described.model, {rule.logical: rule for rule in described.family.rules}
+    assert model.vocab_size is not None, "a described model has a vocabulary"
+    found: dict[str, Parts] = {}
+    for spec in model_spec(shape_of(model, model.vocab_size), has_value_head=described.has_value_head).tensors:
+        rule = rules.get(re.sub(r"\b(layer|expert)s\.\d+", r"\1s.{\1}", spec.name))
+        if rule is None:
+            raise ConfigError(
+                f"{described.family.name} has no tensor for {spec.name}, which the model's settings ask for; give the "
+                "model's own family or settings"
+            )
+        numbers = dict(re.findall(r"\b(layer|expert)s\.(\d+)", spec.name))
+        names = tuple(name.format(**numbers) for name in rule.hf)
+        found[spec.name] = Parts(rule.form, names, _shapes(rule.form, spec.shape, model), spec.shape)
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _shapes(form: Form, shape: tuple[int, ...], model: Model) -> tuple[tuple[int, ...], ...]:
+    """Of the Hugging Face tensors of a logical tensor."""
+    tensors = from_logical(form, torch.empty(shape, device="meta"), model)
+    return tuple(tuple(tensor.shape) for tensor in tensors)
+
+
+class HuggingFaceSource:
+    """A directory of Hugging Face, see ``source.Source``.
+
+    A stored output layer of a model whose embeddings are tied passes where it is the embedding bit for bit.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or the tensors are not those of ``config.json``.
+        ConfigError: ``config.json`` is of an unknown family, or asks for what is not computed.
+    """
+
+    format = "hf"
+    layout: str | None = None
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        values = read_json(path / CONFIG)
+        self._files = _open_files(path)
+        self._where = {name: file for file in self._files.values() for name in file.entries}
+        described = read_config(values, where=str(path / CONFIG))
+        _check_counts(described.model, len(self._where), path)
+        self.model, self.has_value_head = described.model, described.has_value_head
+        self.family: str | None = described.family.name
+        self._parts = parts_of(described)
+        self._output_copy = self._check_names(described)
+        self.tensors: Mapping[str, TensorEntry] = {
+            name: self._entry(name, parts) for name, parts in self._parts.items()
+        }
+
+    def read(self, tensor: str) -> Tensor:
+        """See ``Source``."""
+        parts = self._parts[tensor]
+        values = [self._where[name].read(name) for name in parts.names]
+        if tensor == _EMBEDDING and self._output_copy is not None:
+            self._check_copy(parts.names[0], self._output_copy)
+        return to_logical(parts.form, values, self.model)
+
+    def release(self) -> None:
+        """See ``Source``."""
+        for file in self._files.values():
+            file.release()
+
+    def assets(self) -> dict[str, bytes]:
+        """See ``Source``."""
+        return read_assets(self.path)
+
+    def identity(self) -> str:
+        """See ``Source``."""
+        return identity_of([*(self.path / name for name in (*ASSETS, INDEX)), *(f.path for f in self._files.values())])
+
+    def _check_names(self, described: Described) -> str | None:
+        """Every tensor that should be there is, and no other; gives the name of a second copy of the embedding."""
+        expected = {name for parts in self._parts.values() for name in parts.names}
+        ignored = re.compile("|".join(described.family.ignored))
+        extra = [name for name in self._where if name not in expected and not ignored.fullmatch(name)]
+        missing = [name for name in expected if name not in self._where]
+        copies = [name for rule in described.family.rules if rule.logical == _OUTPUT for name in rule.hf]
+        copy = None
+        if described.model.tied_embeddings and not described.has_value_head and copies[0] in extra:
+            copy = copies[0]
+            extra.remove(copy)
+        if missing or extra:
+            raise CheckpointError(
+                f"{self.path}: is not the {described.family.name} model of its {CONFIG}: "
+                f"{_some('missing', missing)}{'; ' if missing and extra else ''}"
+                f"{_some('not expected', [f'{name} of {self._where[name].path.name}' for name in extra])}; "
+                + self._remedy(missing)
+            )
+        return copy
+
+    def _remedy(self, missing: list[str]) -> str:
+        if any(name.removeprefix("model.") in self._where for name in missing):
+            return "these names are those of a model without a head: load and save it as a causal language model"
+        return f"restore what is missing, or give the {CONFIG} that belongs to these tensors"
+
+    def _entry(self, name: str, parts: Parts) -> TensorEntry:
+        dtypes: dict[DType, str] = {}
+        for part, shape in zip(parts.names, parts.shapes, strict=True):
+            file = self._where[part]
+            found = file.entries[part]
+            if found.shape != shape:
+                raise CheckpointError(
+                    f"{file.path}: {part}: found shape {list(found.shape)}, expected {list(shape)} by {CONFIG}; "
+                    f"restore the file, or give the {CONFIG} that belongs to it"
+                )
+            dtypes.setdefault(found.dtype, part)
+        if len(dtypes) > 1:
+            held = ", ".join(f"{part} is {dtype}" for dtype, part in dtypes.items())
+            raise CheckpointError(
+                f"{self._where[parts.names[0]].path}: {held}; expected one dtype, since they are parts of {name}: save "
+                "them alike"
+            )
+        return TensorEntry(next(iter(dtypes)), parts.shape)
+
+    def _check_copy(self, name: str, copy: str) -> None:
+        ours, other = self._where[name], self._where[copy]
+        if ours.entries[name] != other.entries[copy] or ours.sha256(name) != other.sha256(copy):
+            raise CheckpointError(
+                f"{other.path}: {copy} is not equal to {name}, though {CONFIG} says tie_word_embeddings=true; set it "
+                "to false to keep both, or remove the tensor"
+            )
+
+
+class HuggingFaceTarget:
+    """A directory that ``transformers`` and vLLM load, see ``source.Target``.
+
+    The ``config.json`` is the one that travelled along, brought up to date, where it describes the model; else it is
+    written from the model's settings.
+
+    Args:
+        source: What is to be written.
+        dtype: Number format to write; None: each tensor's own.
+        max_shard_bytes: No file has more bytes of tensors, unless it has one tensor alone.
+
+    Raises:
+        ConfigError: No family has such a model.
+    """
+
+    is_single_file = False
+    can_go_on = True
+
+    def __init__(self, source: Source, *, dtype: DType | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        if max_shard_bytes < 1:
+            raise ConfigError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
+        self._source = source
+        self._described = describe(source.model, family=source.family, has_value_head=source.has_value_head)
+        self._parts = parts_of(self._described)
+        self._dtype = dtype if dtype is not None else source.tensors[_EMBEDDING].dtype
+        entries = {
+            part: Entry(dtype if dtype is not None else source.tensors[name].dtype, shape)
+            for name, parts in self._parts.items()
+            for part, shape in zip(parts.names, parts.shapes, strict=True)
+        }
+        self.files: Mapping[str, Mapping[str, Entry]] = _deal(entries, max_shard_bytes)
+        self._where = {part: file for file, held in self.files.items() for part in held}
+
+    def places(self, tensor: str) -> list[tuple[str, str]]:
+        """See ``Target``."""
+        return [(self._where[name], name) for name in self._parts[tensor].names]
+
+    def parts(self, tensor: str, values: Tensor, files: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
+        """See ``Target``."""
+        places = self.places(tensor)
+        if any(file in files for file, _ in places):
+            parts = from_logical(self._parts[tensor].form, values, self._described.model)
+            for (file, name), part in zip(places, parts, strict=True):
+                if file in files:
+                    yield file, name, part
+
+    def open(self, path: Path, file: str) -> TensorFileWriter:
+        """See ``Target``."""
+        return TensorFileWriter(path, self.files[file], {"format": "pt"})
+
+    def finish(self, folder: Path, hashes: Mapping[str, Mapping[str, str]]) -> None:
+        """See ``Target``."""
+        assets = self._source.assets()
+        original = parse_json(assets[CONFIG], f"{self._source.path}: {CONFIG}") if CONFIG in assets else None
+        config = update_config(original, self._described, dtype=_DTYPES[self._dtype])
+        for name, content in {**assets, CONFIG: _to_json(config)}.items():
+            write_bytes(folder / name, content)
+        if len(self.files) > 1:
+            entries = [entry for held in self.files.values() for entry in held.values()]
+            index = {
+                "metadata": {"total_size": sum(entry.num_bytes for entry in entries)},
+                "weight_map": dict(sorted(self._where.items())),
+            }
+            write_bytes(folder / INDEX, _to_json(index))
+
+
+def _deal(entries: Mapping[str, Entry], max_shard_bytes: int) -> dict[str, dict[str, Entry]]:
+    """Tensors in their order to files as large as they may be, named as ``transformers`` does."""
+    shards: list[dict[str, Entry]] = [{}]
+    room = max_shard_bytes
+    for name, entry in entries.items():
+        if entry.num_bytes > room and shards[-1]:
+            shards.append({})
+            room = max_shard_bytes
+        shards[-1][name] = entry
+        room -= entry.num_bytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{index + 1:05}-of-{len(shards):05}.safetensors": shard for index, shard in enumerate(shards)}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        CheckpointError: It is missing, too large, or no such JSON.
+    """
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ValueError(f"{path.stat().st_size} bytes, more than {_MAX_JSON_BYTES}")
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}; restore it from a copy") from error
+    return parse_json(content, str(path))
+
+
+def parse_json(content: bytes, where: str) -> dict[str, Any]:
+    """The object that some JSON stands for.
+
+    Raises:
+        CheckpointError: It is no JSON, or no object.
+    """
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: found {error}, expected JSON; restore it from a copy") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{where}: found {type(values).__name__}, expected a JSON object; restore it from a copy")
+    return values
+
+
+def read_assets(folder: Path) -> dict[str, bytes]:
+    """The small files of a directory that travel along, by name."""
+    try:
+        return {name: (folder / name).read_bytes() for name in ASSETS if (folder / name).is_file()}
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error}; restore it from a copy") from error
+
+
+def identity_of(paths: Iterable[Path]) -> str:
+    """What differs when one of the files was changed: the sha256 of their names, sizes and times."""
+    rows = []
+    for path in paths:
+        if path.is_file():
+            found = path.stat()
+            rows.append([path.name, found.st_size, found.st_mtime_ns])
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _to_json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def _open_files(path: Path) -> dict[str, TensorFile]:
+    """The files of tensors by name: the single one, or those of the index, which must agree with it."""
+    if (path / INDEX).is_file():
+        if (path / SINGLE).is_file():
+            raise CheckpointError(
+                f"{path}: holds both {SINGLE} and {INDEX}; expected one: remove the one that is stale"
+            )
+        return _open_shards(path)
+    if (path / SINGLE).is_file():
+        return {SINGLE: TensorFile(path / SINGLE)}
+    pickled = sorted(file.name for file in path.glob("*.bin")) + sorted(file.name for file in path.glob("*.pt*"))
+    if pickled:
+        raise CheckpointError(
+            f"{path}: found {', '.join(pickled[:4])}, expected {SINGLE} or {INDEX}: pickled weights can run code and "
+            "are not read; load the model with transformers where you trust it, and save_pretrained it"
+        )
+    found = ", ".join(sorted(file.name for file in path.iterdir())[:10])
+    raise CheckpointError(f"{path}: found {found}, expected {SINGLE} or {INDEX}; restore the weights from a copy")
+
+
+def _open_shards(path: Path) -> dict[str, TensorFile]:
+    index = path / INDEX
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) and name for name in places.values()):
+        raise CheckpointError(f"{index}: weight_map: expected an object of file names; restore it from a copy")
+    by_file: dict[str, set[str]] = defaultdict(set)
+    for tensor, name in places.items():
+        by_file[name].add(tensor)
+    files = {}
+    for name in sorted(by_file):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: names {name!r}, expected a safetensors file beside it; restore the index")
+        if not (path / name).is_file():
+            raise CheckpointError(
+                f"{path / name}: missing; {INDEX} has {len(by_file[name])} tensors in it: restore it from a copy"
+            )
+        files[name] = TensorFile(path / name)
+        held = files[name].entries.keys()
+        if held != by_file[name]:
+            raise CheckpointError(
+                f"{path / name}: does not hold what {INDEX} says: {_some('missing', sorted(by_file[name] - held))}"
+                f"{_some(' not expected', sorted(held - by_file[name]))}; restore both from one copy"
+            )
+    return files
+
+
+def _check_counts(model: Model, num_tensors: int, path: Path) -> None:
+    """Refuse sizes that the files cannot have, before anything is listed by them."""
+    least = model.num_layers * (1 if model.num_experts is None else model.num_experts)
+    if least > num_tensors:
+        raise CheckpointError(
+            f"{path / CONFIG}: found {model.num_layers} layers"
+            + ("" if model.num_experts is None else f" of {model.num_experts} experts")
+            + f", but the files hold {num_tensors} tensors; give the {CONFIG} that belongs to them"
+        )
+
+
+def _some(what: str, names: list[str]) -> str:
+    """``what`` with the first of some names; nothing where there are none."""
+    if not names:
+        return ""
+    names = sorted(names)
+    return f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"

@@ -1,0 +1,233 @@
+"""Model directories of ours as a source and a target of conversion, in any layout. Of a run's checkpoint, a role's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hybridflow.checkpoint.huggingface import ASSETS, identity_of, read_assets
+from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, TensorEntry, piece_key
+from hybridflow.checkpoint.model_dir import ModelDir, write_bytes, write_manifest
+from hybridflow.checkpoint.source import Source
+from hybridflow.checkpoint.tensor_file import Entry, TensorFileWriter
+from hybridflow.errors import CheckpointError, LayoutError, WriteError
+from hybridflow.families.model import Model
+from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.reshard.spec import Box, DType, TensorSpec, cut, expert_block, num_elements, stage_of
+
+_ASSETS = "assets"
+
+
+def find_model(path: Path) -> Path | None:
+    """The model directory that a path stands for: itself, or the one role of a step, of the latest step of a run.
+
+    Returns:
+        None where there is no model directory.
+
+    Raises:
+        CheckpointError: There are several roles, which the message names.
+    """
+    if (path / NAME).is_file():
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if (folder / "latest").is_file():
+        step = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
+        if Path(step).name != step or not (folder / step).is_dir():
+            raise CheckpointError(
+                f"{folder / 'latest'}: found {step[:80]!r}, expected the name of a step beside it; give the step's path"
+            )
+        folder = folder / step
+    roles = sorted(file.parent for file in folder.glob(f"*/{NAME}"))
+    if len(roles) > 1:
+        raise CheckpointError(f"{path}: holds several models; give one of {', '.join(map(str, roles))}")
+    return roles[0] if roles else None
+
+
+class ShardedSource:
+    """The weights of a model directory, see ``source.Source``; every piece's hash is checked when it is read.
+
+    Args:
+        path: The directory; or a step of a run, or the run, where one role is saved.
+
+    Raises:
+        CheckpointError: There is no such directory, or it is damaged.
+    """
+
+    format = "megatron"
+
+    def __init__(self, path: Path) -> None:
+        found = find_model(path)
+        if found is None:
+            raise CheckpointError(f"{path}: has no {NAME}; give the directory of a model, or of a run's checkpoint")
+        self.path = found
+        self._dir = ModelDir(found)
+        manifest = self._dir.manifest
+        if WEIGHT not in manifest.tensors:
+            raise CheckpointError(f"{found / NAME}: has no weights; give a directory that has")
+        self.family, self.model, self.layout = manifest.family, manifest.model, manifest.layout
+        self.has_value_head = manifest.has_value_head
+        self.tensors = manifest.tensors[WEIGHT]
+        _check_tensors(self.tensors, self.model, self.has_value_head, found)
+
+    def read(self, tensor: str) -> Tensor:
+        """See ``Source``."""
+        return self._dir.read(WEIGHT, tensor)
+
+    def release(self) -> None:
+        """See ``Source``."""
+        self._dir.release()
+
+    def assets(self) -> dict[str, bytes]:
+        """See ``Source``."""
+        folder, expected = self.path / _ASSETS, self._dir.manifest.notes.get(_ASSETS, {})
+        found = read_assets(folder)
+        for name, sha256 in expected.items():
+            if name not in found or hashlib.sha256(found[name]).hexdigest() != sha256:
+                what = "other bytes than were written" if name in found else "no such file"
+                raise CheckpointError(
+                    f"{folder / name}: found {what}, expected sha256 {sha256}; restore it from a copy"
+                )
+        return found
+
+    def identity(self) -> str:
+        """See ``Source``."""
+        files = [self.path / name for name in (NAME, *self._dir.manifest.file_bytes)]
+        return identity_of([*files, *(self.path / _ASSETS / name for name in ASSETS)])
+
+
+def _check_tensors(tensors: Mapping[str, TensorEntry], model: Model, has_value_head: bool, path: Path) -> None:
+    """The tensors are those of the settings, so that a converter may go by either."""
+    assert model.vocab_size is not None, "a manifest's model has a vocabulary"
+    least = model.num_layers * (1 if model.num_experts is None else model.num_experts)
+    if least > len(tensors):
+        raise CheckpointError(f"{path / NAME}: found {len(tensors)} tensors, too few for its settings; restore it")
+    specs = model_spec(shape_of(model, model.vocab_size), has_value_head=has_value_head).tensors
+    expected = {spec.name: spec.shape for spec in specs}
+    for name in [*expected, *tensors]:
+        found = tensors[name].shape if name in tensors else "no such tensor"
+        wanted = expected.get(name, "no such tensor")
+        if found != wanted:
+            raise CheckpointError(
+                f"{path / NAME}: {name}: found {found}, expected {wanted} by its settings; restore it from a copy"
+            )
+
+
+class _Part(NamedTuple):
+    """A piece to be written."""
+
+    file: str
+    key: str
+    box: Box
+
+
+class ShardedTarget:
+    """A model directory with a file for each place of a layout that holds weights of its own, see ``source.Target``.
+
+    Places are a tensor parallel index and a pipeline stage; in a mixture each block of experts has files beside. What
+    several ranks would hold alike is written once, on the first.
+
+    Args:
+        source: What is to be written.
+        layout: How it is cut; data and context parallel ranks add no files.
+        dtype: Number format to write; None: each tensor's own.
+
+    Raises:
+        LayoutError: The layout does not cut the model.
+        ReshardError: The same, found at one tensor.
+    """
+
+    is_single_file = False
+    can_go_on = True
+
+    def __init__(self, source: Source, layout: ParallelLayout, *, dtype: DType | None = None) -> None:
+        _check_cut(source.model, layout)
+        self._source, self._layout = source, layout
+        self._tensors = {
+            name: TensorEntry(entry.dtype if dtype is None else dtype, entry.shape)
+            for name, entry in source.tensors.items()
+        }
+        self._model = source.model if dtype not in ("fp32", "bf16") else replace(source.model, dtype=dtype)
+        assert source.model.vocab_size is not None, "a source's model has a vocabulary"
+        spec = model_spec(shape_of(source.model, source.model.vocab_size), has_value_head=source.has_value_head)
+        self._parts = {tensor.name: _cut(tensor, layout, spec.num_layers) for tensor in spec.tensors}
+        files: dict[str, dict[str, Entry]] = defaultdict(dict)
+        for name, parts in self._parts.items():
+            for part in parts:
+                sizes = tuple(stop - start for start, stop in part.box)
+                files[part.file][part.key] = Entry(self._tensors[name].dtype, sizes)
+        self.files: Mapping[str, Mapping[str, Entry]] = dict(sorted(files.items()))
+
+    def places(self, tensor: str) -> list[tuple[str, str]]:
+        """See ``Target``."""
+        return [(part.file, part.key) for part in self._parts[tensor]]
+
+    def parts(self, tensor: str, values: Tensor, files: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
+        """See ``Target``."""
+        for part in self._parts[tensor]:
+            if part.file in files:
+                yield part.file, part.key, values[tuple(slice(*span) for span in part.box)]
+
+    def open(self, path: Path, file: str) -> TensorFileWriter:
+        """See ``Target``."""
+        return TensorFileWriter(path, self.files[file])
+
+    def finish(self, folder: Path, hashes: Mapping[str, Mapping[str, str]]) -> None:
+        """See ``Target``."""
+        assets = self._source.assets()
+        try:
+            (folder / _ASSETS).mkdir(exist_ok=True)
+        except OSError as error:
+            raise WriteError(f"{folder / _ASSETS}: cannot be made: {error}; make room there") from error
+        for name, content in assets.items():
+            write_bytes(folder / _ASSETS / name, content)
+        manifest = Manifest(
+            model=self._model,
+            family=self._source.family,
+            has_value_head=self._source.has_value_head,
+            layout=str(self._layout),
+            tensors={WEIGHT: self._tensors},
+            pieces=tuple(
+                Piece(WEIGHT, name, part.box, part.file, part.key, hashes[part.file][part.key])
+                for name, parts in self._parts.items()
+                for part in parts
+            ),
+            file_bytes={file: (folder / file).stat().st_size for file in self.files},
+            notes={_ASSETS: {name: hashlib.sha256(content).hexdigest() for name, content in assets.items()}},
+        )
+        write_manifest(folder, manifest)
+
+
+def _check_cut(model: Model, layout: ParallelLayout) -> None:
+    """Refuse what megatron-core could not cut so, though boxes could."""
+    tp, heads, groups = layout.tp, model.num_attention_heads, model.query_groups
+    if heads % tp:
+        raise LayoutError(f"layout {layout}: tp={tp} does not divide num_attention_heads={heads}; choose a divisor")
+    if groups % tp and tp % groups:
+        raise LayoutError(
+            f"layout {layout}: tp={tp} neither divides nor is a multiple of num_query_groups={groups}; change tp"
+        )
+    if model.num_experts is None and (layout.ep > 1 or layout.etp is not None):
+        raise LayoutError(f"layout {layout}: the model has no experts; leave ep and etp out")
+
+
+def _cut(spec: TensorSpec, layout: ParallelLayout, num_layers: int) -> list[_Part]:
+    """The pieces of a tensor that hold any of it."""
+    stage = stage_of(spec.place, layout, num_layers, spec.name)
+    count = layout.tp if spec.expert is None else layout.expert_tp
+    key, parts = piece_key(WEIGHT, spec.name, 0), []
+    for index in range(count if spec.tp_dim is not None else 1):
+        box = cut(spec, count, index).box
+        if num_elements(box) == 0:  # a rank that holds padding alone
+            continue
+        place = f"tp{index:02}-pp{stage:02}"
+        if spec.expert is not None:
+            place = f"ep{expert_block(spec, layout):02}-etp{index:02}-pp{stage:02}"
+        parts.append(_Part(f"{place}.safetensors", key, box))
+    return parts

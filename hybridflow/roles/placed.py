@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.algorithms.losses import Totals
 from hybridflow.checkpoint.formats import open_source
-from hybridflow.checkpoint.pretrained import load_pretrained
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
@@ -23,6 +22,7 @@ from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.spec import ModelSpec
 from hybridflow.roles.job import Job
+from hybridflow.roles.pretrained import load_pretrained
 
 
 def role_spec(job: Job, role: str = "actor", *, has_value_head: bool = False) -> ModelSpec:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridflow.checkpoint.formats import Options, make_target, open_source
+from hybridflow.checkpoint.formats import Options
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.microbatch import pack
 from hybridflow.models.training import forward_only
@@ -22,6 +22,7 @@ from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 from hybridflow.roles.pretrained import from_pretrained
 from hybridflow.roles.reward_model import last_tokens
+from tests.conversions import write_as
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -69,28 +70,11 @@ def roles_in(world: World, folder: Path, layout: ParallelLayout) -> dict[str, An
     }
 
 
-def to_ours(source: Path, target: Path, layout: ParallelLayout) -> None:
-    """The model directory of a checkpoint, file by file."""
-    made = open_source(source)
-    writing = make_target("megatron", made, Options(layout=layout))
-    target.mkdir()
-    hashes: dict[str, dict[str, str]] = {}
-    for file in writing.files:
-        writer = writing.open(target / file, file)
-        hashes[file] = {}
-        for tensor in made.tensors:
-            for _, key, values in writing.parts(tensor, made.read(tensor), [file]):
-                hashes[file][key] = writer.write(key, values)
-        writer.sync()
-        writer.close()
-    writing.finish(target, hashes)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_role_computes_what_transformers_computes(tmp_path, layout):
     causal = write_model(tmp_path / "causal", "Qwen2", seed=1)
     scorer = write_model(tmp_path / "scorer", "Llama", "ForSequenceClassification", seed=2)
-    to_ours(tmp_path / "causal", tmp_path / "ours", ParallelLayout(pp=2, tp=4))
+    write_as("megatron", tmp_path / "causal", tmp_path / "ours", Options(layout=ParallelLayout(pp=2, tp=4)))
     ranks = run_ranks(roles_in, layout.world_size, tmp_path, layout)
     rows = sequences()
     with torch.no_grad():
@@ -196,7 +180,7 @@ def test_what_is_no_model_for_the_role_is_refused_by_name(tmp_path):
 
 def test_flipped_bit_of_a_model_directory_is_found(tmp_path):
     write_model(tmp_path / "causal")
-    to_ours(tmp_path / "causal", tmp_path / "ours", ParallelLayout(tp=2))
+    write_as("megatron", tmp_path / "causal", tmp_path / "ours", Options(layout=ParallelLayout(tp=2)))
     file = tmp_path / "ours/tp01-pp00.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridflow.checkpoint.formats import open_source
 from hybridflow.checkpoint.huggingface import parse_json
 from hybridflow.dataflow.batch import Batch
+from hybridflow.families.tables import FAMILIES
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import forward_only
 from hybridflow.roles.job import Job
@@ -74,8 +75,12 @@ class RewardModel:
 
 def _pad_id(path: Path) -> int | None:
     """The padding token that the model's own settings name."""
-    config = open_source(path).assets().get("config.json")
-    found = None if config is None else parse_json(config, str(path / "config.json")).get("pad_token_id")
+    source = open_source(path)
+    config, values = source.assets().get("config.json"), {}
+    if config is not None:
+        defaults = {} if source.family is None else FAMILIES[source.family].defaults
+        values = {**defaults, **parse_json(config, str(path / "config.json"))}
+    found = values.get("pad_token_id")
     return found if type(found) is int else None
 
 

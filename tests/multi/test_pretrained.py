@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +191,17 @@ def test_flipped_bit_of_a_model_directory_is_found(tmp_path):
     file.write_bytes(content)
     (found,) = run_ranks(refusals, 1, [(tmp_path / "ours", "actor")])
     assert found[0].startswith("CheckpointError") and "sha256" in found[0] and file.name in found[0]
+
+
+@pytest.mark.slow
+def test_example_of_the_documentation_runs(tmp_path):
+    (tmp_path / "models").mkdir()
+    write_model(tmp_path / "models/policy")
+    root = Path(__file__).parents[2]
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (root / "docs/pretrained.md").read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "example.py").write_text(code)
+    environ = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "example.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == f"[3, {VOCAB}]\n", done.stderr

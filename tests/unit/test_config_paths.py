@@ -1,13 +1,15 @@
 """Recipes whose models lie in directories: what is read, what may stand beside it, what is refused."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 
 from hybridflow.checkpoint.manifest import Manifest, to_json
-from hybridflow.config import load_recipe, recipe_from_dict, role_meshes
+from hybridflow.config import find_recipe, load_recipe, recipe_from_dict, role_meshes
 from hybridflow.errors import CheckpointError, ConfigError, LayoutError
 from hybridflow.families.model import Model
 from hybridflow.parallel.layout import ParallelLayout
@@ -169,3 +171,16 @@ def test_damaged_settings_are_a_damaged_checkpoint(recipe_file, tmp_path, conten
     (tmp_path / "model/config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"model\.path=.*config\.json: found .*expected"):
         load_recipe(recipe_file)
+
+
+def test_recipe_of_the_documentation(tmp_path, monkeypatch):
+    """Its parts, put over the quickstart, with such directories there."""
+    page = (Path(__file__).parents[2] / "docs/pretrained.md").read_text(encoding="utf-8")
+    parts = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    values = yaml.safe_load(find_recipe("quickstart").read_text(encoding="utf-8")) | yaml.safe_load("".join(parts))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for name, config in (("policy", LLAMA), ("value", SCORER), ("score", SCORER)):
+        write_config(tmp_path / "models" / name, **config)
+    recipe = recipe_from_dict(values, source="docs/pretrained.md")
+    assert len(parts) == 3 and recipe.model_of("reward").path == "models/score" and recipe.model.max_context == 512

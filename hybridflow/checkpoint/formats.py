@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridflow.checkpoint.huggingface import CONFIG, MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
+from hybridflow.checkpoint.assets import CONFIG
+from hybridflow.checkpoint.huggingface import MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
 from hybridflow.checkpoint.manifest import NAME
 from hybridflow.checkpoint.sharded import ShardedSource, ShardedTarget, find_model
 from hybridflow.checkpoint.source import Source, Target
@@ -89,7 +90,11 @@ def open_source(path: Path) -> Source:
             return readable.open(path)
     if path.is_dir():
         names = sorted(file.name for file in path.iterdir())
-        found = f"a directory with {', '.join(names[:8])}{' …' if len(names) > 8 else ''}" if names else "an empty one"
+        found = (
+            f"a directory with {', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
+            if names
+            else "an empty directory"
+        )
     else:
         found = "a file" if path.exists() else "nothing"
     formats = "; ".join(f"{name}: {readable.looks_like}" for name, readable in READABLE.items())

@@ -16,6 +16,8 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 _COMPUTED: dict[str, tuple[object, ...]] = {"quantization_config": (None,)}
 """Keys that any family may have, and the values that are computed here."""
 _MAX_LAYERS = 10_000
+_OLDER = ("rope_theta", "rope_scaling", "original_max_position_embeddings")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROTARY_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 _ROTARY_LISTS = ("short_factor", "long_factor")
 _ROTARY_KEYS = {
@@ -73,7 +75,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
             )
     model = {setting: given[key] for key, setting in family.keys.items() if given.get(key) is not None}
     model |= family.always
-    model |= _rotary(given, where)
+    model |= _rotary(family, given, where)
     model |= _window(family, given, where)
     if given.get("query_pre_attn_scalar") is not None:
         model["attention_scale"] = float(given["query_pre_attn_scalar"]) ** -0.5
@@ -90,7 +92,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
 
 def _family(values: Mapping[str, Any], where: str) -> Family:
     name = values.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(
             f"{where}: model_type={name!r}: not a family known here; expected one of {', '.join(FAMILIES)}, or add a "
             "table for it (docs/families.md)"
@@ -134,7 +136,7 @@ def _has_value_head(family: Family, values: Mapping[str, Any], where: str) -> bo
     return True
 
 
-def _rotary(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _rotary(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Base and scaling, from the flat keys of older files or from ``rope_parameters``."""
     # As ``transformers`` has it: the older spelling goes before the newer.
     told = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
@@ -147,6 +149,11 @@ def _rotary(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {"rotary_base": float(base)}
     if kind == "su":  # what the first Phi-3 files call it
         kind = "longrope"
+    if kind not in family.scalings:
+        raise ConfigError(
+            f"{where}: rope_type={kind!r} is not computed for {family.name}; only 'default', "
+            f"{', '.join(map(repr, family.scalings))} is: choose another model"
+        )
     strangers = [
         f"{key}={value!r}"
         for key, value in told.items()
@@ -223,8 +230,12 @@ def describe(model: Model, *, family: str | None, has_value_head: bool) -> Descr
     nearest = min(strange, key=lambda name: len(strange[name]))
     common = [key for key in strange[nearest] if all(key in keys for keys in strange.values())]
     values = ", ".join(f"{key}={getattr(model, key)!r}" for key in common or strange[nearest])
-    owner = "no family of Hugging Face" if common and len(strange) > 1 else f"family {nearest}"
-    raise ConfigError(f"{owner} has models with {values}; expected settings of one of {', '.join(FAMILIES)}")
+    if len(strange) == 1:
+        raise ConfigError(f"family {nearest} has no models with {values}; expected settings that it has")
+    lacking = f"no family of Hugging Face has models with {values}"
+    if not common:
+        lacking = f"no family of Hugging Face has all of the model's settings; the nearest, {nearest}, has not {values}"
+    raise ConfigError(f"{lacking}; expected those of one of {', '.join(FAMILIES)}: write another format")
 
 
 def write_config(described: Described) -> dict[str, Any]:
@@ -244,7 +255,8 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
     """The ``config.json`` to write beside a model's tensors.
 
     Args:
-        original: The one that travelled along; kept where it describes the model. None: there is none.
+        original: The one that travelled along; kept where it describes the model, with the spellings that older
+            readers need. None: there is none.
         described: The model.
         dtype: Number format of the tensors, as Hugging Face calls it.
     """
@@ -253,7 +265,12 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
         head = {key: value for key, value in config.items() if key in ("architectures", "id2label", "label2id")}
         # Code and labels do not travel along.
         gone = ("auto_map", "num_labels", "id2label", "label2id")
-        config = {**{key: value for key, value in original.items() if key not in gone}, **head}
+        kept = {key: value for key, value in original.items() if key not in gone}
+        # Newer files lack what older readers go by, who would compute other positions without a word.
+        older = {key: config[key] for key in (*_OLDER, *described.family.aliases.values()) if key in config}
+        config = {**older, **kept, **head}
+    elif original is not None:
+        config |= {key: original[key] for key in _TOKENS if key in original}
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = dtype
@@ -319,14 +336,16 @@ def _written(described: Described) -> dict[str, Any]:
         "architectures": [family.scorer if described.has_value_head else family.causal],
         "model_type": family.name,
     }
+    # The settings do not know special tokens; those that transformers would fill in may be outside the vocabulary.
+    config |= dict.fromkeys(_TOKENS)
     config |= {key: allowed[0] for key, allowed in family.computed.items() if allowed[0] is not None}
     config |= {key: getattr(model, setting) for key, setting in family.keys.items()}
     config["num_key_value_heads"] = model.query_groups
     config["head_dim"] = model.head_size
     if "query_pre_attn_scalar" in family.defaults:
         scale = model.head_size**-0.5 if model.attention_scale is None else model.attention_scale
-        whole = round(scale**-2)
-        config["query_pre_attn_scalar"] = whole if float(whole) ** -0.5 == scale else scale**-2
+        # An integer to transformers, so that not every scale can be said.
+        config["query_pre_attn_scalar"] = max(1, round(scale**-2))
     config |= _written_window(family, model)
     config |= _written_rotary(model)
     name = next(name for name, dtype in _DTYPES.items() if dtype == model.dtype)

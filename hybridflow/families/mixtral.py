@@ -18,7 +18,7 @@ MIXTRAL = Family(
         "num_experts_per_tok": 2,
     },
     always={"normalized_experts": True},
-    computed={**NO_DROPOUT, "router_jitter_noise": (0, 0.0)},
+    computed={**NO_DROPOUT, "router_jitter_noise": (0.0,)},
     window="all",
     rules=(*EMBEDDINGS, *NORMS, *ATTENTION, *experts("block_sparse_moe", "w1", "w3", "w2")),
 )

@@ -14,8 +14,9 @@ PHI3 = Family(
         "tie_word_embeddings": False,
         "pad_token_id": 32000,
     },
-    computed={**NO_DROPOUT, "resid_pdrop": (0, 0.0), "embd_pdrop": (0, 0.0), "partial_rotary_factor": (1, 1.0)},
+    computed={**NO_DROPOUT, "resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
     window="all",
+    scalings=("longrope",),
     rules=(
         *EMBEDDINGS,
         *NORMS,

@@ -56,7 +56,7 @@ REFUSED = {
     "mscale": ({**ROTARY, "mscale": 0.7}, "mscale=0.7 is not computed"),
     "truncate": ({**ROTARY, "truncate": False}, "truncate=False is not computed"),
     "nested": ({"full_attention": ROTARY, "rope_type": "yarn"}, "full_attention={"),
-    "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, "kind"),
+    "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, "rope_type='dynamic' is not computed"),
     "partial": ({**ROTARY, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not computed"),
     "betas": ({**ROTARY, "beta_fast": 1.0, "beta_slow": 1.0}, "beta_slow=1.0 is not below"),
     "divisors": ({**ROTARY, "rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "1 numbers"),

@@ -42,7 +42,7 @@ setup(
     extras_require={
         # Apex is not listed: PyPI's package of that name is another one. The docs give NVIDIA's git address.
         "gpu": ["transformer-engine[pytorch]"],
-        "hf": ["transformers>=5", "datasets", "pyarrow"],
+        "hf": ["tokenizers", "transformers>=5", "datasets", "pyarrow"],
         "vllm": ["vllm"],
         "wandb": ["wandb"],
         "dev": ["hypothesis", "mpich", "mypy", "peft", "pytest", "ruff", "scipy", "transformers>=5", "types-PyYAML"],

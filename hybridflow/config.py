@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from hybridflow.errors import ConfigError, LayoutError
+from hybridflow.checkpoint.settings import Settings, read_settings
+from hybridflow.errors import ConfigError, HybridflowError, LayoutError
 from hybridflow.families.model import Model, check_model
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.overlap import max_overlap
-from hybridflow.sections import Bounds, Count, CountOrZero, NotNegative, Positive, Share, parse_yaml, read_section
+from hybridflow.sections import (
+    Bounds,
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    Share,
+    parse_yaml,
+    put_over,
+    read_section,
+    to_dict,
+)
 
 Name = Annotated[str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
 
@@ -88,10 +100,11 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """The sentencepiece tokenizer.
+    """Text to token ids and back.
 
     Attributes:
-        path: A sentencepiece ``.model``; None: train one on the training file and keep it in ``run_dir``.
+        path: A sentencepiece ``.model``, a ``tokenizer.json``, or a directory that holds either; None: that of
+            ``model.path``, or without one a sentencepiece model trained on the training file and kept in ``run_dir``.
         vocab_size: Upper limit of the vocabulary of a trained tokenizer.
     """
 
@@ -168,11 +181,13 @@ class Critic:
         ranks: Global ranks, in mesh order; None: all.
         layout: How it is cut.
         optimizer: How it learns.
+        model: A model of its own, language model or scorer; None: it begins as a copy of the actor.
     """
 
     ranks: tuple[int, ...] | None = None
     layout: ParallelLayout
     optimizer: Optimizer
+    model: Model | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,14 +205,20 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """What scores a response.
+    """What scores a response: a function, or a model.
 
     Attributes:
         function: ``exact_match``, or ``package.module:function`` of ``(prompt, response, answer)``, all text, which
-            gives a finite number.
+            gives a finite number. Not used where there is a ``model``.
+        model: A scorer with one label, which ``path`` names; its number at the last token is the score.
+        ranks: Of the model: global ranks, in mesh order; None: the actor's.
+        layout: Of the model: how it is cut; None: as the actor's update layout.
     """
 
     function: str = "exact_match"
+    model: Model | None = None
+    ranks: tuple[int, ...] | None = None
+    layout: ParallelLayout | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +341,7 @@ class Recipe:
         seed: Of weights, order of the data, and sampling.
         run_dir: Where the run keeps its files; left out: ``runs/<name>``.
         cluster: The ranks of the job.
-        model: The shape of the language model.
+        model: The language model: of the actor and the reference, and of a critic without one of its own.
         data: Where prompts come from.
         tokenizer: Text to token ids.
         warm_start: Supervised training before reinforcement learning; None: none.
@@ -355,6 +376,12 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.run_dir == "":
             object.__setattr__(self, "run_dir", f"runs/{self.name}")
+
+    def model_of(self, name: str) -> Model:
+        """The settings of the model of a role or mesh."""
+        sections = {"critic": self.critic, "reward": self.reward}
+        section = sections.get(name)
+        return self.model if section is None or section.model is None else section.model
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -404,16 +431,83 @@ def recipe_from_dict(values: object, *, source: str = "recipe", overrides: Seque
         ConfigError: As for ``load_recipe``.
         LayoutError: As for ``load_recipe``.
     """
-    recipe = read_section(Recipe, values, source=source, overrides=overrides)
+    origins: Mapping[str, str] = {}
+    if isinstance(values, Mapping):
+        values, origins = put_over(values, overrides)
     try:
+        found = _settings_of_paths(values)
+    except HybridflowError as error:
+        raise type(error)(f"{source}: {error}") from None
+    recipe = read_section(Recipe, _with_settings(values, found), source=source, origins=origins)
+    try:
+        _check_settings(recipe, found)
         check_recipe(recipe)
     except (ConfigError, LayoutError) as error:
         raise type(error)(f"{source}: {error}") from None
     return recipe
 
 
+_MODELS = ("model", "critic.model", "reward.model")
+"""The sections of a recipe that are models."""
+
+_FREE = ("path", "max_context", "vocab_divisible_by", "init_std", "dtype")
+"""Settings that may be other than where the weights come from; with any other these would be misread."""
+
+
+def _settings_of_paths(values: Any) -> dict[str, Settings]:
+    """What the directories that a recipe names say of their models, by dotted key of the section."""
+    found = {}
+    for key in _MODELS:
+        path = _inner(values, f"{key}.path")
+        if isinstance(path, str):
+            try:
+                found[key] = read_settings(Path(path))
+            except HybridflowError as error:
+                raise type(error)(f"{key}.path={path!r}: {error}") from None
+    return found
+
+
+def _with_settings(values: Any, found: Mapping[str, Settings]) -> Any:
+    """The values with what the directories say beneath what is given beside their paths."""
+    for key, settings in found.items():
+        section = _inner(values, key)
+        given = dict(section)
+        section.update(to_dict(settings.model))
+        section.update(given)
+    return values
+
+
+def _inner(values: Any, key: str) -> Any:
+    """The value of a dotted key; None where there is none, or a section on the way is not one."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
+
+
+def _check_settings(recipe: Recipe, found: Mapping[str, Settings]) -> None:
+    for key, settings in found.items():
+        model = recipe.model_of(key.removesuffix(".model"))
+        for item in fields(Model):
+            given, right = getattr(model, item.name), getattr(settings.model, item.name)
+            if item.name not in _FREE and given != right:
+                raise ConfigError(
+                    f"{key}.{item.name}={given!r}: {key}.path={model.path!r} has {right!r}, and its weights mean "
+                    f"nothing else; leave the key out (only {', '.join(_FREE[1:])} may differ)"
+                )
+    if "model" in found and found["model"].has_value_head:
+        raise ConfigError(
+            f"model.path={recipe.model.path!r}: is a scorer, which gives no text; choose a causal language model (a "
+            "scorer is for critic.model.path or reward.model.path)"
+        )
+    if "reward.model" in found and not found["reward.model"].has_value_head:
+        raise ConfigError(
+            f"reward.model.path={recipe.model_of('reward').path!r}: is a language model, which gives no score; choose "
+            "a *ForSequenceClassification with one label"
+        )
+
+
 def role_meshes(recipe: Recipe) -> dict[str, DeviceMesh]:
-    """The meshes of all roles: ``actor.update``, ``actor.rollout``, ``critic`` (if any) and ``reference``.
+    """The meshes of all models: ``actor.update``, ``actor.rollout``, ``reference``, and ``critic``, ``reward`` if any.
 
     The rollout takes the actor's ranks in the order in which they hold most of what it needs.
 
@@ -431,7 +525,7 @@ def role_meshes(recipe: Recipe) -> dict[str, DeviceMesh]:
 
 def _meshes_as_given(recipe: Recipe) -> dict[str, DeviceMesh]:
     """The meshes of all roles with their ranks in the recipe's order."""
-    actor, critic, reference = recipe.actor, recipe.critic, recipe.reference
+    actor, critic, reference, reward = recipe.actor, recipe.critic, recipe.reference, recipe.reward
     everyone = tuple(range(recipe.cluster.ranks))
     per_node = recipe.cluster.ranks_per_node
     actor_ranks = everyone if actor.ranks is None else actor.ranks
@@ -442,6 +536,11 @@ def _meshes_as_given(recipe: Recipe) -> dict[str, DeviceMesh]:
         actor.update if reference.layout is None else reference.layout,
         actor_ranks if reference.ranks is None else reference.ranks,
     )
+    if reward.model is not None:
+        placed["reward"] = (
+            actor.update if reward.layout is None else reward.layout,
+            actor_ranks if reward.ranks is None else reward.ranks,
+        )
     return {
         name: DeviceMesh(
             name=name, layout=layout, ranks=ranks, ranks_per_node=len(everyone) if per_node is None else per_node
@@ -458,7 +557,10 @@ def check_recipe(recipe: Recipe) -> None:
         LayoutError: A layout does not fit its ranks or its model.
     """
     _check_algorithm(recipe)
-    check_model(recipe.model, "model")
+    _check_reward(recipe.reward)
+    for key in _MODELS:
+        check_model(recipe.model_of(key.removesuffix(".model")), key)
+    _check_contexts(recipe)
     _check_placement(recipe)
     _check_batches(recipe)
 
@@ -476,8 +578,35 @@ def _check_algorithm(recipe: Recipe) -> None:
         raise ConfigError("ppo.kl_target: adaptive KL multiplies ppo.kl_coef, which is 0; set it above 0, say to 0.1")
 
 
+def _check_reward(reward: Reward) -> None:
+    if reward.model is None:
+        for key in ("ranks", "layout"):
+            if getattr(reward, key) is not None:
+                raise ConfigError(
+                    f"reward.{key}: a function runs where the rollout is; remove the key, or give reward.model.path"
+                )
+        return
+    if reward.model.path is None:
+        raise ConfigError("reward.model.path: missing; a model that was not trained scores nothing, name its directory")
+    if reward.function != Reward().function:
+        raise ConfigError(
+            f"reward.function={reward.function!r}: would not be called, reward.model scores; remove one of the two"
+        )
+
+
+def _check_contexts(recipe: Recipe) -> None:
+    for role in ("critic", "reward"):
+        context = recipe.model_of(role).max_context
+        if context < recipe.model.max_context:
+            raise ConfigError(
+                f"{role}.model.max_context={context} is shorter than model.max_context={recipe.model.max_context}; "
+                "raise the first, or lower the second"
+            )
+
+
 def _check_placement(recipe: Recipe) -> None:
-    for role, section in (("actor", recipe.actor), ("critic", recipe.critic), ("reference", recipe.reference)):
+    for role in ("actor", "critic", "reference", "reward"):
+        section = getattr(recipe, role)
         ranks = () if section is None or section.ranks is None else section.ranks
         strangers = [rank for rank in ranks if not 0 <= rank < recipe.cluster.ranks]
         if strangers:
@@ -487,7 +616,7 @@ def _check_placement(recipe: Recipe) -> None:
             )
     for name, mesh in _meshes_as_given(recipe).items():
         mesh.layout.check_trainable(name)
-        check_cut(recipe.model, mesh.layout, name)
+        check_cut(recipe.model_of(name), mesh.layout, name)
 
 
 def check_cut(model: Model, layout: ParallelLayout, name: str) -> None:

@@ -73,14 +73,16 @@ def parse_yaml(text: str, source: str) -> object:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
-def read_section(kind: type[_Section], values: object, *, source: str, overrides: Sequence[str] = ()) -> _Section:
+def read_section(
+    kind: type[_Section], values: object, *, source: str, origins: Mapping[str, str] | None = None
+) -> _Section:
     """Build a section, and those inside it, from nested mappings; the inverse of ``to_dict``.
 
     Args:
         kind: The dataclass.
         values: The mapping.
         source: What messages call it.
-        overrides: ``"dotted.key=value"`` each, the value in YAML; put over the mapping, later ones win.
+        origins: For keys that came from elsewhere, what messages call that, as ``put_over`` tells.
 
     Raises:
         ConfigError: A key is unknown, missing, ill-typed or out of bounds.
@@ -89,8 +91,7 @@ def read_section(kind: type[_Section], values: object, *, source: str, overrides
     if not isinstance(values, Mapping):
         names = ", ".join(item.name for item in dataclasses.fields(kind))  # type: ignore[arg-type]
         raise ConfigError(f"{source}: expected a mapping with keys {names}; found {_found(values)}")
-    values, origins = _with_overrides(values, overrides)
-    return _Reader(root=kind, source=source, origins=origins).section(kind, values, "")
+    return _Reader(root=kind, source=source, origins={} if origins is None else origins).section(kind, values, "")
 
 
 def to_dict(section: Any) -> dict[str, Any]:
@@ -112,8 +113,16 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _with_overrides(values: Mapping[Any, Any], overrides: Sequence[str]) -> tuple[Mapping[Any, Any], Mapping[str, str]]:
-    """The values with overrides put over a copy, and the override that each dotted key came from."""
+def put_over(values: Mapping[Any, Any], overrides: Sequence[str]) -> tuple[dict[Any, Any], dict[str, str]]:
+    """The values with overrides put over a copy, and the override that each dotted key came from.
+
+    Args:
+        values: Nested mappings.
+        overrides: ``"dotted.key=value"`` each, the value in YAML; later ones win.
+
+    Raises:
+        ConfigError: One of them is not of that form, or reaches into what is no section.
+    """
     merged = _copy_mappings(values)
     origins: dict[str, str] = {}
     for override in overrides:

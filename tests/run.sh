@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv, installs with what the tests need, and runs them. Quick the second time.
-#   tests/run.sh [--all] [pytest arguments]      --all: with the tests marked slow, slurm and vllm
+#   tests/run.sh [--all] [pytest arguments]      --all: with the tests marked slow, slurm and vllm, the last of which get
+#                                                .venv-vllm, an environment of some GB
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -10,6 +11,9 @@ if [ "${1:-}" = --all ]; then
     shift
 fi
 "$root/launch/venv.sh" dev
+if [ -z "$marks" ]; then
+    "$root/tests/vllm.sh" || echo "vLLM could not be installed, see above: the tests that need it are skipped" >&2
+fi
 cd "$root"
 export PATH="$root/.venv/bin:$PATH"
 exec python -m pytest -m "$marks" "$@"

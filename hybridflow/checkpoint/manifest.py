@@ -133,7 +133,8 @@ def to_json(manifest: Manifest) -> str:
     body: dict[str, Any] = {
         "format": FORMAT,
         "written_by": dict(manifest.written_by),
-        "model": to_dict(manifest.model),
+        # The weights are here; where those came from that training began with says nothing of them.
+        "model": {key: value for key, value in to_dict(manifest.model).items() if key != "path"},
         "family": manifest.family,
         "has_value_head": manifest.has_value_head,
         "layout": manifest.layout,

@@ -85,6 +85,10 @@ class ShardedSource:
         """See ``Source``."""
         return self._dir.read(WEIGHT, tensor)
 
+    def read_box(self, tensor: str, box: Box) -> Tensor:
+        """A part of a logical tensor, for which only the pieces that it lies in are read."""
+        return self._dir.read(WEIGHT, tensor, box)
+
     def release(self) -> None:
         """See ``Source``."""
         self._dir.release()

@@ -1,114 +1,129 @@
-"""Text to token ids and back: the only door to sentencepiece."""
+"""Text to token ids and back, whatever the tokenizer is made of, and which one a directory holds."""
 
 from __future__ import annotations
 
-import io
-import os
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
-import sentencepiece
-
+from hybridflow.data.pieces import PieceTokenizer
 from hybridflow.errors import DataError
 
+JSON = "tokenizer.json"
+PIECES = "tokenizer.model"
+ASSETS = "assets"
+"""Where a model directory of ours keeps what travels along."""
 
-class Tokenizer:
-    """A sentencepiece model.
+
+class Tokenizer(Protocol):
+    """Text to token ids and back.
 
     Attributes:
-        path: Its ``.model`` file.
+        path: Its file.
         vocab_size: Number of token ids.
-        eos_id: Ends a response.
-        pad_id: Fills up; where the model has no such token, the end of sequence.
-        bos_id: Begins a sequence; None where the model has no such token.
-
-    Raises:
-        DataError: The file is missing, is not a sentencepiece model, or knows no end of sequence.
+        eos_id: Ends what a model is to imitate.
+        stop_ids: Each of them ends a response; ``eos_id`` is the first.
+        pad_id: Fills up.
+        bos_id: What the tokenizer puts before the text that begins a sequence; None where it puts nothing.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        try:
-            model = self.path.read_bytes()
-        except OSError as error:
-            raise DataError(
-                f"tokenizer {path}: cannot be read: {error.strerror}; set tokenizer.path to a sentencepiece .model, "
-                "or to null to train one"
-            ) from error
-        self._processor = sentencepiece.SentencePieceProcessor()
-        try:
-            # An empty model would pass for one with no pieces.
-            is_loaded = bool(model) and self._processor.LoadFromSerializedProto(model)
-        except RuntimeError:
-            is_loaded = False
-        if not is_loaded:
-            raise DataError(
-                f"tokenizer {path}: is not a sentencepiece model ({len(model)} bytes); make or copy it anew"
-            )
-        self.vocab_size: int = self._processor.vocab_size()
-        self.eos_id: int = self._processor.eos_id()
-        if self.eos_id < 0:
-            raise DataError(f"tokenizer {path}: has no end-of-sequence token; train it with an eos_id")
-        pad_id, bos_id = self._processor.pad_id(), self._processor.bos_id()
-        self.pad_id: int = self.eos_id if pad_id < 0 else pad_id
-        self.bos_id: int | None = None if bos_id < 0 else bos_id
+    path: Path
+    vocab_size: int
+    eos_id: int
+    stop_ids: tuple[int, ...]
+    pad_id: int
+    bos_id: int | None
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, without any at its beginning or end."""
-        ids: list[int] = self._processor.encode(text)
-        return ids
+        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; padding, beginning and end of sequence are left out."""
-        text: str = self._processor.decode(list(ids))
-        return text
+        ...
+
+    def pieces(self) -> dict[int, str]:
+        """Every token id with its text, as the tokenizer's file has it."""
+        ...
 
 
-def train_tokenizer(lines: Iterable[str], *, path: str | Path, vocab_size: int) -> Tokenizer:
-    """Train a byte-pair tokenizer, a function of the lines alone, and keep it in a file.
+def tokenizer_in(folder: str | Path) -> Path | None:
+    """The tokenizer's file of a directory of Hugging Face or of ours; None where there is none."""
+    for place in (Path(folder), Path(folder) / ASSETS):
+        for name in (JSON, PIECES):
+            if (place / name).is_file():
+                return place / name
+    return None
 
-    Every character of the lines becomes a token, digits stay single, spaces stay as they are; nothing is put before
-    the text, so that decoding what was encoded gives the same text. One process calls this for all.
 
-    Args:
-        lines: The text, for instance an open file.
-        path: Where the ``.model`` goes.
-        vocab_size: Upper limit of the number of tokens; text of few characters needs fewer.
+def open_tokenizer(path: str | Path) -> Tokenizer:
+    """A sentencepiece ``.model``, a ``tokenizer.json``, or the one that a directory holds.
+
+    What ``generation_config.json`` or ``config.json`` beside the file calls ends of sequence end a response too.
 
     Raises:
-        DataError: There is no text, or it has more different characters than ``vocab_size`` leaves room for.
+        DataError: There is none, it cannot be read, or it knows no end of sequence.
     """
-    model = io.BytesIO()
-    texts = [text for line in lines if (text := line.rstrip("\r\n"))]
+    file = Path(path)
+    if file.is_dir():
+        found = tokenizer_in(file)
+        if found is None:
+            raise DataError(
+                f"tokenizer {path}: found neither {JSON} nor {PIECES} there; set tokenizer.path to one (of a tokenizer "
+                "with other files make it by save_pretrained of a fast tokenizer of transformers)"
+            )
+        file = found
+    stops = _stop_ids(file.parent)
+    if file.suffix == ".json":
+        from hybridflow.data.fast import FastTokenizer
+
+        return FastTokenizer(file, settings=read_object(file.with_name("tokenizer_config.json")), more_stops=stops)
+    return PieceTokenizer(file, more_stops=stops)
+
+
+def check_same_pieces(one: Tokenizer, other: Tokenizer, *, whose: str) -> None:
+    """Refuse a model that would read the tokens of another tokenizer.
+
+    Args:
+        one: What the job's tokens come from.
+        other: What the model was trained with; either may have more tokens at its end.
+        whose: Whose tokenizer ``other`` is, for the message.
+
+    Raises:
+        DataError: An id that both have stands for different texts.
+    """
+    mine, theirs = one.pieces(), other.pieces()
+    for index in sorted(mine.keys() & theirs.keys()):
+        if mine[index] != theirs[index]:
+            raise DataError(
+                f"{whose}: token {index} is {theirs[index]!r} in {other.path}, and {mine[index]!r} in {one.path}, "
+                "which writes the tokens; choose models of one tokenizer"
+            )
+
+
+def _stop_ids(folder: Path) -> tuple[int, ...]:
+    """What a model's own settings say ends its text: of generation where they are there, else of the model."""
+    for name in ("generation_config.json", "config.json"):
+        found = read_object(folder / name).get("eos_token_id")
+        ids = found if isinstance(found, list) else [found]
+        if all(type(index) is int for index in ids):
+            return tuple(ids)
+    return ()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object beside a tokenizer; empty where there is no such file.
+
+    Raises:
+        DataError: The file is something else.
+    """
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            hard_vocab_limit=False,
-            character_coverage=1.0,
-            split_digits=True,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            shuffle_input_sentence=False,
-            num_threads=1,
-            pad_id=0,
-            bos_id=1,
-            eos_id=2,
-            unk_id=3,
-            minloglevel=2,
-        )
-    except (RuntimeError, OSError) as error:
-        num_characters = len(set("".join(texts)))
-        raise DataError(
-            f"tokenizer {path}: cannot be trained on {len(texts)} lines of {num_characters} different characters with "
-            f"tokenizer.vocab_size={vocab_size}; it must be above the characters plus 4 special tokens ({error})"
-        ) from error
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    aside.write_bytes(model.getvalue())
-    aside.replace(target)
-    return Tokenizer(target)
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: found {type(error).__name__}: {error}, expected JSON; copy it anew") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{path}: found {type(values).__name__}, expected a JSON object; copy it anew")
+    return values

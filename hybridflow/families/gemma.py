@@ -8,6 +8,7 @@ _DEFAULTS = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
     "head_dim": 256,
+    "pad_token_id": 0,
 }
 _COMPUTED = {"attention_dropout": (0.0,), "attention_bias": (False,), "use_bidirectional_attention": (None, False)}
 _LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"

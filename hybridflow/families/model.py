@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from hybridflow.errors import ConfigError
@@ -41,9 +41,12 @@ class RotaryScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The shape of the language model, the same for actor, critic and reference.
+    """The shape of a language model, given key by key or by ``path``.
 
     Attributes:
+        path: Directory of Hugging Face, or model directory of ours, to take weights and settings from. Beside it only
+            ``max_context``, ``vocab_divisible_by``, ``init_std`` and ``dtype`` may differ from what it says. None:
+            weights are made from the seed.
         num_layers: Transformer layers.
         hidden_size: Width of the activations between layers.
         ffn_hidden_size: Width inside each gated feed-forward block; where there are experts, inside each expert.
@@ -75,6 +78,8 @@ class Model:
         dtype: Number format of weights and activations; gradients are summed and optimizer steps taken in fp32.
     """
 
+    # Where the weights come from makes no other model of it.
+    path: str | None = field(default=None, compare=False)
     num_layers: Count
     hidden_size: Count
     ffn_hidden_size: Count

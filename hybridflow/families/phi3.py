@@ -12,6 +12,7 @@ PHI3 = Family(
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
         "tie_word_embeddings": False,
+        "pad_token_id": 32000,
     },
     computed={**NO_DROPOUT, "resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
     window="all",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -78,9 +78,16 @@ def local_shards(
 
 
 def initialize(
-    model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int, *, seed: int, std: float
+    model: GPTModel | Sequence[GPTModel],
+    spec: ModelSpec,
+    mesh: DeviceMesh,
+    rank: int,
+    *,
+    seed: int,
+    std: float,
+    names: Collection[str] | None = None,
 ) -> None:
-    """Set initial weights: a function of (seed, logical name) alone, whatever the layout.
+    """Set initial weights, of all tensors or of those named: a function of (seed, logical name) whatever the layout.
 
     Norms multiply by 1: their weights are 1, or 0 where they are zero-centred. Biases are 0. Matrices are normal with
     ``std``, those that end a residual branch with ``std / sqrt(2 * layers)`` (GPT-2's rule). Padding rows of the
@@ -90,6 +97,8 @@ def initialize(
     config = (model if isinstance(model, nn.Module) else model[0]).config
     norm = 0.0 if config.layernorm_zero_centered_gamma else 1.0
     for name, (local, part) in local_shards(model, spec, mesh, rank).items():
+        if names is not None and name not in names:
+            continue
         local.zero_()
         inner = tuple(slice(0, stop - start) for start, stop in part.box)
         outer = tuple(slice(start, stop) for start, stop in part.box)

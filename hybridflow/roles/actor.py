@@ -196,7 +196,7 @@ class Actor:
             top_k=rollout.top_k,
             top_p=rollout.top_p,
             greedy=greedy,
-            stop_ids=(self._job.tokenizer.eos_id,),
+            stop_ids=self._job.tokenizer.stop_ids,
         )
 
     def _generate(self, requests: list[Request], params: SamplingParams, purpose: str) -> Batch | None:

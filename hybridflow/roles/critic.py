@@ -27,7 +27,7 @@ class Critic:
     def __init__(self, job: Job) -> None:
         assert job.recipe.critic is not None, "no critic in the recipe"
         self.metrics: dict[str, float] = {}
-        self.spec = role_spec(job, has_value_head=True)
+        self.spec = role_spec(job, "critic", has_value_head=True)
         self._job = job
         mesh = job.meshes["critic"]
         self.model = PlacedModel(job, mesh, self.spec, has_value_head=True) if job.world.rank in mesh else None

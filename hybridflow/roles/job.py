@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridflow.config import Recipe
 from hybridflow.data.prompts import Example, PromptSource
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.families.model import Model
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 
@@ -57,6 +58,11 @@ class Job:
 
     @property
     def vocab_size(self) -> int:
-        """The model's vocabulary: the recipe's, or the tokenizer's where it names none."""
+        """The actor's vocabulary: the recipe's, or the tokenizer's where it names none."""
         size = self.recipe.model.vocab_size
         return self.tokenizer.vocab_size if size is None else size
+
+    def model_of(self, name: str) -> Model:
+        """The settings of the model of a role or mesh, the vocabulary included."""
+        model = self.recipe.model_of(name)
+        return replace(model, vocab_size=self.tokenizer.vocab_size) if model.vocab_size is None else model

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.algorithms.losses import Totals
+from hybridflow.checkpoint.formats import open_source
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
@@ -20,17 +22,21 @@ from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.spec import ModelSpec
 from hybridflow.roles.job import Job
+from hybridflow.roles.pretrained import load_pretrained
 
 
-def role_spec(job: Job, *, has_value_head: bool = False) -> ModelSpec:
+def role_spec(job: Job, role: str = "actor", *, has_value_head: bool = False) -> ModelSpec:
     """How the tensors of a role's model are cut; the same on every rank, in its meshes or not."""
-    return describe_model(job.world, job.recipe.model, vocab_size=job.vocab_size, has_value_head=has_value_head)
+    model = job.model_of(role)
+    assert model.vocab_size is not None, "a job's models have a vocabulary"
+    return describe_model(job.world, model, vocab_size=model.vocab_size, has_value_head=has_value_head)
 
 
 class PlacedModel:
     """This rank's part of a role's model in one mesh.
 
-    Its weights are initialised from (seed, tensor name), unless they are to come from elsewhere: ``is_filled_later``.
+    Its weights are initialised from (seed, tensor name), unless they are to come from elsewhere: ``is_filled_later``,
+    or a directory that the recipe names, for ``load``.
 
     Attributes:
         mesh: Where the model is.
@@ -47,19 +53,24 @@ class PlacedModel:
         has_value_head: bool = False,
         is_filled_later: bool = False,
     ) -> None:
-        recipe = job.recipe
+        recipe, model = job.recipe, job.model_of(mesh.name)
+        assert model.vocab_size is not None, "a job's models have a vocabulary"
         self.mesh = mesh
         self.groups = collection(job.world, mesh)
         self.transformer = build_transformer(
-            recipe.model,
+            model,
             mesh.layout,
             self.groups,
             job.world.device,
-            vocab_size=job.vocab_size,
+            vocab_size=model.vocab_size,
             has_value_head=has_value_head,
         )
         if not is_filled_later:
-            initialize(self.transformer, spec, mesh, job.world.rank, seed=recipe.seed, std=recipe.model.init_std)
+            # What a directory has is read by load(); a value head may be what it lacks.
+            names = None if model.path is None else {"value_head.weight"}
+            initialize(self.transformer, spec, mesh, job.world.rank, seed=recipe.seed, std=model.init_std, names=names)
+        self._model = model
+        self._seed = recipe.seed
         self._spec = spec
         self._rank = job.world.rank
         self._device = job.world.device
@@ -72,6 +83,24 @@ class PlacedModel:
     def is_holder(self) -> bool:
         """Whether this rank has the model's outputs: the last pipeline stage."""
         return self.transformer.post_process
+
+    def load(self) -> None:
+        """Take the weights of the directory that the recipe names; without one they stay as they are.
+
+        Raises:
+            CheckpointError: The directory is damaged, or holds another model.
+        """
+        if self._model.path is not None:
+            source = open_source(Path(self._model.path))
+            load_pretrained(
+                source,
+                self.transformer,
+                self._spec,
+                self.mesh,
+                self._rank,
+                seed=self._seed,
+                std=self._model.init_std,
+            )
 
     def tensors(self) -> dict[str, Tensor]:
         """Live weights by logical name, as this rank holds them."""

@@ -89,8 +89,8 @@ class Reward:
         return torch.tensor(scores, dtype=torch.float32)
 
     def _score(self, example: Example, tokens: list[int]) -> float:
-        stop = self._job.tokenizer.eos_id
-        response = self._job.tokenizer.decode(tokens[:-1] if tokens[-1:] == [stop] else tokens)
+        is_stopped = tokens[-1:] and tokens[-1] in self._job.tokenizer.stop_ids
+        response = self._job.tokenizer.decode(tokens[:-1] if is_stopped else tokens)
         where = f"reward {self._job.recipe.reward.function!r} on {example.place} with response {response!r}"
         try:
             score = float(self._function(example.prompt, response, example.answer))

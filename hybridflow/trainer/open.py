@@ -7,8 +7,9 @@ from pathlib import Path
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.config import Recipe
 from hybridflow.data.arithmetic import ensure_files
+from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.prompts import Example, PromptSource, encode_prompts, encode_solutions, read_examples
-from hybridflow.data.tokenizer import Tokenizer, train_tokenizer
+from hybridflow.data.tokenizer import Tokenizer, check_same_pieces, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.world import World
 from hybridflow.roles.job import Job, Problems
@@ -23,24 +24,21 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
     Collective: all ranks.
 
     Raises:
-        DataError: A file is malformed, or a prompt leaves no room for a response.
-        ConfigError: The recipe's vocabulary is smaller than the tokenizer's.
+        DataError: A file is malformed, a prompt leaves no room for a response, or models have different tokenizers.
+        ConfigError: A model's vocabulary is smaller than the tokenizer's, or the model has no tokenizer.
         DeadlineError: A rank did not come.
     """
     data = recipe.data
+    path = _tokenizer_path(recipe)
     if world.rank == 0:
         if data.arithmetic is not None:
             ensure_files(data.arithmetic, train=data.train, held_out=data.held_out)
         # Before the first checkpoint, what is there may have been trained for another run.
-        if recipe.tokenizer.path is None and latest_step(Path(recipe.run_dir)) is None:
+        if path is None and latest_step(Path(recipe.run_dir)) is None:
             _train(recipe)
     world.coordinator(plan.meshes["job"].ranks).barrier("data and tokenizer")
-    tokenizer = Tokenizer(_trained_tokenizer(recipe) if recipe.tokenizer.path is None else recipe.tokenizer.path)
-    size = recipe.model.vocab_size
-    if size is not None and size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={size} is smaller than the tokenizer's {tokenizer.vocab_size}; raise it, or leave it out"
-        )
+    tokenizer = open_tokenizer(_trained_tokenizer(recipe) if path is None else path)
+    _check_vocabularies(recipe, tokenizer)
     train, held_out = read_examples(data.train, data), read_examples(data.held_out, data)
     return Job(
         world=world,
@@ -62,6 +60,34 @@ def _prompts(recipe: Recipe, tokenizer: Tokenizer, examples: tuple[Example, ...]
     return encode_prompts(
         examples, tokenizer, max_new_tokens=recipe.rollout.max_new_tokens, max_context=recipe.model.max_context
     )
+
+
+def _tokenizer_path(recipe: Recipe) -> Path | None:
+    """The tokenizer that the recipe names, or the model's own; None where one is to be trained."""
+    if recipe.tokenizer.path is not None:
+        return Path(recipe.tokenizer.path)
+    if recipe.model.path is None:
+        return None
+    found = tokenizer_in(recipe.model.path)
+    if found is None:
+        raise ConfigError(
+            f"tokenizer.path: missing; model.path={recipe.model.path!r} has no tokenizer, and its weights know no "
+            "other: name the one that it was trained with"
+        )
+    return found
+
+
+def _check_vocabularies(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    for key, model in {name: recipe.model_of(name) for name in ("actor", "critic", "reward")}.items():
+        prefix = "model" if model is recipe.model else f"{key}.model"
+        if model.vocab_size is not None and model.vocab_size < tokenizer.vocab_size:
+            raise ConfigError(
+                f"{prefix}.vocab_size={model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; raise "
+                "it, or leave it out; of a model with a path, name the tokenizer that it was trained with"
+            )
+        own = None if model.path is None else tokenizer_in(model.path)
+        if own is not None and own != tokenizer.path:
+            check_same_pieces(tokenizer, open_tokenizer(own), whose=f"{prefix}.path={model.path!r}")
 
 
 def _trained_tokenizer(recipe: Recipe) -> Path:

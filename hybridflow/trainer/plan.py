@@ -25,8 +25,8 @@ class JobPlan:
     """A recipe, compiled.
 
     Attributes:
-        meshes: Name -> mesh. Beside the roles' own: ``reward``, one replica on each rollout rank, and ``job``, all
-            ranks.
+        meshes: Name -> mesh. Beside those of models: ``reward`` where a function scores, one replica on each rollout
+            rank; and ``job``, all ranks.
         warm_start: Supervised training before reinforcement learning; empty without one.
         validation: Greedy answers to the held-out problems, judged.
         train: The loop over training steps.
@@ -60,12 +60,13 @@ def plan_job(recipe: Recipe) -> JobPlan:
     meshes = role_meshes(recipe)
     rollout = meshes["actor.rollout"]
     everyone = tuple(range(recipe.cluster.ranks))
-    meshes["reward"] = DeviceMesh(
-        name="reward",
-        layout=ParallelLayout(dp=len(rollout.ranks)),
-        ranks=rollout.ranks,
-        ranks_per_node=rollout.ranks_per_node,
-    )
+    if "reward" not in meshes:
+        meshes["reward"] = DeviceMesh(
+            name="reward",
+            layout=ParallelLayout(dp=len(rollout.ranks)),
+            ranks=rollout.ranks,
+            ranks_per_node=rollout.ranks_per_node,
+        )
     meshes["job"] = DeviceMesh(
         name="job",
         layout=ParallelLayout(dp=len(everyone)),

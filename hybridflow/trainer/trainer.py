@@ -28,6 +28,7 @@ from hybridflow.roles.job import Job
 from hybridflow.roles.placed import mini_batch_size
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
+from hybridflow.roles.reward_model import RewardModel
 from hybridflow.trainer import checkpoints
 from hybridflow.trainer.copy_weights import copy_weights
 from hybridflow.trainer.open import open_job
@@ -87,7 +88,7 @@ class Trainer:
         self.roles: dict[str, Any] = {
             "actor": Actor(job, self.kl_coef),
             "reference": Reference(job),
-            "reward": Reward(job),
+            "reward": Reward(job) if recipe.reward.model is None else RewardModel(job),
             "advantage": Advantage(job, self.kl_coef),
         }
         if recipe.critic is not None:
@@ -100,6 +101,7 @@ class Trainer:
         self._timeline = Timeline()
         self._log: MetricsLog | None = None
         self._run_dir = Path(recipe.run_dir)
+        self._has_own_critic = recipe.critic is not None and recipe.critic.model is not None
         self._totals = {"steps": 0, "step_s": 0.0, "tokens": 0.0, "control_s": 0.0}
 
     def run(self, *, resume: bool) -> None:
@@ -110,6 +112,7 @@ class Trainer:
                 self._run_dir, num_steps=self.job.recipe.trainer.steps, resumed_step=self.step if resumed else None
             )
         if not resumed:
+            self._read_weights()
             self._execute(self._plan.warm_start)
             self.roles["actor"].end_warm_start()
             self._spread_weights()
@@ -210,16 +213,26 @@ class Trainer:
         trainer = self.job.recipe.trainer
         return self.step == trainer.steps or _is_due(self.step, trainer.save_every)
 
+    def _read_weights(self) -> None:
+        """Actor and critic take the weights of the directories that the recipe names, if any."""
+        for name in ("actor", "critic") if self._has_own_critic else ("actor",):
+            role = self.roles[name]
+            if role.model is not None:
+                role.model.load()
+                role.trainable.reload_weights()
+
     def _spread_weights(self) -> None:
-        """Reference and critic begin as the actor that the warm start left. Collective: all ranks."""
-        actor = self.roles["actor"]
+        """Reference, and a critic that is no model of its own, begin as the actor that the warm start left.
+
+        Collective: all ranks.
+        """
+        actor, critic = self.roles["actor"], self.roles.get("critic")
         actor.mark_changed()
-        for name in ("reference", "critic"):
-            if name in self.roles:
-                copy_weights(self.job, actor, "actor.update", self.roles[name], name)
-        critic = self.roles.get("critic")
-        if critic is not None and critic.trainable is not None:
-            critic.trainable.reload_weights()
+        copy_weights(self.job, actor, "actor.update", self.roles["reference"], "reference")
+        if critic is not None and not self._has_own_critic:
+            copy_weights(self.job, actor, "actor.update", critic, "critic")
+            if critic.trainable is not None:
+                critic.trainable.reload_weights()
 
     def _validate(self) -> float:
         """Greedy accuracy on the held-out problems, on every rank."""

@@ -63,7 +63,7 @@ def test_wheel_runs_outside_of_the_clone(tmp_path):
     """Installed into an environment that takes its dependencies from this one, and nothing from the clone."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     source = tmp_path / "source"
-    ignored = ("runs", ".venv", ".git", "build", "*.egg-info", "__pycache__")
+    ignored = ("runs", ".venv*", ".git", "build", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*ignored))
     wheel = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source]
     subprocess.run([*pip, *wheel], check=True)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hybridflow.config import Arithmetic, Data
 from hybridflow.data.arithmetic import ensure_files, make_problems, wrong_carry
 from hybridflow.data.order import permuted
+from hybridflow.data.pieces import PieceTokenizer, train_tokenizer
 from hybridflow.data.prompts import Example, PromptSource, encode_prompts, encode_solutions, read_examples
-from hybridflow.data.tokenizer import Tokenizer, train_tokenizer
 from hybridflow.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -149,14 +149,14 @@ def test_tokenizer_that_cannot_be_loaded(tmp_path, content, says):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=rf"bad\.model: {says}"):
-        Tokenizer(path)
+        PieceTokenizer(path)
 
 
 def test_truncated_tokenizer(tmp_path, tokenizer):
     path = tmp_path / "cut.model"
     path.write_bytes(tokenizer.path.read_bytes()[:-20])
     with pytest.raises(DataError, match="not a sentencepiece model"):
-        Tokenizer(path)
+        PieceTokenizer(path)
 
 
 def test_rows_are_read_in_order_with_their_place(tmp_path):

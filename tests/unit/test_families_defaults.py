@@ -31,6 +31,12 @@ def test_what_is_left_out_has_the_default_of_transformers(name):
     assert replace(written, head_dim=written.head_size) == replace(left_out, head_dim=left_out.head_size)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padding_that_is_left_out_is_that_of_transformers(name):
+    """It decides which token a reward is read from."""
+    assert FAMILIES[name].defaults.get("pad_token_id") == full(name).get("pad_token_id")
+
+
 def test_null_is_an_answer():
     caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": None}
     model = read_config({**full("gemma2"), **caps}, where="config.json").model

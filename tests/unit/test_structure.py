@@ -10,10 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # Each imports only from those before it. Geometry comes before config, which checks a recipe's layouts against its
-# ranks and orders the ranks of the rollout.
+# ranks and orders the ranks of the rollout; so does what reads a model's settings from a directory that a recipe names.
 ORDER = [
     *("errors", "sections", "parallel.layout", "parallel.mesh"),
-    *("families", "reshard.spec", "reshard.overlap", "config"),
+    *("families", "reshard.spec", "reshard.overlap", "checkpoint.manifest", "checkpoint.settings", "config"),
     *("parallel", "algorithms", "observe", "dataflow", "reshard", "data", "models", "checkpoint"),
     *("rollout", "roles", "mapping", "trainer", "launch", "cli", "__main__"),
 ]
@@ -25,6 +25,7 @@ LIGHT = [
         "sections",
         "families.tables",
         "families.config_json",
+        "checkpoint.settings",
         "config",
         "parallel.layout",
         "parallel.mesh",
@@ -32,11 +33,21 @@ LIGHT = [
     ),
     *("dataflow.graph", "dataflow.schedule", "dataflow.compiler", "reshard.plan", "reshard.optimizer"),
     *("reshard.report", "reshard.draw"),
-    *("data.order", "data.arithmetic", "data.tokenizer", "data.prompts", "launch", "launch.local", "cli"),
+    *(
+        "data.order",
+        "data.arithmetic",
+        "data.pieces",
+        "data.fast",
+        "data.tokenizer",
+        "data.prompts",
+        "launch",
+        "launch.local",
+        "cli",
+    ),
 ]
 
 # One third-party package, one door.
-DOORS = ["sentencepiece", "h5py", "mpi4py", "transformer_engine", "apex", "vllm", "wandb"]
+DOORS = ["sentencepiece", "tokenizers", "h5py", "mpi4py", "transformer_engine", "apex", "vllm", "wandb"]
 
 
 def modules():

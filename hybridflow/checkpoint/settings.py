@@ -1,0 +1,53 @@
+"""The settings of a model in a directory, whoever wrote it. No torch: a login node checks the recipe that names it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from hybridflow.checkpoint import manifest
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.config_json import read_config
+from hybridflow.families.model import Model
+
+CONFIG = "config.json"
+
+
+class Settings(NamedTuple):
+    """What a directory says of the model in it.
+
+    Attributes:
+        model: Its settings, the vocabulary included.
+        has_value_head: Whether it gives a number instead of logits.
+    """
+
+    model: Model
+    has_value_head: bool
+
+
+def read_settings(folder: Path) -> Settings:
+    """The settings of a directory of Hugging Face or a model directory of ours; its weights are not looked at.
+
+    Raises:
+        ConfigError: There is no such directory, or its model is not computed here.
+        CheckpointError: ``config.json`` or the manifest is damaged.
+    """
+    if (folder / manifest.NAME).is_file():
+        held = manifest.read_manifest(folder)
+        return Settings(held.model, held.has_value_head)
+    path = folder / CONFIG
+    if not path.is_file():
+        found = "a directory without either" if folder.is_dir() else "a file" if folder.exists() else "nothing there"
+        raise ConfigError(
+            f"expected a directory of Hugging Face, with {CONFIG}, or a model directory, with {manifest.NAME}; found "
+            f"{found}; name the directory itself, downloaded to this machine"
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: found {type(error).__name__}: {error}, expected JSON; copy it anew") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: found {type(values).__name__}, expected a JSON object; copy it anew")
+    described = read_config(values, where=str(path))
+    return Settings(described.model, described.has_value_head)

@@ -1,0 +1,84 @@
+"""``hybridflow train`` from a directory of Hugging Face: a run, a resume, and what is wrong with it, said once."""
+
+import json
+
+import pytest
+
+from tests.e2e.commands import fork_ranks, lasting_metrics, run_command, write_recipe
+
+transformers = pytest.importorskip("transformers")
+from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+
+RECIPE = """
+name: tiny
+algorithm: grpo
+cluster: {ranks: 2, deadline_s: 30, start_deadline_s: 60}
+model: {path: policy, max_context: 32}
+data:
+  train: data/train.jsonl
+  held_out: data/held_out.jsonl
+  arithmetic: {num_train: 200, num_held_out: 8, max_operand: 99}
+run_dir: run
+actor:
+  update: {pp: 2}
+  rollout: {tp: 2}
+  optimizer: {lr: 1.0e-3}
+reward: {function: "rewards:score"}
+rollout: {max_new_tokens: 4, group_size: 2}
+trainer: {steps: 2, global_batch_size: 8, mini_batch_size: 4, save_every: 1}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_recipe(tmp_path, RECIPE)
+    write_model(tmp_path / "policy", "Llama", num_hidden_layers=2)
+    write_tokenizer(tmp_path / "policy", has_start=True)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_train_and_resume(folder):
+    done = fork_ranks(["train", "tiny.yaml", "run_dir=whole"], folder)
+    assert done.codes == (0, 0) and done.err == "", done.err
+    rows = lasting_metrics(folder / "whole")
+    assert len(rows) == 2 and rows[1]["actor/grad_norm"] > 0
+    for argv in (["trainer.steps=1"], ["--resume"]):
+        done = fork_ranks(["train", "tiny.yaml", *argv], folder)
+        assert done.codes == (0, 0) and done.err == "", done.err
+    assert lasting_metrics(folder / "run") == rows
+
+
+def cut(folder):
+    file = folder / "policy/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def widen(folder):
+    file = folder / "policy/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "intermediate_size": 64}))
+
+
+def lose_tokenizer(folder):
+    (folder / "policy/tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (cut, ["policy/model.safetensors"]),
+        pytest.param(widen, ["policy", "mlp"], marks=pytest.mark.slow),
+        pytest.param(lose_tokenizer, ["tokenizer.path: missing", "model.path='policy'"], marks=pytest.mark.slow),
+    ],
+)
+def test_damaged_directory_is_told_by_one_rank(folder, change, says):
+    change(folder)
+    done = fork_ranks(["train", "tiny.yaml"], folder)
+    done.complains_once(*says)
+    assert 2 in done.codes and not (folder / "run/checkpoints").exists()
+
+
+def test_directory_that_is_not_there_starts_no_rank(folder):
+    done = run_command(["train", "tiny.yaml", "model.path=nowhere"], folder)
+    done.complains_once("tiny.yaml: model.path='nowhere'", "config.json")
+    assert done.codes == (2,)

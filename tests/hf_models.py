@@ -1,0 +1,64 @@
+"""Small directories of Hugging Face for tests: random weights of ``transformers``, and tokenizers trained here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+
+END, START, PAD = "<|end|>", "<|start|>", "<|pad|>"
+
+
+def write_tokenizer(folder: Path, *, has_start: bool = False, **settings: Any) -> None:
+    """A byte-level BPE tokenizer of digits and signs as ``tokenizer.json``, with its ``tokenizer_config.json``."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = [*"0123456789+=", "Ġ"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=40, special_tokens=[END, START, PAD], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([f"{a}+{b}={a + b}" for a in range(30) for b in range(30)], trainer)
+    if has_start:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{START} $A", special_tokens=[(START, tokenizer.token_to_id(START))]
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+
+
+def write_model(
+    folder: Path, family: str = "Llama", kind: str = "ForCausalLM", *, seed: int = 0, **changes: Any
+) -> torch.nn.Module:
+    """A tiny model with every weight random, norms and biases too; returns it in evaluation mode."""
+    shape: dict[str, Any] = dict(
+        vocab_size=45,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=0,
+        bos_token_id=1,
+        pad_token_id=2,
+    )
+    if family == "Qwen3":
+        shape["head_dim"] = 12
+    if kind == "ForSequenceClassification":
+        shape["num_labels"] = 1
+    config = getattr(transformers, f"{family}Config")(**{**shape, **changes})
+    model = getattr(transformers, f"{family}{kind}")(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            centre = 1.0 if parameter.dim() == 1 else 0.0
+            parameter.copy_(centre + 0.2 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return model.eval()

@@ -1,0 +1,267 @@
+"""Training that begins with models of ``transformers``: what each role computes before the first step is theirs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from hybridflow import cli
+from hybridflow.config import recipe_from_dict
+from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.parallel.megatron import rank_sets
+from hybridflow.parallel.world import World
+from hybridflow.trainer.open import open_job
+from hybridflow.trainer.plan import plan_job
+from hybridflow.trainer.trainer import Trainer, train
+from tests.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers")
+from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+
+
+def recipe(folder: Path, algorithm: str, name: str = "run", **changes: Any) -> dict[str, Any]:
+    """Two steps on two ranks, from the directories in ``folder``."""
+    values: dict[str, Any] = {
+        "name": name,
+        "algorithm": algorithm,
+        "seed": 5,
+        "run_dir": str(folder / name),
+        "cluster": {"ranks": 2},
+        "model": {"path": str(folder / "causal"), "max_context": 32, "dtype": "fp32"},
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "held_out": str(folder / "held_out.jsonl"),
+            "arithmetic": {"num_train": 60, "num_held_out": 8, "max_operand": 20},
+        },
+        "actor": {"update": {"tp": 2}, "rollout": {"dp": 2}, "optimizer": {"lr": 1e-4}},
+        "reward": {"function": "tests.multi.test_placement:share_of_ones"},
+        "rollout": {"max_new_tokens": 6, "group_size": 4 if algorithm == "grpo" else 1},
+        "trainer": {"steps": 2, "global_batch_size": 16, "mini_batch_size": 8, "micro_batch_tokens": 48},
+    }
+    if algorithm == "ppo":
+        values |= {
+            "critic": {"layout": {"pp": 2}, "optimizer": {"lr": 1e-3}, "model": {"path": str(folder / "value")}},
+            "reward": {"model": {"path": str(folder / "score")}, "layout": {"pp": 2}},
+            "ppo": {"kl_coef": 0.1},
+        }
+    return {**values, **changes}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An actor of Qwen2, a critic that is one too, and a reward of another size and family."""
+    write_model(tmp_path / "causal", "Qwen2", seed=1)
+    write_tokenizer(tmp_path / "causal", has_start=True)
+    write_model(tmp_path / "value", "Qwen2", "ForSequenceClassification", seed=2)
+    write_model(tmp_path / "score", "Llama", "ForSequenceClassification", seed=3, hidden_size=48, num_hidden_layers=4)
+    return tmp_path
+
+
+def sequences() -> tuple[list[torch.Tensor], list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    lengths = [(5, 6), (3, 1), (8, 4), (2, 5)]
+    rows = [torch.randint(3, 40, (prompt + response,), generator=generator) for prompt, response in lengths]
+    return rows, [prompt for prompt, _ in lengths]
+
+
+def batch() -> Batch:
+    rows, prompts = sequences()
+    return Batch(
+        torch.arange(len(rows)),
+        {
+            "tokens": Ragged.from_list(rows, torch.int64),
+            "prompt_lengths": torch.tensor(prompts),
+            "draws": torch.arange(len(rows)),
+        },
+    )
+
+
+def first_and_train(world: World, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the roles compute before the first step, on ranks that have it; then two steps."""
+    made = recipe_from_dict(values)
+    plan = plan_job(made)
+    world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
+    trainer = Trainer(open_job(made, world, plan), plan)
+    trainer._read_weights()
+    trainer._spread_weights()
+    found: dict[str, Any] = {"prompt": list(trainer.job.train.prompts[0])}
+    calls = {"actor": "log_probs", "reference": "log_probs", "critic": "values", "reward": "score"}
+    for role, call in calls.items():
+        if role in trainer.roles and (role != "reward" or made.reward.model is not None):
+            column = getattr(trainer.roles[role], call)(batch(), {})
+            if column is not None:
+                (values_of,) = column.columns.values()
+                found[role] = (values_of.values if isinstance(values_of, Ragged) else values_of).numpy()
+    trainer.run(resume=False)
+    return found, dict(trainer.summary)
+
+
+def their_log_probs(path: Path) -> numpy.ndarray:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    found = []
+    for row, prompt in zip(*sequences(), strict=True):
+        with torch.no_grad():
+            log_probs = model(row[None]).logits[0, :-1].log_softmax(-1)
+        found.append(log_probs.gather(1, row[1:, None])[prompt - 1 :, 0])
+    return torch.cat(found).numpy()
+
+
+def their_scores(path: Path) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """The head's number before each response token, and the score of each sequence."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
+    values, scores = [], []
+    for row, prompt in zip(*sequences(), strict=True):
+        with torch.no_grad():
+            values.append(model.score(model.model(row[None]).last_hidden_state)[0, prompt - 1 : -1, 0])
+            scores.append(model(row[None]).logits[0, 0])
+    return torch.cat(values).numpy(), torch.stack(scores).numpy()
+
+
+def lines(folder: Path, name: str = "run") -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def close(one: numpy.ndarray, other: numpy.ndarray) -> bool:
+    return one.shape == other.shape and other.std() > 0.1 and bool(numpy.abs(one - other).max() <= 1e-4)
+
+
+def test_grpo_begins_with_the_model_of_a_directory(folder):
+    ranks = run_ranks(first_and_train, 2, recipe(folder, "grpo"))
+    expected = their_log_probs(folder / "causal")
+    for found, _ in ranks:
+        assert close(found["actor"], expected) and close(found["reference"], expected)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder / "causal")
+    first = json.loads((folder / "train.jsonl").read_text().splitlines()[0])["prompt"]
+    assert ranks[0][0]["prompt"] == theirs(first)["input_ids"]
+    assert not (folder / "run/tokenizer.model").exists()
+    rows = lines(folder)
+    assert len(rows) == 2 and rows[0]["kl/ref"] == pytest.approx(0.0, abs=1e-5) and rows[0]["actor/grad_norm"] > 0
+    assert all(row["rollout/logprob_abs_diff"] < 1e-4 for row in rows)
+
+
+def test_ppo_with_critic_and_reward_of_their_own(folder):
+    ranks = run_ranks(first_and_train, 2, recipe(folder, "ppo"))
+    found, summary = ranks[1]  # the last stage of both
+    assert "critic" not in ranks[0][0] and "reward" not in ranks[0][0]
+    assert close(found["critic"], their_scores(folder / "value")[0])
+    assert close(found["reward"], their_scores(folder / "score")[1])
+    assert close(found["actor"], their_log_probs(folder / "causal"))
+    rows = lines(folder)
+    assert len(rows) == 2 and rows[1]["critic/grad_norm"] > 0 and abs(rows[0]["reward/mean"]) > 1e-3
+    assert ranks[0][1]["accuracy_before_rl"] == summary["accuracy_before_rl"] != 0
+
+
+def placed_otherwise(folder: Path, name: str, **placement: Any) -> dict[str, Any]:
+    made = recipe(folder, "ppo", name)
+    made["reward"] |= placement
+    return made
+
+
+def run(world: World, values: dict[str, Any], resume: bool = False) -> None:
+    train(recipe_from_dict(values), world, resume=resume)
+
+
+@pytest.mark.slow
+def test_where_the_reward_model_is_changes_nothing(folder):
+    """Beside the ranks of the actor, over both, and on one alone; and after a resume, for which it is read again."""
+    cases = {"pp": {"layout": {"pp": 2}}, "tp": {"layout": {"tp": 2}}, "one": {"layout": {}, "ranks": [1]}}
+    found = {}
+    for name, placement in cases.items():
+        run_ranks(run, 2, placed_otherwise(folder, name, **placement))
+        found[name] = lines(folder, name), json.loads((folder / name / "summary.json").read_text())
+    resumed = placed_otherwise(folder, "again", layout={"pp": 2})
+    run_ranks(run, 2, {**resumed, "trainer": {**resumed["trainer"], "steps": 1}})
+    run_ranks(run, 2, resumed, True)
+    found["again"] = lines(folder, "again"), json.loads((folder / "again/summary.json").read_text())
+    rows, summary = found.pop("pp")
+    assert abs(rows[1]["reward/mean"]) > 1e-3
+    for name, (others, other) in found.items():
+        assert len(others) == len(rows)
+        for row, another in zip(rows, others, strict=True):
+            for metric in ("reward/mean", "kl/ref", "critic/loss", "actor/grad_norm"):
+                assert another[metric] == pytest.approx(row[metric], rel=1e-4, abs=1e-6), (name, metric)
+        assert other["accuracy_after_rl"] == pytest.approx(summary["accuracy_after_rl"], rel=1e-4), name
+
+
+def refusals(world: World, cases: list[dict[str, Any]]) -> list[str]:
+    found = []
+    for values in cases:
+        made = recipe_from_dict(values)
+        plan = plan_job(made)
+        world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
+        try:
+            open_job(made, world, plan)
+            found.append("opened")
+        except (ConfigError, DataError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_models_without_their_tokenizer_are_refused(folder):
+    write_model(folder / "small", "Llama", "ForSequenceClassification", vocab_size=20, pad_token_id=None)
+    write_model(folder / "other", "Llama", "ForSequenceClassification")
+    write_tokenizer(folder / "other", has_start=False)
+    text = (folder / "other/tokenizer.json").read_text()
+    (folder / "other/tokenizer.json").write_text(text.replace("<|pad|>", "<|fill|>"))
+    one = {"cluster": {"ranks": 1}, "actor": {"update": {}, "rollout": {}, "optimizer": {"lr": 1e-4}}}
+    bare = {"model": {"path": str(folder / "bare")}}
+    cases = [
+        (recipe(folder, "grpo", **one, **bare), "ConfigError: tokenizer.path: missing"),
+        (
+            recipe(folder, "grpo", **one, reward={"model": {"path": str(folder / "small")}}),
+            "ConfigError: reward.model.vocab_size=20 is smaller than the tokenizer's",
+        ),
+        (
+            recipe(folder, "grpo", **one, reward={"model": {"path": str(folder / "other")}}),
+            "DataError: reward.model.path=",
+        ),
+        (recipe(folder, "grpo", **one), "opened"),
+        (recipe(folder, "grpo", **one, **bare, tokenizer={"path": str(folder / "causal")}), "opened"),
+    ]
+    write_model(folder / "bare", "Qwen2")
+    (found,) = run_ranks(refusals, 1, [values for values, _ in cases])
+    for (_, says), message in zip(cases, found, strict=True):
+        assert message.startswith(says), message
+
+
+def test_plan_shows_where_the_reward_model_is(folder, capsys):
+    path = folder / "job.yaml"
+    path.write_text(json.dumps(recipe(folder, "ppo")))
+    assert cli.main(["plan", "job", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "reward     reward tp1.pp2.dp1" in printed and "call reward.score on reward tp1.pp2.dp1" in printed
+
+
+def test_warm_start_changes_the_actor_of_the_directory_and_its_copies(folder):
+    values = recipe(folder, "ppo", warm_start={"steps": 2, "batch_size": 8, "lr": 1e-2})
+    del values["critic"]["model"]
+    before, after = run_ranks(around_the_warm_start, 2, values)[1]
+    assert before.keys() == after.keys() == {"actor", "reference", "critic"}
+    for name, theirs in before.items():
+        assert (theirs != after[name]).any(), name
+    assert (after["actor"] == after["reference"]).all() and (after["actor"] == after["critic"]).all()
+
+
+def around_the_warm_start(world: World, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    made = recipe_from_dict({**values, "actor": {**values["actor"], "update": {"pp": 2}, "rollout": {"pp": 2}}})
+    plan = plan_job(made)
+    world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
+    trainer = Trainer(open_job(made, world, plan), plan)
+    trainer._read_weights()
+    trainer._spread_weights()
+
+    def norms() -> dict[str, Any]:
+        name, roles = "decoder.final_layernorm.weight", ("actor", "reference", "critic")
+        held = {role: trainer.roles[role].model.tensors() for role in roles}
+        return {role: tensors[name].detach().clone().numpy() for role, tensors in held.items() if name in tensors}
+
+    before = norms()
+    trainer._execute(plan.warm_start)
+    trainer._spread_weights()
+    return before, norms()

@@ -92,7 +92,7 @@ class PackedAttention:
         # Equal lengths are already a rectangle: nothing to gather.
         self._is_rectangle = len(set(lengths)) <= 1
         self._places = sample.to(device) * self._width + self.positions
-        self._masks: dict[int | None, Tensor] = {}
+        self._sight = _Sight(torch.arange(self._width, device=device), self._width)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attention of one layer.
@@ -118,17 +118,11 @@ class PackedAttention:
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
-            None if is_plain else self._seen(scoring.window),
+            None if is_plain else self._sight.through(scoring.window),
             scoring,
         )
         context = context.transpose(1, 2).reshape(self._samples * self._width, *query.shape[2:])
         return context if self._is_rectangle else context[self._places]
-
-    def _seen(self, window: int | None) -> Tensor:
-        if window not in self._masks:
-            places = torch.arange(self._width, device=self.positions.device)
-            self._masks[window] = _visible(places[:, None], places, window)
-        return self._masks[window]
 
     def _rectangle(self, packed: Tensor) -> Tensor:
         """``[tokens, …]`` to ``[samples, width, …]``, zeros behind the shorter sequences."""
@@ -151,7 +145,7 @@ class CachedAttention:
         self._cache = cache
         self._slots = torch.arange(len(positions), device=positions.device)
         self._width = int(positions.max()) + 1
-        self._masks: dict[int | None, Tensor] = {}
+        self._sight = _Sight(positions, self._width)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """As ``PackedAttention.attend``, with one token for each slot."""
@@ -162,22 +156,33 @@ class CachedAttention:
             query[:, :, None],
             keys[:, : self._width].transpose(1, 2),
             values[:, : self._width].transpose(1, 2),
-            self._seen(scoring.window),
+            self._sight.through(scoring.window)[:, None, None],
             scoring,
         )
         return context[:, :, 0]
 
-    def _seen(self, window: int | None) -> Tensor:
+
+class _Sight:
+    """Which of the places before it each query's place sees; layers with one window share a mask.
+
+    Args:
+        queries: Places of the queries, ``[queries]``.
+        width: Places that there are.
+    """
+
+    def __init__(self, queries: Tensor, width: int) -> None:
+        self._queries = queries
+        self._width = width
+        self._masks: dict[int | None, Tensor] = {}
+
+    def through(self, window: int | None) -> Tensor:
+        """``[queries, width]`` bool."""
         if window not in self._masks:
-            places = torch.arange(self._width, device=self.positions.device)
-            self._masks[window] = _visible(self.positions[:, None], places, window)[:, None, None]
+            # Only here, since it is as large as all scores of a head, and plain attention needs none of it.
+            queries, keys = self._queries[:, None], torch.arange(self._width, device=self._queries.device)
+            seen = keys <= queries
+            self._masks[window] = seen if window is None else seen & (keys > queries - window)
         return self._masks[window]
-
-
-def _visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Whether each query's place sees each key's, by causality and window."""
-    seen = keys <= queries
-    return seen if window is None else seen & (queries - keys < window)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scoring: Scoring) -> Tensor:
@@ -187,7 +192,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scor
         query: ``[samples, heads/tp, queries, head]``.
         key: ``[samples, groups/tp, keys, head]``.
         value: As ``key``.
-        seen: Which key each query sees, broadcastable to ``[samples, 1, queries, keys]``; None: causal.
+        seen: Which key each query sees, ``[queries, keys]`` or ``[samples, 1, queries, keys]``; None: causal.
         scoring: How scores are made.
     """
     if scoring.softcap is None:
@@ -221,7 +226,7 @@ class SdpaCoreAttention(MegatronModule):
 
     Attributes:
         local_layer: Index of its layer among those of this stage.
-        scoring: How it scores; the model's own where a soft-cap or a window is set after construction.
+        scoring: How it scores; megatron-core tells the scale alone, the rest is set after construction.
     """
 
     def __init__(

@@ -16,6 +16,8 @@ from hybridflow.errors import HybridflowError
 from hybridflow.reshard.report import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hybridflow.checkpoint.differences import Compared, Differences, Readable
     from hybridflow.checkpoint.inspecting import Contents
 
@@ -23,7 +25,7 @@ DIFFERENT = 5
 """Exit status of ``diff`` where two checkpoints are not equal."""
 
 _WORST = 10
-_REPORT_EVERY_S = 2.0
+_REPORT_EVERY_S = 5.0
 
 _INSPECT_EXAMPLES = """examples:
   hybridflow inspect runs/x
@@ -124,7 +126,7 @@ def _diff(arguments: argparse.Namespace) -> int:
             from hybridflow.checkpoint.differences import AllKinds
 
             pair = AllKinds(one.path), AllKinds(other.path)
-        found = compare(*pair, settings, _Progress("compared", lambda count: f"{count:,} elements"))
+        found = compare(*pair, settings, _Progress("compared", "{:,}".format))
     except (HybridflowError, OSError) as error:
         return _explained(error)
     if arguments.json:
@@ -179,7 +181,7 @@ def _table(compared: tuple[Compared, ...]) -> list[str]:
 class _Progress:
     """Says on stderr how far a long reading is, every few seconds; nothing where it is short."""
 
-    def __init__(self, what: str, text: Any) -> None:
+    def __init__(self, what: str, text: Callable[[int], str]) -> None:
         self._what, self._text = what, text
         self._told_s: float | None = None
 

@@ -108,6 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, start: Start) -> int:
+    # Read when torch first allocates: large tensors come and go, and most of their cost is the kernel's small pages.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from hybridflow.checkpoint.convert import Place, convert
 
     source, target, what = _open(arguments)

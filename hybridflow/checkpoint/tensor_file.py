@@ -8,7 +8,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,9 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.b
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _FORMAT_DTYPES: dict[DType, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _OWN_DTYPES = {name: dtype for dtype, name in _FORMAT_DTYPES.items()}
+
+
+_PIECE_BYTES = 1 << 20
 
 
 class Entry(NamedTuple):
@@ -155,9 +158,12 @@ class TensorFileWriter:
         entry = self._entries[key]
         assert tuple(tensor.shape) == entry.shape, f"{key}: {list(tensor.shape)} is not {list(entry.shape)}"
         assert tensor.dtype == TORCH_DTYPES[entry.dtype], f"{key}: {tensor.dtype} is not {entry.dtype}"
-        data = bytes_of(tensor)
-        self._put(data, self._first + self._starts[key])
-        return hashlib.sha256(data).hexdigest()
+        digest, place = hashlib.sha256(), self._first + self._starts[key]
+        for data in _pieces_of(tensor):
+            digest.update(data)
+            self._put(data, place)
+            place += len(data)
+        return digest.hexdigest()
 
     def sync(self) -> None:
         """Bring to the disk what was written."""
@@ -173,7 +179,24 @@ class TensorFileWriter:
             data, place = data[written:], place + written
 
 
+def _pieces_of(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a host tensor in row-major order, piece by piece; each is valid until the next one is taken.
+
+    A piece stays in the processor's cache between its copy, its hash and its write, and no tensor is copied whole.
+    """
+    if tensor.is_contiguous():
+        data = bytes_of(tensor)
+        yield from (data[place : place + _PIECE_BYTES] for place in range(0, len(data), _PIECE_BYTES))
+    elif tensor[0].nbytes > _PIECE_BYTES:
+        for row in tensor:
+            yield from _pieces_of(row)
+    else:
+        yield from map(bytes_of, tensor.split(_PIECE_BYTES // tensor[0].nbytes))
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a host tensor in row-major order, without a copy where it is contiguous."""
-    flat = tensor.contiguous().view(-1)
+    flat = tensor.contiguous()
+    # A single element may keep the stride that it had among others.
+    flat = flat.as_strided((flat.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy().data if len(flat) else b"")

@@ -46,6 +46,7 @@ class Job:
         tokenizer: Text to tokens and back.
         train: Problems to learn from.
         held_out: Problems to be judged by, in the order of the file.
+        is_resumed: Models are made without initial values: a checkpoint will fill them.
     """
 
     world: World
@@ -54,6 +55,7 @@ class Job:
     tokenizer: Tokenizer
     train: Problems
     held_out: tuple[tuple[Example, tuple[int, ...]], ...]
+    is_resumed: bool = False
 
     @property
     def vocab_size(self) -> int:

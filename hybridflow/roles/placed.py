@@ -30,7 +30,8 @@ def role_spec(job: Job, *, has_value_head: bool = False) -> ModelSpec:
 class PlacedModel:
     """This rank's part of a role's model in one mesh.
 
-    Its weights are initialised from (seed, tensor name), unless they are to come from elsewhere: ``is_filled_later``.
+    Its weights are initialised from (seed, tensor name), unless they are to come from elsewhere: ``is_filled_later``,
+    ``Job.is_resumed``.
 
     Attributes:
         mesh: Where the model is.
@@ -58,7 +59,7 @@ class PlacedModel:
             vocab_size=job.vocab_size,
             has_value_head=has_value_head,
         )
-        if not is_filled_later:
+        if not (is_filled_later or job.is_resumed):
             initialize(self.transformer, spec, mesh, job.world.rank, seed=recipe.seed, std=recipe.model.init_std)
         self._spec = spec
         self._rank = job.world.rank

@@ -157,6 +157,8 @@ def complete_step(
                 _remove(_path(run_dir, number))
         tmp.rename(path)
         sync_folder(folder)
+        if saved is None:
+            sync_folder(run_dir)
     except OSError as error:
         raise WriteError(f"{tmp}: cannot be renamed to {path.name}: {error}; make room there") from error
     write_text(folder / "latest", path.name + "\n")
@@ -256,7 +258,7 @@ def _sha256(path: Path) -> str:
 def _remove(path: Path) -> None:
     """Remove a checkpoint or a leftover; a kill half-way leaves a name that is ignored."""
     if path.is_dir() and path.suffix != ".tmp":
-        path = path.rename(path.with_name(path.name + ".tmp"))
+        path = path.rename(path.with_name(path.name + ".removed.tmp"))
     if path.is_dir():
         shutil.rmtree(path)
     else:

@@ -318,6 +318,8 @@ class Trainer:
         mini_batch_size: Samples of one optimizer step; None: the global batch.
         micro_batch_tokens: Token budget of one forward.
         save_every: Steps between checkpoints; 0: only at the end.
+        keep_last: Newest checkpoints that stay; older ones are removed.
+        keep_every: Checkpoints of steps that are a multiple of this stay beside them, for ever; 0: none.
         validate_every: Steps between validations; 0: only before and after.
         num_validation: Held-out problems used; None: the whole file.
     """
@@ -327,6 +329,8 @@ class Trainer:
     mini_batch_size: Count | None = None
     micro_batch_tokens: Count = 4096
     save_every: CountOrZero = 0
+    keep_last: Count = 2
+    keep_every: CountOrZero = 0
     validate_every: CountOrZero = 0
     num_validation: Count | None = None
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from hybridflow import __version__
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.model import Model
-from hybridflow.reshard.spec import ITEM_BYTES, Box, DType, num_elements
+from hybridflow.reshard.spec import ITEM_BYTES, Box, DType, intersect, num_elements
 from hybridflow.sections import read_section, to_dict
 
 NAME = "manifest.json"
@@ -130,6 +130,9 @@ def piece_key(kind: str, tensor: str, index: int) -> str:
 
 def to_json(manifest: Manifest) -> str:
     """The manifest as text, with a hash of itself."""
+    listed: dict[str, list[list[Any]]] = {file: [] for file in manifest.file_bytes}
+    for piece in manifest.pieces:
+        listed[piece.file].append([piece.key, piece.kind, piece.tensor, piece.box, piece.sha256])
     body: dict[str, Any] = {
         "format": FORMAT,
         "written_by": dict(manifest.written_by),
@@ -144,17 +147,7 @@ def to_json(manifest: Manifest) -> str:
             kind: {name: [entry.dtype, *entry.shape] for name, entry in tensors.items()}
             for kind, tensors in manifest.tensors.items()
         },
-        "files": {
-            file: {
-                "bytes": size,
-                "pieces": [
-                    [piece.key, piece.kind, piece.tensor, piece.box, piece.sha256]
-                    for piece in manifest.pieces
-                    if piece.file == file
-                ],
-            }
-            for file, size in manifest.file_bytes.items()
-        },
+        "files": {file: {"bytes": size, "pieces": listed[file]} for file, size in manifest.file_bytes.items()},
     }
     body = json.loads(json.dumps(body))
     return json.dumps({"sha256": digest(body), **body}, indent=1) + "\n"
@@ -197,10 +190,10 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         manifest = _from_body(body, path)
+        check_cover(manifest, path)
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
         reason = str(error) if isinstance(error, HybridflowError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path}: is malformed: {reason}; restore it from a copy") from error
-    _check_cover(manifest, path)
     return manifest
 
 
@@ -233,16 +226,22 @@ def _plain(file: str) -> str:
     return file
 
 
-def _check_cover(manifest: Manifest, path: Path) -> None:
-    """Every tensor in full, by boxes within it. That no two overlap follows from their count where reading them."""
-    left = {
-        (kind, name): math.prod(entry.shape)
-        for kind, tensors in manifest.tensors.items()
-        for name, entry in tensors.items()
+def check_cover(manifest: Manifest, path: Path) -> None:
+    """Hold the pieces against the tensors: each in full, by boxes within it, no element twice.
+
+    Args:
+        manifest: What is, or is to be, written.
+        path: Its file, for messages.
+
+    Raises:
+        CheckpointError: Names the first piece or tensor of which that is not so.
+    """
+    boxes: dict[tuple[str, str], list[Box]] = {
+        (kind, name): [] for kind, tensors in manifest.tensors.items() for name in tensors
     }
     for piece in manifest.pieces:
         key = piece.kind, piece.tensor
-        if key not in left:
+        if key not in boxes:
             raise CheckpointError(f"{path}: {piece.file} holds {piece.key}, which is no tensor of the manifest")
         shape = manifest.tensors[piece.kind][piece.tensor].shape
         inside = len(piece.box) == len(shape) and all(
@@ -250,13 +249,33 @@ def _check_cover(manifest: Manifest, path: Path) -> None:
         )
         if not inside:
             raise CheckpointError(f"{path}: {piece.key} of {piece.file} is {piece.box}, not a box of {list(shape)}")
-        left[key] -= num_elements(piece.box)
-    for (kind, name), missing in left.items():
-        if missing:
-            raise CheckpointError(
-                f"{path}: the pieces of {kind} {name} {'lack' if missing > 0 else 'repeat'} {abs(missing)} elements; "
-                "restore the directory from a copy"
-            )
+        if num_elements(piece.box) > 0:
+            boxes[key].append(piece.box)
+    for (kind, name), held in boxes.items():
+        missing = math.prod(manifest.tensors[kind][name].shape) - sum(map(num_elements, held))
+        twice = _overlap(held)
+        if missing or twice is not None:
+            what = f"lack {missing} elements" if missing > 0 else f"repeat {abs(missing)} elements"
+            if twice is not None:
+                what = f"repeat {twice}"
+            raise CheckpointError(f"{path}: the pieces of {kind} {name} {what}; restore the directory from a copy")
+
+
+def _overlap(boxes: list[Box]) -> Box | None:
+    """What two of some boxes, none empty, have in common; None if no two have anything."""
+    if len(boxes) < 2 or not boxes[0]:
+        return boxes[0] if len(boxes) > 1 else None
+    # Swept along the dim that tells most of them apart, so that few are compared with each other.
+    dim = max(range(len(boxes[0])), key=lambda dim: len({box[dim][0] for box in boxes}))
+    near: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box[dim]):
+        near = [other for other in near if other[dim][1] > box[dim][0]]
+        for other in near:
+            common = intersect(box, other)
+            if num_elements(common) > 0:
+                return common
+        near.append(box)
+    return None
 
 
 def num_bytes(entries: Iterable[TensorEntry]) -> int:

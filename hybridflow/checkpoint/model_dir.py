@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ from hybridflow.checkpoint.manifest import NAME, Manifest, Piece, piece_key, rea
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES, Entry, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.reshard.spec import Box, intersect, num_elements
+
+_SYNCED_BYTES = 1 << 28
 
 
 class Share(NamedTuple):
@@ -55,6 +57,7 @@ class ModelDir:
             self._pieces[piece.kind, piece.tensor].append(piece)
             self._by_file[piece.file].append(piece)
         self._files: dict[str, TensorFile] = {}
+        self._used: set[str] = set()
         self._checked: set[tuple[str, str]] = set()
         for name, size in self.manifest.file_bytes.items():
             file = path / name
@@ -75,7 +78,7 @@ class ModelDir:
         box = tuple((0, size) for size in entry.shape) if box is None else box
         for piece in self._pieces[kind, tensor]:
             if intersect(piece.box, box) == box and num_elements(box) > 0:
-                return self._values(piece)[_within(box, piece.box)]
+                return self._values(piece)[within(box, piece.box)]
         found = torch.empty([stop - start for start, stop in box], dtype=TORCH_DTYPES[entry.dtype])
         self.read_into(kind, tensor, box, found)
         return found
@@ -93,7 +96,7 @@ class ModelDir:
             if num_elements(common) == 0:
                 continue
             left -= num_elements(common)
-            target[_within(common, box)].copy_(self._values(piece)[_within(common, piece.box)])
+            target[within(common, box)].copy_(self._values(piece)[within(common, piece.box)])
         if left:
             raise CheckpointError(
                 f"{self.path / NAME}: the pieces of {kind} {tensor} do not cover {box} once; restore it from a copy"
@@ -112,8 +115,9 @@ class ModelDir:
 
     def release(self) -> None:
         """Give back the memory of what was read so far. Views that ``read`` gave stay valid."""
-        for file in self._files.values():
-            file.release()
+        for name in self._used:
+            self._files[name].release()
+        self._used.clear()
 
     def _entry(self, kind: str, tensor: str) -> Entry:
         entries = self.manifest.tensors.get(kind, {})
@@ -126,6 +130,7 @@ class ModelDir:
     def _values(self, piece: Piece) -> Tensor:
         """A piece, its hash checked once."""
         file = self._file(piece.file)
+        self._used.add(piece.file)
         if (piece.file, piece.key) not in self._checked:
             found = file.sha256(piece.key)
             if found != piece.sha256:
@@ -155,13 +160,16 @@ class ModelDir:
         return self._files[name]
 
 
-def write_shares(folder: Path, file: str, shares: Iterable[Share]) -> tuple[list[Piece], int]:
+def write_shares(
+    folder: Path, file: str, shares: Iterable[Share], *, advance: Callable[[int], None] | None = None
+) -> tuple[list[Piece], int]:
     """Write and sync a file of pieces.
 
     Args:
         folder: The model directory, which is there.
         file: Name of the file.
         shares: What goes into it.
+        advance: Called with the bytes of each piece once it is written, so that others see that something happens.
 
     Returns:
         The pieces for the manifest, and the file's bytes.
@@ -175,13 +183,21 @@ def write_shares(folder: Path, file: str, shares: Iterable[Share]) -> tuple[list
         keyed[piece_key(share.kind, share.tensor, counts[share.kind, share.tensor])] = share
         counts[share.kind, share.tensor] += 1
     entries = {key: Entry(DTYPE_NAMES[share.values.dtype], tuple(share.values.shape)) for key, share in keyed.items()}
+    pieces: list[Piece] = []
     try:
         writer = TensorFileWriter(path, entries)
         try:
-            pieces = [
-                Piece(share.kind, share.tensor, share.box, file, key, writer.write(key, share.values))
-                for key, share in keyed.items()
-            ]
+            unsynced = 0
+            for key, share in keyed.items():
+                sha256 = writer.write(key, share.values)
+                pieces.append(Piece(share.kind, share.tensor, share.box, file, key, sha256))
+                unsynced += share.values.nbytes
+                # Not all at the end: that could take longer than others wait for a sign of life.
+                if unsynced > _SYNCED_BYTES:
+                    writer.sync()
+                    unsynced = 0
+                if advance is not None:
+                    advance(share.values.nbytes)
             writer.sync()
         finally:
             writer.close()
@@ -203,7 +219,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a small file aside, sync and rename it.
+    """Write a small file aside, sync it, rename it, and sync the directory, whose other names that brings along.
 
     Raises:
         WriteError: The file system refuses.
@@ -215,11 +231,25 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
+        sync_folder(path.parent)
     except OSError as error:
         raise WriteError(f"{path}: cannot be written: {error}; make room there") from error
 
 
-def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
+def sync_folder(path: Path) -> None:
+    """Bring a directory's names to the disk.
+
+    Raises:
+        OSError: The file system refuses.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def within(inner: Box, outer: Box) -> tuple[slice, ...]:
     """Where a box lies within one around it."""
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(inner, outer, strict=True))
 

@@ -22,6 +22,9 @@ from hybridflow.reshard.spec import DType
 TORCH_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _FORMAT_DTYPES: dict[DType, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_HASHED_BYTES = 1 << 24
+"""So much of a tensor is in memory while it is hashed."""
+
 _OWN_DTYPES = {name: dtype for dtype, name in _FORMAT_DTYPES.items()}
 
 
@@ -93,10 +96,18 @@ class TensorFile:
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._starts[key]).view(entry.shape)
 
     def sha256(self, key: str) -> str:
-        """Of a tensor's bytes."""
+        """Of a tensor's bytes. What was read for it is given back as it goes."""
         start = self._starts[key]
-        with memoryview(self._map) as whole, whole[start : start + self.entries[key].num_bytes] as part:
-            return hashlib.sha256(part).hexdigest()
+        stop, digest = start + self.entries[key].num_bytes, hashlib.sha256()
+        with memoryview(self._map) as whole:
+            while start < stop:
+                end = min(start + _HASHED_BYTES, stop)
+                with whole[start:end] as part:
+                    digest.update(part)
+                first = start // mmap.PAGESIZE * mmap.PAGESIZE
+                self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
+                start = end
+        return digest.hexdigest()
 
     def release(self) -> None:
         """Give back the memory of what has been read so far; what is read again comes from the file again."""

@@ -39,11 +39,13 @@ class Trainable:
 
     Attributes:
         model: The bare model, for forward passes and weights.
+        is_distributed: Whether optimizer state is cut over the data-parallel ranks.
     """
 
     def __init__(self, model: Transformer, groups: ProcessGroupCollection, settings: Optimizer) -> None:
         config = model.config
         self.model = model
+        self.is_distributed = settings.distributed
         self._groups = groups
         self._config = config
         config.finalize_model_grads_func = self._finalize
@@ -118,9 +120,7 @@ class Trainable:
         """
         found: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("exp_avg", "exp_avg_sq", "master", "gradient")}
         names = {id(parameter): name for name, parameter in logical_parameters(self.model).items()}
-        moments = {
-            id(main): inner.state[main] for inner, _, group in self._parameter_groups() for main in group["params"]
-        }
+        moments = {id(main): inner.state[main] for inner, group in self._parameter_groups() for main in group["params"]}
         for parameter, main, (start, stop) in self._main_parameters():
             name = names[id(parameter)]
             for kind in ("exp_avg", "exp_avg_sq"):
@@ -137,7 +137,7 @@ class Trainable:
 
     def num_steps(self) -> int | None:
         """Optimizer steps so far; None if this rank keeps no state that would tell."""
-        for inner, _, group in self._parameter_groups():
+        for inner, group in self._parameter_groups():
             if isinstance(inner, torch.optim.AdamW):
                 counts = [int(inner.state[parameter]["step"]) for parameter in group["params"]]
             else:
@@ -148,7 +148,7 @@ class Trainable:
 
     def set_num_steps(self, steps: int) -> None:
         """Go on as after so many optimizer steps."""
-        for inner, _, group in self._parameter_groups():
+        for inner, group in self._parameter_groups():
             if isinstance(inner, torch.optim.AdamW):
                 for parameter in group["params"]:
                     inner.state[parameter]["step"].fill_(steps)
@@ -171,24 +171,6 @@ class Trainable:
         # num_tokens is left out: the loss is already divided by the global batch's counts.
         finalize_model_grads(models, None, pg_collection=self._groups)
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """Every tensor that the optimizer needs to go on, by a stable name.
-
-        This is live storage, so that copying into it loads it. fp32 master weights are included: they are the model's
-        own where that is fp32, and longer where it is not.
-        """
-        state: dict[str, Tensor] = {}
-        for index, (inner, group_index, group) in enumerate(self._parameter_groups()):
-            for place, parameter in enumerate(group["params"]):
-                prefix = f"{index}.{group_index}.{place}"
-                state[f"{prefix}.master"] = parameter.data
-                state |= {
-                    f"{prefix}.{key}": value
-                    for key, value in inner.state[parameter].items()
-                    if isinstance(value, Tensor)
-                }
-        return state
-
     def offload(self, owner: str) -> HostOffload:
         """What moves the optimizer's state to host memory and back; the gradients are freed and come back as zeros.
 
@@ -200,36 +182,27 @@ class Trainable:
         gradients = [parameter.main_grad for parameter in self.model.parameters() if parameter.requires_grad]
         return HostOffload(kept, zeroed=gradients, owner=owner)
 
-    def optimizer_steps(self) -> list[int]:
-        """Step counts that fused optimizers keep beside their tensors; empty for torch's, whose counts are tensors."""
-        return [int(group["step"]) for _, _, group in self._parameter_groups() if "step" in group]
-
-    def set_optimizer_steps(self, steps: list[int]) -> None:
-        """The inverse of ``optimizer_steps``."""
-        groups = [group for _, _, group in self._parameter_groups() if "step" in group]
-        for group, step in zip(groups, steps, strict=True):
-            group["step"] = step
-
     def reset_optimizer(self) -> None:
-        """Forget all moments and step counts, and keep the weights."""
-        for name, tensor in self.optimizer_state().items():
-            if not name.endswith(".master"):
+        """Forget all moments and the step count, and keep the weights."""
+        state = self.state()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            for tensor in state[kind].values():
                 tensor.zero_()
-        self.set_optimizer_steps([0 for _ in self.optimizer_steps()])
+        self.set_num_steps(0)
 
-    def _parameter_groups(self) -> Iterator[tuple[torch.optim.Optimizer, int, dict[str, Any]]]:
+    def _parameter_groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
         """The groups of the inner optimizers, with their state there from the start."""
         for optimizer in self._optimizer.chained_optimizers:
             if getattr(optimizer, "is_stub_optimizer", False):
                 continue
             inner = optimizer.optimizer
             optimizer.init_state_fn(inner)
-            for index, group in enumerate(inner.param_groups):
+            for group in inner.param_groups:
                 if isinstance(inner, torch.optim.AdamW):
                     # megatron-core makes the moments; torch then takes its own count to be there too.
                     for parameter in group["params"]:
                         inner.state[parameter].setdefault("step", torch.tensor(0.0))
-                yield inner, index, group
+                yield inner, group
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -48,6 +48,7 @@ class World:
         self.device = device
         self.deadline_s = deadline_s
         self.uses_mpi = uses_mpi
+        self._store = store
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._coordinators: dict[tuple[int, ...], Coordinator] = {}
         self._mpi_links: dict[tuple[int, ...], MpiLink] = {}
@@ -103,6 +104,14 @@ class World:
 
             self._mpi_links[ranks] = MpiLink(ranks, self.deadline_s)
         return self._mpi_links[ranks]
+
+    def new_store(self, name: str) -> dist.Store:
+        """A connection of its own to where the ranks have met, for a thread: on another one, a wait holds up others.
+
+        Args:
+            name: Equal names see equal keys.
+        """
+        return dist.PrefixStore(f"hybridflow/{name}", self._store.clone())
 
     def close(self) -> None:
         """Leave the job in order."""

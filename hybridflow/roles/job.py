@@ -47,6 +47,7 @@ class Job:
         tokenizer: Text to tokens and back.
         train: Problems to learn from.
         held_out: Problems to be judged by, in the order of the file.
+        is_resumed: Models are made without initial values: a checkpoint will fill them.
     """
 
     world: World
@@ -55,6 +56,7 @@ class Job:
     tokenizer: Tokenizer
     train: Problems
     held_out: tuple[tuple[Example, tuple[int, ...]], ...]
+    is_resumed: bool = False
 
     @property
     def vocab_size(self) -> int:

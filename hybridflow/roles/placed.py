@@ -36,7 +36,7 @@ class PlacedModel:
     """This rank's part of a role's model in one mesh.
 
     Its weights are initialised from (seed, tensor name), unless they are to come from elsewhere: ``is_filled_later``,
-    or a directory that the recipe names, for ``load``.
+    ``Job.is_resumed``, or a directory that the recipe names, for ``load``.
 
     Attributes:
         mesh: Where the model is.
@@ -65,7 +65,7 @@ class PlacedModel:
             vocab_size=model.vocab_size,
             has_value_head=has_value_head,
         )
-        if not is_filled_later:
+        if not (is_filled_later or job.is_resumed):
             # What a directory has is read by load(); a value head may be what it lacks.
             names = None if model.path is None else {"value_head.weight"}
             initialize(self.transformer, spec, mesh, job.world.rank, seed=recipe.seed, std=model.init_std, names=names)

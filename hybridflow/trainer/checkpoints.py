@@ -1,37 +1,48 @@
-"""What a checkpoint of a training job holds, and going on from it in the same layout, bit for bit."""
+"""What a checkpoint of a training job holds, and going on from it: in the same layout bit for bit, or in another."""
 
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Mapping
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from hybridflow import __version__
+from hybridflow.checkpoint.saver import RolePart, Saver, Step
 from hybridflow.checkpoint.store import (
     Checkpoint,
-    begin_step,
-    complete_step,
+    clear_leftovers,
     latest_step,
     load_latest,
-    read_shard,
-    write_shard,
+    open_role,
 )
+from hybridflow.checkpoint.training_state import Shares, copied, load_model, load_training
+from hybridflow.config import Recipe
 from hybridflow.errors import CheckpointError
 from hybridflow.roles.job import Job
 from hybridflow.sections import to_dict
 
-KEEP_LAST = 2
+MESHES = {"actor": "actor.update", "critic": "critic", "reference": "reference"}
+"""Roles that are saved -> the mesh that holds their weights."""
+
+FROZEN = frozenset({"reference"})
+
 _MUST_MATCH = (
-    *("algorithm", "seed", "model", "data", "tokenizer", "actor", "critic", "reference", "reward", "rollout"),
-    *("ppo", "grpo"),
+    *("algorithm", "seed", "model", "data", "tokenizer", "rollout", "ppo", "grpo"),
+    *("actor.optimizer", "critic.optimizer", "critic.model", "reward.function", "reward.model"),
     *("trainer.global_batch_size", "trainer.mini_batch_size"),
 )
-"""Keys of the recipe that a run is resumed with unchanged; its place in the data is counted in global batches."""
+"""Keys of the recipe, with all below them, that decide what is learned; a run goes on with the same."""
+
+_MAY_DIFFER = (
+    *("actor.optimizer.lr", "critic.optimizer.lr", "actor.optimizer.distributed", "critic.optimizer.distributed"),
+    *(f"{model}.{key}" for model in ("model", "critic.model") for key in ("path", "vocab_divisible_by", "init_std")),
+    *("reward.model.vocab_divisible_by", "rollout.max_concurrent"),
+)
+"""What of these may change all the same: where state and padding lie, what only a first start uses, and the rate, which
+people lower half-way. All else that the above does not name may change too: ranks, layouts, offload, deadlines, …"""
 
 
 def check_new(run_dir: Path) -> None:
@@ -50,91 +61,183 @@ def check_new(run_dir: Path) -> None:
         )
 
 
-def save(job: Job, roles: Mapping[str, Any], step: int, state: Mapping[str, Any]) -> None:
-    """Write every role's tensors, each rank its own, and the job's state.
+class Begin(NamedTuple):
+    """Where a run begins, as all ranks know it.
+
+    Attributes:
+        checkpoint: What it goes on from; None: it is a new one.
+        token: Tells this start of the job from others that use the same store.
+    """
+
+    checkpoint: Checkpoint | None
+    token: str
+
+
+def begin(job: Job, *, resume: bool) -> Begin:
+    """Find the checkpoint to go on from, and remove what killed writers left.
+
+    The lowest rank looks, and tells the others: of a directory that is just changing each might see something else.
 
     Collective: all ranks.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or belongs to another recipe; names what differs. On all ranks.
+    """
+    everyone, run_dir = job.world.coordinator(job.meshes["job"].ranks), Path(job.recipe.run_dir)
+    problem, step, token = None, None, ""
+    if everyone.is_lead:
+        token = secrets.token_hex(8)
+        try:
+            found = load_latest(run_dir) if resume else None
+            if found is not None:
+                check_recipe(job.recipe, found)
+                for role in found.roles:
+                    open_role(found, role)
+                step = found.step
+            clear_leftovers(run_dir)
+        except CheckpointError as error:
+            problem = str(error)
+    problem, step, token = everyone.decide("where the run begins", [problem, step, token])
+    if problem is not None:
+        raise CheckpointError(problem)
+    checkpoint = load_latest(run_dir) if step is not None else None
+    if checkpoint is not None and checkpoint.step != step:
+        raise CheckpointError(
+            f"{checkpoint.path}: rank {job.world.rank} finds this as the latest, the lowest rank one of step {step}; "
+            "set run_dir to a directory on a file system that all ranks share"
+        )
+    return Begin(checkpoint, token)
+
+
+def load(job: Job, roles: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    """Fill the roles from a checkpoint, each rank with what it holds of them. No collective.
+
+    Raises:
+        CheckpointError: It is damaged, or holds other models.
+    """
+    for name, mesh in MESHES.items():
+        role = roles.get(name)
+        if role is None or role.model is None:
+            continue
+        source, place = open_role(checkpoint, name), (role.spec, job.meshes[mesh], job.world.rank)
+        trainable = getattr(role, "trainable", None)
+        if trainable is None:
+            load_model(source, role.model.transformer, *place)
+        else:
+            load_training(source, trainable, *place)
+            # The recipe's, which may have been changed.
+            trainable.set_learning_rate(getattr(job.recipe, name).optimizer.lr)
+
+
+class Checkpoints:
+    """The checkpoints of a running job, on one rank.
 
     Args:
         job: The job.
         roles: Name -> role; those with a model are saved.
-        step: Training steps done.
-        state: What else the run needs to go on; JSON.
+        start: From ``begin``.
+
+    Attributes:
+        metrics: ``checkpoint/*``, since the trainer last took them.
     """
-    run_dir, everyone = Path(job.recipe.run_dir), job.world.coordinator(job.meshes["job"].ranks)
-    if everyone.is_lead:
-        begin_step(run_dir, step)
-    everyone.barrier("start of the checkpoint")
-    files = [write_shard(run_dir, step, name, job.world.rank, tensors) for name, tensors in _tensors(roles).items()]
-    shares = everyone.gather([files, _optimizer_steps(roles)], "files of the checkpoint")
-    if everyone.is_lead:
-        whole = {
-            "version": __version__,
-            "recipe": to_dict(job.recipe),
-            "optimizer_steps": [steps for _, steps in shares],
-            **state,
+
+    def __init__(self, job: Job, roles: Mapping[str, Any], start: Begin) -> None:
+        trainer, saved = job.recipe.trainer, start.checkpoint
+        frozen = {} if saved is None else {name: saved.roles[name] for name in FROZEN if name in saved.roles}
+        self._job, self._roles = job, roles
+        self._written = set(frozen)
+        self._saver = Saver(
+            Path(job.recipe.run_dir),
+            job.world.rank,
+            job.world.new_store(f"checkpoints/{start.token}"),
+            deadline_s=job.world.deadline_s,
+            keep_last=trainer.keep_last,
+            keep_every=trainer.keep_every,
+            frozen=frozen,
+        )
+        self.metrics = self._saver.metrics
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Take what this rank is to write, and begin to write it. Ranks do not wait for each other.
+
+        Args:
+            step: Training steps done.
+            state: What else the run needs to go on; JSON.
+
+        Raises:
+            HybridflowError: What kept the step before from being written.
+        """
+        begin_s = time.perf_counter()
+        self._saver.settle()
+        names = [name for name in MESHES if name in self._roles and name not in self._written]
+        parts = {name: self._part(name) for name in names if self._roles[name].model is not None}
+        leads = {name: self._job.meshes[MESHES[name]].ranks[0] for name in names}
+        # As text, since the trainer goes on changing it.
+        whole = json.loads(json.dumps({"recipe": to_dict(self._job.recipe), **state}))
+        self._saver.save(Step(number=step, state=whole, leads=leads, parts=parts))
+        self._written |= FROZEN & set(names)
+        self.metrics["checkpoint/blocked_s"] = time.perf_counter() - begin_s
+
+    def check(self) -> None:
+        """Tell of what went wrong in the background. Raises HybridflowError."""
+        self._saver.check()
+
+    def finish(self) -> None:
+        """Return when the last checkpoint is complete; the lowest rank tells of a long wait. Raises HybridflowError."""
+        self._saver.finish(lambda line: print(line, flush=True) if self._job.world.rank == 0 else None)
+
+    @functools.cached_property
+    def _shares(self) -> dict[str, Shares]:
+        return {
+            name: Shares(
+                self._roles[name].model.transformer,
+                self._roles[name].spec,
+                self._job.meshes[mesh],
+                self._job.world.rank,
+                getattr(self._roles[name], "trainable", None),
+            )
+            for name, mesh in MESHES.items()
+            if name in self._roles and self._roles[name].model is not None
         }
-        complete_step(run_dir, step, whole, [file for written, _ in shares for file in written], KEEP_LAST)
-    everyone.barrier("end of the checkpoint")
+
+    def _part(self, name: str) -> RolePart:
+        job, shares = self._job, self._shares[name]
+        mesh = job.meshes[MESHES[name]]
+        return RolePart(
+            ranks=mesh.ranks,
+            model=job.model_of(name),
+            has_value_head=name == "critic",
+            layout=str(mesh.layout),
+            spec=self._roles[name].spec,
+            shares=tuple(copied(shares.now())),
+            trained=shares.trained(),
+            progress=shares.progress(),
+            is_frozen=name in FROZEN,
+        )
 
 
-def load(job: Job, roles: Mapping[str, Any]) -> Checkpoint | None:
-    """Fill the roles from the latest checkpoint of the run, and return it; None if there is none yet.
+def check_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:
+    """Hold the recipe against the one that a checkpoint was written with.
 
     Raises:
-        CheckpointError: It is damaged, or belongs to another recipe; names what differs.
+        CheckpointError: They differ in what decides what is learned.
     """
-    checkpoint = load_latest(Path(job.recipe.run_dir))
-    if checkpoint is None:
-        return None
-    _check_recipe(job, checkpoint.state["recipe"])
-    for name, tensors in _tensors(roles).items():
-        saved = read_shard(checkpoint, name, job.world.rank)
-        if saved.keys() != tensors.keys():
-            raise CheckpointError(
-                f"{checkpoint.path}: {name} on rank {job.world.rank} has other tensors than this run "
-                f"({', '.join(sorted(saved.keys() ^ tensors.keys()))[:200]}); resume with the recipe that wrote it"
-            )
-        with torch.no_grad():
-            for key, tensor in tensors.items():
-                tensor.copy_(saved[key].view(tensor.shape))
-    for name, steps in checkpoint.state["optimizer_steps"][job.world.rank].items():
-        roles[name].trainable.set_optimizer_steps(steps)
-    return checkpoint
-
-
-def _optimizer_steps(roles: Mapping[str, Any]) -> dict[str, list[int]]:
-    return {
-        name: role.trainable.optimizer_steps()
-        for name, role in roles.items()
-        if getattr(role, "trainable", None) is not None
-    }
-
-
-def _tensors(roles: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """File name -> live tensors: copying into them loads a checkpoint."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for name in ("actor", "critic", "reference"):
-        role = roles.get(name)
-        if role is None or role.model is None:
+    now, saved = (dict(_leaves("", each)) for each in (to_dict(recipe), checkpoint.state["recipe"]))
+    for key in dict.fromkeys([*saved, *now]):
+        is_held = any(f"{key}.".startswith(f"{held}.") for held in _MUST_MATCH)
+        # A key that one of the two versions of hybridflow does not know says nothing.
+        if not is_held or key in _MAY_DIFFER or key not in saved or key not in now or saved[key] == now[key]:
             continue
-        found[name] = role.model.tensors()
-        if getattr(role, "trainable", None) is not None:
-            found[f"{name}-optimizer"] = role.trainable.optimizer_state()
-    return found
-
-
-def _check_recipe(job: Job, saved: dict[str, Any]) -> None:
-    now = to_dict(job.recipe)
-    for key in _MUST_MATCH:
-        wanted, found = (functools.reduce(operator.getitem, key.split("."), recipe) for recipe in (saved, now))
-        if found != wanted:
-            raise CheckpointError(
-                f"{job.recipe.run_dir}: the checkpoint was written with {key}={wanted}, the recipe now has {found}; "
-                "resume with the same, or start another run_dir"
-            )
-    if now["cluster"]["ranks"] != saved["cluster"]["ranks"]:
         raise CheckpointError(
-            f"{job.recipe.run_dir}: the checkpoint was written by {saved['cluster']['ranks']} ranks, this run has "
-            f"{now['cluster']['ranks']}; resume with as many (resuming in another layout is not there yet)"
+            f"{recipe.run_dir}: the checkpoint was written with {key}={saved[key]}, the recipe now has {now[key]}; "
+            "resume with the same, or start another run_dir"
         )
+
+
+def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Dotted keys with what stands there."""
+    if not isinstance(value, Mapping):
+        yield prefix, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(f"{prefix}.{key}" if prefix else key, inner)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hybridflow.checkpoint.store import Checkpoint
 from hybridflow.config import Recipe
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover
@@ -54,7 +55,9 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> None:
     recipe = _with_nodes(recipe, world)
     plan = plan_job(recipe)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
-    Trainer(open_job(recipe, world, plan), plan).run(resume=resume)
+    job = open_job(recipe, world, plan)
+    start = checkpoints.begin(job, resume=resume)
+    Trainer(replace(job, is_resumed=start.checkpoint is not None), plan, start).run()
 
 
 def _with_nodes(recipe: Recipe, world: World) -> Recipe:
@@ -81,7 +84,7 @@ class Trainer:
         summary: What is known of the run so far; goes into ``summary.json``.
     """
 
-    def __init__(self, job: Job, plan: JobPlan) -> None:
+    def __init__(self, job: Job, plan: JobPlan, start: checkpoints.Begin) -> None:
         recipe = job.recipe
         self.step = 0
         self.kl_coef = KLCoefficient(recipe)
@@ -93,6 +96,8 @@ class Trainer:
         }
         if recipe.critic is not None:
             self.roles["critic"] = Critic(job)
+        self._start = start.checkpoint
+        self._checkpoints = checkpoints.Checkpoints(job, self.roles, start)
         self.summary: dict[str, Any] = {"name": recipe.name, "algorithm": recipe.algorithm, "ranks": job.world.size}
         self.job = job
         self._plan = plan
@@ -104,9 +109,11 @@ class Trainer:
         self._has_own_critic = recipe.critic is not None and recipe.critic.model is not None
         self._totals = {"steps": 0, "step_s": 0.0, "tokens": 0.0, "control_s": 0.0}
 
-    def run(self, *, resume: bool) -> None:
+    def run(self) -> None:
         """Warm start, reinforcement learning, and validation before and after; or what is left of it after a resume."""
-        resumed = resume and self._resume()
+        resumed = self._start is not None
+        if self._start is not None:
+            self._resume(self._start)
         if self.job.world.rank == 0:
             self._log = MetricsLog(
                 self._run_dir, num_steps=self.job.recipe.trainer.steps, resumed_step=self.step if resumed else None
@@ -120,10 +127,14 @@ class Trainer:
         self._step_began_s = time.perf_counter()
         self._execute(self._plan.train)
         self.summary["accuracy_after_rl"] = self._validate()
+        self._checkpoints.finish()
+        # Where the ranks meet is kept by one of them, which stays until all have seen the checkpoint complete.
+        self._everyone.barrier("the end of the job")
         self._finish()
 
     def finish_step(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Gather and record what the step measured. Collective: all ranks."""
+        self._checkpoints.check()
         shares = self._everyone.gather([self._take_metrics(), list(self._timeline.spans)], "metrics of the step")
         step_s = time.perf_counter() - self._step_began_s
         self._step_began_s = time.perf_counter()
@@ -139,23 +150,20 @@ class Trainer:
             self._log.write(self.step, metrics)
 
     def save(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """Write a checkpoint, complete or not at all. Collective: all ranks."""
+        """Begin to write a checkpoint, complete or not at all. Called on all ranks; none waits for another."""
         state = {"kl_coef": self.kl_coef.value, "summary": self.summary, "totals": self._totals}
         with self.roles["actor"].optimizer_at_hand():
-            checkpoints.save(self.job, self.roles, self.step, state)
+            self._checkpoints.save(self.step, state)
 
-    def _resume(self) -> bool:
-        """Take up the latest checkpoint; False if there is none yet."""
-        checkpoint = checkpoints.load(self.job, self.roles)
-        if checkpoint is None:
-            return False
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        """Take up a checkpoint."""
+        checkpoints.load(self.job, self.roles, checkpoint)
         self.step = checkpoint.step
         self.kl_coef.value = checkpoint.state["kl_coef"]
-        self.summary, self._totals = checkpoint.state["summary"], checkpoint.state["totals"]
+        self.summary, self._totals = dict(checkpoint.state["summary"]), dict(checkpoint.state["totals"])
         self.roles["actor"].mark_changed()
         if self.job.world.rank == 0:
             print(f"resumed from {checkpoint.path}", flush=True)
-        return True
 
     def _execute(self, program: Program) -> None:
         """Run this rank's part of a program."""
@@ -246,9 +254,10 @@ class Trainer:
 
     def _take_metrics(self) -> dict[str, float]:
         """What the roles of this rank measured since they were last asked."""
-        metrics = merge_metrics(role.metrics for role in self.roles.values())
-        for role in self.roles.values():
-            role.metrics.clear()
+        measuring = [*self.roles.values(), self._checkpoints]
+        metrics = merge_metrics(each.metrics for each in measuring)
+        for each in measuring:
+            each.metrics.clear()
         return metrics
 
     def _finish(self) -> None:

@@ -121,10 +121,14 @@ def fork_ranks(
 
 
 def lasting_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl without what depends on the clock."""
+    """The lines of metrics.jsonl without what depends on the clock, or on when a checkpoint was written."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [
-        {name: value for name, value in row.items() if not name.endswith("_s") and not name.startswith("control/")}
+        {
+            name: value
+            for name, value in row.items()
+            if not name.endswith("_s") and not name.startswith(("control/", "checkpoint/"))
+        }
         for row in rows
     ]
 

@@ -29,7 +29,8 @@ def phases(world: World, pairs: list[tuple[str, str]], reshard: str) -> list[int
         actor = Actor(job, KLCoefficient(job.recipe))
         assert actor.model is not None and actor.trainable is not None and actor._rollout is not None
         learning, generating = (logical_parameters(model.transformer) for model in (actor.model, actor._rollout))
-        state = {name: tensor for name, tensor in actor.trainable.optimizer_state().items() if "exp_avg" in name}
+        kinds = actor.trainable.state()
+        state = {f"{kind} of {name}": kinds[kind][name] for kind in ("exp_avg", "exp_avg_sq") for name in kinds[kind]}
         for tensor in state.values():
             tensor.normal_()
         before = {name: tensor.clone() for name, tensor in state.items()}

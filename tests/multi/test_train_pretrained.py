@@ -16,6 +16,7 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
+from hybridflow.trainer.checkpoints import begin
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import plan_job
 from hybridflow.trainer.trainer import Trainer, train
@@ -87,7 +88,8 @@ def first_and_train(world: World, values: dict[str, Any]) -> tuple[dict[str, Any
     made = recipe_from_dict(values)
     plan = plan_job(made)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
-    trainer = Trainer(open_job(made, world, plan), plan)
+    job = open_job(made, world, plan)
+    trainer = Trainer(job, plan, begin(job, resume=False))
     trainer._read_weights()
     trainer._spread_weights()
     found: dict[str, Any] = {"prompt": list(trainer.job.train.prompts[0])}
@@ -98,7 +100,7 @@ def first_and_train(world: World, values: dict[str, Any]) -> tuple[dict[str, Any
             if column is not None:
                 (values_of,) = column.columns.values()
                 found[role] = (values_of.values if isinstance(values_of, Ragged) else values_of).numpy()
-    trainer.run(resume=False)
+    trainer.run()
     return found, dict(trainer.summary)
 
 
@@ -252,7 +254,8 @@ def around_the_warm_start(world: World, values: dict[str, Any]) -> tuple[dict[st
     made = recipe_from_dict({**values, "actor": {**values["actor"], "update": {"pp": 2}, "rollout": {"pp": 2}}})
     plan = plan_job(made)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
-    trainer = Trainer(open_job(made, world, plan), plan)
+    job = open_job(made, world, plan)
+    trainer = Trainer(job, plan, begin(job, resume=False))
     trainer._read_weights()
     trainer._spread_weights()
 

@@ -1,0 +1,161 @@
+"""A model in training, to a model directory and back: weights, moments, fp32 masters, whatever the two layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from hybridflow.checkpoint.manifest import NAME, WEIGHT, Progress
+from hybridflow.checkpoint.model_dir import ModelDir, Share, within
+from hybridflow.checkpoint.owners import Owned, owned_weights, writes_state
+from hybridflow.errors import CheckpointError
+from hybridflow.models.gpt import Transformer
+from hybridflow.models.specs import logical_parameters
+from hybridflow.models.training import Trainable
+from hybridflow.models.weights import local_shards
+from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.reshard.optimizer import flat_regions
+from hybridflow.reshard.spec import ModelSpec, Shard, num_elements
+
+STATE = ("exp_avg", "exp_avg_sq", "master")
+"""Kinds of what an optimizer keeps; ``master`` where the weights are not fp32 themselves."""
+
+
+class Shares:
+    """What a rank writes of a model, as views of live storage: which is decided once, what is in it at each save.
+
+    Args:
+        model: This rank's part.
+        spec: The whole model's tensors.
+        mesh: Where the model is.
+        rank: This one.
+        trainable: Its optimizer; None of a frozen model.
+    """
+
+    def __init__(
+        self, model: Transformer, spec: ModelSpec, mesh: DeviceMesh, rank: int, trainable: Trainable | None
+    ) -> None:
+        self._model, self._spec, self._mesh, self._rank, self._trainable = model, spec, mesh, rank, trainable
+        self._weights = owned_weights(spec, mesh)[rank]
+        self._states = writes_state(spec, mesh, rank)
+
+    def trained(self) -> tuple[str, ...]:
+        """The tensors held here that have state, on this rank or another."""
+        if self._trainable is None:
+            return ()
+        parameters = logical_parameters(self._model)
+        return tuple(name for name, parameter in parameters.items() if parameter.requires_grad)
+
+    def progress(self) -> Progress | None:
+        """Where the optimizer stands; None without one, or where this rank keeps no state that would tell."""
+        if self._trainable is None:
+            return None
+        num_steps, rate = self._trainable.num_steps(), self._trainable.learning_rate()
+        return None if num_steps is None or rate is None else Progress(num_steps, rate)
+
+    def now(self) -> Iterator[Share]:
+        """The shares. Their values change with the model: see ``copied``."""
+        shards = local_shards(self._model, self._spec, self._mesh, self._rank)
+        weights = {name: local for name, (local, _) in shards.items()}
+        yield from self._boxes(WEIGHT, self._weights, weights, shards)
+        if self._trainable is None:
+            return
+        state, ranges = self._trainable.state(), self._trainable.state_ranges()
+        for kind in STATE:
+            if self._trainable.is_distributed:
+                for name, flat in state[kind].items():
+                    if name in self._states:
+                        yield from _flat_shares(kind, name, flat, shards[name][1], ranges[name])
+            else:
+                local = {name: flat.view(shards[name][1].local_shape) for name, flat in state[kind].items()}
+                yield from self._boxes(kind, self._weights, local, shards)
+
+    def _boxes(
+        self, kind: str, boxes: Iterable[Owned], local: Mapping[str, Tensor], shards: Mapping[str, tuple[Tensor, Shard]]
+    ) -> Iterator[Share]:
+        for name, box in boxes:
+            if name in local:
+                yield Share(kind, name, box, local[name][within(box, shards[name][1].box)].detach())
+
+
+def _flat_shares(kind: str, name: str, flat: Tensor, part: Shard, kept: tuple[int, int]) -> Iterator[Share]:
+    """A range of a rank's parameter as boxes, without padding."""
+    for region in flat_regions(part, *kept):
+        if num_elements(region.box) > 0:
+            yield Share(kind, name, region.box, _region(flat, region)[within(region.box, region.box)].detach())
+
+
+def _region(flat: Tensor, region: Shard) -> Tensor:
+    """A region's elements, padding included, in the order of its box."""
+    count = num_elements(tuple((0, size) for size in region.local_shape))
+    return flat[region.offset : region.offset + count].view(region.local_shape)
+
+
+def copied(shares: Iterable[Share]) -> list[Share]:
+    """The same values in host memory of their own, pinned where they come from a GPU."""
+    found: list[Share] = []
+    device = torch.device("cpu")
+    for share in shares:
+        device = share.values.device
+        host = torch.empty(share.values.shape, dtype=share.values.dtype, pin_memory=device.type == "cuda")
+        found.append(share._replace(values=host.copy_(share.values, non_blocking=True)))
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return found
+
+
+def load_model(source: ModelDir, model: Transformer, spec: ModelSpec, mesh: DeviceMesh, rank: int) -> None:
+    """Fill a model's weights from a directory, whatever layout wrote it; padding becomes zero.
+
+    Raises:
+        CheckpointError: The directory is of another model, or damaged.
+    """
+    _check_tensors(source, spec)
+    with torch.no_grad():
+        for name, (local, part) in local_shards(model, spec, mesh, rank).items():
+            _fill(source, WEIGHT, name, part, local)
+
+
+def load_training(source: ModelDir, trainable: Trainable, spec: ModelSpec, mesh: DeviceMesh, rank: int) -> None:
+    """Make a model in training go on where the one that was written stood: weights, state, step count, learning rate.
+
+    Raises:
+        CheckpointError: The directory is of another model, holds no optimizer, or is damaged.
+    """
+    progress = source.manifest.progress
+    if progress is None:
+        raise CheckpointError(
+            f"{source.path / NAME}: holds no optimizer's state; give a directory that a training run has written"
+        )
+    load_model(source, trainable.model, spec, mesh, rank)
+    shards = local_shards(trainable.model, spec, mesh, rank)
+    state, ranges = trainable.state(), trainable.state_ranges()
+    with torch.no_grad():
+        for kind in STATE:
+            for name, flat in state[kind].items():
+                for region in flat_regions(shards[name][1], *ranges[name]):
+                    _fill(source, kind, name, region, _region(flat, region))
+    trainable.set_num_steps(progress.num_steps)
+    trainable.set_learning_rate(progress.learning_rate)
+
+
+def _fill(source: ModelDir, kind: str, name: str, part: Shard, local: Tensor) -> None:
+    """Read a part into live storage, and give back what reading it took."""
+    inside = within(part.box, part.box)
+    if num_elements(part.box) < local.numel():
+        local.zero_()
+    if num_elements(part.box) > 0:
+        source.read_into(kind, name, part.box, local[inside])
+        source.release()
+
+
+def _check_tensors(source: ModelDir, spec: ModelSpec) -> None:
+    path = source.path / NAME
+    found, expected = source.manifest.tensors.get(WEIGHT, {}), {tensor.name: tensor.shape for tensor in spec.tensors}
+    for name in [*expected, *found]:
+        here = list(found[name].shape) if name in found else "no such tensor"
+        wanted = list(expected[name]) if name in expected else "no such tensor"
+        if here != wanted:
+            raise CheckpointError(f"{path}: {name}: found {here}, expected {wanted}; is it of another model?")

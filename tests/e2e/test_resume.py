@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 
@@ -10,6 +11,7 @@ import pytest
 import torch.utils.tensorboard  # noqa: F401
 
 from hybridflow.checkpoint.store import latest_step
+from hybridflow.trainer.checkpoints import Checkpoints
 from hybridflow.trainer.trainer import Trainer
 from tests.e2e.commands import fork_ranks, lasting_metrics, write_recipe
 
@@ -182,6 +184,37 @@ def test_resumed_in_another_layout_the_run_takes_the_same_way(runs, number, tmp_
     ]
     assert len(drawn[0]) == 2 * 8 and set(drawn[0]) < set(drawn[1])
     assert latest_step(folder / "run") == 4
+
+
+def fill_the_disk_in_step(step):
+    """No file of rank 1 can grow any more once the step has begun to be saved."""
+
+    def hook(rank):
+        save = Checkpoints.save
+
+        def save_without_room(self, number, state):
+            if rank == 1 and number == step:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+            save(self, number, state)
+
+        Checkpoints.save = save_without_room
+
+    return hook
+
+
+@pytest.mark.parametrize("step", [2, 4], ids=["within", "at the end"])
+def test_a_checkpoint_that_cannot_be_written_ends_the_job(step, tmp_path):
+    write(tmp_path)
+    argv = [*GRPO, f"trainer.save_every={step - 1}"]
+    done = fork_ranks(argv, tmp_path, hook=fill_the_disk_in_step(step))
+    done.complains_once(
+        f"rank 1: run/checkpoints/step_00000{step}.tmp/actor/rank-00001.safetensors: cannot be written",
+        "File too large",
+    )
+    assert latest_step(tmp_path / "run") == step - 1
+    done = fork_ranks([*argv, "--resume"], tmp_path)
+    assert set(done.codes) == {0} and latest_step(tmp_path / "run") == 4, done.err
+    assert not list((tmp_path / "run/checkpoints").glob("*.tmp"))
 
 
 def test_kl_coefficient_moved(runs):

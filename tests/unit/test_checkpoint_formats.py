@@ -92,7 +92,14 @@ SINGLE = {
         lambda path: edit_json(path / "config.json", num_hidden_layers=9999),
         ["9999 layers", "21 tensors"],
     ),
-    "absurd width": (lambda path: edit_json(path / "config.json", hidden_size=10**15), ["shape", "embed_tokens"]),
+    "absurd width": (
+        lambda path: edit_json(path / "config.json", hidden_size=10**15, intermediate_size=10**15),
+        ["embed_tokens", "expected [37, 1000000000000000]"],
+    ),
+    "absurd numbers": (
+        lambda path: (path / "config.json").write_text('{"model_type": "llama", "hidden_size": 1' + "0" * 9999 + "}"),
+        ["config.json", "expected JSON"],
+    ),
     "missing tensor": (lambda path: change_tensors(path, **{LAST: None}), ["missing: " + LAST, "config.json"]),
     "extra tensor": (lambda path: change_tensors(path, spare=torch.ones(2)), ["not expected: spare of model.safet"]),
     "wrong shape": (
@@ -175,9 +182,11 @@ def test_a_damaged_directory_of_shards(case, saved, tmp_path):
         assert names.get(message, message) in str(caught.value)
 
 
-def test_shards_and_one_file_are_the_same_model(saved, tmp_path):
+@pytest.mark.parametrize("limit", [5_000, 9_000, 20_000])
+def test_shards_and_one_file_are_the_same_model(limit, saved, tmp_path):
     assert same_bits(tensors_of(saved / "single"), tensors_of(saved / "shards"))
-    again = convert(saved / "shards", "hf", tmp_path / "again", max_shard_bytes=20_000)
+    again = convert(saved / "shards", "hf", tmp_path / "again", max_shard_bytes=limit)
+    assert same_bits(tensors_of(again), tensors_of(saved / "single"))
     index, theirs = (
         json.loads((path / "model.safetensors.index.json").read_text()) for path in (again, saved / "shards")
     )
@@ -185,9 +194,9 @@ def test_shards_and_one_file_are_the_same_model(saved, tmp_path):
     assert index["weight_map"].keys() == theirs["weight_map"].keys()
     files = sorted({*index["weight_map"].values()})
     assert files == [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
-    for file in files:
-        tensors = load_file(again / file)
-        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 20_000
+    sizes = [[tensor.nbytes for tensor in load_file(again / file).values()] for file in files]
+    assert all(len(held) == 1 or sum(held) <= limit for held in sizes)
+    assert all(sum(one) + sum(other) > limit for one, other in zip(sizes, sizes[1:], strict=False))
 
 
 def test_a_stored_copy_of_tied_embeddings_passes_where_it_is_equal(tmp_path):
@@ -300,6 +309,16 @@ def test_what_several_ranks_hold_alike_is_written_once(saved):
     whole = open_source(saved / "single").read("decoder.layers.1.mlp.linear_fc1.weight")
     part = files["tp01-pp01.safetensors"]["decoder.layers.1.mlp.linear_fc1.weight"]
     assert torch.equal(part, whole[:, 24:])
+
+
+def test_a_rank_with_padding_alone_has_no_piece(tmp_path):
+    # 5 rows of the vocabulary in four parts of 2: the third has one, the fourth none.
+    start = save(make_model("llama", vocab_size=5), tmp_path / "start")
+    ours = convert(start, "megatron", tmp_path / "ours", layout=ParallelLayout(tp=4))
+    name = "output_layer.weight"
+    held = [load_file(ours / f"tp{tp:02}-pp00.safetensors") for tp in range(4)]
+    assert [len(tensors[name]) if name in tensors else None for tensors in held] == [2, 2, 1, None]
+    assert same_bits(tensors_of(convert(ours, "hf", tmp_path / "back")), tensors_of(start))
 
 
 @pytest.mark.parametrize("layout", ["pp2.layers2-0", "vpp2", "tp4.dp3.cp2", "pp2.vpp2.layers1-0-0-1"])

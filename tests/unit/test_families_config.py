@@ -366,6 +366,46 @@ def test_the_original_is_kept_and_brought_up_to_date():
     assert "something_new" not in written and written["dtype"] == written["torch_dtype"] == "float32"
 
 
+def test_phi3_is_written_with_the_three_keys_that_older_readers_allow():
+    described = read_config(real("Phi-3-mini-128k")[0], where="config.json")
+    written = write_config(described)
+    assert written["rope_scaling"] == {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}
+    assert written["original_max_position_embeddings"] == 4096
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_key_may_be_left_out_where_transformers_has_a_default(name):
+    transformers = pytest.importorskip("transformers")
+    make = getattr(transformers, FAMILIES[name].causal.replace("ForCausalLM", "Config"))
+    values = {**make().to_dict(), "architectures": [FAMILIES[name].causal]}
+    whole = spelled_out(read_config(values, where="config.json").model)
+    needed = {"model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"}
+    needed |= {"moe_intermediate_size" if name == "qwen3_moe" else "intermediate_size"}
+    for key in values.keys() - needed:
+        rest = {other: value for other, value in values.items() if other != key}
+        assert spelled_out(read_config(rest, where="config.json").model) == whole, key
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "layers"),
+    [
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 30}, (30, 31)),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 9}, None),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, tuple(range(32))),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 9}, tuple(range(32))),
+        ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 9}, None),
+        ("mixtral", {"sliding_window": 9}, tuple(range(32))),
+        ("gemma2", {"sliding_window": 9}, tuple(range(0, 32, 2))),
+        ("gemma2", {"sliding_window": 9, "layer_types": ["full_attention"] * 31 + ["sliding_attention"]}, (31,)),
+        ("llama", {"sliding_window": 9}, None),
+    ],
+)
+def test_the_layers_of_the_window(name, keys, layers):
+    values = {**sizes(*SIZES["Llama-3.1-8B"]), "model_type": name, "moe_intermediate_size": 8, **keys}
+    model = spelled_out(read_config(values, where="config.json").model)
+    assert (model.window, model.window_layers) == (None if layers is None else 9, layers)
+
+
 REFUSED = {
     "family": ({"model_type": "gpt2"}, "model_type='gpt2': not a family known here"),
     "family of another type": ({"model_type": ["llama"]}, "model_type=['llama']"),

@@ -132,12 +132,12 @@ class PeftTarget:
         self._assets = {name: data for name, data in source.assets().items() if name in _ASSETS}
         self._model = source.model
         self._where = check_adapter(source)
-        entries = {}
+        entries: dict[str, Entry] = {}
         for name, factor in self._where.items():
             found = source.tensors[name]
             rank = found.shape[0] if factor.side == "A" else found.shape[-1]
             entries[_key(factor)] = Entry(found.dtype if dtype is None else dtype, factor.shape(rank))
-        self.files: Mapping[str, Mapping[str, Entry]] = {WEIGHTS: dict(sorted(entries.items()))}
+        self.files: Mapping[str, Mapping[str, Entry]] = {WEIGHTS: entries}
 
     def places(self, tensor: str) -> list[tuple[str, str]]:
         """See ``Target``."""

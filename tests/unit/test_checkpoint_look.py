@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +23,7 @@ from hybridflow.checkpoint import differences
 from hybridflow.checkpoint.differences import compare, differing_settings
 from hybridflow.checkpoint.formats import Options, open_source
 from hybridflow.checkpoint.inspecting import collapse
+from hybridflow.checkpoint.look import _DIFF_EXAMPLES, _INSPECT_EXAMPLES
 from hybridflow.checkpoint.manifest import Manifest, Progress, TensorEntry, digest
 from hybridflow.checkpoint.model_dir import Share, write_manifest, write_shares
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
@@ -413,6 +416,7 @@ NAN, INF = math.nan, math.inf
         ([1.0, NAN], [1.0, 2.0], (1, 1, 0.0, 0.0)),
         ([INF, 4.0], [-INF, 3.0], (2, 1, 1.0, 0.25)),
         ([INF, 1.0], [5.0, 1.0], (1, 1, 0.0, 0.0)),
+        ([16.0, 1.0], [NAN, 2.0], (2, 1, 1.0, 1 / 16)),
         ([0.0, 0.0], [0.0, 1e-30], (1, 0, 1e-30, 1.0)),
         ([3e38], [-3e38], (1, 0, 6e38, 2.0)),
         ([1.0, 8.0], [1.0 + 2**-20, 8.0], (1, 0, 2**-20, 2**-23)),
@@ -437,3 +441,16 @@ def test_order_of_tensors_and_dtypes_make_no_difference_of_value():
     other = Held(c=torch.ones(2).half(), b=torch.ones(0, 3), a=torch.tensor([1.0, NAN]).bfloat16())
     found = compare(one, other)
     assert found.is_equal_but_for_dtype and not found.is_equal and len(found.compared) == 2
+
+
+def test_examples_are_understood():
+    page = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text(encoding="utf-8")
+    lines = [
+        line.strip().partition(" | ")[0]
+        for text in (page, _INSPECT_EXAMPLES, _DIFF_EXAMPLES)
+        for line in text.splitlines()
+    ]
+    commands = [shlex.split(line) for line in lines if re.match(r"hybridflow (inspect|diff|convert) ", line)]
+    assert {words[1] for words in commands} == {"inspect", "diff", "convert"}
+    for words in commands:
+        assert callable(cli._parse(words[1:]).run)

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hybridflow import cli
+from hybridflow.checkpoint import lora
 from hybridflow.checkpoint.formats import Options, make_target, open_merged, open_source
-from hybridflow.checkpoint.lora import _add, read_settings
+from hybridflow.checkpoint.lora import read_settings
 from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.checkpoint.model_dir import ModelDir, write_manifest
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
@@ -178,6 +179,11 @@ def test_merging_an_adapter_that_was_cut_is_the_same(tmp_path):
     one, other = open_merged(base, tmp_path / "adapter"), open_merged(base, cut)
     assert all(torch.equal(one.read(name), other.read(name)) for name in base.tensors)
     assert one.identity() != base.identity()
+    # The base is mapped memory: what was merged into it would be there at the next reading.
+    name = "decoder.layers.0.self_attention.linear_proj.weight"
+    before = base.read(name).clone()
+    assert torch.equal(one.read(name), one.read(name)) and torch.equal(base.read(name), before)
+    assert not torch.equal(one.read(name), before)
 
 
 def test_merged_weights_are_rounded_once_from_fp32(tmp_path):
@@ -194,11 +200,12 @@ def test_merged_weights_are_rounded_once_from_fp32(tmp_path):
     assert (found == exact.bfloat16()).double().mean() > 0.99
 
 
-def test_large_weights_are_merged_block_by_block():
+def test_large_weights_are_merged_block_by_block(monkeypatch):
+    monkeypatch.setattr(lora, "_BLOCK_ELEMENTS", 7 * 24)
     generator = torch.Generator().manual_seed(1)
-    weight, b, a = (torch.randn(shape, generator=generator) for shape in ((2, 1500, 2048), (3000, 3), (3, 2048)))
-    expected = weight + 0.5 * (b @ a).view(2, 1500, 2048)
-    _add(weight, b, a, 0.5)
+    weight, b, a = (torch.randn(shape, generator=generator) for shape in ((2, 1500, 24), (3000, 3), (3, 24)))
+    expected = weight + 0.5 * (b @ a).view(2, 1500, 24)
+    lora._add(weight, b, a, 0.5)
     torch.testing.assert_close(weight, expected)
 
 

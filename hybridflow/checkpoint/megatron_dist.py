@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -29,7 +28,7 @@ from hybridflow.checkpoint.megatron_args import layout_of, padded_vocab_size, re
 from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.checkpoint.source import Source
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, Entry
-from hybridflow.checkpoint.torch_archive import ArchivesWriter, object_archive, places
+from hybridflow.checkpoint.torch_archive import ArchivesWriter, object_archive, places, sync_folder
 from hybridflow.checkpoint.unpickle import DTYPES, Inert, MappedFile, TorchArchive, dump, read_pickle
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.model import Model
@@ -345,7 +344,7 @@ class MegatronDistTarget:
             write_bytes(folder / _ASSETS / name, content)
         for made in (release, folder / _ASSETS):
             if made.is_dir():
-                _sync_folder(made)
+                sync_folder(made)
         write_bytes(folder / LATEST, f"{_RELEASE}\n".encode())
 
     def _metadata(self, state_bytes: int) -> Any:
@@ -535,12 +534,3 @@ def _sizes(values: Any) -> tuple[int, ...]:
 def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
     """Where a box lies within one around it."""
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(inner, outer, strict=True))
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in a directory last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -113,12 +113,22 @@ class ArchivesWriter:
         return hashlib.sha256(data).hexdigest()
 
     def sync(self) -> None:
-        """See ``Writer``."""
+        """See ``Writer``; of the directory too, which may be one below that of the other files."""
         os.fsync(self._file)
+        sync_folder(self.path.parent)
 
     def close(self) -> None:
         """See ``Writer``."""
         os.close(self._file)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a directory last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _headers(name: str, start: int, crc: int, size: int, extra: bytes) -> tuple[bytes, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import pickle
 import queue
 import random
 import shutil
@@ -237,6 +238,39 @@ def test_damaged_torch_dist_names_file_and_tensor(saved, tmp_path):
     path.unlink()
     with pytest.raises(CheckpointError, match=f"{path.name}: found no such file"):
         open_source(out)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda entry, where: entry.chunks.pop(), "do not cover"),
+        (lambda entry, where: entry.chunks.append(entry.chunks[0]), "do not cover"),
+        (lambda entry, where: setattr(entry.chunks[0], "offsets", torch.Size([9, 0, 0])), "not a box"),
+        (lambda entry, where: setattr(entry.chunks[0], "sizes", torch.Size([-1, 1, 1])), "no sizes"),
+        (lambda entry, where: where.clear(), "malformed: KeyError"),
+        (lambda entry, where: setattr(next(iter(where.values())), "relative_path", "../x"), "a file beside it"),
+        (lambda entry, where: setattr(next(iter(where.values())), "offset", -1), "no sizes"),
+        (lambda entry, where: setattr(next(iter(where.values())), "length", "many"), "no sizes"),
+        (lambda entry, where: setattr(entry, "size", torch.Size([4, 32, 17])), "linear_qkv.weight: found"),
+        (lambda entry, where: setattr(entry.properties, "dtype", torch.int64), "linear_qkv.weight: found torch.int64"),
+        (lambda entry, where: setattr(entry.properties, "dtype", torch.float16), "found torch.float32 .* expected"),
+        (lambda entry, where: setattr(entry.properties, "dtype", "text"), "has no dtype"),
+    ],
+)
+def test_metadata_at_odds_with_itself(saved, tmp_path, change, match):
+    out, folder = copied(saved, tmp_path, "untied", "dist")
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    key = "decoder.layers.self_attention.linear_qkv.weight"
+    of_key = {index: info for index, info in metadata.storage_data.items() if index.fqn == key}
+    if match == "malformed: KeyError":
+        metadata.storage_data = {}
+    change(metadata.state_dict_metadata[key], of_key)
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=match):
+        source = open_source(out)
+        for name in source.tensors:
+            source.read(name)
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])

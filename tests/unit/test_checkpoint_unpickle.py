@@ -46,7 +46,7 @@ HOSTILE = {
     "eval": Reduced(builtins.eval, "__import__('os').system('touch hostile')"),
     "exec": Reduced(builtins.exec, "open('hostile', 'w')"),
     "open": Reduced(open, "hostile", "w"),
-    "getattr": Reduced(getattr, os, "system") if False else Reduced(getattr, "text", "__class__"),
+    "getattr": Reduced(getattr, "text", "__class__"),
     "import": Reduced(builtins.__import__, "antigravity"),
     "partial": Reduced(functools.partial, trap, 1),
     "attrgetter": Reduced(operator.attrgetter("__class__.__base__"), 1),
@@ -86,11 +86,6 @@ def test_hostile_pickles_run_nothing(tmp_path, name, protocol):
     for value in (HOSTILE[name], {"args": [HOSTILE[name]], "x": (1, {"y": HOSTILE[name]})}):
         data = pickle.dumps(value, protocol)
         path = archive(tmp_path, data)
-        if name == "setstate":
-            found = read_pickle(data, "file")
-            inert = found if isinstance(found, Inert) else found["args"][0]
-            # It holds a name that is refused, so it cannot come here.
-            pytest.fail(f"read {inert}")
         with pytest.raises(CheckpointError, match="file: its pickle is refused: it names [^ ]+, which is not allowed"):
             read_pickle(data, "file")
         with pytest.raises(CheckpointError, match="model.pt: its pickle is refused: it names"):

@@ -5,8 +5,8 @@ The source is a synthetic Llama in bf16, as Hugging Face's safetensors. Before e
 removed, the disk is let come to rest, and the source is read once, so that for all it lies in the page cache as far as
 that holds it. `cp` copies the directory, after which each file is synced; it makes no hashes. Conversions are
 whole commands, from the start of Python to its end: hashes of every tensor, everything synced, then renamed. What the
-start of Python and torch takes of it is shown beside. cp needs little of the processor and a conversion much (hashes), so
-on a machine that computes something else besides, the ratio says little; the load is shown too.
+start of Python and torch takes of it is shown beside. cp needs little of the processor and a conversion much (hashes),
+so on a machine that computes something else besides, the ratio says little; the load is shown too.
 
 Examples:
   python tools/bench_convert.py --check
@@ -151,9 +151,9 @@ def _parse() -> argparse.Namespace:
 
 def _make(path: Path, gb: float) -> RandomSource:
     """Write the synthetic model."""
-    empty, one = (RandomSource(dataclasses.replace(LAYER, num_layers=layers)).num_bytes for layers in (1, 2))
-    layer = one - empty
-    layers = max(1, round((gb * 1e9 - (empty - layer)) / layer))
+    one, two = (RandomSource(dataclasses.replace(LAYER, num_layers=layers)).num_bytes for layers in (1, 2))
+    # Two equal pipeline stages.
+    layers = max(2, 2 * round((gb * 1e9 - 2 * one + two) / (two - one) / 2))
     source = RandomSource(dataclasses.replace(LAYER, num_layers=layers))
     convert(source, make_target("hf", source, Options(max_shard_bytes=SHARD_BYTES)), path, what={"to": "hf"})
     return source
@@ -233,7 +233,8 @@ def _report(result: dict[str, Any], largest: int) -> str:
 
     lines = [
         f"{result['bytes'] / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, "
-        f"RssAnon at most {result['memory_bound'] / 1e6:.0f} MB; load {result['load']:.1f} on {result['cores']} core(s)\n",
+        f"RssAnon at most {result['memory_bound'] / 1e6:.0f} MB; load {result['load']:.1f} on "
+        f"{result['cores']} core(s)\n",
         "| | median (spread) | speed | start of it | beside cp | at least | peak RssAnon | holds |",
         "|---|---|---|---|---|---|---|---|",
         row("cp, synced", result["cp_seconds"], "", "1", "", "", ""),

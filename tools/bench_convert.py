@@ -4,7 +4,9 @@
 The source is a synthetic Llama in bf16, as Hugging Face's safetensors. Before each measurement what was written is
 removed, the disk is let come to rest, and the source is read once, so that for all it lies in the page cache as far as
 that holds it. `cp` copies the directory, after which each file is synced; it makes no hashes. Conversions are
-whole commands, from the start of Python to its end: hashes of every tensor, everything synced, then renamed.
+whole commands, from the start of Python to its end: hashes of every tensor, everything synced, then renamed. What the
+start of Python and torch takes of it is shown beside. cp needs little of the processor and a conversion much (hashes),
+so on a machine that computes something else besides, the ratio says little; the load is shown too.
 
 Examples:
   python tools/bench_convert.py --check
@@ -120,14 +122,16 @@ def main() -> int:
         source = _make(folder / "source", options.gb)
         seconds: dict[str, list[float]] = {name: [] for name in ("cp", *(case.name for case in CASES))}
         peaks: dict[str, int] = {}
+        starts: dict[str, list[float]] = {case.name: [] for case in CASES}
         for _ in range(options.repeats):
             seconds["cp"].append(_timed(lambda: _copy(folder / "source", folder / "copy"), folder))
             for case in CASES:
                 done: list[dict[str, Any]] = []
                 seconds[case.name].append(_timed(lambda case=case, done=done: done.append(_run(case, folder)), folder))
+                starts[case.name].append(seconds[case.name][-1] - done[0]["seconds"])
                 peaks[case.name] = max(peaks.get(case.name, 0), done[0]["peak_rss_anon_bytes"])
     largest = max(2 * math.prod(entry.shape) for entry in source.tensors.values())
-    result = _result(source.num_bytes, 2 * largest + FIXED_BYTES, seconds, peaks)
+    result = _result(source.num_bytes, 2 * largest + FIXED_BYTES, seconds, starts, peaks)
     print(_report(result, largest))
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -147,9 +151,9 @@ def _parse() -> argparse.Namespace:
 
 def _make(path: Path, gb: float) -> RandomSource:
     """Write the synthetic model."""
-    empty, one = (RandomSource(dataclasses.replace(LAYER, num_layers=layers)).num_bytes for layers in (1, 2))
-    layer = one - empty
-    layers = max(1, round((gb * 1e9 - (empty - layer)) / layer))
+    one, two = (RandomSource(dataclasses.replace(LAYER, num_layers=layers)).num_bytes for layers in (1, 2))
+    # Two equal pipeline stages.
+    layers = max(2, 2 * round((gb * 1e9 - 2 * one + two) / (two - one) / 2))
     source = RandomSource(dataclasses.replace(LAYER, num_layers=layers))
     convert(source, make_target("hf", source, Options(max_shard_bytes=SHARD_BYTES)), path, what={"to": "hf"})
     return source
@@ -190,7 +194,13 @@ def _run(case: Case, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _result(num_bytes: int, bound: int, seconds: dict[str, list[float]], peaks: dict[str, int]) -> dict[str, Any]:
+def _result(
+    num_bytes: int,
+    bound: int,
+    seconds: dict[str, list[float]],
+    starts: dict[str, list[float]],
+    peaks: dict[str, int],
+) -> dict[str, Any]:
     conversions = []
     for case in CASES:
         ratio = median(seconds["cp"]) / median(seconds[case.name])
@@ -198,13 +208,21 @@ def _result(num_bytes: int, bound: int, seconds: dict[str, list[float]], peaks: 
             {
                 "name": case.name,
                 "seconds": seconds[case.name],
+                "start_seconds": starts[case.name],
                 "ratio": ratio,
                 "least_ratio": case.least_ratio,
                 "peak_rss_anon_bytes": peaks[case.name],
                 "passes": ratio >= case.least_ratio and peaks[case.name] <= bound,
             }
         )
-    return {"bytes": num_bytes, "memory_bound": bound, "cp_seconds": seconds["cp"], "conversions": conversions}
+    return {
+        "bytes": num_bytes,
+        "memory_bound": bound,
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[1],
+        "cp_seconds": seconds["cp"],
+        "conversions": conversions,
+    }
 
 
 def _report(result: dict[str, Any], largest: int) -> str:
@@ -215,13 +233,15 @@ def _report(result: dict[str, Any], largest: int) -> str:
 
     lines = [
         f"{result['bytes'] / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB, "
-        f"RssAnon at most {result['memory_bound'] / 1e6:.0f} MB\n",
-        "| | median (spread) | speed | beside cp | at least | peak RssAnon | holds |",
-        "|---|---|---|---|---|---|---|",
-        row("cp, synced", result["cp_seconds"], "1", "", "", ""),
+        f"RssAnon at most {result['memory_bound'] / 1e6:.0f} MB; load {result['load']:.1f} on "
+        f"{result['cores']} core(s)\n",
+        "| | median (spread) | speed | start of it | beside cp | at least | peak RssAnon | holds |",
+        "|---|---|---|---|---|---|---|---|",
+        row("cp, synced", result["cp_seconds"], "", "1", "", "", ""),
     ]
     for case in result["conversions"]:
-        rest = f"{case['ratio']:.2f}", f"{case['least_ratio']}", f"{case['peak_rss_anon_bytes'] / 1e6:.0f} MB"
+        start, peak = f"{median(case['start_seconds']):.1f} s", f"{case['peak_rss_anon_bytes'] / 1e6:.0f} MB"
+        rest = start, f"{case['ratio']:.2f}", f"{case['least_ratio']}", peak
         lines.append(row(case["name"], case["seconds"], *rest, "yes" if case["passes"] else "NO"))
     return "\n".join(lines)
 

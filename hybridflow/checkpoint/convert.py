@@ -252,8 +252,8 @@ def _run(job: _Job, ranks: Ranks) -> Summary | None:
         if job.place.rank:
             return None
         peak = max([each["peak"] for each in _wait_for_all(ranks, monitor)] + [monitor.own()["peak"]])
-        _complete(job)
         job.show(monitor.progress(ranks.look_after()))
+        _complete(job)
     finally:
         monitor.stop()
     summary = _summary(job, found, monitor.progress({}).seconds, peak)

@@ -119,8 +119,10 @@ def _run(arguments: argparse.Namespace, start: Start) -> int:
         return 0
     show = _Show(sys.stderr.isatty(), silent=arguments.quiet or start.rank != 0)
     place = Place(rank=start.rank, size=start.size, deadline_s=arguments.deadline)
-    summary = convert(source, target, arguments.out, what=what, place=place, restart=arguments.restart, show=show)
-    show.end()
+    try:
+        summary = convert(source, target, arguments.out, what=what, place=place, restart=arguments.restart, show=show)
+    finally:
+        show.end()
     if summary is not None:
         print(_as_json(arguments, source, target, summary) if arguments.json else _table(arguments, source, summary))
     elif not arguments.quiet and start.rank >= len(target.files):
@@ -145,6 +147,7 @@ def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, obje
             raise ConfigError(f"--family {arguments.family}: not known; expected one of {', '.join(FAMILIES)}")
         source.family = arguments.family
     if arguments.merge_lora is not None:
+        arguments.merge_lora = Path(os.path.abspath(arguments.merge_lora))
         source = open_merged(source, arguments.merge_lora)
     target = make_target(arguments.to, source, _options(arguments))
     names = ("to", "layout", "dtype", "max_shard_gb", "family", "merge_lora")

@@ -149,7 +149,9 @@ class Output:
                 with as_write_errors(self._folder / file):
                     writer.sync()
         with as_write_errors(self._folder):
-            sync_folder(self._folder)
+            # A format may keep its files further down.
+            for folder in {self._folder, *((self._folder / file).parent for file in (*begun, *complete))}:
+                sync_folder(folder)
             self._journal.append(parts)
 
     def _close(self, file: str, writer: Writer) -> None:

@@ -11,6 +11,8 @@ from hybridflow.checkpoint.assets import ADAPTER_CONFIG, CONFIG, read_json
 from hybridflow.checkpoint.hdf5 import MASTER, HDF5Source, HDF5Target, is_hdf5
 from hybridflow.checkpoint.huggingface import MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
 from hybridflow.checkpoint.manifest import NAME
+from hybridflow.checkpoint.megatron_dist import MAX_FILE_BYTES, MegatronDistSource, MegatronDistTarget, is_torch_dist
+from hybridflow.checkpoint.megatron_legacy import MegatronLegacySource, is_legacy
 from hybridflow.checkpoint.peft_dir import PeftSource, PeftTarget, base_of, is_peft
 from hybridflow.checkpoint.sharded import ShardedSource, ShardedTarget, find_model
 from hybridflow.checkpoint.source import Source, Target
@@ -74,11 +76,18 @@ def _to_hdf5(source: Source, options: Options) -> Target:
     return HDF5Target(source, layout=options.layout, dtype=options.dtype)
 
 
+def _to_megatron_dist(source: Source, options: Options) -> Target:
+    max_bytes = MAX_FILE_BYTES if options.max_shard_bytes is None else options.max_shard_bytes
+    return MegatronDistTarget(source, dtype=options.dtype, max_file_bytes=max_bytes)
+
+
 # The first that lies at a path is taken, so the narrower stand first.
 READABLE: dict[str, Readable] = {
     "megatron": Readable(f"{NAME}, or a run's checkpoint", lambda path: find_model(path) is not None, ShardedSource),
     "hf": Readable(f"{CONFIG} and safetensors", lambda path: (path / CONFIG).is_file(), HuggingFaceSource),
     "hdf5": Readable(f"an HDF5 file, or a directory with {MASTER}", is_hdf5, HDF5Source),
+    "megatron-dist": Readable("Megatron's .metadata and .distcp files", is_torch_dist, MegatronDistSource),
+    "megatron-legacy": Readable("Megatron's mp_rank_* directories", is_legacy, MegatronLegacySource),
 }
 
 _OF_ADAPTERS = ("megatron", "peft")
@@ -88,6 +97,7 @@ WRITABLE: dict[str, Writable] = {
     "hf": Writable(("dtype", "max_shard_bytes"), _to_hf),
     "hdf5": Writable(("dtype", "layout"), _to_hdf5),
     "peft": Writable(("dtype",), lambda source, options: PeftTarget(source, options.dtype)),
+    "megatron-dist": Writable(("dtype", "max_shard_bytes"), _to_megatron_dist),
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import io
+import math
 import mmap
 import pickle
 import pickletools
@@ -28,20 +29,6 @@ DTYPES: dict[torch.dtype, DType] = {torch.float32: "fp32", torch.bfloat16: "bf16
 _MAX_PICKLE_BYTES = 1 << 30
 _MAX_OPCODES = 50_000_000
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-_DTYPE_NAMES = [
-    "float32",
-    "bfloat16",
-    "float16",
-    "float64",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-    "bool",
-    "float8_e4m3fn",
-    "float8_e5m2",
-]
 _STORAGES = {
     "FloatStorage": torch.float32,
     "BFloat16Storage": torch.bfloat16,
@@ -54,10 +41,12 @@ _STORAGES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _STORAGES.values()}
 # What Megatron's own checkpoints hold beside weights: arguments, and the state of random number generators.
 _INERT = {
-    *(("argparse", "Namespace"), ("signal", "Signals"), ("_codecs", "encode")),
-    *(("numpy", "ndarray"), ("numpy", "dtype")),
+    *(("argparse", "Namespace"), ("types", "SimpleNamespace"), ("signal", "Signals"), ("_codecs", "encode")),
+    *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("_io", "BytesIO")),
+    *(("numpy", "ndarray"), ("numpy", "dtype"), ("numpy.dtypes", "UInt32DType")),
     *((f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
     *(("torch.serialization", "_get_layout"), ("torch", "device")),
     *(
@@ -97,6 +86,7 @@ class Inert(metaclass=_Sealed):
     state: Any
 
     def __new__(cls, *args: Any, **_: Any) -> Inert:
+        """Keep what a pickle calls the class with."""
         self = object.__new__(cls)
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "state", None)
@@ -159,6 +149,7 @@ class _Function:
     """A function that a pickle may call, and not change."""
 
     __slots__ = ("_call",)
+    _call: Callable[..., Any]
 
     def __init__(self, call: Callable[..., Any]) -> None:
         object.__setattr__(self, "_call", call)
@@ -181,6 +172,19 @@ def read_pickle(data: bytes | memoryview, where: str) -> Any:
         CheckpointError: It is damaged, too large, or names what is not known here.
     """
     return _load(data, where, None)
+
+
+def dump(value: Any) -> bytes:
+    """The pickle of plain values, for the programs that read nothing else."""
+    return pickle.dumps(value, protocol=2)
+
+
+def dump_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """The pickle of a tensor in row-major order whose values are storage ``0`` of an archive of ``torch.save``."""
+    buffer = io.BytesIO()
+    pickler = _TensorPickler(buffer, protocol=2)
+    pickler.dump(_Described(dtype, shape))
+    return buffer.getvalue()
 
 
 class TorchArchive:
@@ -224,6 +228,17 @@ class TorchArchive:
         if zlib.crc32(data) != info.CRC:
             self._refuse(f"{pickles[0]} has another checksum than was written")
         return _load(data, str(self._file.path), self._storage_of(pickles[0].split("/")[0]))
+
+    def tensor(self) -> StoredTensor:
+        """The one tensor that was saved.
+
+        Raises:
+            CheckpointError: It is something else.
+        """
+        found = self.load()
+        if not isinstance(found, StoredTensor):
+            self._refuse(f"holds a {type(found).__name__}, expected a tensor")
+        return found
 
     def storage(self, member: str, dtype: torch.dtype) -> Tensor:
         """A storage as a flat view of the file, its checksum compared once.
@@ -362,6 +377,28 @@ class _Reader(io.RawIOBase):
         return len(part)
 
 
+class _Described:
+    """A tensor without values, which is pickled as torch does."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.dtype, self.shape = dtype, shape
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        strides = tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+        storage = _Storage("0", self.dtype, math.prod(self.shape))
+        return torch._utils._rebuild_tensor_v2, (storage, 0, self.shape, strides, False, collections.OrderedDict())
+
+
+class _TensorPickler(pickle.Pickler):
+    """Refers to storages instead of holding them."""
+
+    def persistent_id(self, item: Any) -> Any:
+        if not isinstance(item, _Storage):
+            return None
+        name = next(name for name, dtype in _STORAGES.items() if dtype == item.dtype)
+        return "storage", getattr(torch, name), item.member, "cpu", item.num_elements
+
+
 class _Unpickler(pickle.Unpickler):
     """Gives harmless things for names, afresh for each pickle."""
 
@@ -375,8 +412,8 @@ class _Unpickler(pickle.Unpickler):
             return collections.OrderedDict
         if module == "torch" and name in _STORAGES:
             return _Function(lambda: _STORAGES[name])
-        if module == "torch" and name in _DTYPE_NAMES:
-            return getattr(torch, name)
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
         if (module, name) == ("torch", "Size"):
             return _Function(tuple)
         if self._storage is not None and module == "torch._utils":
@@ -386,9 +423,8 @@ class _Unpickler(pickle.Unpickler):
                 return _Function(lambda data, *_: data)
         if (module, name) in _INERT or module.split(".")[0] == "megatron":
             if (module, name) not in self._inert:
-                self._inert[module, name] = _Sealed(
-                    name, (Inert,), {"__slots__": (), "global_name": f"{module}.{name}"}
-                )
+                content = {"__slots__": (), "global_name": f"{module}.{name}"}
+                self._inert[module, name] = _Sealed(name, (Inert,), content)  # type: ignore[assignment]
             return self._inert[module, name]
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed")
 
@@ -413,10 +449,9 @@ def _check_opcodes(data: bytes | memoryview) -> None:
     """Refuse what would need much memory before it is found to be wrong."""
     if len(data) > _MAX_PICKLE_BYTES:
         raise ValueError(f"it has {len(data)} bytes, more than {_MAX_PICKLE_BYTES}")
-    count = 0
-    for opcode, argument, _ in pickletools.genops(io.BytesIO(data)):
-        count += 1
-        if "PUT" in opcode.name and not 0 <= argument <= count:  # the library makes room up to the number
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(io.BytesIO(data))):
+        # The library makes room up to the number.
+        if "PUT" in opcode.name and not (isinstance(argument, int) and 0 <= argument <= count):
             raise ValueError(f"it numbers its object {count} {argument}")
         if count > _MAX_OPCODES:
             raise ValueError(f"it has more than {_MAX_OPCODES} opcodes")

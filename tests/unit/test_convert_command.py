@@ -165,14 +165,14 @@ def test_adapter_is_merged_and_converted(here, capsys):
     assert "adapter" in capsys.readouterr().err
 
 
-def test_hdf5_there_and_back(here, capsys):
-    for layout in ((), ("--layout", "tp2.pp2")):
-        assert convert("models/llama", "out/x", "--to", "hdf5", *layout) == 0, capsys.readouterr().err
-        assert (here / "out/x").is_dir() == bool(layout)
-        assert convert("out/x", "out/back", "--to", "hf") == 0, capsys.readouterr().err
+def test_formats_of_others_there_and_back(here, capsys):
+    for words in (("hdf5",), ("hdf5", "--layout", "tp2.pp2"), ("megatron-dist",)):
+        assert convert("models/llama", "out/x", "--to", *words) == 0, capsys.readouterr().err
+        assert (here / "out/x").is_dir() == (words != ("hdf5",))
+        assert convert("out/x", "out/back", "--to", "hf", "--family", "llama") == 0, capsys.readouterr().err
         assert same(weights(here / "out/back"), weights(here / "models/llama"))
         shutil.rmtree(here / "out/back")
-        (shutil.rmtree if layout else os.remove)(here / "out/x")
+        (shutil.rmtree if (here / "out/x").is_dir() else os.remove)(here / "out/x")
 
 
 def test_dry_run_prints_the_mapping_and_writes_nothing(here, capsys):
@@ -199,7 +199,7 @@ def test_dry_run_prints_the_mapping_and_writes_nothing(here, capsys):
         (("--to", "hf", "--layout", "tp2"), "layout"),
         (("--to", "hf", "--max-shard-gb", "0"), "--max-shard-gb 0"),
         (("--to", "hf", "--family", "gpt5"), "--family gpt5: not known"),
-        (("--to", "hf", "--from", "megatron-legacy"), "is of format hf; leave --from out"),
+        (("--to", "hf", "--from", "peft"), "is of format hf; leave --from out"),
     ],
 )
 def test_request_that_cannot_be_met(here, capsys, words, message):

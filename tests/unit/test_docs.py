@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from hybridflow import cli
+from hybridflow.checkpoint import convert_command
 from hybridflow.config import recipe_from_dict
 from hybridflow.trainer.step_metrics import PHASE_OF
 
@@ -60,6 +61,13 @@ def test_commands_are_understood_and_their_recipes_are_valid(command, capsys):
     words = shlex.split(command)
     words = words[words.index("hybridflow") + 1 :]
     assert cli.main([*words, "--dry-run"] if words[0] == "train" else words) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if re.search(r"\bhybridflow convert\b", line)])
+def test_conversions_are_understood(command):
+    words = shlex.split(command)
+    arguments = cli._parse(words[words.index("hybridflow") + 1 :])
+    assert arguments.run is convert_command.run
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith(("./", "tests/", "launch/"))])

@@ -11,6 +11,9 @@ from typing import Any
 from hybridflow.errors import CheckpointError
 
 CONFIG = "config.json"
+FOLDER = "assets"
+"""Where a model directory of ours keeps them."""
+
 ASSETS = (
     CONFIG,
     "generation_config.json",

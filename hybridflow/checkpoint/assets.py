@@ -12,6 +12,9 @@ from hybridflow.errors import CheckpointError
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+FOLDER = "assets"
+"""Where a model directory of ours keeps them."""
+
 ASSETS = (
     CONFIG,
     "generation_config.json",

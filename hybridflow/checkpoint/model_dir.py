@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hybridflow.checkpoint.assets import FOLDER
 from hybridflow.checkpoint.manifest import NAME, Manifest, Piece, piece_key, read_manifest, to_json
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES, Entry, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, WriteError
@@ -234,6 +236,21 @@ def write_bytes(path: Path, content: bytes) -> None:
         sync_folder(path.parent)
     except OSError as error:
         raise WriteError(f"{path}: cannot be written: {error}; make room there") from error
+
+
+def write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, Any]:
+    """Write the small files that travel along; returns what the manifest's notes are to say of them.
+
+    Raises:
+        WriteError: The file system refuses.
+    """
+    try:
+        (folder / FOLDER).mkdir(exist_ok=True)
+    except OSError as error:
+        raise WriteError(f"{folder / FOLDER}: cannot be made: {error}; make room there") from error
+    for name, content in assets.items():
+        write_bytes(folder / FOLDER / name, content)
+    return {FOLDER: {name: hashlib.sha256(content).hexdigest() for name, content in assets.items()}}
 
 
 def sync_folder(path: Path) -> None:

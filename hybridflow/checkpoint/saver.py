@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -29,7 +29,7 @@ from hybridflow.checkpoint.manifest import (
     TensorEntry,
     check_cover,
 )
-from hybridflow.checkpoint.model_dir import Share, write_manifest, write_shares
+from hybridflow.checkpoint.model_dir import Share, write_assets, write_manifest, write_shares
 from hybridflow.checkpoint.store import RoleRecord, complete_role, complete_step, role_path
 from hybridflow.errors import CheckpointError, DeadlineError, WriteError
 from hybridflow.families.model import Model
@@ -56,6 +56,8 @@ class RolePart:
         trained: Those of the tensors held here that an optimizer steps, on this rank or another.
         progress: Where the optimizer stands, if this rank can tell.
         is_frozen: Whether it never changes, and is written once for all checkpoints of the run.
+        family: Of Hugging Face; None where that is not known.
+        assets: Small files that travel along, by name; the role's lead writes them.
     """
 
     ranks: tuple[int, ...]
@@ -67,6 +69,8 @@ class RolePart:
     trained: tuple[str, ...]
     progress: Progress | None
     is_frozen: bool
+    family: str | None = None
+    assets: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +307,7 @@ class Saver:
         manifest = _manifest(part, records)
         check_cover(manifest, folder / NAME)
         self._check_seen(folder, manifest.file_bytes)
-        write_manifest(folder, manifest)
+        write_manifest(folder, replace(manifest, notes=write_assets(folder, part.assets) if part.assets else {}))
         num_bytes = sum(manifest.file_bytes.values())
         return complete_role(self._run_dir, step.number, role, num_bytes, is_frozen=part.is_frozen)
 
@@ -375,6 +379,7 @@ def _manifest(part: RolePart, records: list[dict[str, Any]]) -> Manifest:
         raise CheckpointError(f"ranks {list(part.ranks)} stand at different steps: {sorted(progress)}; save none")
     return Manifest(
         model=part.model,
+        family=part.family,
         has_value_head=part.has_value_head,
         layout=part.layout,
         tensors=tensors,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 from hybridflow.checkpoint import manifest
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.checkpoint.assets import CONFIG, read_json
+from hybridflow.errors import ConfigError
 from hybridflow.families.config_json import read_config
 from hybridflow.families.model import Model
-
-CONFIG = "config.json"
 
 
 class Settings(NamedTuple):
@@ -43,11 +41,5 @@ def read_settings(folder: Path) -> Settings:
             f"expected a directory of Hugging Face, with {CONFIG}, or a model directory, with {manifest.NAME}; found "
             f"{found}; name the directory itself, downloaded to this machine"
         )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: found {type(error).__name__}: {error}, expected JSON; copy it anew") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: found {type(values).__name__}, expected a JSON object; copy it anew")
-    described = read_config(values, where=str(path))
+    described = read_config(read_json(path), where=str(path))
     return Settings(described.model, described.has_value_head)

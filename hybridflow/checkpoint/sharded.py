@@ -12,18 +12,17 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hybridflow.checkpoint import lora
-from hybridflow.checkpoint.assets import ADAPTER_CONFIG, ASSETS, identity_of, read_assets
+from hybridflow.checkpoint.assets import ADAPTER_CONFIG, ASSETS, FOLDER, identity_of, read_assets
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, TensorEntry, piece_key
-from hybridflow.checkpoint.model_dir import ModelDir, write_bytes, write_manifest
+from hybridflow.checkpoint.model_dir import ModelDir, write_assets, write_manifest
 from hybridflow.checkpoint.source import Source
 from hybridflow.checkpoint.tensor_file import Entry, TensorFileWriter
-from hybridflow.errors import CheckpointError, LayoutError, WriteError
+from hybridflow.errors import CheckpointError, LayoutError
 from hybridflow.families.model import Model
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.reshard.spec import Box, DType, TensorSpec, cut, expert_block, num_elements, stage_of
 
-_ASSETS = "assets"
 _ASSET_NAMES = (*ASSETS, ADAPTER_CONFIG)
 
 
@@ -95,7 +94,7 @@ class ShardedSource:
 
     def assets(self) -> dict[str, bytes]:
         """See ``Source``."""
-        folder, expected = self.path / _ASSETS, self._dir.manifest.notes.get(_ASSETS, {})
+        folder, expected = self.path / FOLDER, self._dir.manifest.notes.get(FOLDER, {})
         found = read_assets(folder, _ASSET_NAMES)
         for name, sha256 in expected.items():
             if name not in found or hashlib.sha256(found[name]).hexdigest() != sha256:
@@ -108,7 +107,7 @@ class ShardedSource:
     def identity(self) -> str:
         """See ``Source``."""
         files = [self.path / name for name in (NAME, *self._dir.manifest.file_bytes)]
-        return identity_of([*files, *(self.path / _ASSETS / name for name in _ASSET_NAMES)])
+        return identity_of([*files, *(self.path / FOLDER / name for name in _ASSET_NAMES)])
 
 
 def _check_tensors(tensors: Mapping[str, TensorEntry], model: Model, has_value_head: bool, path: Path) -> None:
@@ -192,13 +191,7 @@ class ShardedTarget:
 
     def finish(self, folder: Path, hashes: Mapping[str, Mapping[str, str]]) -> None:
         """See ``Target``."""
-        assets = self._source.assets()
-        try:
-            (folder / _ASSETS).mkdir(exist_ok=True)
-        except OSError as error:
-            raise WriteError(f"{folder / _ASSETS}: cannot be made: {error}; make room there") from error
-        for name, content in assets.items():
-            write_bytes(folder / _ASSETS / name, content)
+        notes = write_assets(folder, self._source.assets())
         manifest = Manifest(
             model=self._model,
             family=self._source.family,
@@ -211,7 +204,7 @@ class ShardedTarget:
                 for part in parts
             ),
             file_bytes={file: (folder / file).stat().st_size for file in self.files},
-            notes={_ASSETS: {name: hashlib.sha256(content).hexdigest() for name, content in assets.items()}},
+            notes=notes,
         )
         write_manifest(folder, manifest)
 

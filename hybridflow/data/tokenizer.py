@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from hybridflow.checkpoint.assets import FOLDER
 from hybridflow.data.pieces import PieceTokenizer
 from hybridflow.errors import DataError
 
 JSON = "tokenizer.json"
 PIECES = "tokenizer.model"
-ASSETS = "assets"
-"""Where a model directory of ours keeps what travels along."""
 
 
 class Tokenizer(Protocol):
@@ -50,7 +49,7 @@ class Tokenizer(Protocol):
 
 def tokenizer_in(folder: str | Path) -> Path | None:
     """The tokenizer's file of a directory of Hugging Face or of ours; None where there is none."""
-    for place in (Path(folder), Path(folder) / ASSETS):
+    for place in (Path(folder), Path(folder) / FOLDER):
         for name in (JSON, PIECES):
             if (place / name).is_file():
                 return place / name

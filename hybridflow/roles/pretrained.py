@@ -10,9 +10,11 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from hybridflow.checkpoint.assets import CONFIG, read_assets
 from hybridflow.checkpoint.formats import open_source
 from hybridflow.checkpoint.sharded import ShardedSource
 from hybridflow.checkpoint.source import Source
+from hybridflow.data.tokenizer import JSON, PIECES
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import Model
 from hybridflow.models.gpt import Transformer, build_transformer
@@ -21,6 +23,7 @@ from hybridflow.parallel.megatron import collection, rank_sets
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 from hybridflow.reshard.spec import Box, ModelSpec
+from hybridflow.roles.job import Job
 
 
 class Pretrained(NamedTuple):
@@ -145,3 +148,19 @@ def _read(source: Source, name: str, box: Box) -> Tensor:
         # Only the pieces that the box lies in are read, and their hashes checked.
         return source.read_box(name, box)
     return source.read(name)[tuple(slice(start, stop) for start, stop in box)]
+
+
+def travelling(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
+    """Family and small files that belong with a role's weights wherever they are written.
+
+    They are those of the directory that the recipe names, with the tokenizer that the job uses.
+    """
+    path = job.recipe.model_of(role).path
+    source = None if path is None else open_source(Path(path))
+    assets = {} if source is None else source.assets()
+    file = job.tokenizer.path
+    kept = (CONFIG, "generation_config.json")
+    tokenizer = {name: content for name, content in read_assets(file.parent).items() if name not in kept}
+    tokenizer[JSON if file.suffix == ".json" else PIECES] = file.read_bytes()
+    assets = {name: content for name, content in assets.items() if name in kept}
+    return None if source is None else source.family, {**assets, **tokenizer}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridflow.checkpoint.assets import parse_json
 from hybridflow.checkpoint.formats import open_source
-from hybridflow.checkpoint.huggingface import parse_json
 from hybridflow.dataflow.batch import Batch
 from hybridflow.families.tables import FAMILIES
 from hybridflow.models.microbatch import MicroBatch

@@ -22,6 +22,7 @@ from hybridflow.checkpoint.training_state import Shares, copied, load_model, loa
 from hybridflow.config import Recipe
 from hybridflow.errors import CheckpointError
 from hybridflow.roles.job import Job
+from hybridflow.roles.pretrained import travelling
 from hybridflow.sections import to_dict
 
 MESHES = {"actor": "actor.update", "critic": "critic", "reference": "reference"}
@@ -203,6 +204,8 @@ class Checkpoints:
     def _part(self, name: str) -> RolePart:
         job, shares = self._job, self._shares[name]
         mesh = job.meshes[MESHES[name]]
+        is_lead = job.world.rank == mesh.ranks[0]
+        family, assets = self._travelling[name] if is_lead else (None, {})
         return RolePart(
             ranks=mesh.ranks,
             model=job.model_of(name),
@@ -213,7 +216,13 @@ class Checkpoints:
             trained=shares.trained(),
             progress=shares.progress(),
             is_frozen=name in FROZEN,
+            family=family,
+            assets=assets,
         )
+
+    @functools.cached_property
+    def _travelling(self) -> dict[str, tuple[str | None, dict[str, bytes]]]:
+        return {name: travelling(self._job, name) for name in MESHES if name in self._roles}
 
 
 def check_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +206,39 @@ def test_example_of_the_documentation_runs(tmp_path):
         [sys.executable, "example.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
     )
     assert done.stdout == f"[3, {VOCAB}]\n", done.stderr
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no file's."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def bytes_while_reading(world: World, path: Path) -> tuple[int, int]:
+    """What the weights take, and the most that was there at any time above what there was before."""
+    mesh = DeviceMesh(name="actor", layout=ParallelLayout(), ranks=(0,), ranks_per_node=1)
+    before, peak, is_done = anonymous_bytes(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not is_done.wait(0.002):
+            peak = max(peak, anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    made = from_pretrained(path, world, mesh)
+    is_done.set()
+    watcher.join()
+    return sum(weight.numel() * weight.element_size() for weight in made.transformer.parameters()), peak - before
+
+
+@pytest.mark.slow
+def test_reading_takes_the_memory_of_a_tensor_or_two(tmp_path):
+    sizes = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, vocab_size=20000)
+    write_model(tmp_path / "causal", num_key_value_heads=8, **sizes)
+    largest = 20000 * 512 * 4
+    write_as("megatron", tmp_path / "causal", tmp_path / "ours", Options(layout=ParallelLayout(tp=2)))
+    for path in (tmp_path / "causal", tmp_path / "ours"):
+        ((weights, peak),) = run_ranks(bytes_while_reading, 1, path)
+        assert weights > 5 * largest
+        assert 0.9 * weights < peak < weights + 2 * largest, (path, weights, peak, largest)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hybridflow import cli
+from hybridflow.checkpoint.formats import Options
 from hybridflow.config import recipe_from_dict
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.errors import ConfigError, DataError
@@ -20,6 +21,7 @@ from hybridflow.trainer.checkpoints import begin
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import plan_job
 from hybridflow.trainer.trainer import Trainer, train
+from tests.conversions import write_as
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -129,6 +131,10 @@ def lines(folder: Path, name: str = "run") -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
+def run(world: World, values: dict[str, Any], resume: bool = False) -> None:
+    train(recipe_from_dict(values), world, resume=resume)
+
+
 def close(one: numpy.ndarray, other: numpy.ndarray) -> bool:
     return one.shape == other.shape and other.std() > 0.1 and bool(numpy.abs(one - other).max() <= 1e-4)
 
@@ -147,6 +153,23 @@ def test_grpo_begins_with_the_model_of_a_directory(folder):
     assert all(row["rollout/logprob_abs_diff"] < 1e-4 for row in rows)
 
 
+def test_the_trained_actor_is_exported_and_trained_on(folder):
+    """Its checkpoint has family, settings and tokenizer: ``transformers`` and the next run begin where it ended."""
+    run_ranks(run, 2, recipe(folder, "grpo"))
+    trained = folder / "run/checkpoints/step_000002/actor"
+    write_as("hf", trained, folder / "export", Options())
+    config = json.loads((folder / "export/config.json").read_text())
+    assert config["model_type"] == "qwen2" and config["architectures"] == ["Qwen2ForCausalLM"]
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (folder / "export" / name).read_bytes() == (folder / "causal" / name).read_bytes()
+    expected = their_log_probs(folder / "export")
+    assert numpy.abs(expected - their_log_probs(folder / "causal")).max() > 1e-3
+    ranks = run_ranks(first_and_train, 2, recipe(folder, "grpo", "next", model={"path": str(trained)}))
+    for found, _ in ranks:
+        assert close(found["actor"], expected) and close(found["reference"], expected)
+    assert json.loads((folder / "next/checkpoints/step_000002/actor/manifest.json").read_text())["family"] == "qwen2"
+
+
 def test_ppo_with_critic_and_reward_of_their_own(folder):
     ranks = run_ranks(first_and_train, 2, recipe(folder, "ppo"))
     found, summary = ranks[1]  # the last stage of both
@@ -163,10 +186,6 @@ def placed_otherwise(folder: Path, name: str, **placement: Any) -> dict[str, Any
     made = recipe(folder, "ppo", name)
     made["reward"] |= placement
     return made
-
-
-def run(world: World, values: dict[str, Any], resume: bool = False) -> None:
-    train(recipe_from_dict(values), world, resume=resume)
 
 
 @pytest.mark.slow

@@ -13,7 +13,15 @@ ROOT = Path(__file__).parents[2]
 # ranks and orders the ranks of the rollout; so does what reads a model's settings from a directory that a recipe names.
 ORDER = [
     *("errors", "sections", "parallel.layout", "parallel.mesh"),
-    *("families", "reshard.spec", "reshard.overlap", "checkpoint.manifest", "checkpoint.settings", "config"),
+    *(
+        "families",
+        "reshard.spec",
+        "reshard.overlap",
+        "checkpoint.assets",
+        "checkpoint.manifest",
+        "checkpoint.settings",
+        "config",
+    ),
     *("parallel", "algorithms", "observe", "dataflow", "reshard", "data", "models", "checkpoint"),
     *("rollout", "roles", "mapping", "trainer", "launch", "cli", "__main__"),
 ]

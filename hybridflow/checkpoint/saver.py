@@ -52,7 +52,7 @@ class RolePart:
         has_value_head: Whether it gives values instead of logits.
         layout: In which it is, as text.
         spec: The whole model's tensors.
-        shares: Host memory that nobody writes any more.
+        shares: In host memory, which nobody writes until they are written.
         trained: Those of the tensors held here that an optimizer steps, on this rank or another.
         progress: Where the optimizer stands, if this rank can tell.
         is_frozen: Whether it never changes, and is written once for all checkpoints of the run.

@@ -24,7 +24,7 @@ STATE = ("exp_avg", "exp_avg_sq", "master")
 
 
 class Shares:
-    """What a rank writes of a model, as views of live storage: which is decided once, what is in it at each save.
+    """What a rank writes of a model: which boxes is decided once, what is in them at each save.
 
     Args:
         model: This rank's part.
@@ -40,6 +40,7 @@ class Shares:
         self._model, self._spec, self._mesh, self._rank, self._trainable = model, spec, mesh, rank, trainable
         self._weights = owned_weights(spec, mesh)[rank]
         self._states = writes_state(spec, mesh, rank)
+        self._host: list[Tensor] = []
 
     def trained(self) -> tuple[str, ...]:
         """The tensors held here that have state, on this rank or another."""
@@ -56,7 +57,7 @@ class Shares:
         return None if num_steps is None or rate is None else Progress(num_steps, rate)
 
     def now(self) -> Iterator[Share]:
-        """The shares. Their values change with the model: see ``copied``."""
+        """The shares as views of live storage: their values change with the model."""
         shards = local_shards(self._model, self._spec, self._mesh, self._rank)
         weights = {name: local for name, (local, _) in shards.items()}
         yield from self._boxes(WEIGHT, self._weights, weights, shards)
@@ -71,6 +72,25 @@ class Shares:
             else:
                 local = {name: flat.view(shards[name][1].local_shape) for name, flat in state[kind].items()}
                 yield from self._boxes(kind, self._weights, local, shards)
+
+    def copied(self) -> list[Share]:
+        """The shares as they are now, in host memory, pinned where the model is on a GPU.
+
+        The memory is kept, since taking it anew costs several times what filling it does: the next call overwrites
+        what this one gave.
+        """
+        found: list[Share] = []
+        device = torch.device("cpu")
+        for index, share in enumerate(self.now()):
+            device = share.values.device
+            if index == len(self._host):
+                self._host.append(
+                    torch.empty(share.values.shape, dtype=share.values.dtype, pin_memory=device.type == "cuda")
+                )
+            found.append(share._replace(values=self._host[index].copy_(share.values, non_blocking=True)))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return found
 
     def _boxes(
         self, kind: str, boxes: Iterable[Owned], local: Mapping[str, Tensor], shards: Mapping[str, tuple[Tensor, Shard]]
@@ -91,19 +111,6 @@ def _region(flat: Tensor, region: Shard) -> Tensor:
     """A region's elements, padding included, in the order of its box."""
     count = num_elements(tuple((0, size) for size in region.local_shape))
     return flat[region.offset : region.offset + count].view(region.local_shape)
-
-
-def copied(shares: Iterable[Share]) -> list[Share]:
-    """The same values in host memory of their own, pinned where they come from a GPU."""
-    found: list[Share] = []
-    device = torch.device("cpu")
-    for share in shares:
-        device = share.values.device
-        host = torch.empty(share.values.shape, dtype=share.values.dtype, pin_memory=device.type == "cuda")
-        found.append(share._replace(values=host.copy_(share.values, non_blocking=True)))
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    return found
 
 
 def load_model(source: ModelDir, model: Transformer, spec: ModelSpec, mesh: DeviceMesh, rank: int) -> None:

@@ -18,7 +18,7 @@ from hybridflow.checkpoint.store import (
     load_latest,
     open_role,
 )
-from hybridflow.checkpoint.training_state import Shares, copied, load_model, load_training
+from hybridflow.checkpoint.training_state import Shares, load_model, load_training
 from hybridflow.config import Recipe
 from hybridflow.errors import CheckpointError
 from hybridflow.roles.job import Job
@@ -176,7 +176,9 @@ class Checkpoints:
         # As text, since the trainer goes on changing it.
         whole = json.loads(json.dumps({"recipe": to_dict(self._job.recipe), **state}))
         self._saver.save(Step(number=step, state=whole, leads=leads, parts=parts))
-        self._written |= FROZEN & set(names)
+        for name in FROZEN & set(names):
+            self._written.add(name)
+            self._shares.pop(name, None)
         self.metrics["checkpoint/blocked_s"] = time.perf_counter() - begin_s
 
     def check(self) -> None:
@@ -212,7 +214,7 @@ class Checkpoints:
             has_value_head=name == "critic",
             layout=str(mesh.layout),
             spec=self._roles[name].spec,
-            shares=tuple(copied(shares.now())),
+            shares=tuple(shares.copied()),
             trained=shares.trained(),
             progress=shares.progress(),
             is_frozen=name in FROZEN,

@@ -28,7 +28,7 @@ from hybridflow.checkpoint.manifest import NAME, Progress
 from hybridflow.checkpoint.model_dir import ModelDir
 from hybridflow.checkpoint.saver import RolePart, Saver, Step
 from hybridflow.checkpoint.store import load_latest, open_role
-from hybridflow.checkpoint.training_state import Shares, copied, load_training
+from hybridflow.checkpoint.training_state import Shares, load_training
 from hybridflow.config import Optimizer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack
@@ -136,7 +136,7 @@ def part_of(world: World, trainable: Trainable, spec: ModelSpec, mesh: DeviceMes
         ranks=mesh.ranks,
         layout=str(mesh.layout),
         spec=spec,
-        shares=tuple(copied(shares.now())),
+        shares=tuple(shares.copied()),
         trained=shares.trained(),
         progress=shares.progress(),
         is_frozen=False,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from hybridflow.errors import ConfigError, LayoutError
-from hybridflow.families.model import Model
+from hybridflow.families.model import Model, check_model
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.overlap import max_overlap
@@ -458,7 +458,7 @@ def check_recipe(recipe: Recipe) -> None:
         LayoutError: A layout does not fit its ranks or its model.
     """
     _check_algorithm(recipe)
-    _check_model(recipe.model)
+    check_model(recipe.model, "model")
     _check_placement(recipe)
     _check_batches(recipe)
 
@@ -476,25 +476,6 @@ def _check_algorithm(recipe: Recipe) -> None:
         raise ConfigError("ppo.kl_target: adaptive KL multiplies ppo.kl_coef, which is 0; set it above 0, say to 0.1")
 
 
-def _check_model(model: Model) -> None:
-    heads, groups = model.num_attention_heads, model.query_groups
-    if model.head_dim is not None:
-        if model.head_dim % 2:
-            raise ConfigError(
-                f"model.head_dim={model.head_dim}: rotary embeddings need an even size of each head; add or take 1"
-            )
-    elif model.hidden_size % heads or model.hidden_size // heads % 2:
-        raise ConfigError(
-            f"model.hidden_size={model.hidden_size} over model.num_attention_heads={heads}: "
-            "rotary embeddings need an even, whole size of each head; make hidden_size a multiple of 2·heads, or give "
-            "model.head_dim"
-        )
-    if heads % groups:
-        raise ConfigError(
-            f"model.num_query_groups={groups} does not divide model.num_attention_heads={heads}; choose a divisor"
-        )
-
-
 def _check_placement(recipe: Recipe) -> None:
     for role, section in (("actor", recipe.actor), ("critic", recipe.critic), ("reference", recipe.reference)):
         ranks = () if section is None or section.ranks is None else section.ranks
@@ -504,22 +485,35 @@ def _check_placement(recipe: Recipe) -> None:
                 f"{role}.ranks={list(ranks)}: {strangers} not among ranks 0 to {recipe.cluster.ranks - 1}; "
                 f"set cluster.ranks to at least {max(ranks) + 1}, or name ranks that exist"
             )
-    model = recipe.model
-    groups = model.query_groups
     for name, mesh in _meshes_as_given(recipe).items():
-        tp, pp = mesh.layout.tp, mesh.layout.pp
         mesh.layout.check_trainable(name)
-        for key in ("num_attention_heads", "ffn_hidden_size"):
-            if getattr(model, key) % tp:
-                raise LayoutError(
-                    f"{name}: tp={tp} does not divide model.{key}={getattr(model, key)}; choose a divisor"
-                )
-        if groups % tp and tp % groups:
-            raise LayoutError(
-                f"{name}: tp={tp} neither divides nor is a multiple of model.num_query_groups={groups}; change one"
-            )
-        if model.num_layers % pp:
-            raise LayoutError(f"{name}: pp={pp} does not divide model.num_layers={model.num_layers}; choose a divisor")
+        check_cut(recipe.model, mesh.layout, name)
+
+
+def check_cut(model: Model, layout: ParallelLayout, name: str) -> None:
+    """Refuse a layout that does not cut a model into equal parts.
+
+    Args:
+        model: The settings.
+        layout: How the model is to be cut.
+        name: Whose layout this is, for the message.
+
+    Raises:
+        LayoutError: A part would be empty or not like the others.
+    """
+    tp, pp, ep, groups = layout.tp, layout.pp, layout.ep, model.query_groups
+    for key in ("num_attention_heads", "ffn_hidden_size"):
+        if getattr(model, key) % tp:
+            raise LayoutError(f"{name}: tp={tp} does not divide model.{key}={getattr(model, key)}; choose a divisor")
+    if groups % tp and tp % groups:
+        raise LayoutError(
+            f"{name}: tp={tp} neither divides nor is a multiple of model.num_query_groups={groups}; change one"
+        )
+    if model.num_layers % pp:
+        raise LayoutError(f"{name}: pp={pp} does not divide model.num_layers={model.num_layers}; choose a divisor")
+    if ep > 1 and (model.num_experts is None or model.num_experts % ep):
+        found = "null" if model.num_experts is None else model.num_experts
+        raise LayoutError(f"{name}: ep={ep} does not divide model.num_experts={found}; choose a divisor, or set ep=1")
 
 
 def _check_batches(recipe: Recipe) -> None:

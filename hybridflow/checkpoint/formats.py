@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from hybridflow.checkpoint.assets import CONFIG
 from hybridflow.checkpoint.hdf5 import MASTER, HDF5Source, HDF5Target, is_hdf5
-from hybridflow.checkpoint.huggingface import CONFIG, MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
+from hybridflow.checkpoint.huggingface import MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
 from hybridflow.checkpoint.manifest import NAME
 from hybridflow.checkpoint.megatron_dist import MAX_FILE_BYTES, MegatronDistSource, MegatronDistTarget, is_torch_dist
 from hybridflow.checkpoint.megatron_legacy import MegatronLegacySource, is_legacy
@@ -106,7 +107,11 @@ def open_source(path: Path) -> Source:
             return readable.open(path)
     if path.is_dir():
         names = sorted(file.name for file in path.iterdir())
-        found = f"a directory with {', '.join(names[:8])}{' …' if len(names) > 8 else ''}" if names else "an empty one"
+        found = (
+            f"a directory with {', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
+            if names
+            else "an empty directory"
+        )
     else:
         found = "a file" if path.exists() else "nothing"
     formats = "; ".join(f"{name}: {readable.looks_like}" for name, readable in READABLE.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import re
 from collections import defaultdict
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridflow.checkpoint.assets import ASSETS, CONFIG, identity_of, parse_json, read_assets, read_json
 from hybridflow.checkpoint.forms import from_logical, to_logical
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
@@ -26,26 +26,9 @@ from hybridflow.families.model import Model
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import DType
 
-CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ASSETS = (
-    CONFIG,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""The small files that travel along."""
-
 MAX_SHARD_BYTES = 5_000_000_000
-_MAX_JSON_BYTES = 1 << 28
 _DTYPES: dict[DType, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -158,8 +141,7 @@ class HuggingFaceSource:
         if missing or extra:
             raise CheckpointError(
                 f"{self.path}: is not the {described.family.name} model of its {CONFIG}: "
-                f"{_some('missing', missing)}{'; ' if missing and extra else ''}"
-                f"{_some('not expected', [f'{name} of {self._where[name].path.name}' for name in extra])}; "
+                f"{_differences(missing, [f'{name} of {self._where[name].path.name}' for name in extra])}; "
                 + self._remedy(missing)
             )
         return copy
@@ -278,54 +260,6 @@ def _deal(entries: Mapping[str, Entry], max_shard_bytes: int) -> dict[str, dict[
     return {f"model-{index + 1:05}-of-{len(shards):05}.safetensors": shard for index, shard in enumerate(shards)}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
-
-    Raises:
-        CheckpointError: It is missing, too large, or no such JSON.
-    """
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ValueError(f"{path.stat().st_size} bytes, more than {_MAX_JSON_BYTES}")
-        content = path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}; restore it from a copy") from error
-    return parse_json(content, str(path))
-
-
-def parse_json(content: bytes, where: str) -> dict[str, Any]:
-    """The object that some JSON stands for.
-
-    Raises:
-        CheckpointError: It is no JSON, or no object.
-    """
-    try:
-        values = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: found {error}, expected JSON; restore it from a copy") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{where}: found {type(values).__name__}, expected a JSON object; restore it from a copy")
-    return values
-
-
-def read_assets(folder: Path) -> dict[str, bytes]:
-    """The small files of a directory that travel along, by name."""
-    try:
-        return {name: (folder / name).read_bytes() for name in ASSETS if (folder / name).is_file()}
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read: {error}; restore it from a copy") from error
-
-
-def identity_of(paths: Iterable[Path]) -> str:
-    """What differs when one of the files was changed: the sha256 of their names, sizes and times."""
-    rows = []
-    for path in paths:
-        if path.is_file():
-            found = path.stat()
-            rows.append([path.name, found.st_size, found.st_mtime_ns])
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-
-
 def _to_json(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
 
@@ -358,7 +292,6 @@ def _open_shards(path: Path) -> dict[str, TensorFile]:
     by_file: dict[str, set[str]] = defaultdict(set)
     for tensor, name in places.items():
         by_file[name].add(tensor)
-    files = {}
     for name in sorted(by_file):
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index}: names {name!r}, expected a safetensors file beside it; restore the index")
@@ -366,12 +299,14 @@ def _open_shards(path: Path) -> dict[str, TensorFile]:
             raise CheckpointError(
                 f"{path / name}: missing; {INDEX} has {len(by_file[name])} tensors in it: restore it from a copy"
             )
+    files = {}
+    for name in sorted(by_file):
         files[name] = TensorFile(path / name)
         held = files[name].entries.keys()
         if held != by_file[name]:
             raise CheckpointError(
-                f"{path / name}: does not hold what {INDEX} says: {_some('missing', sorted(by_file[name] - held))}"
-                f"{_some(' not expected', sorted(held - by_file[name]))}; restore both from one copy"
+                f"{path / name}: does not hold what {INDEX} says: "
+                f"{_differences(by_file[name] - held, held - by_file[name])}; restore both from one copy"
             )
     return files
 
@@ -387,9 +322,11 @@ def _check_counts(model: Model, num_tensors: int, path: Path) -> None:
         )
 
 
-def _some(what: str, names: list[str]) -> str:
-    """``what`` with the first of some names; nothing where there are none."""
-    if not names:
-        return ""
-    names = sorted(names)
-    return f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+def _differences(missing: Iterable[str], extra: Iterable[str]) -> str:
+    """The first names that are missing, and the first that are not expected."""
+    told = []
+    for what, names in (("missing", sorted(missing)), ("not expected", sorted(extra))):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            told.append(f"{what}: {', '.join(names[:3])}{more}")
+    return "; ".join(told)

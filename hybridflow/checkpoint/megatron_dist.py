@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint.huggingface import ASSETS, identity_of, read_assets, read_json
+from hybridflow.checkpoint.assets import ASSETS, identity_of, read_assets, read_json
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.megatron_args import layout_of, padded_vocab_size, read_args, to_args, to_model
 from hybridflow.checkpoint.model_dir import write_bytes

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hybridflow.checkpoint.huggingface import ASSETS, identity_of, read_assets
+from hybridflow.checkpoint.assets import ASSETS, identity_of, read_assets
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, TensorEntry, piece_key
 from hybridflow.checkpoint.model_dir import ModelDir, write_bytes, write_manifest
 from hybridflow.checkpoint.source import Source

@@ -8,11 +8,23 @@ from typing import Any
 
 from hybridflow.errors import ConfigError
 from hybridflow.families.family import Family
-from hybridflow.families.model import Model, RotaryScaling
+from hybridflow.families.model import Model, RotaryScaling, check_model
 from hybridflow.families.tables import FAMILIES
 from hybridflow.sections import read_section, to_dict
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+_COMPUTED: dict[str, tuple[object, ...]] = {"quantization_config": (None,)}
+"""Keys that any family may have, and the values that are computed here."""
+_MAX_LAYERS = 10_000
+_OLDER = ("rope_theta", "rope_scaling", "original_max_position_embeddings")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_ROTARY_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+_ROTARY_LISTS = ("short_factor", "long_factor")
+_ROTARY_KEYS = {
+    *_ROTARY_NUMBERS,
+    *_ROTARY_LISTS,
+    *("rope_type", "type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,39 +52,66 @@ def read_config(values: Mapping[str, Any], *, where: str) -> Described:
     Raises:
         ConfigError: The family is unknown, a key is missing or ill-typed, or asks for what is not computed here.
     """
+    try:
+        return _read(values, where)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: is malformed: {type(error).__name__}: {error}; expected the keys of a model of transformers: "
+            "restore it from a copy"
+        ) from error
+
+
+def _read(values: Mapping[str, Any], where: str) -> Described:
     family = _family(values, where)
     values = _with_aliases(family, values, where)
-    # A null that is written out stands: it switches off what has a default.
+    # A null is an answer: no soft-cap, no window. Only what is left out has the default.
     given = {**family.defaults, **values}
-    for key, allowed in family.computed.items():
+    _check_given(family, given, where)
+    for key, allowed in {**family.computed, **_COMPUTED}.items():
         if key in values and values[key] not in allowed:
             raise ConfigError(
                 f"{where}: {key}={values[key]!r} is not computed for {family.name}; only "
                 f"{', '.join(map(repr, allowed))} is: choose another model"
             )
-    model = {setting: given[key] for key, setting in family.keys.items() if key in given}
+    model = {setting: given[key] for key, setting in family.keys.items() if given.get(key) is not None}
     model |= family.always
-    model |= _rotary(given, where)
-    model |= _window(family, given)
-    if "query_pre_attn_scalar" in family.defaults:
+    model |= _rotary(family, given, where)
+    model |= _window(family, given, where)
+    if given.get("query_pre_attn_scalar") is not None:
         model["attention_scale"] = float(given["query_pre_attn_scalar"]) ** -0.5
     dtype = given.get("dtype") or given.get("torch_dtype")
     model["dtype"] = _DTYPES.get(str(dtype), "fp32" if dtype is None else "bf16")
+    settings = read_section(Model, model, source=where)
+    check_model(settings, f"{where}: model")
     return Described(
         family=family,
-        model=read_section(Model, model, source=where),
+        model=settings,
         has_value_head=_has_value_head(family, values, where),
     )
 
 
 def _family(values: Mapping[str, Any], where: str) -> Family:
     name = values.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(
             f"{where}: model_type={name!r}: not a family known here; expected one of {', '.join(FAMILIES)}, or add a "
-            "table for it (docs/checkpoints.md)"
+            "table for it (docs/families.md)"
         )
     return FAMILIES[name]
+
+
+def _check_given(family: Family, given: Mapping[str, Any], where: str) -> None:
+    """Nothing that every model has is missing, and its layers can be counted."""
+    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    for key in (*needed, next(key for key, setting in family.keys.items() if setting == "ffn_hidden_size")):
+        if given.get(key) is None:
+            raise ConfigError(f"{where}: {key}: missing; expected an integer: restore it from a copy")
+    num_layers = given["num_hidden_layers"]
+    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or not 1 <= num_layers <= _MAX_LAYERS:
+        raise ConfigError(
+            f"{where}: num_hidden_layers={num_layers!r}: expected an integer of 1 to {_MAX_LAYERS}; restore it from a "
+            "copy"
+        )
 
 
 def _with_aliases(family: Family, values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -97,45 +136,75 @@ def _has_value_head(family: Family, values: Mapping[str, Any], where: str) -> bo
     return True
 
 
-def _rotary(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _rotary(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Base and scaling, from the flat keys of older files or from ``rope_parameters``."""
-    told = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
-    base = told.get("rope_theta", given.get("rope_theta", 10000.0))
-    if float(told.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError(f"{where}: partial_rotary_factor={told['partial_rotary_factor']} is not computed; only 1 is")
+    # As ``transformers`` has it: the older spelling goes before the newer.
+    told = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
+    base = next((each["rope_theta"] for each in (told, given) if each.get("rope_theta") is not None), 10000.0)
+    partial = told.get("partial_rotary_factor", given.get("partial_rotary_factor"))
+    if partial is not None and float(partial) != 1.0:
+        raise ConfigError(f"{where}: partial_rotary_factor={partial} is not computed; only 1 is")
     kind = told.get("rope_type", told.get("type", "default"))
     if kind == "default":
         return {"rotary_base": float(base)}
     if kind == "su":  # what the first Phi-3 files call it
         kind = "longrope"
-    original = told.get("original_max_position_embeddings", given.get("original_max_position_embeddings"))
-    known = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-    scaling = {key: told[key] for key in known if told.get(key) is not None}
-    scaling |= {key: [float(item) for item in told[key]] for key in ("short_factor", "long_factor") if key in told}
-    if kind == "longrope":
-        scaling["factor"] = given["max_position_embeddings"] / original if original else 1.0
+    if kind not in family.scalings:
+        raise ConfigError(
+            f"{where}: rope_type={kind!r} is not computed for {family.name}; only 'default', "
+            f"{', '.join(map(repr, family.scalings))} is: choose another model"
+        )
+    strangers = [
+        f"{key}={value!r}"
+        for key, value in told.items()
+        if key not in _ROTARY_KEYS and value is not None and (key, value) != ("truncate", True)
+    ]
+    if strangers:
+        raise ConfigError(f"{where}: rope_parameters: {', '.join(strangers)} is not computed; choose another model")
+    # As ``transformers`` has it: the model's own key goes before that of the scaling.
+    context = given["max_position_embeddings"]
+    original = given.get("original_max_position_embeddings", told.get("original_max_position_embeddings", context))
+    scaling = {key: told[key] for key in _ROTARY_NUMBERS if told.get(key) is not None}
+    if kind in ("yarn", "longrope"):
+        scaling.setdefault("factor", context / original)
+    scaling |= {key: [float(item) for item in told[key]] for key in _ROTARY_LISTS if told.get(key) is not None}
     scaling = {key: float(value) if isinstance(value, int) else value for key, value in scaling.items()}
-    scaling |= {"kind": kind, "original_context": original}
+    scaling |= {"kind": kind, "original_context": None if kind == "linear" else original}
     read_section(RotaryScaling, scaling, source=f"{where}: rope_parameters")
     return {"rotary_base": float(base), "rotary_scaling": scaling}
 
 
-def _window(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
+def _window(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The sliding window and its layers."""
     width, num_layers = given.get("sliding_window"), given["num_hidden_layers"]
-    if family.window == "none" or width is None:
-        return {}
-    if family.window in ("switched", "upper_layers") and not given.get("use_sliding_window", False):
-        return {}
-    if family.window in ("all", "switched"):
-        return {"window": width}
-    if given.get("layer_types"):
-        layers = [layer for layer, kind in enumerate(given["layer_types"]) if kind == "sliding_attention"]
-    elif family.window == "even_layers":
-        layers = list(range(0, num_layers, 2))
+    is_off = family.window in ("switched", "upper_layers") and not given.get("use_sliding_window")
+    if family.window == "none" or is_off:
+        width = None
+    if family.window == "even_layers":
+        layers = range(0, num_layers, 2)
+    elif family.window == "upper_layers":
+        layers = range(given.get("max_window_layers", 28), num_layers)
     else:
-        layers = list(range(given.get("max_window_layers", 28), num_layers))
-    return {"window": width, "window_layers": layers} if layers else {}
+        layers = range(num_layers)
+    windowed = [] if width is None else list(layers)
+    kinds = given.get("layer_types")
+    if kinds is not None and (width is not None or family.window != "even_layers"):
+        told = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+        is_free = width is not None and family.window in ("upper_layers", "even_layers")
+        if len(kinds) != num_layers or {*kinds} - {"full_attention", "sliding_attention"}:
+            raise ConfigError(
+                f"{where}: layer_types={kinds}: expected {num_layers} of 'full_attention' or 'sliding_attention'; "
+                "others are not computed"
+            )
+        if told != windowed and not is_free:
+            raise ConfigError(
+                f"{where}: layer_types={kinds} is not computed for {family.name} with "
+                f"sliding_window={given.get('sliding_window')!r}; remove it"
+            )
+        windowed = told
+    if not windowed:
+        return {}
+    return {"window": width} if len(windowed) == num_layers else {"window": width, "window_layers": windowed}
 
 
 def describe(model: Model, *, family: str | None, has_value_head: bool) -> Described:
@@ -161,8 +230,12 @@ def describe(model: Model, *, family: str | None, has_value_head: bool) -> Descr
     nearest = min(strange, key=lambda name: len(strange[name]))
     common = [key for key in strange[nearest] if all(key in keys for keys in strange.values())]
     values = ", ".join(f"{key}={getattr(model, key)!r}" for key in common or strange[nearest])
-    owner = "no family of Hugging Face" if common and len(strange) > 1 else f"family {nearest}"
-    raise ConfigError(f"{owner} has models with {values}; expected settings of one of {', '.join(FAMILIES)}")
+    if len(strange) == 1:
+        raise ConfigError(f"family {nearest} has no models with {values}; expected settings that it has")
+    lacking = f"no family of Hugging Face has models with {values}"
+    if not common:
+        lacking = f"no family of Hugging Face has all of the model's settings; the nearest, {nearest}, has not {values}"
+    raise ConfigError(f"{lacking}; expected those of one of {', '.join(FAMILIES)}: write another format")
 
 
 def write_config(described: Described) -> dict[str, Any]:
@@ -182,7 +255,8 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
     """The ``config.json`` to write beside a model's tensors.
 
     Args:
-        original: The one that travelled along; kept where it describes the model. None: there is none.
+        original: The one that travelled along; kept where it describes the model, with the spellings that older
+            readers need. None: there is none.
         described: The model.
         dtype: Number format of the tensors, as Hugging Face calls it.
     """
@@ -191,7 +265,12 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
         head = {key: value for key, value in config.items() if key in ("architectures", "id2label", "label2id")}
         # Code and labels do not travel along.
         gone = ("auto_map", "num_labels", "id2label", "label2id")
-        config = {**{key: value for key, value in original.items() if key not in gone}, **head}
+        kept = {key: value for key, value in original.items() if key not in gone}
+        # Newer files lack what older readers go by, who would compute other positions without a word.
+        older = {key: config[key] for key in (*_OLDER, *described.family.aliases.values()) if key in config}
+        config = {**older, **kept, **head}
+    elif original is not None:
+        config |= {key: original[key] for key in _TOKENS if key in original}
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = dtype
@@ -200,7 +279,7 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
 
 def spelled_out(model: Model) -> Model:
     """The same model with what follows from other settings written out, and what they leave unused at its default."""
-    windowed = tuple(range(model.num_layers)) if model.window_layers is None else model.window_layers
+    windowed = tuple(range(model.num_layers)) if model.window_layers is None else tuple(sorted(model.window_layers))
     has_window = model.window is not None and len(windowed) > 0
     has_experts = model.num_experts is not None
     scaling = model.rotary_scaling
@@ -257,14 +336,16 @@ def _written(described: Described) -> dict[str, Any]:
         "architectures": [family.scorer if described.has_value_head else family.causal],
         "model_type": family.name,
     }
+    # The settings do not know special tokens; those that transformers would fill in may be outside the vocabulary.
+    config |= dict.fromkeys(_TOKENS)
     config |= {key: allowed[0] for key, allowed in family.computed.items() if allowed[0] is not None}
     config |= {key: getattr(model, setting) for key, setting in family.keys.items()}
     config["num_key_value_heads"] = model.query_groups
     config["head_dim"] = model.head_size
     if "query_pre_attn_scalar" in family.defaults:
         scale = model.head_size**-0.5 if model.attention_scale is None else model.attention_scale
-        whole = round(scale**-2)
-        config["query_pre_attn_scalar"] = whole if float(whole) ** -0.5 == scale else scale**-2
+        # An integer to transformers, so that not every scale can be said.
+        config["query_pre_attn_scalar"] = max(1, round(scale**-2))
     config |= _written_window(family, model)
     config |= _written_rotary(model)
     name = next(name for name, dtype in _DTYPES.items() if dtype == model.dtype)

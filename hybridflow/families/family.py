@@ -53,6 +53,7 @@ class Family:
         window: What decides which layers have the sliding window: nothing, ``sliding_window`` alone for all layers,
             the same where ``use_sliding_window`` switches it on, that for layers from ``max_window_layers`` on, or
             every second layer from the first; a ``layer_types`` in ``config.json`` goes before the last two.
+        scalings: Kinds of rotary scaling that its files may ask for.
         rules: Every tensor of the language model.
         ignored: Regular expressions of tensors that hold nothing learnt, such as tables of frequencies.
     """
@@ -66,6 +67,7 @@ class Family:
     always: Mapping[str, object] = field(default_factory=dict)
     computed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     window: Literal["none", "all", "switched", "upper_layers", "even_layers"] = "none"
+    scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 
@@ -85,7 +87,7 @@ COMMON_KEYS = {
 }
 """The keys that nearly all families share."""
 
-NO_DROPOUT = {"attention_dropout": (0, 0.0), "hidden_act": ("silu",)}
+NO_DROPOUT = {"attention_dropout": (0.0,), "hidden_act": ("silu",)}
 
 EMBEDDINGS = (
     Rule(logical="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",)),

@@ -9,7 +9,7 @@ _DEFAULTS = {
     "tie_word_embeddings": True,
     "head_dim": 256,
 }
-_COMPUTED = {"attention_dropout": (0, 0.0), "attention_bias": (False,), "use_bidirectional_attention": (None, False)}
+_COMPUTED = {"attention_dropout": (0.0,), "attention_bias": (False,), "use_bidirectional_attention": (None, False)}
 _LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 
 GEMMA = Family(

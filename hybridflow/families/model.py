@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hybridflow.errors import ConfigError
 from hybridflow.sections import Count, Positive
 
 
@@ -113,3 +114,92 @@ class Model:
     def head_size(self) -> int:
         """Width of each head."""
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
+
+
+def check_model(model: Model, owner: str) -> None:
+    """Refuse settings that are right one by one and wrong together.
+
+    Args:
+        model: The settings.
+        owner: What messages call them (``"model"``).
+
+    Raises:
+        ConfigError: Two settings contradict each other, or one is missing that another needs.
+    """
+    heads, groups = model.num_attention_heads, model.query_groups
+    if model.head_dim is not None:
+        if model.head_dim % 2:
+            raise ConfigError(
+                f"{owner}.head_dim={model.head_dim}: rotary embeddings need an even size of each head; add or take 1"
+            )
+    elif model.hidden_size % heads or model.hidden_size // heads % 2:
+        raise ConfigError(
+            f"{owner}.hidden_size={model.hidden_size} over {owner}.num_attention_heads={heads}: "
+            "rotary embeddings need an even, whole size of each head; make hidden_size a multiple of 2·heads, or give "
+            f"{owner}.head_dim"
+        )
+    if heads % groups:
+        raise ConfigError(
+            f"{owner}.num_query_groups={groups} does not divide {owner}.num_attention_heads={heads}; choose a divisor"
+        )
+    _check_window(model, owner)
+    _check_experts(model, owner)
+    if model.rotary_scaling is not None:
+        _check_rotary(model, model.rotary_scaling, f"{owner}.rotary_scaling")
+
+
+def _check_window(model: Model, owner: str) -> None:
+    if model.window_layers is None:
+        return
+    if model.window is None:
+        raise ConfigError(
+            f"{owner}.window_layers={list(model.window_layers)} without {owner}.window; give its width in tokens, or "
+            "remove the layers"
+        )
+    strangers = [layer for layer in model.window_layers if not 0 <= layer < model.num_layers]
+    if strangers:
+        raise ConfigError(
+            f"{owner}.window_layers: {strangers} not among layers 0 to {model.num_layers - 1}; remove them"
+        )
+
+
+def _check_experts(model: Model, owner: str) -> None:
+    if model.num_experts is None:
+        return
+    if model.experts_per_token > model.num_experts:
+        raise ConfigError(
+            f"{owner}.experts_per_token={model.experts_per_token} is more than "
+            f"{owner}.num_experts={model.num_experts}; lower the first or raise the second"
+        )
+    if model.experts_per_token == 1 and model.normalized_experts:
+        raise ConfigError(
+            f"{owner}.experts_per_token=1 with {owner}.normalized_experts=true is not computed: the one weight would "
+            "always be 1 and the router learn nothing; set normalized_experts to false, or choose more experts"
+        )
+
+
+def _check_rotary(model: Model, scaling: RotaryScaling, owner: str) -> None:
+    if scaling.kind != "linear" and scaling.original_context is None:
+        raise ConfigError(
+            f"{owner}.original_context: missing; {scaling.kind} needs it, give the longest sequence of pre-training"
+        )
+    if scaling.kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise ConfigError(
+            f"{owner}.low_freq_factor={scaling.low_freq_factor} is not below "
+            f"{owner}.high_freq_factor={scaling.high_freq_factor}; lower the first or raise the second"
+        )
+    if scaling.kind == "yarn" and scaling.beta_slow >= scaling.beta_fast:
+        raise ConfigError(
+            f"{owner}.beta_slow={scaling.beta_slow} is not below {owner}.beta_fast={scaling.beta_fast}; lower the "
+            "first or raise the second"
+        )
+    for key in ("short_factor", "long_factor"):
+        found = len(getattr(scaling, key))
+        expected = model.head_size // 2 if scaling.kind == "longrope" else 0
+        if found != expected:
+            raise ConfigError(
+                f"{owner}.{key}: {found} numbers; {scaling.kind} with heads of {model.head_size} takes {expected}"
+                + (", one for each pair of dims: give so many" if expected else ": remove it")
+            )
+        if any(divisor <= 0 for divisor in getattr(scaling, key)):
+            raise ConfigError(f"{owner}.{key}: a number that is not above 0; frequencies are divided by them")

@@ -13,8 +13,9 @@ PHI3 = Family(
         "original_max_position_embeddings": 4096,
         "tie_word_embeddings": False,
     },
-    computed={**NO_DROPOUT, "resid_pdrop": (0, 0.0), "embd_pdrop": (0, 0.0), "partial_rotary_factor": (1, 1.0)},
+    computed={**NO_DROPOUT, "resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},
     window="all",
+    scalings=("longrope",),
     rules=(
         *EMBEDDINGS,
         *NORMS,

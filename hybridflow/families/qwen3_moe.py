@@ -15,7 +15,7 @@ QWEN3_MOE = Family(
         "num_experts_per_tok": "experts_per_token",
         "norm_topk_prob": "normalized_experts",
     },
-    aliases={"num_local_experts": "num_experts"},
+    aliases={"num_local_experts": "num_experts"},  # what newer transformers write
     defaults={
         "num_key_value_heads": 4,
         "sliding_window": 4096,

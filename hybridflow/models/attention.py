@@ -8,6 +8,7 @@ the model is the same code, so that the two agree on log-probabilities.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,21 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """How a layer turns queries and keys into weights.
+
+    Attributes:
+        scale: Factor on the scores.
+        softcap: Scores s become cap * tanh(s / cap); None: they do not.
+        window: Tokens that each token sees, itself included; None: all before it.
+    """
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
 
 
 class KeyValueCache:
@@ -76,8 +92,9 @@ class PackedAttention:
         # Equal lengths are already a rectangle: nothing to gather.
         self._is_rectangle = len(set(lengths)) <= 1
         self._places = sample.to(device) * self._width + self.positions
+        self._masks: dict[int | None, Tensor] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attention of one layer.
 
         Args:
@@ -85,7 +102,7 @@ class PackedAttention:
             query: ``[tokens, heads/tp, head]``.
             key: ``[tokens, groups/tp, head]``.
             value: As ``key``.
-            scale: Factor on the scores.
+            scoring: How scores are made of them.
 
         Returns:
             ``[tokens, heads/tp, head]``.
@@ -96,16 +113,22 @@ class PackedAttention:
             self._cache.keys[layer][slots, : self._width] = key
             self._cache.values[layer][slots, : self._width] = value
         # Padding stands behind the tokens, where a causal query never looks.
-        context = scaled_dot_product_attention(
+        is_plain = scoring.softcap is None and (scoring.window is None or scoring.window >= self._width)
+        context = _attend(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
-            is_causal=True,
-            scale=scale,
-            enable_gqa=query.shape[2] != key.shape[2],
+            None if is_plain else self._seen(scoring.window),
+            scoring,
         )
         context = context.transpose(1, 2).reshape(self._samples * self._width, *query.shape[2:])
         return context if self._is_rectangle else context[self._places]
+
+    def _seen(self, window: int | None) -> Tensor:
+        if window not in self._masks:
+            places = torch.arange(self._width, device=self.positions.device)
+            self._masks[window] = _visible(places[:, None], places, window)
+        return self._masks[window]
 
     def _rectangle(self, packed: Tensor) -> Tensor:
         """``[tokens, …]`` to ``[samples, width, …]``, zeros behind the shorter sequences."""
@@ -128,23 +151,63 @@ class CachedAttention:
         self._cache = cache
         self._slots = torch.arange(len(positions), device=positions.device)
         self._width = int(positions.max()) + 1
-        seen = torch.arange(self._width, device=positions.device) <= positions[:, None]
-        self._mask = seen[:, None, None, :]
+        self._masks: dict[int | None, Tensor] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """As ``PackedAttention.attend``, with one token for each slot."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys[self._slots, self.positions] = key
         values[self._slots, self.positions] = value
-        context = scaled_dot_product_attention(
+        context = _attend(
             query[:, :, None],
             keys[:, : self._width].transpose(1, 2),
             values[:, : self._width].transpose(1, 2),
-            attn_mask=self._mask,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            self._seen(scoring.window),
+            scoring,
         )
         return context[:, :, 0]
+
+    def _seen(self, window: int | None) -> Tensor:
+        if window not in self._masks:
+            places = torch.arange(self._width, device=self.positions.device)
+            self._masks[window] = _visible(self.positions[:, None], places, window)[:, None, None]
+        return self._masks[window]
+
+
+def _visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Whether each query's place sees each key's, by causality and window."""
+    seen = keys <= queries
+    return seen if window is None else seen & (queries - keys < window)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scoring: Scoring) -> Tensor:
+    """Scaled dot-product attention, with soft-capped scores where they are wanted.
+
+    Args:
+        query: ``[samples, heads/tp, queries, head]``.
+        key: ``[samples, groups/tp, keys, head]``.
+        value: As ``key``.
+        seen: Which key each query sees, broadcastable to ``[samples, 1, queries, keys]``; None: causal.
+        scoring: How scores are made.
+    """
+    if scoring.softcap is None:
+        return scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=seen,
+            is_causal=seen is None,
+            scale=scoring.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    assert seen is not None, "only plain attention is causal without a mask"
+    # The heads of a query group side by side: [samples, groups/tp, heads/groups, queries, head].
+    query = query.unflatten(1, (key.shape[1], -1))
+    scores = query @ key[:, :, None].transpose(-1, -2) * scoring.scale
+    scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    seen = seen if seen.dim() == 2 else seen[:, :, None]
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
+    return (weights @ value[:, :, None]).flatten(1, 2)
 
 
 AttentionPlan = PackedAttention | CachedAttention
@@ -155,6 +218,10 @@ class SdpaCoreAttention(MegatronModule):
 
     Takes the place of ``DotProductAttention`` (which knows neither packing nor a cache of ours) and of Transformer
     Engine's attention, so that rollout and training share one path on every machine.
+
+    Attributes:
+        local_layer: Index of its layer among those of this stage.
+        scoring: How it scores; the model's own where a soft-cap or a window is set after construction.
     """
 
     def __init__(
@@ -169,7 +236,7 @@ class SdpaCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.local_layer = 0
-        self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.scoring = Scoring(scale=softmax_scale if softmax_scale is not None else config.kv_channels**-0.5)
 
     def forward(
         self,
@@ -184,7 +251,7 @@ class SdpaCoreAttention(MegatronModule):
         packed_seq_params: None = None,
     ) -> Tensor:
         """``[tokens, 1, heads/tp, head]`` each (groups for key and value) to ``[tokens, 1, heads/tp * head]``."""
-        context = attention_bias.attend(self.local_layer, query[:, 0], key[:, 0], value[:, 0], self._scale)
+        context = attention_bias.attend(self.local_layer, query[:, 0], key[:, 0], value[:, 0], self.scoring)
         return context.reshape(context.shape[0], 1, -1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -12,13 +13,22 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
+from hybridflow.config import check_cut
+from hybridflow.errors import LayoutError
 from hybridflow.families.model import Model
-from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, SdpaCoreAttention
+from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, Scoring, SdpaCoreAttention
+from hybridflow.models.experts import ExpertLayer
+from hybridflow.models.norm import RmsNorm, normalize_output
+from hybridflow.models.rotary import rotary_factor, rotary_frequencies
 from hybridflow.parallel.accelerators import has_transformer_engine
 from hybridflow.parallel.cpu import use_cpu_for_cuda
 from hybridflow.parallel.layout import ParallelLayout
@@ -38,6 +48,17 @@ def transformer_config(model: Model, layout: ParallelLayout, device: torch.devic
     """megatron-core's description of this model in this layout."""
     on_gpu = device.type == "cuda"
     dtype = DTYPES[model.dtype]
+    scale = model.head_size**-0.5 if model.attention_scale is None else model.attention_scale
+    experts: dict[str, Any] = {}
+    if model.num_experts is not None:
+        experts = dict(
+            num_moe_experts=model.num_experts,
+            moe_ffn_hidden_size=model.ffn_hidden_size,
+            moe_router_topk=model.experts_per_token,
+            # Shares of all experts, or of those that were chosen.
+            moe_router_pre_softmax=not model.normalized_experts,
+            moe_router_load_balancing_type="none",
+        )
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -45,10 +66,12 @@ def transformer_config(model: Model, layout: ParallelLayout, device: torch.devic
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups or model.num_attention_heads,
         kv_channels=model.head_dim,
+        softmax_scale=scale * rotary_factor(model) ** 2,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
+        layernorm_zero_centered_gamma=model.zero_centered_norms,
         gated_linear_unit=True,
-        activation_func=silu,
+        activation_func=_ACTIVATIONS[model.activation],
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
@@ -56,12 +79,14 @@ def transformer_config(model: Model, layout: ParallelLayout, device: torch.devic
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.tp,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         # Micro-batches are packed, so each has its own number of tokens.
         variable_seq_lengths=True,
-        # No experts here, but the default dispatcher refuses variable lengths.
+        # Not used, but the default dispatcher refuses variable lengths.
         moe_token_dispatcher_type="alltoall",
         # Our losses carry the global batch's denominators: megatron-core must not divide again.
         calculate_per_token_loss=True,
@@ -77,7 +102,15 @@ def transformer_config(model: Model, layout: ParallelLayout, device: torch.devic
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
+        **experts,
     )
+
+
+def _gelu_tanh(gate: Tensor) -> Tensor:
+    return gelu(gate, approximate="tanh")
+
+
+_ACTIVATIONS = {"silu": silu, "gelu_tanh": _gelu_tanh}
 
 
 @functools.cache
@@ -106,7 +139,14 @@ class Transformer(GPTModel):
     """megatron-core's GPT on packed tokens: ``[tokens]`` in, ``[rows, vocab/tp]`` or values ``[rows, 1]`` out.
 
     Inside, activations are Megatron's ``[tokens, 1, hidden]``.
+
+    Attributes:
+        has_scaled_embeddings: Whether input embeddings are multiplied by the root of their width.
+        logit_softcap: Logits z become cap * tanh(z / cap); None: they do not.
     """
+
+    has_scaled_embeddings = False
+    logit_softcap: float | None = None
 
     def forward(self, tokens: Tensor, attention: AttentionPlan, rows: Tensor | None = None) -> Tensor:
         """This stage's part of the forward pass.
@@ -125,7 +165,11 @@ class Transformer(GPTModel):
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=tokens[None], position_ids=attention.positions[None])
-        rotary = self.rotary_pos_emb(self.max_sequence_length)[attention.positions]
+            if self.has_scaled_embeddings:
+                # The factor in the activations' own format, as these models were trained.
+                hidden = hidden * hidden.new_tensor(hidden.shape[-1] ** 0.5)
+        angles = torch.outer(attention.positions.float(), self.rotary_pos_emb.inv_freq)
+        rotary = torch.cat([angles, angles], dim=-1)[:, None, None]
         hidden = self.decoder(
             hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, attention_bias=attention
         )
@@ -134,7 +178,8 @@ class Transformer(GPTModel):
         if rows is not None:
             hidden = hidden[rows]
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(hidden, weight=weight)[0][:, 0]
+        output = self.output_layer(hidden, weight=weight)[0][:, 0]
+        return output if self.logit_softcap is None else self.logit_softcap * torch.tanh(output / self.logit_softcap)
 
 
 def build_transformer(
@@ -155,15 +200,22 @@ def build_transformer(
         device: Where the weights live; ``meta`` for shapes only.
         vocab_size: True vocabulary, before padding.
         has_value_head: Values instead of logits.
+
+    Raises:
+        LayoutError: The layout does not cut the model into equal parts, or cuts experts otherwise than the rest.
     """
+    check_cut(model, layout, f"layout {layout}")
+    if layout.expert_tp != layout.tp:
+        raise LayoutError(f"layout {layout}: etp other than tp={layout.tp} is described but not computed; leave it out")
     config = transformer_config(model, layout, device)
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
     if device.type == "cuda":
         _add_rng_state()
+    block, experts = _block_spec(model, config, model.num_layers // layout.pp, device)
     with device:
         transformer = Transformer(
             config=config,
-            transformer_layer_spec=_layer_spec(config, device),
+            transformer_layer_spec=block,
             vocab_size=padded_vocab_size(model, vocab_size, layout.tp),
             max_sequence_length=model.max_context,
             pre_process=first,
@@ -175,18 +227,60 @@ def build_transformer(
         )
         if has_value_head and last:
             transformer.output_layer = ValueHead(config.hidden_size, config.params_dtype, device)
-    for index, layer in enumerate(transformer.decoder.layers):
-        layer.self_attention.core_attention.local_layer = index
+        for index, layer in enumerate(transformer.decoder.layers):
+            _finish_layer(layer, index, model, experts, groups)
+    transformer.rotary_pos_emb.inv_freq = rotary_frequencies(model).to(device)
+    transformer.has_scaled_embeddings = model.scaled_embeddings
+    transformer.logit_softcap = None if has_value_head else model.logit_softcap
     # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
     return transformer.to(device, config.params_dtype)
 
 
-def _layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec:
-    """Transformer Engine's layers where it can run, else megatron-core's local ones; our attention in both."""
-    if device.type == "cuda" and has_transformer_engine():
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+def _block_spec(
+    model: Model, config: TransformerConfig, num_layers: int, device: torch.device
+) -> tuple[ModuleSpec | TransformerBlockSubmodules, MoESubmodules | None]:
+    """A stage of so many layers, and what its mixtures of experts are to be made of.
+
+    Transformer Engine's layers where it can run, else megatron-core's local ones; our attention in both.
+    """
+    known: dict[str, Any] = dict(num_experts=model.num_experts, moe_grouped_gemm=False, qk_layernorm=model.qk_norm)
+    is_local = not (device.type == "cuda" and has_transformer_engine())
+    if is_local:
+        layer = get_gpt_layer_local_spec(**known, normalization=config.normalization)
     else:
-        spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    spec.submodules.self_attention.module = GroupedSelfAttention
-    spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
-    return spec
+        layer = get_gpt_layer_with_transformer_engine_spec(**known)
+    parts = layer.submodules
+    parts.self_attention.module = GroupedSelfAttention
+    parts.self_attention.submodules.core_attention = SdpaCoreAttention
+    experts = None
+    if model.num_experts is not None:
+        experts, parts.mlp = parts.mlp.submodules, IdentityOp
+    if not (is_local and model.zero_centered_norms):
+        return layer, experts
+    parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
+    if model.qk_norm:
+        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RmsNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RmsNorm), experts
+
+
+def _finish_layer(
+    layer: TransformerLayer,
+    local_layer: int,
+    model: Model,
+    experts: MoESubmodules | None,
+    groups: ProcessGroupCollection,
+) -> None:
+    """Put in what megatron-core's layer lacks, or has the same for all layers."""
+    core, index = layer.self_attention.core_attention, layer.layer_number - 1
+    has_window = model.window_layers is None or index in model.window_layers
+    core.local_layer = local_layer
+    core.scoring = Scoring(
+        scale=layer.config.softmax_scale,
+        softcap=model.attention_softcap,
+        window=model.window if has_window else None,
+    )
+    if experts is not None:
+        layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups)
+    if model.post_norms:
+        for module in (layer.self_attention, layer.mlp):
+            normalize_output(module, layer.config)

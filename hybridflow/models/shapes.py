@@ -159,9 +159,16 @@ def _feed_forward(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
     yield _whole(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", (hidden,), dtype, layer)
     if model.num_experts is None:
         yield from _gated(prefix, model, model.ffn_hidden_size, layer)
-        if model.post_norms:
-            yield _whole(f"{prefix}.post_layernorm.weight", (hidden,), dtype, layer)
-        return
+    else:
+        yield from _mixture(prefix, model, layer)
+    if model.post_norms:
+        yield _whole(f"{prefix}.post_layernorm.weight", (hidden,), dtype, layer)
+
+
+def _mixture(prefix: str, model: ModelShape, layer: int) -> Iterator[TensorSpec]:
+    """Router, experts, and shared experts."""
+    hidden, dtype = model.hidden_size, model.dtype
+    assert model.num_experts is not None, "a mixture has experts"
     yield _whole(f"{prefix}.router.weight", (model.num_experts, hidden), dtype, layer)
     for index in range(model.num_experts):
         expert = index, model.num_experts

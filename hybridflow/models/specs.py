@@ -18,7 +18,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import TEGroupedMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
@@ -164,7 +164,7 @@ def _logical(chunk: GPTModel) -> Iterator[Logical]:
 
 def _in_layer(name: str, layer: TransformerLayer) -> tuple[str, tuple[int, int] | None]:
     """The logical name of a tensor within its layer, and its expert."""
-    if not isinstance(layer.mlp, MoELayer) or not name.startswith("mlp.experts."):
+    if not isinstance(layer.mlp, BaseMoELayer) or not name.startswith("mlp.experts."):
         return _FUSED_NORMS.get(name, name), None
     match = _EXPERT.fullmatch(name) or _GROUPED.fullmatch(name)
     if match is None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridflow.errors import ReshardError
 from hybridflow.families.model import Model
@@ -82,23 +82,26 @@ def initialize(
 ) -> None:
     """Set initial weights: a function of (seed, logical name) alone, whatever the layout.
 
-    Norm weights are 1 and biases 0. Matrices are normal with ``std``, those that end a residual branch with
-    ``std / sqrt(2 * layers)`` (GPT-2's rule). Padding rows of the vocabulary are 0.
+    Norms multiply by 1: their weights are 1, or 0 where they are zero-centred. Biases are 0. Matrices are normal with
+    ``std``, those that end a residual branch with ``std / sqrt(2 * layers)`` (GPT-2's rule). Padding rows of the
+    vocabulary are 0.
     """
     shapes = {tensor.name: tensor for tensor in spec.tensors}
+    config = (model if isinstance(model, nn.Module) else model[0]).config
+    norm = 0.0 if config.layernorm_zero_centered_gamma else 1.0
     for name, (local, part) in local_shards(model, spec, mesh, rank).items():
         local.zero_()
         inner = tuple(slice(0, stop - start) for start, stop in part.box)
         outer = tuple(slice(start, stop) for start, stop in part.box)
-        local[inner].copy_(_initial_value(shapes[name], seed, std, spec.num_layers)[outer])
+        local[inner].copy_(_initial_value(shapes[name], seed, std, spec.num_layers, norm)[outer])
 
 
-def _initial_value(tensor: TensorSpec, seed: int, std: float, num_layers: int) -> Tensor:
+def _initial_value(tensor: TensorSpec, seed: int, std: float, num_layers: int, norm: float) -> Tensor:
     """The whole logical tensor, fp32 in host memory."""
     if tensor.name.endswith("bias"):
         return torch.zeros(tensor.shape)
     if len(tensor.shape) == 1:
-        return torch.ones(tensor.shape)
+        return torch.full(tensor.shape, norm)
     digest = hashlib.sha256(f"{seed}:{tensor.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     if tensor.name.endswith(("linear_proj.weight", "linear_fc2.weight")):

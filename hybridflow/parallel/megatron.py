@@ -33,6 +33,8 @@ def rank_sets(meshes: Iterable[DeviceMesh], size: int) -> list[tuple[int, ...]]:
         sets.append(mesh.ranks)
         for axes in (("tp",), ("pp",), ("dp", "cp"), ("tp", "pp"), ("tp", "dp", "cp")):
             sets += mesh.groups(*axes)
+        for axes in (("etp",), ("ep",), ("etp", "ep"), ("etp", "ep", "pp"), ("edp",)):
+            sets += _expert_groups(mesh, *axes)
         sets += [_ends(group) for group in mesh.groups("pp")]
     return list(dict.fromkeys(sets))
 
@@ -40,14 +42,16 @@ def rank_sets(meshes: Iterable[DeviceMesh], size: int) -> list[tuple[int, ...]]:
 def collection(world: World, mesh: DeviceMesh) -> ProcessGroupCollection:
     """This rank's process groups in a mesh that it belongs to.
 
-    Context and expert parallel groups are single ranks, since layouts with ``cp`` or ``ep`` above 1 are refused
-    earlier.
+    Context parallel groups are single ranks, since layouts with ``cp`` above 1 are refused earlier.
     """
     rank = world.rank
     alone = world.group((rank,))
 
     def along(*axes: str):
         return world.group(mesh.group_of(rank, *axes))
+
+    def experts_along(*axes: str):
+        return world.group(next(group for group in _expert_groups(mesh, *axes) if rank in group))
 
     pipeline = mesh.group_of(rank, "pp")
     ends = _ends(pipeline)
@@ -60,15 +64,15 @@ def collection(world: World, mesh: DeviceMesh) -> ProcessGroupCollection:
         cp=alone,
         tp_cp=along("tp"),
         hcp=[alone],
-        ep=alone,
-        expt_tp=along("tp"),
-        tp_ep=along("tp"),
-        tp_ep_pp=along("tp", "pp"),
+        ep=experts_along("ep"),
+        expt_tp=experts_along("etp"),
+        tp_ep=experts_along("etp", "ep"),
+        tp_ep_pp=experts_along("etp", "ep", "pp"),
         dp=along("dp", "cp"),
         dp_cp=along("dp", "cp"),
-        expt_dp=along("dp", "cp"),
+        expt_dp=experts_along("edp"),
         intra_dp_cp=along("dp", "cp"),
-        intra_expt_dp=along("dp", "cp"),
+        intra_expt_dp=experts_along("edp"),
         tp_dp_cp=along("tp", "dp", "cp"),
         intra_dist_opt=world.group(mesh.ranks),
     )
@@ -92,6 +96,27 @@ def gathering_within(group: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         dist.all_gather_object = gather
+
+
+def _expert_groups(mesh: DeviceMesh, *axes: str) -> list[tuple[int, ...]]:
+    """The partition of a mesh into groups whose ranks hold parts of experts that differ only along ``axes``.
+
+    The ranks of a stage, in mesh order, are dealt anew: tensor parallel index inside experts (``etp``) fastest, then
+    block of experts (``ep``), then replica (``edp``).
+    """
+    layout = mesh.layout
+    per_stage = len(mesh.ranks) // layout.pp
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, rank in enumerate(mesh.ranks):
+        replica, within = divmod(index % per_stage, layout.expert_tp * layout.ep)
+        place = {
+            "etp": within % layout.expert_tp,
+            "ep": within // layout.expert_tp,
+            "edp": replica,
+            "pp": index // per_stage,
+        }
+        groups.setdefault(tuple(at for axis, at in place.items() if axis not in axes), []).append(rank)
+    return [tuple(group) for group in groups.values()]
 
 
 def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridflow.families.model import Model
+from hybridflow.families.model import Model, RotaryScaling
 from hybridflow.models.gpt import Transformer, build_transformer
 from hybridflow.models.weights import describe_model, initialize
 from hybridflow.parallel.layout import ParallelLayout
@@ -20,6 +20,42 @@ TINY = Model(
     max_context=48,
     vocab_divisible_by=4,
     qkv_bias=True,
+)
+# What Gemma 2 has and Llama has not, with windows and caps small enough to matter, and a stretched rotary embedding.
+CAPPED = Model(
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=48,
+    num_attention_heads=8,
+    num_query_groups=2,
+    head_dim=12,
+    max_context=48,
+    vocab_divisible_by=5,
+    rotary_scaling=RotaryScaling(kind="yarn", factor=4.0, original_context=12, beta_fast=4.0, beta_slow=0.5),
+    zero_centered_norms=True,
+    post_norms=True,
+    activation="gelu_tanh",
+    tied_embeddings=True,
+    scaled_embeddings=True,
+    attention_scale=0.2,
+    attention_softcap=1.5,
+    logit_softcap=4.0,
+    window=4,
+    window_layers=(0, 2),
+)
+MIXTURE = Model(
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=24,
+    num_attention_heads=8,
+    num_query_groups=4,
+    max_context=48,
+    vocab_divisible_by=4,
+    qk_norm=True,
+    window=6,
+    num_experts=4,
+    experts_per_token=2,
+    normalized_experts=False,
 )
 VOCAB = 29
 

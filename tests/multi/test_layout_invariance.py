@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.critic import Critic
 from tests.multi.jobs import add_noise, inner_of, make_batch, make_job, outer_of, tiny_recipe
-from tests.multi.models import TINY, layouts_of
+from tests.multi.models import CAPPED, MIXTURE, TINY, layouts_of
 from tests.ranks import run_ranks
 
 # Tied embeddings, one key-value head for several tensor-parallel ranks, norms of queries and keys, and a vocabulary of
@@ -39,7 +40,7 @@ MIXED = config.Model(
     tied_embeddings=True,
     qk_norm=True,
 )
-MODELS = {"plain": replace(TINY, num_layers=4), "deep": TINY, "mixed": MIXED}
+MODELS = {"plain": replace(TINY, num_layers=4), "deep": TINY, "mixed": MIXED, "capped": CAPPED, "mixture": MIXTURE}
 SMALL, LARGE = 24, 4096
 """Token budgets of a micro-batch: a few samples of at most 19 tokens, and all that a rank has."""
 
@@ -251,6 +252,10 @@ def cases_of(size: int) -> list[Case]:
                     layout=layout, algorithm="grpo", model="mixed", micro_batch_tokens=SMALL, distributed=layout.tp == 2
                 )
             )
+    if size == 4:
+        for model, text in itertools.product(("capped", "mixture"), ("tp2.pp2.dp1", "tp2.pp1.dp2", "tp1.pp2.dp2")):
+            layout = ParallelLayout.parse(text)
+            cases.append(Case(layout=layout, algorithm="ppo", model=model, distributed=layout.tp == 1))
     return cases
 
 

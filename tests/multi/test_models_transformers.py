@@ -1,144 +1,396 @@
-"""Our GPT computes what Hugging Face's models of the same weights compute."""
+"""Every family computes what ``transformers`` does with the same weights: logits, values, gradients, in all layouts."""
 
 from __future__ import annotations
 
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hybridflow.families.model import Model
+from hybridflow.checkpoint.forms import to_logical
+from hybridflow.config import Optimizer
+from hybridflow.families.config_json import Described, read_config
+from hybridflow.models.attention import CachedAttention, KeyValueCache, PackedAttention
+from hybridflow.models.gpt import Transformer, build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack
-from hybridflow.models.training import forward_only
-from hybridflow.models.weights import local_shards
+from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.specs import logical_parameters
+from hybridflow.models.training import Trainable, forward_only
+from hybridflow.models.weights import describe_model, local_shards
 from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.mesh import DeviceMesh
 from tests.multi.jobs import inner_of, outer_of
-from tests.multi.models import VOCAB, make_model, samples
+from tests.multi.models import place
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
 
-SHAPE: dict[str, Any] = dict(num_layers=4, hidden_size=64, ffn_hidden_size=96, num_attention_heads=8, max_context=32)
-FAMILIES = {
-    "llama": (
-        transformers.LlamaConfig,
-        transformers.LlamaForCausalLM,
-        Model(**SHAPE, rotary_base=50000.0, vocab_divisible_by=4),
+VOCAB = 29
+LENGTHS = (12, 19, 3, 15)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A small model of a family.
+
+    Attributes:
+        config: What its class in ``transformers`` is called, without ``Config``.
+        given: What differs from the sizes that all have.
+        lengths: Tokens of the sequences.
+        ours: Settings that are to differ from those that ``config.json`` says.
+    """
+
+    config: str
+    given: dict[str, Any] = field(default_factory=dict)
+    lengths: tuple[int, ...] = LENGTHS
+    ours: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_mixture(self) -> bool:
+        return "Mixtral" in self.config or "Moe" in self.config
+
+
+def rope(kind: str, **other: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **other}}
+
+
+PAIRS = 6
+"""Of dims in a head of LongRoPE's."""
+LONG = rope(
+    "longrope",
+    short_factor=[1.0 + 0.1 * pair for pair in range(PAIRS)],
+    long_factor=[1.5 + 0.7 * pair for pair in range(PAIRS)],
+)
+PHI3 = {"hidden_size": 96, "pad_token_id": 0}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12}
+CASES = {
+    "llama": Case(config="Llama", given=rope("default")),
+    "llama 3.1, tied": Case(
+        config="Llama",
+        given={
+            "tie_word_embeddings": True,
+            **rope(
+                "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+            ),
+        },
     ),
-    "llama, grouped and tied": (
-        transformers.LlamaConfig,
-        transformers.LlamaForCausalLM,
-        Model(**SHAPE, num_query_groups=1, tied_embeddings=True, vocab_divisible_by=4, norm_eps=1e-6),
+    "llama, linear, one group": Case(config="Llama", given={"num_key_value_heads": 1, **rope("linear", factor=4.0)}),
+    "llama, yarn": Case(
+        config="Llama",
+        given=rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=0.5),
     ),
-    "qwen2": (
-        transformers.Qwen2Config,
-        transformers.Qwen2ForCausalLM,
-        Model(**SHAPE, num_query_groups=2, qkv_bias=True, tied_embeddings=True, vocab_divisible_by=4),
+    "mistral, window": Case(config="Mistral", given={"sliding_window": 5, **rope("default")}),
+    "mistral, no window": Case(config="Mistral", given={"sliding_window": None, "head_dim": 12}),
+    "qwen2, tied": Case(config="Qwen2", given={"tie_word_embeddings": True}),
+    "qwen2, upper window": Case(
+        config="Qwen2", given={"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
     ),
-    "qwen3": (
-        transformers.Qwen3Config,
-        transformers.Qwen3ForCausalLM,
-        Model(**SHAPE, num_query_groups=4, head_dim=12, qk_norm=True, vocab_divisible_by=4),
+    "qwen3": Case(config="Qwen3", given={"head_dim": 12}),
+    "qwen3, yarn": Case(
+        config="Qwen3",
+        given={"head_dim": 12, **rope("yarn", factor=2.0, original_max_position_embeddings=16, attention_factor=1.3)},
     ),
+    "phi3": Case(config="Phi3", given={**PHI3, "sliding_window": 7}),
+    "phi3, longrope, long": Case(
+        config="Phi3",
+        given={**PHI3, "original_max_position_embeddings": 8, **LONG},
+        lengths=(12, 19, 9, 15),
+    ),
+    "phi3, longrope, short": Case(
+        config="Phi3", given={**PHI3, "original_max_position_embeddings": 32, **LONG}, lengths=(12, 19, 3, 15)
+    ),
+    "phi3, longrope, shortened": Case(
+        config="Phi3",
+        given={**PHI3, "original_max_position_embeddings": 16, **LONG},
+        lengths=(12, 16, 3, 15),
+        ours={"max_context": 16},
+    ),
+    "gemma": Case(config="Gemma", given={"head_dim": 12}),
+    "gemma2": Case(
+        config="Gemma2",
+        given={
+            "head_dim": 12,
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "mixtral": Case(config="Mixtral", given={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral, window": Case(
+        config="Mixtral", given={"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6}
+    ),
+    "qwen3 moe": Case(config="Qwen3Moe", given={**MIXTURE, "norm_topk_prob": True}),
+    "qwen3 moe, shares of all": Case(config="Qwen3Moe", given={**MIXTURE, "norm_topk_prob": False}),
 }
+DENSE = ["tp1.pp1.dp1", "tp2.pp1.dp1", "tp1.pp2.dp1", "tp2.pp2.dp1"]
+EXPERTS = ["tp1.pp1.dp2.ep2", "tp2.pp1.dp2.ep2", "tp1.pp2.dp2.ep2"]
+"""In the last two, and in TP2·PP2, gradients are compared too."""
 
 
-def their_model(family: str) -> nn.Module:
-    """Hugging Face's model of our shape, every weight random, norms and biases too."""
-    make_config, make, model = FAMILIES[family]
-    groups = model.num_query_groups or model.num_attention_heads
-    theirs = make(
-        make_config(
-            vocab_size=VOCAB,
-            hidden_size=model.hidden_size,
-            intermediate_size=model.ffn_hidden_size,
-            num_hidden_layers=model.num_layers,
-            num_attention_heads=model.num_attention_heads,
-            num_key_value_heads=groups,
-            head_dim=model.head_dim or model.hidden_size // model.num_attention_heads,
-            max_position_embeddings=model.max_context,
-            rms_norm_eps=model.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": model.rotary_base},
-            tie_word_embeddings=model.tied_embeddings,
-        )
+@dataclass(frozen=True, kw_only=True)
+class Theirs:
+    """What ``transformers`` made of a case.
+
+    Attributes:
+        described: Its ``config.json`` in ours.
+        sequences: Tokens.
+        weights: Tensors of its safetensors file.
+        gradients: The same of the gradients of ``loss``.
+        grad_norm: Of all of them.
+        logits: For each sequence, ``[tokens, vocab]``.
+        values: For each sequence, ``[tokens]``, of a head whose weight is ``head``.
+        head: ``[1, hidden]``.
+    """
+
+    described: Described
+    sequences: list[Tensor]
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    grad_norm: float
+    logits: list[Tensor]
+    values: list[Tensor]
+    head: Tensor
+
+
+def loss_weight(index: int, length: int) -> Tensor:
+    """A number for each token of a sequence, so that gradients do not cancel."""
+    return torch.randn(length, generator=torch.Generator().manual_seed(100 + index))
+
+
+def their_answers(case: Case, folder: Path) -> Theirs:
+    """The case in ``transformers``, every weight random, norms and biases too."""
+    sizes = dict(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=40,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
     )
+    config = getattr(transformers, f"{case.config}Config")(**{**sizes, **case.given})
+    # The others have no soft-caps.
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(17)
     with torch.no_grad():
-        for parameter in theirs.parameters():
-            centre = 1.0 if parameter.dim() == 1 else 0.0
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if name.endswith("norm.weight") and "Gemma" not in case.config else 0.0
             parameter.copy_(centre + 0.15 * torch.randn(parameter.shape, generator=generator))
-    return theirs.eval()
+    model.eval().save_pretrained(folder / "weights")
+    config_json = json.loads((folder / "weights/config.json").read_text())
+    described = read_config(config_json, where="config.json")
+    # Token 0 is their padding, for which they make no gradient.
+    sequences = [torch.randint(1, VOCAB, (length,), generator=generator) for length in case.lengths]
+    head = 0.1 * torch.randn(1, config.hidden_size, generator=generator)
+    outputs = [model(sequence[None], output_hidden_states=True) for sequence in sequences]
+    loss = torch.zeros(())
+    for index, (sequence, output) in enumerate(zip(sequences, outputs, strict=True)):
+        log_probs = output.logits[0, :-1].log_softmax(-1).gather(1, sequence[1:, None])[:, 0]
+        loss = loss + (log_probs * loss_weight(index, len(log_probs))).sum()
+    loss.backward()
+    logits = [output.logits[0].detach() for output in outputs]
+    values = [(output.hidden_states[-1][0] @ head[0]).detach() for output in outputs]
+    norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(folder / "gradients")
+    return Theirs(
+        described=replace(described, model=replace(described.model, vocab_divisible_by=4, **case.ours)),
+        sequences=sequences,
+        weights=load_file(folder / "weights/model.safetensors"),
+        gradients=load_file(folder / "gradients/model.safetensors"),
+        grad_norm=norm,
+        logits=logits,
+        values=values,
+        head=head,
+    )
 
 
-def by_our_names(theirs: dict[str, Tensor], model: Model) -> dict[str, Tensor]:
-    """Their weights as our logical tensors."""
-    ours = {
-        "embedding.word_embeddings.weight": theirs["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": theirs["model.norm.weight"],
-        "output_layer.weight": theirs["lm_head.weight"],
-    }
-    groups = model.num_query_groups or model.num_attention_heads
+def by_our_names(described: Described, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face's tensors as our logical ones, by the family's table; all of them."""
+    model, ours, used = described.model, {}, set()
     for layer in range(model.num_layers):
-        mine, other = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        ours |= {
-            f"{mine}.input_layernorm.weight": theirs[f"{other}.input_layernorm.weight"],
-            f"{mine}.pre_mlp_layernorm.weight": theirs[f"{other}.post_attention_layernorm.weight"],
-            f"{mine}.self_attention.linear_proj.weight": theirs[f"{other}.self_attn.o_proj.weight"],
-            f"{mine}.mlp.linear_fc2.weight": theirs[f"{other}.mlp.down_proj.weight"],
-            f"{mine}.mlp.linear_fc1.weight": torch.stack(
-                [theirs[f"{other}.mlp.{half}_proj.weight"] for half in ("gate", "up")]
-            ),
-        }
-        for kind in ("weight", "bias"):
-            parts = [theirs.get(f"{other}.self_attn.{which}_proj.{kind}") for which in "qkv"]
-            if parts[0] is not None:
-                by_group = [part.view(groups, -1, *part.shape[1:]) for part in parts]
-                ours[f"{mine}.self_attention.linear_qkv.{kind}"] = torch.cat(by_group, dim=1).flatten(0, 1)
-        for which in "qk":
-            norm = theirs.get(f"{other}.self_attn.{which}_norm.weight")
-            if norm is not None:
-                ours[f"{mine}.self_attention.{which}_layernorm.weight"] = norm
+        for expert in range(model.num_experts or 1):
+            for rule in described.family.rules:
+                names = [name.format(layer=layer, expert=expert) for name in rule.hf]
+                if all(name in tensors for name in names):
+                    used.update(names)
+                    logical = rule.logical.format(layer=layer, expert=expert)
+                    ours[logical] = to_logical(rule.form, [tensors[name] for name in names], model)
+    assert used == set(tensors), f"not in the table: {sorted(set(tensors) - used)}"
     return ours
 
 
-def differences(world, layout: ParallelLayout) -> dict[str, tuple[float, float]]:
-    """Family -> largest difference of a logit in this rank's columns, and of a log-probability; on the last stage."""
-    found = {}
-    sequences, _ = samples(5, seed=2)
-    for family, (_, _, shape) in FAMILIES.items():
-        theirs = their_model(family)
-        model, mesh, groups, spec = make_model(world, layout, model=shape)
-        weights = by_our_names(theirs.state_dict(), shape)
-        for name, (local, part) in local_shards(model, spec, mesh, world.rank).items():
-            local.zero_()
-            local[inner_of(part)] = weights[name][outer_of(part)]
-        chosen = [index for index, sequence in enumerate(sequences) if len(sequence) > 1]
-        batch = pack(chosen, sequences, [1] * len(sequences), world.device)
+@dataclass(frozen=True, kw_only=True)
+class Ours:
+    """This rank's part of a model with their weights."""
 
-        def compute(output, batch, groups=groups):
-            log_probs, _ = vocab_parallel_log_probs(output, batch.targets, group=groups.tp, vocab_size=VOCAB)
-            return output, log_probs
+    model: Transformer
+    mesh: DeviceMesh
+    groups: Any
+    shards: dict[str, Any]
 
-        with torch.no_grad():
-            logits = torch.cat([theirs(sequences[index][None]).logits[0, :-1] for index in chosen])
-        expected = logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
-        for output, log_probs in forward_only(model, groups, [batch], compute):
-            first = mesh.coordinate(world.rank).tp * output.shape[1]
-            mine = logits[:, first : first + output.shape[1]]
-            assert mine.shape[1] > 0
-            found[family] = (
-                float((output[:, : mine.shape[1]] - mine).abs().max()),
-                float((log_probs - expected).abs().max()),
-            )
-            assert float(logits.std()) > 0.5, "logits are too alike to tell anything"
+
+def load(world, theirs: Theirs, layout: ParallelLayout, mesh, groups, *, has_value_head: bool = False) -> Ours:
+    """Build this rank's part and fill it."""
+    described = theirs.described
+    options: dict[str, Any] = dict(vocab_size=VOCAB, has_value_head=has_value_head)
+    built = build_transformer(described.model, layout, groups, world.device, **options)
+    spec = describe_model(world, described.model, **options)
+    assert spec == model_spec(shape_of(described.model, VOCAB), has_value_head=has_value_head)
+    weights = by_our_names(described, theirs.weights)
+    if has_value_head:
+        weights.pop("output_layer.weight", None)
+        weights["value_head.weight"] = theirs.head
+    assert set(weights) == {tensor.name for tensor in spec.tensors}
+    shards = local_shards(built, spec, mesh, world.rank)
+    for name, (local, part) in shards.items():
+        local.zero_()
+        local[inner_of(part)] = weights[name][outer_of(part)]
+    return Ours(model=built, mesh=mesh, groups=groups, shards=shards)
+
+
+def compare(world, case: Case, theirs: Theirs) -> dict[str, dict[str, float]]:
+    """Layout -> what was compared -> the largest difference that this rank found."""
+    found: dict[str, dict[str, float]] = {}
+    for text in DENSE + (EXPERTS if case.is_mixture else []):
+        layout = ParallelLayout.parse(text)
+        mesh, groups = place(world, layout)
+        if groups is None:
+            continue
+        ours = load(world, theirs, layout, mesh, groups)
+        found[text] = {"logits": logits_differ(world, ours, theirs)}
+        if layout.pp == 1:
+            found[text]["cached"] = cached_differ(world, ours, theirs)
+        if layout.world_size == 4:
+            scorer = load(world, theirs, layout, mesh, groups, has_value_head=True)
+            found[text]["values"] = values_differ(world, scorer, theirs)
+            found[text] |= gradients_differ(world, ours, theirs)
     return found
 
 
-@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(tp=2, pp=2)], ids=str)
-def test_logits_and_log_probs_are_those_of_hugging_face(layout):
-    ranks = run_ranks(differences, layout.world_size, layout)
-    assert [len(found) for found in ranks] == [0] * (layout.world_size - layout.tp) + [len(FAMILIES)] * layout.tp
-    worst = {family: max(found[family] for found in ranks if found) for family in FAMILIES}
-    assert all(max(pair) <= 1e-4 for pair in worst.values()), worst
+def chosen(ours: Ours, theirs: Theirs, rank: int) -> list[int]:
+    """The sequences of this rank's replica: not equally many tokens."""
+    dp = ours.mesh.layout.dp
+    return list(range(len(theirs.sequences)))[ours.mesh.coordinate(rank).dp :: dp]
+
+
+def columns(ours: Ours, width: int, rank: int) -> slice:
+    first = ours.mesh.coordinate(rank).tp * width
+    return slice(first, first + width)
+
+
+def logits_differ(world, ours: Ours, theirs: Theirs) -> float:
+    """On the last stage, over this rank's real columns; 0 elsewhere."""
+    samples = chosen(ours, theirs, world.rank)
+    batch = pack(samples, theirs.sequences, [1] * len(theirs.sequences), world.device)
+    expected = torch.cat([theirs.logits[index][:-1] for index in samples])
+    assert float(expected.std()) > 0.5, "logits are too alike to tell anything"
+    worst = 0.0
+    for output in forward_only(ours.model, ours.groups, [batch], lambda output, _: output):
+        mine = expected[:, columns(ours, output.shape[1], world.rank)]
+        worst = float((output[:, : mine.shape[1]] - mine).abs().max())
+    return worst
+
+
+@torch.no_grad()
+def cached_differ(world, ours: Ours, theirs: Theirs) -> float:
+    """Prefill of two tokens, then one at a time."""
+    samples = chosen(ours, theirs, world.rank)
+    sequences = [theirs.sequences[index] for index in samples]
+    attention = ours.model.decoder.layers[0].self_attention
+    cache = KeyValueCache(
+        num_layers=len(ours.model.decoder.layers),
+        num_slots=len(sequences),
+        num_tokens=max(map(len, sequences)),
+        num_groups=attention.num_query_groups_per_partition,
+        head_size=attention.hidden_size_per_attention_head,
+        dtype=torch.float32,
+        device=world.device,
+    )
+    prompts = PackedAttention([2] * len(sequences), world.device, cache)
+    ours.model(torch.cat([sequence[:2] for sequence in sequences]), prompts)
+    worst, shortest = 0.0, min(map(len, theirs.sequences))
+    for position in range(2, max(map(len, theirs.sequences))):
+        # Sequences that have ended repeat a token, which nobody looks at; all replicas take equally many steps.
+        places = torch.tensor([min(position, len(sequence) - 1) for sequence in sequences])
+        tokens = torch.stack([sequence[at] for sequence, at in zip(sequences, places, strict=True)])
+        output = ours.model(tokens, CachedAttention(cache, places))
+        expected = torch.stack([theirs.logits[index][at] for index, at in zip(samples, places, strict=True)])
+        mine = expected[:, columns(ours, output.shape[1], world.rank)]
+        worst = max(worst, float((output[:, : mine.shape[1]] - mine).abs().max()))
+    assert shortest > 2
+    return worst
+
+
+def values_differ(world, ours: Ours, theirs: Theirs) -> float:
+    """Of the value head."""
+    samples = chosen(ours, theirs, world.rank)
+    batch = pack(samples, theirs.sequences, [1] * len(theirs.sequences), world.device)
+    expected = torch.cat([theirs.values[index][:-1] for index in samples])
+    outputs = forward_only(ours.model, ours.groups, [batch], lambda output, _: output)
+    return max((float((output[:, 0] - expected).abs().max()) for output in outputs), default=0.0)
+
+
+def gradients_differ(world, ours: Ours, theirs: Theirs) -> dict[str, float]:
+    """Relative to the largest gradient of each tensor; and of the norm that an optimizer's step reports."""
+    trainable = Trainable(ours.model, ours.groups, Optimizer(lr=1e-3, distributed=False))
+    samples = chosen(ours, theirs, world.rank)
+    prompts = [1] * len(theirs.sequences)
+    # One sample in each micro-batch, equally many for all replicas: experts exchange tokens in each.
+    batches = [pack([index], theirs.sequences, prompts, world.device) for index in samples]
+
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, None]:
+        log_probs, _ = vocab_parallel_log_probs(output, batch.targets, group=ours.groups.tp, vocab_size=VOCAB)
+        return (log_probs * loss_weight(batch.samples[0], len(log_probs))).sum(), None
+
+    trainable.accumulate(batches, loss)
+    expected = by_our_names(theirs.described, theirs.gradients)
+    parameters: dict[str, nn.Parameter] = logical_parameters(ours.model)
+    worst = 0.0
+    for name, (local, part) in ours.shards.items():
+        gradient = parameters[name].main_grad.view(part.local_shape)[inner_of(part)]
+        scale = float(expected[name].abs().max())
+        assert scale > 1e-4, f"{name}: its gradient is too small to tell anything"
+        if gradient.numel():
+            worst = max(worst, float((gradient - expected[name][outer_of(part)]).abs().max()) / scale)
+        assert local.shape == part.local_shape
+    norm = trainable.step()
+    return {"gradients": worst, "norm": abs(norm / theirs.grad_norm - 1)}
+
+
+def compare_all(world, cases: dict[str, Theirs]) -> dict[str, dict[str, dict[str, float]]]:
+    return {name: compare(world, CASES[name], theirs) for name, theirs in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory) -> dict[str, Theirs]:
+    return {name: their_answers(case, tmp_path_factory.mktemp("model")) for name, case in CASES.items()}
+
+
+def test_every_family_computes_what_transformers_computes_in_all_layouts(answers):
+    ranks = run_ranks(compare_all, 4, answers)
+    worst: dict[str, dict[str, float]] = {}
+    for name, case in CASES.items():
+        layouts = DENSE + (EXPERTS if case.is_mixture else [])
+        for layout in layouts:
+            results = [found[name][layout] for found in ranks if layout in found[name]]
+            assert len(results) == ParallelLayout.parse(layout).world_size
+            for result in results:
+                for what, difference in result.items():
+                    worst.setdefault(name, {})[what] = max(worst.get(name, {}).get(what, 0.0), difference)
+    for name, result in worst.items():
+        print(name, {what: f"{difference:.1e}" for what, difference in result.items()})
+    assert all(difference <= 1e-4 for result in worst.values() for difference in result.values()), worst

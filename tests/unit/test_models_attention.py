@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridflow.models.attention import CachedAttention, KeyValueCache, PackedAttention
+from hybridflow.models.attention import CachedAttention, KeyValueCache, PackedAttention, Scoring
 
 HEAD = 6
 
@@ -31,13 +31,13 @@ def test_packed_equals_padded_and_the_formula(lengths, heads, groups):
     packed = random_packed(lengths, heads, groups)
     device = torch.device("cpu")
     scale = HEAD**-0.5
-    context = PackedAttention(lengths, device).attend(0, *packed, scale)
+    context = PackedAttention(lengths, device).attend(0, *packed, Scoring(scale=scale))
 
     width = max(lengths)
     kept = torch.cat([torch.arange(length) + row * width for row, length in enumerate(lengths)])
     # What stands in the padding must not matter.
     padded = [torch.full((len(lengths) * width, *each.shape[1:]), 9.0).index_copy(0, kept, each) for each in packed]
-    other = PackedAttention([width] * len(lengths), device).attend(0, *padded, scale)[kept]
+    other = PackedAttention([width] * len(lengths), device).attend(0, *padded, Scoring(scale=scale))[kept]
     torch.testing.assert_close(other, context, atol=1e-6, rtol=0)
 
     parts = zip(*(each.split(lengths) for each in packed), strict=True)
@@ -57,16 +57,18 @@ def test_cached_continues_packed():
     lengths, device, scale = [3, 6, 1], torch.device("cpu"), 0.4
     with torch.no_grad():
         query, key, value = random_packed([length + 1 for length in lengths], 4, 2)
-        expected = PackedAttention([length + 1 for length in lengths], device).attend(0, query, key, value, scale)
+        expected = PackedAttention([length + 1 for length in lengths], device).attend(
+            0, query, key, value, Scoring(scale=scale)
+        )
         cache = KeyValueCache(
             num_layers=1, num_slots=3, num_tokens=8, num_groups=2, head_size=HEAD, dtype=torch.float32, device=device
         )
         is_last = torch.zeros(sum(lengths) + 3, dtype=torch.bool)
         is_last[(torch.tensor(lengths) + 1).cumsum(0) - 1] = True
         prompts = PackedAttention(lengths, device, cache).attend(
-            0, query[~is_last], key[~is_last], value[~is_last], scale
+            0, query[~is_last], key[~is_last], value[~is_last], Scoring(scale=scale)
         )
         torch.testing.assert_close(prompts, expected[~is_last], atol=1e-6, rtol=0)
         following = CachedAttention(cache, torch.tensor(lengths))
-        context = following.attend(0, query[is_last], key[is_last], value[is_last], scale)
+        context = following.attend(0, query[is_last], key[is_last], value[is_last], Scoring(scale=scale))
         torch.testing.assert_close(context, expected[is_last], atol=1e-6, rtol=0)

@@ -1,0 +1,74 @@
+"""A mixture of experts in place of the feed-forward block, in every TP×EP layout, with gradients.
+
+megatron-core's router and experts, with an exchange of tokens of our own. megatron-core 0.16.1 wants the ranks of a
+tensor-parallel group to hold different tokens (sequence parallelism); here they hold the same, so that it would count
+each token ``tp`` times in the experts' gradients. Its dispatchers need CUDA streams or a global buffer besides.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    all_to_all,
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # Without Transformer Engine megatron-core 0.16.1 leaves this name undefined, and asks whether it is None.
+    moe_utils.te_general_gemm = None
+
+
+class ExpertLayer(BaseMoELayer):
+    """Each token goes to its experts, whichever expert-parallel rank has them, and none is dropped.
+
+    Args:
+        config: megatron-core's.
+        submodules: Of megatron-core's own layer: the router and the experts.
+        layer_number: Of the layer, counted from 1.
+        groups: This rank's process groups.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, submodules: MoESubmodules, layer_number: int, groups: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config, layer_number, groups)
+        self.router = submodules.router(config=config, pg_collection=groups)
+        self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
+
+    def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
+        """``[tokens, 1, hidden]`` to the same. Collective: tp, ep; the ranks of ep may have unequally many tokens."""
+        weights, is_chosen = self.router(hidden)
+        # Each tensor-parallel rank computes a slice of every expert, hence a part of these gradients and of the output.
+        flat = copy_to_tensor_model_parallel_region(hidden[:, 0], group=self.attn_tp_group)
+        weights = copy_to_tensor_model_parallel_region(weights, group=self.attn_tp_group)
+        expert, token = is_chosen.T.nonzero(as_tuple=True)
+        output = self._through_experts(flat[token], weights[token, expert], is_chosen.sum(0))
+        # By token again; all have equally many experts, so that the sum has one order on every device.
+        combined = output[token.argsort(stable=True)].view(len(flat), self.router.topk, -1).sum(1)
+        return reduce_from_tensor_model_parallel_region(combined, group=self.attn_tp_group)[:, None], None
+
+    def _through_experts(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """Outputs for ``[pairs, hidden]`` of tokens and experts, ordered by expert, ``counts`` for each expert."""
+        sent = counts.view(-1, self.num_local_experts)
+        received = torch.empty_like(sent)
+        if len(sent) > 1:
+            dist.all_to_all_single(received, sent, group=self.ep_group)
+        else:
+            received = sent
+        rows_out, rows_in = sent.sum(1).tolist(), received.sum(1).tolist()
+        hidden = all_to_all(self.ep_group, hidden, rows_in, rows_out)
+        weights = all_to_all(self.ep_group, weights, rows_in, rows_out)
+        # They come ordered by rank, then expert; the experts want them by expert.
+        expert = torch.arange(self.num_local_experts, device=hidden.device).repeat(len(received))
+        order = expert.repeat_interleave(received.flatten()).argsort(stable=True)
+        output, _ = self.experts(hidden[order], received.sum(0), weights[order])
+        output = torch.empty_like(output).index_copy(0, order, output)
+        return all_to_all(self.ep_group, output, rows_out, rows_in)

@@ -1,0 +1,74 @@
+"""Rotary position embedding: how fast each pair of a head's dims turns, plain or stretched for longer contexts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hybridflow.families.model import Model, RotaryScaling
+
+
+def rotary_frequencies(model: Model) -> Tensor:
+    """Angle by which each pair of dims turns from one token to the next, ``[head / 2]`` fp32 in host memory.
+
+    LongRoPE has two sets of divisors. Which one a model uses is settled by its ``max_context``, once for all sequences,
+    so that what was cached for the beginning of a sequence stays right as it grows, and training agrees with rollout.
+    ``transformers`` chooses anew by the longest sequence of each batch instead.
+    """
+    scaling = model.rotary_scaling
+    turns = torch.arange(0, model.head_size, 2, dtype=torch.float32) / model.head_size
+    if scaling is None:
+        return 1.0 / model.rotary_base**turns
+    if scaling.kind == "longrope":
+        divisors = scaling.long_factor if model.max_context > _original(scaling) else scaling.short_factor
+        return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * model.rotary_base**turns)
+    plain = 1.0 / model.rotary_base**turns
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    kept = _kept_llama3(plain, scaling) if scaling.kind == "llama3" else _kept_yarn(model, scaling)
+    return (1 - kept) * plain / scaling.factor + kept * plain
+
+
+def rotary_factor(model: Model) -> float:
+    """Factor on queries and keys alike that goes with the stretched frequencies; their scores get its square.
+
+    Paper: arXiv 2309.00071 (YaRN), arXiv 2402.13753 (LongRoPE).
+    """
+    scaling = model.rotary_scaling
+    if scaling is None or scaling.kind not in ("yarn", "longrope"):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.factor <= 1:
+        return 1.0
+    if scaling.kind == "yarn":
+        return 0.1 * math.log(scaling.factor) + 1
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(_original(scaling)))
+
+
+def _kept_llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
+    """Share of each frequency that is left alone: 1 for the fast, 0 for the slow, linear in between."""
+    turned = _original(scaling) * plain / (2 * math.pi)
+    share = (turned - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return share.clamp(0, 1)
+
+
+def _kept_yarn(model: Model, scaling: RotaryScaling) -> Tensor:
+    """As for Llama 3.1, but linear in the index of the pair of dims."""
+
+    def pair_that_turns(times: float) -> float:
+        return (
+            model.head_size * math.log(_original(scaling) / (times * 2 * math.pi)) / (2 * math.log(model.rotary_base))
+        )
+
+    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), model.head_size - 1)
+    pairs = torch.arange(model.head_size // 2, dtype=torch.float32)
+    return 1 - ((pairs - first) / (0.001 if last == first else last - first)).clamp(0, 1)
+
+
+def _original(scaling: RotaryScaling) -> int:
+    assert scaling.original_context is not None, "checked with the model's settings"
+    return scaling.original_context

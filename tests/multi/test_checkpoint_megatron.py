@@ -262,6 +262,8 @@ def test_damaged_torch_dist_names_file_and_tensor(saved, tmp_path):
     [
         (lambda entry, where: entry.chunks.pop(), "do not cover"),
         (lambda entry, where: entry.chunks.append(entry.chunks[0]), "do not cover"),
+        (lambda entry, where: setattr(entry.chunks[0], "sizes", torch.Size([4, 32, 16])), "lies in .* bytes"),
+        (lambda entry, where: setattr(entry.chunks[0], "offsets", entry.chunks[1].offsets), "do not cover|odds"),
         (lambda entry, where: setattr(entry.chunks[0], "offsets", torch.Size([9, 0, 0])), "not a box"),
         (lambda entry, where: setattr(entry.chunks[0], "sizes", torch.Size([-1, 1, 1])), "no sizes"),
         (lambda entry, where: where.clear(), "malformed: KeyError"),

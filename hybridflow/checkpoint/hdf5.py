@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint.huggingface import ASSETS, identity_of
+from hybridflow.checkpoint.assets import ASSETS, identity_of
 from hybridflow.checkpoint.manifest import TensorEntry, versions
 from hybridflow.checkpoint.sharded import ShardedTarget
 from hybridflow.checkpoint.source import Source

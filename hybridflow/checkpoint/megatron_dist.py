@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint.huggingface import ASSETS, identity_of, read_assets, read_json
+from hybridflow.checkpoint.assets import ASSETS, identity_of, read_assets, read_json
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.megatron_args import layout_of, padded_vocab_size, read_args, to_args, to_model
 from hybridflow.checkpoint.model_dir import write_bytes
@@ -213,6 +214,11 @@ class MegatronDistSource:
                 raise CheckpointError(
                     f"{self._folder / METADATA}: {part.key}: found {stored.dtype} {list(stored.shape)}, expected one "
                     f"of {', '.join(DTYPES.values())} {list(expected)} by args; give the args that belong to it"
+                )
+            if sum(num_elements(chunk.box) for chunk in stored.chunks) != math.prod(stored.shape):
+                raise CheckpointError(
+                    f"{self._folder / METADATA}: the chunks of {part.key} do not cover {name} once; restore it from a "
+                    "copy"
                 )
         shape = parts[0].shape if len(parts) == 1 else (2, *parts[0].shape)
         if name.endswith("linear_fc1.weight") and len(parts) == 1:
@@ -517,6 +523,8 @@ def _stored(key: str, entry: Inert, where: Mapping[tuple[str, Any], Mapping[str,
         name, (start, length) = info["relative_path"], _sizes((info["offset"], info["length"]))
         if not isinstance(name, str) or Path(name).name != name:
             raise ValueError(f"{key}: lies in {name!r}, expected a file beside it")
+        if isinstance(dtype, torch.dtype) and num_elements(box) * dtype.itemsize > length:
+            raise ValueError(f"{key}: chunk {box} lies in {length} bytes")
         if info.get("transform_descriptors"):
             raise ValueError(f"{key}: was changed by {info['transform_descriptors']} when it was written")
         chunks.append(_Chunk(box, name, start, start + length))

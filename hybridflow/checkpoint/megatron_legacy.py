@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint.huggingface import identity_of
+from hybridflow.checkpoint.assets import identity_of
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.megatron_args import layout_of, read_args, to_model
 from hybridflow.checkpoint.megatron_dist import LATEST, find_iteration

@@ -280,7 +280,8 @@ class TorchArchive:
             if len(shape) != len(stride) or any(type(number) is not int or number < 0 for number in numbers):
                 raise ValueError(f"a tensor of shape {shape} with strides {stride}")
             last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-            if 0 not in shape and last >= storage.num_elements:
+            # No more elements than are stored, else a small file could ask for any amount of memory.
+            if 0 not in shape and max(last + 1, math.prod(shape)) > storage.num_elements:
                 raise ValueError(f"a tensor of shape {tuple(shape)} reaches beyond its storage {storage.member}")
             return StoredTensor(self, storage.member, storage.dtype, offset, shape, stride)
 

@@ -31,6 +31,8 @@ from tests.checkpoint_formats import SMALL, MemorySource, assert_same, bits, in_
 from tests.megatron_models import make_config
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 MODEL = replace(SMALL, vocab_divisible_by=4, rotary_base=50000.0, norm_eps=1e-6, max_context=32)
 TIED = replace(in_bf16(MODEL), tied_embeddings=True, qkv_bias=False, qk_norm=True)
 MIXTURE = replace(MODEL, num_experts=4, experts_per_token=2, qkv_bias=False)
@@ -149,7 +151,14 @@ def save(world, folder, cases, layout):
             (dist.parent / "latest_checkpointed_iteration.txt").write_text("10")
         torch.distributed.barrier()
         common = {"args": args, "checkpoint_version": 3.0, "iteration": 10}
-        dist_checkpointing.save({**common, "model": built.sharded_state_dict()}, str(dist))
+        for flag in (None, "non_homogeneous_layers", "singleton_local_shards"):
+            out = dist if flag is None else Path(folder) / name / flag
+            if world.rank == 0:
+                out.mkdir(exist_ok=True)
+            torch.distributed.barrier()
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            metadata = {"dp_cp_group": group, **({} if flag is None else {flag: True})}
+            dist_checkpointing.save({**common, "model": built.sharded_state_dict(metadata=metadata)}, str(out))
         place = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
         if layout.pp > 1:
             place += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
@@ -192,6 +201,14 @@ def test_what_megatron_saves_is_read_bit_for_bit(saved, name, form):
     assert source.layout == ("tp1.pp1.dp2.ep2" if name == "mixture" else "tp2.pp2.dp1")
     assert_same(source, logical_values(model))
     assert source.identity() == open_source(saved / name / form).identity()
+
+
+@pytest.mark.parametrize("form", ["non_homogeneous_layers", "singleton_local_shards"])
+@pytest.mark.parametrize("name", [*CASES, "mixture"])
+def test_keys_of_each_layer_and_each_expert(saved, name, form):
+    source = open_source(saved / name / form)
+    assert not any(key.startswith("decoder.layers.mlp") for key in source._stored)
+    assert_same(source, logical_values({**CASES, "mixture": MIXTURE}[name]))
 
 
 def test_what_we_write_is_loaded_by_megatron_in_other_layouts(tmp_path):
@@ -245,6 +262,8 @@ def test_damaged_torch_dist_names_file_and_tensor(saved, tmp_path):
     [
         (lambda entry, where: entry.chunks.pop(), "do not cover"),
         (lambda entry, where: entry.chunks.append(entry.chunks[0]), "do not cover"),
+        (lambda entry, where: setattr(entry.chunks[0], "sizes", torch.Size([4, 32, 16])), "lies in .* bytes"),
+        (lambda entry, where: setattr(entry.chunks[0], "offsets", entry.chunks[1].offsets), "do not cover|odds"),
         (lambda entry, where: setattr(entry.chunks[0], "offsets", torch.Size([9, 0, 0])), "not a box"),
         (lambda entry, where: setattr(entry.chunks[0], "sizes", torch.Size([-1, 1, 1])), "no sizes"),
         (lambda entry, where: where.clear(), "malformed: KeyError"),

@@ -1,7 +1,11 @@
 """HDF5: what plain h5py reads, bit-exact both ways, and everything that is wrong is refused with its place."""
 
 import json
+import multiprocessing
+import os
+import resource
 import shutil
+import signal
 from dataclasses import replace
 
 import h5py
@@ -255,3 +259,24 @@ def test_virtual_datasets_that_leave_a_gap_are_refused(tmp_path):
         file.create_virtual_dataset(QKV_PATH, layout).attrs.update(attributes)
     with pytest.raises(CheckpointError, match=f"model.h5: {QKV_PATH}: .*do not make"):
         open_source(out)
+
+
+def write_into_little_room(path, sender):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    source = MemorySource(replace(SMALL, vocab_size=70_001))
+    try:
+        write_target(source, make_target("hdf5", source, Options()), path)
+    except OSError as error:
+        sender.send(str(error))
+    os._exit(0)
+
+
+def test_no_room_is_an_error_of_the_file_system(tmp_path):
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=write_into_little_room, args=(tmp_path / "out.h5", sender))
+    child.start()
+    sender.close()
+    assert receiver.poll(30) and "out.h5" in receiver.recv()
+    child.join(30)

@@ -253,6 +253,7 @@ def torch_pickle(size=(6,), stride=(1,), offset=0, key="0", count=6, storage=tor
         {"stride": (2,)},
         {"stride": (-1,)},
         {"size": (2, 3)},
+        {"size": (6, 6), "stride": (0, 1)},
         {"size": (10**18, 10**18), "stride": (1, 1)},
         {"size": ("a",)},
         {"key": "1"},

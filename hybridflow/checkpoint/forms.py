@@ -44,3 +44,15 @@ def from_logical(form: Form, tensor: Tensor, model: Model) -> list[Tensor]:
     per_group = model.num_attention_heads // groups * head
     parts = [part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split([per_group, head, head], 1)]
     return [torch.cat(parts)] if form == "fused_qkv" else parts
+
+
+def part_shapes(form: Form, shape: tuple[int, ...], model: Model) -> tuple[tuple[int, ...], ...]:
+    """Of the tensors that ``from_logical`` gives, by arithmetic alone, so that absurd sizes cost nothing."""
+    if form in ("same", "fused_qkv"):
+        return (shape,)
+    if form == "stack":
+        return (shape[1:], shape[1:])
+    if form == "halves":
+        return ((2 * shape[1], *shape[2:]),)
+    queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
+    return tuple((rows, *shape[1:]) for rows in (queries, keys, keys))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections import defaultdict
@@ -10,11 +9,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.assets import ASSETS, CONFIG, identity_of, parse_json, read_assets, read_json
-from hybridflow.checkpoint.forms import from_logical, to_logical
+from hybridflow.checkpoint.forms import from_logical, part_shapes, to_logical
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.checkpoint.source import Source
@@ -67,15 +65,8 @@ def parts_of(described: Described) -> dict[str, Parts]:
             )
         numbers = dict(re.findall(r"\b(layer|expert)s\.(\d+)", spec.name))
         names = tuple(name.format(**numbers) for name in rule.hf)
-        found[spec.name] = Parts(rule.form, names, _shapes(rule.form, spec.shape, model), spec.shape)
+        found[spec.name] = Parts(rule.form, names, part_shapes(rule.form, spec.shape, model), spec.shape)
     return found
-
-
-@functools.lru_cache(maxsize=256)
-def _shapes(form: Form, shape: tuple[int, ...], model: Model) -> tuple[tuple[int, ...], ...]:
-    """Of the Hugging Face tensors of a logical tensor."""
-    tensors = from_logical(form, torch.empty(shape, device="meta"), model)
-    return tuple(tuple(tensor.shape) for tensor in tensors)
 
 
 class HuggingFaceSource:

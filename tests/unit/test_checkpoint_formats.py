@@ -92,7 +92,14 @@ SINGLE = {
         lambda path: edit_json(path / "config.json", num_hidden_layers=9999),
         ["9999 layers", "21 tensors"],
     ),
-    "absurd width": (lambda path: edit_json(path / "config.json", hidden_size=10**15), ["shape", "embed_tokens"]),
+    "absurd width": (
+        lambda path: edit_json(path / "config.json", hidden_size=10**15, intermediate_size=10**15),
+        ["embed_tokens", "expected [37, 1000000000000000]"],
+    ),
+    "absurd numbers": (
+        lambda path: (path / "config.json").write_text('{"model_type": "llama", "hidden_size": 1' + "0" * 9999 + "}"),
+        ["config.json", "expected JSON"],
+    ),
     "missing tensor": (lambda path: change_tensors(path, **{LAST: None}), ["missing: " + LAST, "config.json"]),
     "extra tensor": (lambda path: change_tensors(path, spare=torch.ones(2)), ["not expected: spare of model.safet"]),
     "wrong shape": (

@@ -13,9 +13,11 @@ Reading goes through the restricted unpickler. Writing makes the same files, ten
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,6 +151,7 @@ class MegatronDistSource:
             self.layout = None
         self._padded = args.get("padded_vocab_size")
         self._parts = self._find_parts()
+        self._chunks: dict[str, dict[tuple[int, ...], list[_Chunk]]] = {}
         self.tensors: Mapping[str, TensorEntry] = {name: self._entry(name) for name in self._parts}
         self._check_files()
 
@@ -215,21 +218,38 @@ class MegatronDistSource:
                     f"{self._folder / METADATA}: {part.key}: found {stored.dtype} {list(stored.shape)}, expected one "
                     f"of {', '.join(DTYPES.values())} {list(expected)} by args; give the args that belong to it"
                 )
-            if sum(num_elements(chunk.box) for chunk in stored.chunks) != math.prod(stored.shape):
-                raise CheckpointError(
-                    f"{self._folder / METADATA}: the chunks of {part.key} do not cover {name} once; restore it from a "
-                    "copy"
-                )
+            if part.key not in self._chunks:
+                self._chunks[part.key] = self._chunks_of(part)
         shape = parts[0].shape if len(parts) == 1 else (2, *parts[0].shape)
         if name.endswith("linear_fc1.weight") and len(parts) == 1:
             shape = (2, shape[0] // 2, *shape[1:])
         return TensorEntry(DTYPES[self._stored[parts[0].key].dtype], shape)
 
+    def _chunks_of(self, part: _Part) -> dict[tuple[int, ...], list[_Chunk]]:
+        """The chunks of a stored tensor by their place along its leading dims: a mixture has very many.
+
+        Raises:
+            CheckpointError: They do not have as many elements as the tensor.
+        """
+        stored = self._stored[part.key]
+        if sum(num_elements(chunk.box) for chunk in stored.chunks) != math.prod(stored.shape):
+            raise self._not_covered(part.key)
+        found: dict[tuple[int, ...], list[_Chunk]] = defaultdict(list)
+        for chunk in stored.chunks:
+            for lead in itertools.product(*(range(*span) for span in chunk.box[: len(part.lead)])):
+                found[lead].append(chunk)
+        return found
+
+    def _not_covered(self, key: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder / METADATA}: the chunks of {key} do not cover it once; restore it from a copy"
+        )
+
     def _check_files(self) -> None:
         """Every file of the tensors that are read is there in full."""
         needed: dict[str, int] = {}
-        for parts in self._parts.values():
-            for chunk in (chunk for part in parts for chunk in self._stored[part.key].chunks):
+        for key in self._chunks:
+            for chunk in self._stored[key].chunks:
                 needed[chunk.file] = max(needed.get(chunk.file, 0), chunk.stop)
         for name, stop in sorted(needed.items()):
             path = self._folder / name
@@ -242,7 +262,7 @@ class MegatronDistSource:
         stored = self._stored[part.key]
         whole = (*((at, at + 1) for at in part.lead), *((0, size) for size in part.shape))
         left, result = num_elements(whole), None
-        for chunk in stored.chunks:
+        for chunk in self._chunks[part.key].get(part.lead, ()):
             common = intersect(chunk.box, whole)
             if num_elements(common) == 0:
                 continue
@@ -255,10 +275,7 @@ class MegatronDistSource:
                 result = torch.empty([stop - start for start, stop in whole], dtype=stored.dtype)
             result[_within(common, whole)] = values
         if left or result is None:
-            raise CheckpointError(
-                f"{self._folder / METADATA}: the chunks of {part.key} do not cover {tensor} once; restore it "
-                "from a copy"
-            )
+            raise self._not_covered(part.key)
         return result.reshape(part.shape)
 
     def _values(self, tensor: str, key: str, chunk: _Chunk, dtype: torch.dtype) -> Tensor:

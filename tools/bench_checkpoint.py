@@ -6,7 +6,8 @@ written and brought to the disk before training goes on, straight out of live me
 and writes in the background; of that the time until training goes on, and until the checkpoint is complete.
 
 Memory is the peak of a process of its own, up to the end of its second training step: a first start, which makes
-initial weights, beside one that goes on from the checkpoint. It is RssAnon, sampled, and VmHWM, which counts mapped files too.
+initial weights, beside one that goes on from the checkpoint. It is RssAnon, sampled, and VmHWM, which counts mapped
+files too.
 
 Examples:
   python tools/bench_checkpoint.py

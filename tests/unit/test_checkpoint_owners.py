@@ -18,11 +18,14 @@ from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, num_elements
 from tests.unit.test_reshard_optimizer import LAYOUTS, dealt_state, make_model, over, whole_array, whole_state
 
+# Tensor parallel ranks that are replicas of each other inside experts.
+MORE = [ParallelLayout.parse(text) for text in ("tp2.dp2.etp1", "tp4.ep2.etp1", "tp4.dp2.ep2.etp2")]
+
 
 @st.composite
 def meshes(draw: st.DrawFn) -> DeviceMesh:
     """Any layout, over ranks below 12 in any order."""
-    layout = draw(st.sampled_from(LAYOUTS))
+    layout = draw(st.sampled_from([*LAYOUTS, *MORE]))
     return over(layout, tuple(draw(st.permutations(range(12)))[: layout.world_size]))
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridflow import __version__
-from hybridflow.checkpoint.convert_command import add_convert
+from hybridflow.checkpoint.convert.command import add_convert
 from hybridflow.checkpoint.look import add_commands
 from hybridflow.config import Recipe, find_recipe, load_recipe
 from hybridflow.errors import ConfigError, HybridflowError

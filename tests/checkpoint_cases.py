@@ -11,8 +11,8 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hybridflow.checkpoint.formats import Options, make_target, open_source
-from hybridflow.checkpoint.source import Source, Target
+from hybridflow.checkpoint.formats.registry import Options, make_target, open_source
+from hybridflow.checkpoint.formats.source import Source, Target
 from hybridflow.families.tables import FAMILIES
 
 SIZES: dict[str, Any] = dict(

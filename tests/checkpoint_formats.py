@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hybridflow.checkpoint.formats.source import Source, Target
 from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.checkpoint.source import Source, Target
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES
 from hybridflow.families.model import Model
 from hybridflow.models.shapes import model_spec, shape_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybridflow.checkpoint.formats import Options, make_target, open_source
+from hybridflow.checkpoint.formats.registry import Options, make_target, open_source
 
 
 def write_as(format: str, source: Path, folder: Path, options: Options) -> None:

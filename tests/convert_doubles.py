@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from hybridflow.checkpoint.convert import Place, convert
-from hybridflow.checkpoint.convert_ranks import PeerError
+from hybridflow.checkpoint.convert.engine import Place, convert
+from hybridflow.checkpoint.convert.ranks import PeerError
 from hybridflow.checkpoint.exit_status import exit_status
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_text

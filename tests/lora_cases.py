@@ -12,8 +12,8 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hybridflow.checkpoint.formats import Options, make_target
-from hybridflow.checkpoint.source import Source
+from hybridflow.checkpoint.formats.registry import Options, make_target
+from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES
 
 SIZES: dict[str, Any] = dict(

@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hybridflow.checkpoint.convert import convert
-from hybridflow.checkpoint.formats import Options, make_target
+from hybridflow.checkpoint.convert.engine import convert
+from hybridflow.checkpoint.formats.registry import Options, make_target
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.families.model import Model
 from hybridflow.models.shapes import model_spec, shape_of

@@ -11,7 +11,7 @@ Options and exit status: those of ``hybridflow convert --help``.
 import argparse
 import sys
 
-from hybridflow.checkpoint.convert_command import add_arguments, run
+from hybridflow.checkpoint.convert.command import add_arguments, run
 
 
 def main() -> int:

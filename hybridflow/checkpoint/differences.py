@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, TensorEntry
 from hybridflow.checkpoint.model_dir import ModelDir
-from hybridflow.checkpoint.source import Source
 from hybridflow.errors import ConfigError
 from hybridflow.families.config_json import spelled_out
 from hybridflow.sections import to_dict

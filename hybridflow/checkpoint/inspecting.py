@@ -23,7 +23,7 @@ from hybridflow.reshard.report import format_bytes
 from hybridflow.sections import to_dict
 
 if TYPE_CHECKING:
-    from hybridflow.checkpoint.source import Source
+    from hybridflow.checkpoint.formats.source import Source
 
 _SAID = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "base_model_name_or_path")
 _HASHED = ("megatron", "hdf5")
@@ -227,7 +227,7 @@ def _tried(path: Path, read: Callable[[Path], Contents | Collection]) -> Looked:
 def _contents(path: Path, base: Path | None) -> Contents:
     if (path / manifest.NAME).is_file():
         return model_directory(path)
-    from hybridflow.checkpoint.formats import open_source
+    from hybridflow.checkpoint.formats.registry import open_source
 
     return source_contents(open_source(path, base=base))
 
@@ -293,7 +293,7 @@ def verified(found: Contents, *, base: Path | None, progress: Callable[[int, int
     Raises:
         CheckpointError: The first tensor that is damaged.
     """
-    from hybridflow.checkpoint.formats import open_source
+    from hybridflow.checkpoint.formats.registry import open_source
     from hybridflow.checkpoint.model_dir import ModelDir
     from hybridflow.reshard.spec import ITEM_BYTES, num_elements
 

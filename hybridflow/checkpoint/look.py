@@ -116,7 +116,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     from hybridflow.checkpoint.differences import compare, differing_settings
-    from hybridflow.checkpoint.formats import open_source
+    from hybridflow.checkpoint.formats.registry import open_source
 
     try:
         one, other = (open_source(path, base=arguments.base) for path in (arguments.one, arguments.other))

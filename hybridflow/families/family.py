@@ -1,7 +1,7 @@
 """What a family of Hugging Face models is: how its ``config.json`` and its tensors' names and forms read in ours.
 
 A family is data, one table in one file; ``tables.py`` lists them. ``config_json.py`` reads and writes settings by the
-tables, ``hybridflow.checkpoint.forms`` turns the tensors.
+tables, ``hybridflow.checkpoint.formats.forms`` turns the tensors.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.algorithms.losses import Totals
-from hybridflow.checkpoint.formats import open_source
+from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs

@@ -11,9 +11,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from hybridflow.checkpoint.assets import CONFIG, read_assets
-from hybridflow.checkpoint.formats import open_source
-from hybridflow.checkpoint.sharded import ShardedSource
-from hybridflow.checkpoint.source import Source
+from hybridflow.checkpoint.formats.registry import open_source
+from hybridflow.checkpoint.formats.sharded import ShardedSource
+from hybridflow.checkpoint.formats.source import Source
 from hybridflow.data.tokenizer import JSON, PIECES
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import Model

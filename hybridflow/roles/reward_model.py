@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.assets import parse_json
-from hybridflow.checkpoint.formats import open_source
+from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.dataflow.batch import Batch
 from hybridflow.families.tables import FAMILIES
 from hybridflow.models.microbatch import MicroBatch

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.checkpoint.formats import Options
+from hybridflow.checkpoint.formats.registry import Options
 from hybridflow.parallel.layout import ParallelLayout
 from tests.conversions import write_as
 

@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from hybridflow.checkpoint.formats import Options, make_target, open_source
-from hybridflow.checkpoint.megatron_args import to_args, to_model
+from hybridflow.checkpoint.formats.megatron_args import to_args, to_model
+from hybridflow.checkpoint.formats.registry import Options, make_target, open_source
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import RotaryScaling
 from hybridflow.models.shapes import model_spec, shape_of

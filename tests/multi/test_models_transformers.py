@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybridflow.checkpoint.forms import to_logical
+from hybridflow.checkpoint.formats.forms import to_logical
 from hybridflow.config import Optimizer
 from hybridflow.families.config_json import Described, read_config
 from hybridflow.models.attention import CachedAttention, KeyValueCache, PackedAttention

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridflow.checkpoint.formats import Options
+from hybridflow.checkpoint.formats.registry import Options
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.models.microbatch import pack
 from hybridflow.models.training import forward_only

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridflow import cli
-from hybridflow.checkpoint.formats import Options
+from hybridflow.checkpoint.formats.registry import Options
 from hybridflow.config import recipe_from_dict
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.errors import ConfigError, DataError

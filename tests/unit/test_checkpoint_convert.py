@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from hybridflow.checkpoint import convert as engine
-from hybridflow.checkpoint import convert_write
-from hybridflow.checkpoint.convert import Place, cast, deal
-from hybridflow.checkpoint.convert_ranks import FOLDER
-from hybridflow.checkpoint.journal import FILES, Journal, Part, part_folder, read_journals
+from hybridflow.checkpoint.convert import engine
+from hybridflow.checkpoint.convert import write as convert_write
+from hybridflow.checkpoint.convert.engine import Place, cast, deal
+from hybridflow.checkpoint.convert.journal import FILES, Journal, Part, part_folder, read_journals
+from hybridflow.checkpoint.convert.ranks import FOLDER
 from hybridflow.errors import CheckpointError, ConfigError, WriteError
 from tests.convert_doubles import PEER_FAILED, fork, make_tensors, run_plain, wait_for
 

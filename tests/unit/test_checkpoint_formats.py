@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridflow.checkpoint.formats import Options, make_target, open_source
+from hybridflow.checkpoint.formats.registry import Options, make_target, open_source
 from hybridflow.checkpoint.manifest import WEIGHT, Manifest, TensorEntry, digest
 from hybridflow.checkpoint.model_dir import Share, write_manifest, write_shares
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.checkpoint.formats import Options, make_target, open_source
-from hybridflow.checkpoint.hdf5 import HDF5Source
+from hybridflow.checkpoint.formats.hdf5 import HDF5Source
+from hybridflow.checkpoint.formats.registry import Options, make_target, open_source
 from hybridflow.errors import CheckpointError, LayoutError
 from hybridflow.parallel.layout import ParallelLayout
 from tests.checkpoint_formats import SMALL, MemorySource, assert_same, in_bf16, write_target

@@ -21,7 +21,7 @@ from torch import Tensor
 from hybridflow import cli
 from hybridflow.checkpoint import differences
 from hybridflow.checkpoint.differences import compare, differing_settings
-from hybridflow.checkpoint.formats import Options, open_source
+from hybridflow.checkpoint.formats.registry import Options, open_source
 from hybridflow.checkpoint.inspecting import collapse
 from hybridflow.checkpoint.look import _DIFF_EXAMPLES, _INSPECT_EXAMPLES
 from hybridflow.checkpoint.manifest import Manifest, Progress, TensorEntry, digest

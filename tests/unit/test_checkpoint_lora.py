@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hybridflow import cli
-from hybridflow.checkpoint import lora
-from hybridflow.checkpoint.formats import Options, make_target, open_merged, open_source
-from hybridflow.checkpoint.lora import read_settings
+from hybridflow.checkpoint.formats import lora
+from hybridflow.checkpoint.formats.lora import read_settings
+from hybridflow.checkpoint.formats.registry import Options, make_target, open_merged, open_source
 from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.checkpoint.model_dir import ModelDir, write_manifest
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError

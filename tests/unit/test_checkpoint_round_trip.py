@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from hybridflow.checkpoint.formats import open_source
+from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.checkpoint.manifest import digest
 from hybridflow.families.tables import FAMILIES
 from hybridflow.parallel.layout import ParallelLayout

@@ -19,9 +19,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridflow.checkpoint.formats.torch_archive import ArchivesWriter
+from hybridflow.checkpoint.formats.unpickle import Inert, MappedFile, StoredTensor, TorchArchive, dump, read_pickle
 from hybridflow.checkpoint.tensor_file import Entry
-from hybridflow.checkpoint.torch_archive import ArchivesWriter
-from hybridflow.checkpoint.unpickle import Inert, MappedFile, StoredTensor, TorchArchive, dump, read_pickle
 from hybridflow.errors import CheckpointError
 
 CALLED = []

@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybridflow import cli
-from hybridflow.checkpoint import convert_command, convert_write
-from hybridflow.checkpoint.journal import part_folder
+from hybridflow.checkpoint.convert import command as convert_command
+from hybridflow.checkpoint.convert import write as convert_write
+from hybridflow.checkpoint.convert.journal import part_folder
 from hybridflow.checkpoint.tensor_file import TensorFileWriter
 from tests.convert_doubles import fork, wait_for
 from tests.e2e.commands import fork_ranks

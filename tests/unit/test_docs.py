@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hybridflow import cli
-from hybridflow.checkpoint import convert_command
+from hybridflow.checkpoint.convert import command as convert_command
 from hybridflow.config import recipe_from_dict
 from hybridflow.trainer.step_metrics import PHASE_OF
 

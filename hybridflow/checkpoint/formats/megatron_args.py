@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from hybridflow.checkpoint.formats.unpickle import Inert
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES
-from hybridflow.checkpoint.unpickle import Inert
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import Model
 from hybridflow.parallel.layout import ParallelLayout

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.assets import identity_of
+from hybridflow.checkpoint.formats.megatron_args import layout_of, read_args, to_model
+from hybridflow.checkpoint.formats.megatron_dist import LATEST, find_iteration
+from hybridflow.checkpoint.formats.unpickle import DTYPES, MappedFile, StoredTensor, TorchArchive
 from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.checkpoint.megatron_args import layout_of, read_args, to_model
-from hybridflow.checkpoint.megatron_dist import LATEST, find_iteration
-from hybridflow.checkpoint.unpickle import DTYPES, MappedFile, StoredTensor, TorchArchive
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.parallel.layout import ParallelLayout

@@ -6,16 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridflow.checkpoint import lora
 from hybridflow.checkpoint.assets import ADAPTER_CONFIG, CONFIG, read_json
-from hybridflow.checkpoint.hdf5 import MASTER, HDF5Source, HDF5Target, is_hdf5
-from hybridflow.checkpoint.huggingface import MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
+from hybridflow.checkpoint.formats import lora
+from hybridflow.checkpoint.formats.hdf5 import MASTER, HDF5Source, HDF5Target, is_hdf5
+from hybridflow.checkpoint.formats.huggingface import MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
+from hybridflow.checkpoint.formats.megatron_dist import (
+    MAX_FILE_BYTES,
+    MegatronDistSource,
+    MegatronDistTarget,
+    is_torch_dist,
+)
+from hybridflow.checkpoint.formats.megatron_legacy import MegatronLegacySource, is_legacy
+from hybridflow.checkpoint.formats.peft_dir import PeftSource, PeftTarget, base_of, is_peft
+from hybridflow.checkpoint.formats.sharded import ShardedSource, ShardedTarget, find_model
+from hybridflow.checkpoint.formats.source import Source, Target
 from hybridflow.checkpoint.manifest import NAME
-from hybridflow.checkpoint.megatron_dist import MAX_FILE_BYTES, MegatronDistSource, MegatronDistTarget, is_torch_dist
-from hybridflow.checkpoint.megatron_legacy import MegatronLegacySource, is_legacy
-from hybridflow.checkpoint.peft_dir import PeftSource, PeftTarget, base_of, is_peft
-from hybridflow.checkpoint.sharded import ShardedSource, ShardedTarget, find_model
-from hybridflow.checkpoint.source import Source, Target
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.config_json import Described, read_config
 from hybridflow.parallel.layout import ParallelLayout

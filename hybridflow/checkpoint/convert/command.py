@@ -20,10 +20,10 @@ from hybridflow.parallel.start import Start, find_start, rank_hint
 from hybridflow.reshard.report import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from hybridflow.checkpoint.convert import Summary
-    from hybridflow.checkpoint.convert_progress import Progress
-    from hybridflow.checkpoint.formats import Options
-    from hybridflow.checkpoint.source import Source, Target
+    from hybridflow.checkpoint.convert.engine import Summary
+    from hybridflow.checkpoint.convert.progress import Progress
+    from hybridflow.checkpoint.formats.registry import Options
+    from hybridflow.checkpoint.formats.source import Source, Target
 
 TARGETS = ("hf", "megatron", "hdf5", "megatron-dist", "peft")
 SOURCES = (*TARGETS, "megatron-legacy")
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, start: Start) -> int:
     # Read when torch first allocates: large tensors come and go, and most of their cost is the kernel's small pages.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    from hybridflow.checkpoint.convert import Place, convert
+    from hybridflow.checkpoint.convert.engine import Place, convert
 
     source, target, what = _open(arguments)
     if arguments.dry_run:
@@ -132,7 +132,7 @@ def _run(arguments: argparse.Namespace, start: Start) -> int:
 
 def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, object]]:
     """Source and target of the request, and the request in words."""
-    from hybridflow.checkpoint.formats import READABLE, make_target, open_merged, open_source
+    from hybridflow.checkpoint.formats.registry import READABLE, make_target, open_merged, open_source
     from hybridflow.families.tables import FAMILIES
 
     wanted = arguments.source_format
@@ -156,7 +156,7 @@ def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, obje
 
 
 def _options(arguments: argparse.Namespace) -> Options:
-    from hybridflow.checkpoint.formats import Options
+    from hybridflow.checkpoint.formats.registry import Options
     from hybridflow.parallel.layout import ParallelLayout
 
     shard = arguments.max_shard_gb
@@ -186,7 +186,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _end(ended: Ended, out: Path) -> NoReturn:
-    from hybridflow.checkpoint.journal import part_folder
+    from hybridflow.checkpoint.convert.journal import part_folder
 
     name = signal.Signals(ended.signal).name
     kept = f"; {part_folder(out)} is kept, and the same command goes on where it was" * part_folder(out).exists()
@@ -197,7 +197,7 @@ def _end(ended: Ended, out: Path) -> NoReturn:
 
 def _explain(error: Exception, rank: int) -> int:
     """Say on one rank what went wrong, and return the exit status."""
-    from hybridflow.checkpoint.convert_ranks import PeerError
+    from hybridflow.checkpoint.convert.ranks import PeerError
 
     if isinstance(error, PeerError):
         return error.status
@@ -306,7 +306,7 @@ def _mapping(source: Source, target: Target) -> str:
 
 def _rows(source: Source, target: Target) -> Iterator[tuple[str, list[str], list[dict[str, Any]]]]:
     """Logical name, what the source calls its parts, and where they go."""
-    from hybridflow.checkpoint.source import NamesParts
+    from hybridflow.checkpoint.formats.source import NamesParts
 
     for name in source.tensors:
         places = []

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from hybridflow.checkpoint.formats.unpickle import dump_tensor
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, Entry, bytes_of
-from hybridflow.checkpoint.unpickle import dump_tensor
 
 ALIGNMENT = 64
 """Values begin at multiples of it, as torch has them."""

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hybridflow.checkpoint.assets import ASSETS, CONFIG, identity_of, parse_json, read_assets, read_json
-from hybridflow.checkpoint.forms import from_logical, part_shapes, to_logical
+from hybridflow.checkpoint.formats.forms import from_logical, part_shapes, to_logical
+from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
-from hybridflow.checkpoint.source import Source
 from hybridflow.checkpoint.tensor_file import Entry, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.config_json import Described, describe, read_config, update_config

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.assets import ASSETS, identity_of
+from hybridflow.checkpoint.formats.sharded import ShardedTarget
+from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry, versions
-from hybridflow.checkpoint.sharded import ShardedTarget
-from hybridflow.checkpoint.source import Source
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, Entry, bytes_of
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.model import Model

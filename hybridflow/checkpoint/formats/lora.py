@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.assets import ADAPTER_CONFIG, parse_json
-from hybridflow.checkpoint.huggingface import parts_of
+from hybridflow.checkpoint.formats.huggingface import parts_of
+from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.checkpoint.source import Source
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.config_json import Described, describe
 from hybridflow.families.family import Form

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hybridflow.checkpoint import lora
 from hybridflow.checkpoint.assets import ADAPTER_CONFIG, ASSETS, FOLDER, identity_of, read_assets
+from hybridflow.checkpoint.formats import lora
+from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, TensorEntry, piece_key
 from hybridflow.checkpoint.model_dir import ModelDir, write_assets, write_manifest
-from hybridflow.checkpoint.source import Source
 from hybridflow.checkpoint.tensor_file import Entry, TensorFileWriter
 from hybridflow.errors import CheckpointError, LayoutError
 from hybridflow.families.model import Model

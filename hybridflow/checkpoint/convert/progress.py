@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hybridflow.checkpoint.convert_ranks import Ranks
+from hybridflow.checkpoint.convert.ranks import Ranks
 
 _SAMPLE_S = 0.05
 _LOOK_S = 1.0

@@ -22,11 +22,7 @@ import torch
 from torch import Tensor
 
 from hybridflow import __version__
-from hybridflow.checkpoint.convert_progress import Monitor, Progress
-from hybridflow.checkpoint.convert_ranks import PeerError, Ranks
-from hybridflow.checkpoint.convert_write import Output, as_write_errors, sync_folder
-from hybridflow.checkpoint.exit_status import exit_status
-from hybridflow.checkpoint.journal import (
+from hybridflow.checkpoint.convert.journal import (
     FILES,
     Journal,
     Part,
@@ -37,7 +33,11 @@ from hybridflow.checkpoint.journal import (
     read_plan,
     write_plan,
 )
-from hybridflow.checkpoint.source import Source, Target
+from hybridflow.checkpoint.convert.progress import Monitor, Progress
+from hybridflow.checkpoint.convert.ranks import PeerError, Ranks
+from hybridflow.checkpoint.convert.write import Output, as_write_errors, sync_folder
+from hybridflow.checkpoint.exit_status import exit_status
+from hybridflow.checkpoint.formats.source import Source, Target
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES
 from hybridflow.errors import CheckpointError, ConfigError, WriteError
 

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.assets import ASSETS, identity_of, read_assets, read_json
+from hybridflow.checkpoint.formats.megatron_args import layout_of, padded_vocab_size, read_args, to_args, to_model
+from hybridflow.checkpoint.formats.source import Source
+from hybridflow.checkpoint.formats.torch_archive import ArchivesWriter, object_archive, places, sync_folder
+from hybridflow.checkpoint.formats.unpickle import DTYPES, Inert, MappedFile, TorchArchive, dump, read_pickle
 from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.checkpoint.megatron_args import layout_of, padded_vocab_size, read_args, to_args, to_model
 from hybridflow.checkpoint.model_dir import write_bytes
-from hybridflow.checkpoint.source import Source
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, Entry
-from hybridflow.checkpoint.torch_archive import ArchivesWriter, object_archive, places, sync_folder
-from hybridflow.checkpoint.unpickle import DTYPES, Inert, MappedFile, TorchArchive, dump, read_pickle
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.model import Model
 from hybridflow.models.shapes import model_spec, shape_of

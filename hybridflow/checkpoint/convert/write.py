@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hybridflow.checkpoint.journal import Journal, Part
-from hybridflow.checkpoint.source import Target, Writer
+from hybridflow.checkpoint.convert.journal import Journal, Part
+from hybridflow.checkpoint.formats.source import Target, Writer
 from hybridflow.errors import WriteError
 
 _FLYING_BYTES = 128 << 20

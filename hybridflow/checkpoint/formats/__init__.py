@@ -1,0 +1,1 @@
+"""What checkpoints look like on disk: each format as a source of logical tensors, and as a target."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +32,11 @@ _OWN_DTYPES = {name: dtype for dtype, name in _FORMAT_DTYPES.items()}
 
 
 _PIECE_BYTES = 1 << 20
+_BUFFER_BYTES = 4 << 20
+_ALIGNMENT = 4096
+_OF_THREAD = threading.local()
+_WRITING = ThreadPoolExecutor(4, "writing")
+"""Threads that wait for the disk."""
 
 
 class Entry(NamedTuple):
@@ -95,6 +103,23 @@ class TensorFile:
         count = math.prod(entry.shape)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._starts[key]).view(entry.shape)
 
+    def read_stacked(self, keys: Sequence[str]) -> Tensor | None:
+        """Tensors of one shape that lie one behind the other in the file, as one view ``[keys, …]``.
+
+        Returns:
+            None where they do not lie so.
+        """
+        if len({self.entries.get(key) for key in keys}) != 1 or keys[0] not in self.entries:
+            return None
+        entry, first = self.entries[keys[0]], self._starts[keys[0]]
+        if [self._starts[key] for key in keys] != [first + index * entry.num_bytes for index in range(len(keys))]:
+            return None
+        shape = (len(keys), *entry.shape)
+        if entry.num_bytes == 0:
+            return torch.empty(shape, dtype=TORCH_DTYPES[entry.dtype])
+        count = math.prod(shape)
+        return torch.frombuffer(self._map, dtype=TORCH_DTYPES[entry.dtype], count=count, offset=first).view(shape)
+
     def sha256(self, key: str) -> str:
         """Of a tensor's bytes. What was read for it is given back as it goes."""
         start = self._starts[key]
@@ -157,7 +182,8 @@ class TensorFileWriter:
         self.num_bytes = self._first + place
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         os.ftruncate(self._file, self.num_bytes)
-        self._put(memoryview(struct.pack("<Q", len(text)) + text), 0)
+        self._direct = _open_direct(path)
+        _write_all(self._file, memoryview(struct.pack("<Q", len(text)) + text), 0)
 
     def write(self, key: str, tensor: Tensor) -> str:
         """Put a tensor at its place and return the sha256 of its bytes.
@@ -170,10 +196,24 @@ class TensorFileWriter:
         assert tuple(tensor.shape) == entry.shape, f"{key}: {list(tensor.shape)} is not {list(entry.shape)}"
         assert tensor.dtype == TORCH_DTYPES[entry.dtype], f"{key}: {tensor.dtype} is not {entry.dtype}"
         digest, place = hashlib.sha256(), self._first + self._starts[key]
-        for data in _pieces_of(tensor):
-            digest.update(data)
-            self._put(data, place)
-            place += len(data)
+        # A buffer stands for the file from a multiple of the alignment on, so that most of it goes as it is. While one
+        # is written the other is filled.
+        buffer, other = _buffers()
+        filled = begin = place % _ALIGNMENT
+        writing: Future[None] | None = None
+        for piece in _pieces_of(tensor) if entry.num_bytes else ():
+            if filled + piece.nbytes > len(buffer):
+                _wait(writing)
+                writing = _WRITING.submit(self._put, memoryview(buffer)[begin:filled], place)
+                place += filled - begin
+                buffer, other = other, buffer
+                filled = begin = place % _ALIGNMENT
+            into = torch.frombuffer(buffer, dtype=piece.dtype, count=piece.numel(), offset=filled)
+            into.view(piece.shape).copy_(piece)
+            digest.update(memoryview(buffer)[filled : filled + piece.nbytes])
+            filled += piece.nbytes
+        _wait(writing)
+        self._put(memoryview(buffer)[begin:filled], place)
         return digest.hexdigest()
 
     def sync(self) -> None:
@@ -183,26 +223,64 @@ class TensorFileWriter:
     def close(self) -> None:
         """Close the file; what was not synced may come to the disk later."""
         os.close(self._file)
+        if self._direct is not None:
+            os.close(self._direct)
 
     def _put(self, data: memoryview, place: int) -> None:
-        while data:
-            written = os.pwrite(self._file, data[: 1 << 30], place)
-            data, place = data[written:], place + written
+        """Write bytes whose place in memory is as far from the alignment as their place in the file."""
+        head = min(-place % _ALIGNMENT, len(data))
+        body = (len(data) - head) // _ALIGNMENT * _ALIGNMENT if self._direct is not None else 0
+        _write_all(self._file, data[:head], place)
+        if body:
+            try:
+                assert self._direct is not None
+                _write_all(self._direct, data[head : head + body], place + head)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # The file system wants another alignment.
+                body = 0
+        _write_all(self._file, data[head + body :], place + head + body)
 
 
-def _pieces_of(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a host tensor in row-major order, piece by piece; each is valid until the next one is taken.
-
-    A piece stays in the processor's cache between its copy, its hash and its write, and no tensor is copied whole.
-    """
-    if tensor.is_contiguous():
-        data = bytes_of(tensor)
-        yield from (data[place : place + _PIECE_BYTES] for place in range(0, len(data), _PIECE_BYTES))
+def _pieces_of(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor in pieces, in row-major order; each stays in the processor's cache while it is copied and hashed."""
+    if tensor.nbytes <= _PIECE_BYTES:
+        yield tensor
+    elif tensor.is_contiguous():
+        yield from tensor.view(-1).split(_PIECE_BYTES // tensor.itemsize)
     elif tensor[0].nbytes > _PIECE_BYTES:
         for row in tensor:
             yield from _pieces_of(row)
     else:
-        yield from map(bytes_of, tensor.split(_PIECE_BYTES // tensor[0].nbytes))
+        yield from tensor.split(_PIECE_BYTES // tensor[0].nbytes)
+
+
+def _open_direct(path: Path) -> int | None:
+    """The file for writing past the page cache, which costs the processor as much as hashing; None where it cannot."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_DIRECT) if hasattr(os, "O_DIRECT") else None
+    except OSError:
+        return None
+
+
+def _write_all(file: int, data: memoryview, place: int) -> None:
+    while data:
+        written = os.pwrite(file, data[: 1 << 30], place)
+        data, place = data[written:], place + written
+
+
+def _buffers() -> tuple[mmap.mmap, mmap.mmap]:
+    """This thread's memory for what it writes; it begins at a page, as writing past the page cache needs."""
+    if not hasattr(_OF_THREAD, "buffers"):
+        _OF_THREAD.buffers = mmap.mmap(-1, _BUFFER_BYTES), mmap.mmap(-1, _BUFFER_BYTES)
+    buffers: tuple[mmap.mmap, mmap.mmap] = _OF_THREAD.buffers
+    return buffers
+
+
+def _wait(writing: Future[None] | None) -> None:
+    if writing is not None:
+        writing.result()
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -1,10 +1,11 @@
 """Tensors that lie scattered in memory are written, and hashed, in their row-major order."""
 
 import hashlib
+import threading
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hybridflow.checkpoint import tensor_file
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, Entry, TensorFileWriter
@@ -35,3 +36,35 @@ def test_any_view_is_written_in_order(tmp_path, monkeypatch, piece_bytes):
         assert torch.equal(found[name], view), name
         raw = view.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if view.numel() else b""
         assert hashes[name] == hashlib.sha256(raw).hexdigest(), name
+
+
+def test_tensors_that_follow_each_other_are_one_view(tmp_path):
+    ones, twos, more = torch.ones(3, 2), torch.full((3, 2), 2.0), torch.zeros(4)
+    save_file({"a": ones, "b": twos, "c": more, "d": ones + 2}, tmp_path / "f")
+    file = tensor_file.TensorFile(tmp_path / "f")
+    assert torch.equal(file.read_stacked(["a", "b"]), torch.stack([ones, twos]))
+    for keys in (["b", "a"], ["b", "d"], ["b", "c"], ["a", "x"], ["x", "y"]):
+        assert file.read_stacked(keys) is None, keys
+
+
+@pytest.mark.parametrize("has_direct", [True, False])
+@pytest.mark.parametrize("buffer_bytes", [8 << 10, 12 << 10])
+def test_tensors_larger_than_the_buffer_are_written_whole(tmp_path, monkeypatch, buffer_bytes, has_direct):
+    monkeypatch.setattr(tensor_file, "_PIECE_BYTES", 4 << 10)
+    monkeypatch.setattr(tensor_file, "_BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(tensor_file, "_OF_THREAD", threading.local())
+    if not has_direct:
+        monkeypatch.setattr(tensor_file, "_open_direct", lambda path: None)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        str(size): torch.randn(size, generator=generator).to(dtype)
+        for size, dtype in ((3, torch.bfloat16), (1024, torch.float32), (5001, torch.bfloat16), (40_007, torch.float32))
+    }
+    writer = TensorFileWriter(
+        tmp_path / "f", {name: Entry(DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+    )
+    for name in sorted(tensors):
+        assert writer.write(name, tensors[name]) == hashlib.sha256(tensor_file.bytes_of(tensors[name])).hexdigest()
+    writer.close()
+    found = load_file(tmp_path / "f")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

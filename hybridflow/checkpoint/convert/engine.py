@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -296,13 +297,13 @@ def _write_together(job: _Job, files: Sequence[str], output: Output, monitor: Mo
         if not places:
             continue
         dtype = TORCH_DTYPES[job.target.files[places[0][0]][places[0][1]].dtype]
+        output.make_room(math.prod(job.source.tensors[tensor].shape) * dtype.itemsize)
         values = cast(tensor, job.source.read(tensor), dtype)
         for file, key, part in job.target.parts(tensor, values, {file for file, _ in places}):
             if (file, key) in places:
                 output.put(file, key, part)
             # Not held while the next one is made.
             del part
-        output.drain()
         del values
         job.source.release()
     output.finish(files)

@@ -16,8 +16,8 @@ from hybridflow.checkpoint.convert.journal import Journal, Part
 from hybridflow.checkpoint.formats.source import Target, Writer
 from hybridflow.errors import WriteError
 
-_FLYING_BYTES = 128 << 20
-"""Of parts that are being written at a time, each of which may be copied once; a larger one goes alone."""
+_FLYING_BYTES = 300 << 20
+"""Of tensors that are being written at a time, besides the one that is read meanwhile; a larger one goes alone."""
 
 _COMMIT_BYTES = 512 << 20
 """So much at most is written anew after a kill."""
@@ -50,7 +50,7 @@ class Output:
         self.left = {file: set(keys) for file, keys in left.items()}
         self._target, self._folder, self._journal, self._count = target, folder, journal, count
         self._writers: dict[str, tuple[Writer, threading.Lock]] = {}
-        self._pool = ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+        self._pool = ThreadPoolExecutor(min(_MAX_THREADS, 2 * len(os.sched_getaffinity(0))))
         self._syncing = ThreadPoolExecutor(1)
         self._sync: Future[None] | None = None
         self._flying: deque[tuple[Future[Part], int]] = deque()
@@ -65,21 +65,19 @@ class Output:
             WriteError: It, or one before it, cannot be written.
         """
         num_bytes = values.nbytes
-        while self._flying and self._flying_bytes + num_bytes > _FLYING_BYTES:
-            self._land()
         if file not in self._writers:
             with as_write_errors(self._folder / file):
                 self._writers[file] = self._target.open(self._folder / file, file), threading.Lock()
         self._flying.append((self._pool.submit(self._write, file, key, values), num_bytes))
         self._flying_bytes += num_bytes
 
-    def drain(self) -> None:
-        """Wait until all parts are written; none is held in memory any more.
+    def make_room(self, num_bytes: int) -> None:
+        """Wait until so few parts are being written that a tensor of this size may come into memory too.
 
         Raises:
-            WriteError: One cannot be written.
+            WriteError: A part cannot be written.
         """
-        while self._flying:
+        while self._flying and self._flying_bytes + num_bytes > _FLYING_BYTES:
             self._land()
         if self._target.can_go_on and self._written_bytes >= _COMMIT_BYTES:
             self._commit()
@@ -90,7 +88,8 @@ class Output:
         Raises:
             WriteError: The file system refuses.
         """
-        self.drain()
+        while self._flying:
+            self._land()
         for file in files:
             assert not self.left[file], f"{file}: the target gave no values for {sorted(self.left[file])}"
             if file not in self._writers and not self._target.files[file]:

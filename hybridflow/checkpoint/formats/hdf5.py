@@ -15,7 +15,9 @@ import hashlib
 import json
 import math
 import os
+import threading
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +49,7 @@ _CHUNK_BYTES = 2 << 20
 # Whole chunks are written: the cache need not hold more than one or two.
 _CACHE_BYTES = 8 << 20
 _MAX_ASSET_BYTES = 1 << 28
+_HASHING = ThreadPoolExecutor(4, "hashing")
 
 
 def _bfloat16() -> Any:
@@ -347,7 +350,7 @@ class HDF5Writer:
         assert tuple(tensor.shape) == entry.shape, f"{key}: {list(tensor.shape)} is not {list(entry.shape)}"
         assert tensor.dtype == TORCH_DTYPES[entry.dtype], f"{key}: {tensor.dtype} is not {entry.dtype}"
         tensor = tensor.contiguous()
-        sha256 = hashlib.sha256(bytes_of(tensor)).hexdigest()
+        hashing = _hash_meanwhile(tensor)
         kind = _TYPES[entry.dtype]
         creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         creation.set_chunk(_chunk(entry))
@@ -359,8 +362,8 @@ class HDF5Writer:
             dataset = h5py.h5d.create(self.file.id, name, kind, space, creation, _making_groups())
             dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, _as_integers(tensor), mtype=kind)
             attributes = h5py.Dataset(dataset).attrs
-            attributes["dtype"], attributes["sha256"] = entry.dtype, sha256
-        return sha256
+            attributes["dtype"], attributes["sha256"] = entry.dtype, hashing.result()
+        return hashing.result()
 
     def sync(self) -> None:
         """See ``Writer``."""
@@ -372,6 +375,20 @@ class HDF5Writer:
         """See ``Writer``."""
         with _writing(self.path):
             self.file.close()
+
+
+def _hash_meanwhile(tensor: Tensor) -> Future[str]:
+    """The sha256 of a tensor's bytes, taken while it is written."""
+    data, has_begun = bytes_of(tensor), threading.Event()
+
+    def digest() -> str:
+        has_begun.set()
+        return hashlib.sha256(data).hexdigest()
+
+    hashing = _HASHING.submit(digest)
+    # HDF5 holds the interpreter while it writes: the other thread could not begin then.
+    has_begun.wait()
+    return hashing
 
 
 def is_hdf5(path: Path) -> bool:

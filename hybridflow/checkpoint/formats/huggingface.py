@@ -100,6 +100,8 @@ class HuggingFaceSource:
     def read(self, tensor: str) -> Tensor:
         """See ``Source``."""
         parts = self._parts[tensor]
+        if parts.form == "stack" and (stacked := self._where[parts.names[0]].read_stacked(parts.names)) is not None:
+            return stacked
         values = [self._where[name].read(name) for name in parts.names]
         if tensor == _EMBEDDING and self._output_copy is not None:
             self._check_copy(parts.names[0], self._output_copy)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.checkpoint import manifest
-from hybridflow.checkpoint.assets import ADAPTER_CONFIG, FOLDER, read_json
+from hybridflow.checkpoint.assets import ADAPTER_CONFIG, CONFIG, FOLDER, read_json
 from hybridflow.checkpoint.manifest import WEIGHT, Progress, TensorEntry, check_files, num_bytes, read_manifest
 from hybridflow.dataflow.render import format_ranks
 from hybridflow.errors import CheckpointError
@@ -169,6 +169,8 @@ def look(path: Path, *, base: Path | None = None, verify: Callable[[Contents], C
 
 def _collection(path: Path, verify: Callable[[Contents], Contents] | None) -> Collection | None:
     """The checkpoints in a directory of a run; None where it is none."""
+    if (path / CONFIG).is_file():
+        return None
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if (folder / _JOB).is_file():
         return _step(folder, verify)

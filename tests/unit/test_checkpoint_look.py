@@ -226,6 +226,16 @@ def test_reader_that_goes_away_is_no_failure(tmp_path):
     assert (process.returncode, error) == (0, b"")
 
 
+def test_a_pointer_of_another_program_makes_no_run_of_a_model(tmp_path, capsys):
+    """DeepSpeed leaves such a file beside the model that the trainer of transformers saves."""
+    make_model("llama").save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf/latest").write_text("global_step10")
+    assert hybridflow("diff", tmp_path / "hf", tmp_path / "hf") == 0
+    capsys.readouterr()
+    assert hybridflow("inspect", tmp_path / "hf") == 0
+    assert "hf, not cut" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", ["inspect", "diff"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_a_command_without_a_traceback(command, number, tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hybridflow.checkpoint.assets import ADAPTER_CONFIG, ASSETS, FOLDER, identity_of, read_assets
+from hybridflow.checkpoint.assets import ADAPTER_CONFIG, ASSETS, CONFIG, FOLDER, identity_of, read_assets
 from hybridflow.checkpoint.formats import lora
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, TensorEntry, piece_key
@@ -38,6 +38,9 @@ def find_model(path: Path) -> Path | None:
     """
     if (path / NAME).is_file():
         return path
+    if (path / CONFIG).is_file():
+        # A model of Hugging Face; other programs leave files with our names beside one.
+        return None
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if (folder / "latest").is_file():
         step = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip()

@@ -12,10 +12,13 @@ REQUEST = 2
 """Arguments that contradict each other, a family or a feature that is not known here."""
 
 SOURCE = 3
-"""Damaged, incomplete or hostile."""
+"""Damaged, incomplete or hostile; or it cannot be read."""
 
 TARGET = 4
 """Cannot be written, or is there already."""
+
+DIFFERENT = 5
+"""Two checkpoints that were compared are not equal."""
 
 
 class Ended(BaseException):
@@ -36,6 +39,7 @@ def exit_status(error: BaseException) -> int:
         return 128 + error.signal
     if isinstance(error, WriteError):
         return TARGET
-    if isinstance(error, CheckpointError):
+    # What is written is a WriteError when the file system refuses; any other refusal is of what is read.
+    if isinstance(error, (CheckpointError, OSError)):
         return SOURCE
     return REQUEST if isinstance(error, HybridflowError) and not isinstance(error, DeadlineError) else FAILURE

@@ -8,14 +8,15 @@ import hashlib
 import math
 import re
 import textwrap
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.checkpoint import manifest
-from hybridflow.checkpoint.assets import ADAPTER_CONFIG, read_json
-from hybridflow.checkpoint.manifest import WEIGHT, Progress, TensorEntry, num_bytes, read_manifest
+from hybridflow.checkpoint.assets import ADAPTER_CONFIG, CONFIG, FOLDER, read_json
+from hybridflow.checkpoint.manifest import WEIGHT, Progress, TensorEntry, check_files, num_bytes, read_manifest
 from hybridflow.dataflow.render import format_ranks
 from hybridflow.errors import CheckpointError
 from hybridflow.families.model import Model
@@ -26,7 +27,11 @@ if TYPE_CHECKING:
     from hybridflow.checkpoint.formats.source import Source
 
 _SAID = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "base_model_name_or_path")
-_HASHED = ("megatron", "hdf5")
+_CHECKED = {
+    **dict.fromkeys(("megatron", "hdf5"), "every byte agrees with its hash"),
+    **dict.fromkeys(("megatron-dist", "megatron-legacy"), "every tensor agrees with its checksum, a CRC-32"),
+}
+"""What is known once all was read, of formats whose reading compares something."""
 _JOB = "job.json"
 _INCOMPLETE = (".tmp", ".part")
 _STEP = re.compile(r"step_[0-9]+")
@@ -164,6 +169,8 @@ def look(path: Path, *, base: Path | None = None, verify: Callable[[Contents], C
 
 def _collection(path: Path, verify: Callable[[Contents], Contents] | None) -> Collection | None:
     """The checkpoints in a directory of a run; None where it is none."""
+    if (path / CONFIG).is_file():
+        return None
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if (folder / _JOB).is_file():
         return _step(folder, verify)
@@ -239,12 +246,8 @@ def model_directory(path: Path) -> Contents:
         CheckpointError: The manifest is damaged, or a file is missing or has another size.
     """
     found = read_manifest(path)
-    for name, size in found.file_bytes.items():
-        file = path / name
-        held = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
-        if held != f"{size} bytes":
-            raise CheckpointError(f"{file}: found {held}, expected {size} bytes; restore it from a copy")
-    adapter = path / "assets" / ADAPTER_CONFIG
+    check_files(path, found)
+    adapter = path / FOLDER / ADAPTER_CONFIG
     return Contents(
         path=path,
         format="megatron",
@@ -283,7 +286,7 @@ def _files(path: Path) -> dict[str, int]:
 
 
 def verified(found: Contents, *, base: Path | None, progress: Callable[[int, int], None]) -> Contents:
-    """The same, once every byte was read and, where the format has hashes, agrees with them.
+    """The same, once every byte was read and, where the format has hashes or checksums, agrees with them.
 
     Args:
         found: What the headers say.
@@ -295,6 +298,7 @@ def verified(found: Contents, *, base: Path | None, progress: Callable[[int, int
     """
     from hybridflow.checkpoint.formats.registry import open_source
     from hybridflow.checkpoint.model_dir import ModelDir
+    from hybridflow.checkpoint.tensor_file import bytes_of
     from hybridflow.reshard.spec import ITEM_BYTES, num_elements
 
     total = sum(num_bytes(tensors.values()) for tensors in found.tensors.values())
@@ -306,13 +310,15 @@ def verified(found: Contents, *, base: Path | None, progress: Callable[[int, int
     else:
         source = open_source(found.path, base=base)
         for name, entry in source.tensors.items():
-            source.read(name)
+            values = source.read(name)
+            if found.format not in _CHECKED:
+                # It may be a view of a file of which nothing has been read yet.
+                zlib.crc32(bytes_of(values))
             source.release()
             done += num_bytes([entry])
             progress(done, total)
-    words = "every byte agrees with its hash"
-    if found.format not in _HASHED:
-        words = f"every tensor was read; {found.format} has no hashes, so that only the structure is known to be right"
+    nothing = f"every tensor was read; {found.format} has no hashes, so that only the structure is known to be right"
+    words = _CHECKED.get(found.format, nothing)
     return dataclasses.replace(found, verified=words)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
-import os
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.checkpoint.exit_status import DONE, SOURCE, exit_status
+from hybridflow.checkpoint.console import print_out, signals_raise
+from hybridflow.checkpoint.exit_status import DIFFERENT, DONE, SOURCE, Ended, exit_status
 from hybridflow.errors import HybridflowError
 from hybridflow.reshard.report import format_bytes
 
@@ -20,9 +22,6 @@ if TYPE_CHECKING:
 
     from hybridflow.checkpoint.differences import Compared, Differences, Readable
     from hybridflow.checkpoint.inspecting import Contents
-
-DIFFERENT = 5
-"""Exit status of ``diff`` where two checkpoints are not equal."""
 
 _WORST = 10
 _REPORT_EVERY_S = 5.0
@@ -34,7 +33,7 @@ _INSPECT_EXAMPLES = """examples:
   hybridflow inspect models/llama --json | jq .num_parameters
 
 exit status: 0 it is there, 2 a request that makes no sense, 3 it is missing, damaged or incomplete,
-  1 a failure of hybridflow itself
+  1 a failure of hybridflow itself, 128 + the signal where a signal ended it
 """
 
 _DIFF_EXAMPLES = """examples:
@@ -43,7 +42,7 @@ _DIFF_EXAMPLES = """examples:
   hybridflow diff runs/x/checkpoints/step_000010/actor runs/y/checkpoints/step_000010/actor --optimizer
 
 exit status: 0 equal bit for bit, 5 they differ, 2 a request that makes no sense, 3 one is missing, damaged or
-  incomplete, 1 a failure of hybridflow itself
+  incomplete, 1 a failure of hybridflow itself, 128 + the signal where a signal ended it
 """
 
 
@@ -62,7 +61,7 @@ def add_commands(commands: Any) -> None:
     inspect.add_argument("--tensors", action="store_true", help="list each tensor, of the optimizer too")
     inspect.add_argument("--base", type=Path, metavar="DIR", help="base model of an adapter that names none at hand")
     inspect.add_argument("--json", action="store_true", help="print JSON")
-    inspect.set_defaults(run=_inspect, recipe=None, overrides=())
+    inspect.set_defaults(run=functools.partial(_run, _inspect), recipe=None, overrides=())
     diff = commands.add_parser(
         "diff",
         help="whether two checkpoints hold the same",
@@ -79,22 +78,20 @@ def add_commands(commands: Any) -> None:
     )
     diff.add_argument("--base", type=Path, metavar="DIR", help="base model of adapters that name none at hand")
     diff.add_argument("--json", action="store_true", help="print JSON")
-    diff.set_defaults(run=_diff, recipe=None, overrides=())
+    diff.set_defaults(run=functools.partial(_run, _diff), recipe=None, overrides=())
 
 
-def _explained(error: HybridflowError | OSError) -> int:
-    """Tell an error, and give the exit status that stands for it."""
-    print(f"hybridflow: {error}", file=sys.stderr, flush=True)
-    return SOURCE if isinstance(error, OSError) else exit_status(error)
-
-
-def _print(text: str) -> None:
-    """Print to whoever still listens: ``| head`` closes its end early."""
+def _run(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    """Run a command, tell what ended it, and give the exit status."""
     try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # What Python would flush at exit has nowhere to go either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with signals_raise():
+            return command(arguments)
+    except Ended as ended:
+        print(f"hybridflow: ended by {signal.Signals(ended.signal).name}", file=sys.stderr, flush=True)
+        return exit_status(ended)
+    except (HybridflowError, OSError) as error:
+        print(f"hybridflow: {error}", file=sys.stderr, flush=True)
+        return exit_status(error)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -103,14 +100,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
     def verify(found: Contents) -> Contents:
         return verified(found, base=arguments.base, progress=_Progress(f"{found.path}: checked", format_bytes))
 
-    try:
-        found = look(arguments.path, base=arguments.base, verify=verify if arguments.verify else None)
-    except (HybridflowError, OSError) as error:
-        return _explained(error)
+    found = look(arguments.path, base=arguments.base, verify=verify if arguments.verify else None)
     if arguments.json:
-        _print(json.dumps(found.to_dict(), indent=1))
+        print_out(json.dumps(found.to_dict(), indent=1))
     else:
-        _print(as_text(found, every_tensor=arguments.tensors))
+        print_out(as_text(found, every_tensor=arguments.tensors))
     return SOURCE if is_damaged(found) else DONE
 
 
@@ -118,21 +112,18 @@ def _diff(arguments: argparse.Namespace) -> int:
     from hybridflow.checkpoint.differences import compare, differing_settings
     from hybridflow.checkpoint.formats.registry import open_source
 
-    try:
-        one, other = (open_source(path, base=arguments.base) for path in (arguments.one, arguments.other))
-        settings = differing_settings(one, other)
-        pair: tuple[Readable, Readable] = one, other
-        if arguments.optimizer:
-            from hybridflow.checkpoint.differences import AllKinds
+    one, other = (open_source(path, base=arguments.base) for path in (arguments.one, arguments.other))
+    settings = differing_settings(one, other)
+    pair: tuple[Readable, Readable] = one, other
+    if arguments.optimizer:
+        from hybridflow.checkpoint.differences import AllKinds
 
-            pair = AllKinds(one.path), AllKinds(other.path)
-        found = compare(*pair, settings, _Progress("compared", "{:,}".format))
-    except (HybridflowError, OSError) as error:
-        return _explained(error)
+        pair = AllKinds(one.path), AllKinds(other.path)
+    found = compare(*pair, settings, _Progress("compared", "{:,}".format))
     if arguments.json:
-        _print(json.dumps({"one": str(one.path), "other": str(other.path), **found.to_dict()}, indent=1))
+        print_out(json.dumps({"one": str(one.path), "other": str(other.path), **found.to_dict()}, indent=1))
     else:
-        _print(_as_text(found, one.path, other.path, len(found.compared) if arguments.all else _WORST))
+        print_out(_as_text(found, one.path, other.path, len(found.compared) if arguments.all else _WORST))
     return DONE if found.is_equal else DIFFERENT
 
 

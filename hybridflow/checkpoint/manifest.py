@@ -278,6 +278,19 @@ def _overlap(boxes: list[Box]) -> Box | None:
     return None
 
 
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Every file is there with its size.
+
+    Raises:
+        CheckpointError: Names the first that is not.
+    """
+    for name, size in manifest.file_bytes.items():
+        file = folder / name
+        found = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
+        if found != f"{size} bytes":
+            raise CheckpointError(f"{file}: found {found}, expected {size} bytes; restore it from a copy")
+
+
 def num_bytes(entries: Iterable[TensorEntry]) -> int:
     """Of some tensors, without padding."""
     return sum(math.prod(entry.shape) * ITEM_BYTES[entry.dtype] for entry in entries)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.assets import FOLDER
-from hybridflow.checkpoint.manifest import NAME, Manifest, Piece, piece_key, read_manifest, to_json
+from hybridflow.checkpoint.manifest import NAME, Manifest, Piece, check_files, piece_key, read_manifest, to_json
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES, Entry, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.reshard.spec import Box, intersect, num_elements
@@ -61,11 +61,7 @@ class ModelDir:
         self._files: dict[str, TensorFile] = {}
         self._used: set[str] = set()
         self._checked: set[tuple[str, str]] = set()
-        for name, size in self.manifest.file_bytes.items():
-            file = path / name
-            found = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
-            if found != f"{size} bytes":
-                raise CheckpointError(f"{file}: found {found}, expected {size} bytes; restore it from a copy")
+        check_files(path, self.manifest)
 
     def read(self, kind: str, tensor: str, box: Box | None = None) -> Tensor:
         """A box of a tensor; the whole of it where none is given.

@@ -1,11 +1,13 @@
 """The engine of conversions: what is written, what a kill leaves, what several ranks do, what is refused."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -21,7 +23,7 @@ from hybridflow.checkpoint.convert import engine
 from hybridflow.checkpoint.convert import write as convert_write
 from hybridflow.checkpoint.convert.engine import Place, cast, deal
 from hybridflow.checkpoint.convert.journal import FILES, Journal, Part, part_folder, read_journals
-from hybridflow.checkpoint.convert.ranks import FOLDER
+from hybridflow.checkpoint.convert.ranks import FOLDER, Ranks
 from hybridflow.errors import CheckpointError, ConfigError, WriteError
 from tests.convert_doubles import PEER_FAILED, fork, make_tensors, run_plain, wait_for
 
@@ -120,6 +122,9 @@ def test_killed_at_any_moment_nothing_complete_is_redone(source, tmp_path, monke
         redone += len(written)
         assert not before & set(written)
         assert len(written) == len(set(written))
+    if -9 in codes:
+        # Killed when all was done but tidying up.
+        shutil.rmtree(part_folder(out), ignore_errors=True)
     check(source, out, num_files=4)
     assert kills >= 2 and redone >= 48
 
@@ -146,6 +151,15 @@ def test_file_that_was_removed_is_written_anew(source, tmp_path, monkeypatch):
         run_plain(source, out, damaged="t06")
     (part_folder(out) / FILES / "rows-1.safetensors").unlink()
     assert run_plain(source, out).found_parts == 6
+    check(source, out)
+
+
+def test_what_a_kill_left_half_written_beside_the_tensors_is_not_kept(source, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(CheckpointError, match="t06: is damaged"):
+        run_plain(source, out, damaged="t06")
+    (part_folder(out) / FILES / ".hashes.json.4711.part").write_text("{")
+    run_plain(source, out)
     check(source, out)
 
 
@@ -297,6 +311,15 @@ def test_rank_that_fails_ends_the_others_at_once(source, tmp_path):
 
     assert wait_for([fork(again(index)) for index in range(2)]) == [0, 0]
     check(source, tmp_path / "out", num_files=4)
+
+
+def test_no_room_for_what_ranks_tell_each_other(source, tmp_path, monkeypatch):
+    def no_room(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Ranks, "tell_done", no_room)
+    with pytest.raises(WriteError, match=r"out\.part: cannot be written: No space left on device"):
+        run_plain(source, tmp_path / "out")
 
 
 def test_ranks_that_do_not_come_or_ask_for_something_else(source, tmp_path):

@@ -366,6 +366,15 @@ def test_a_layout_that_does_not_cut_the_experts_or_the_groups(tmp_path):
 def test_the_role_of_a_run_is_found(saved, tmp_path):
     run, step = tmp_path / "run", tmp_path / "run/checkpoints/step_000010"
     shutil.copytree(saved / "ours", step / "actor")
+    shutil.copytree(saved / "ours", run / "checkpoints/reference")
+    # Before the first checkpoint is complete, and where the pointer is empty, the reference is not what was trained.
+    for path in (run, run / "checkpoints", step):
+        with pytest.raises(CheckpointError, match="expected a checkpoint"):
+            open_source(path)
+    (step / "job.json").write_text("{}")
+    (run / "checkpoints/latest").write_text("\n")
+    with pytest.raises(CheckpointError, match="latest: found '', expected the name of a step"):
+        open_source(run)
     (run / "checkpoints/latest").write_text("step_000010\n")
     for path in (run, run / "checkpoints", step, step / "actor"):
         assert open_source(path).path == step / "actor"

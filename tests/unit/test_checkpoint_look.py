@@ -6,10 +6,13 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +22,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hybridflow import cli
-from hybridflow.checkpoint import differences
+from hybridflow.checkpoint import differences, inspecting
 from hybridflow.checkpoint.differences import compare, differing_settings
 from hybridflow.checkpoint.formats.registry import Options, open_source
 from hybridflow.checkpoint.inspecting import collapse
 from hybridflow.checkpoint.look import _DIFF_EXAMPLES, _INSPECT_EXAMPLES
 from hybridflow.checkpoint.manifest import Manifest, Progress, TensorEntry, digest
 from hybridflow.checkpoint.model_dir import Share, write_manifest, write_shares
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
+from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TensorFile
 from hybridflow.families.model import Model
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.parallel.layout import ParallelLayout
@@ -221,6 +224,50 @@ def test_reader_that_goes_away_is_no_failure(tmp_path):
         process.stdout.close()
         error = process.stderr.read()
     assert (process.returncode, error) == (0, b"")
+
+
+def test_a_pointer_of_another_program_makes_no_run_of_a_model(tmp_path, capsys):
+    """DeepSpeed leaves such a file beside the model that the trainer of transformers saves."""
+    make_model("llama").save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf/latest").write_text("global_step10")
+    assert hybridflow("diff", tmp_path / "hf", tmp_path / "hf") == 0
+    capsys.readouterr()
+    assert hybridflow("inspect", tmp_path / "hf") == 0
+    assert "hf, not cut" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_a_command_without_a_traceback(command, number, tmp_path, monkeypatch, capsys):
+    path = write_role(tmp_path / "actor")
+
+    def interrupted(*args: Any) -> None:
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(TensorFile, "sha256", interrupted)
+    words = (path, "--verify") if command == "inspect" else (path, path)
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    assert hybridflow(command, *words) == 128 + number
+    assert capsys.readouterr().err == f"hybridflow: ended by {number.name}\n"
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_verifying_reads_every_byte_and_says_what_was_compared(tmp_path, capsys, monkeypatch):
+    """A tensor of a mapped file is not read by asking for it."""
+    make_model("llama").save_pretrained(tmp_path / "hf")
+    write_as("megatron-dist", open_source(tmp_path / "hf"), tmp_path / "dist")
+    read_bytes, crc32 = [], zlib.crc32
+
+    def counted(data: Any, *args: Any) -> int:
+        read_bytes.append(len(data))
+        return crc32(data, *args)
+
+    monkeypatch.setattr(inspecting.zlib, "crc32", counted)
+    assert hybridflow("inspect", tmp_path / "hf", "--verify") == 0
+    assert sum(read_bytes) == 4 * 21_984
+    capsys.readouterr()
+    assert hybridflow("inspect", tmp_path / "dist", "--verify") == 0
+    assert "every tensor agrees with its checksum, a CRC-32" in capsys.readouterr().out
 
 
 def test_hugging_face_and_adapters_are_shown(tmp_path, capsys):

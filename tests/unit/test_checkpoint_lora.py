@@ -200,12 +200,30 @@ def test_merged_weights_are_rounded_once_from_fp32(tmp_path):
     assert (found == exact.bfloat16()).double().mean() > 0.99
 
 
+def test_merging_makes_no_new_infinities(tmp_path):
+    model = make_model("llama", dtype=torch.float16)
+    weight = model.get_parameter("model.layers.1.self_attn.o_proj.weight")
+    with torch.no_grad():
+        weight[2, 3] = 65504.0  # the largest of fp16
+    model.save_pretrained(tmp_path / "base")
+    name, key = "decoder.layers.1.self_attention.linear_proj.weight", "base_model.model.model.layers.1.self_attn.o_proj"
+    tensors = make_adapter(tmp_path / "adapter", model, {"o_proj": 4}, {})
+    for factor in (f"{key}.lora_A.weight", f"{key}.lora_B.weight"):
+        # alpha / r times rank times 8 times 8 is 512 more.
+        tensors[factor] = torch.full_like(tensors[factor], 8.0)
+    save_file(tensors, tmp_path / "adapter/adapter_model.safetensors")
+    merged = open_merged(open_source(tmp_path / "base"), tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=f"{name}: with the adapter .* beyond 65504, .* fp16"):
+        merged.read(name)
+    assert merged.read(name.replace(".1.", ".0.")).isfinite().all()
+
+
 def test_large_weights_are_merged_block_by_block(monkeypatch):
     monkeypatch.setattr(lora, "_BLOCK_ELEMENTS", 7 * 24)
     generator = torch.Generator().manual_seed(1)
     weight, b, a = (torch.randn(shape, generator=generator) for shape in ((2, 1500, 24), (3000, 3), (3, 24)))
     expected = weight + 0.5 * (b @ a).view(2, 1500, 24)
-    lora._add(weight, b, a, 0.5)
+    lora._add(weight, b, a, 0.5, "weight")
     torch.testing.assert_close(weight, expected)
 
 

@@ -17,9 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from hybridflow import cli
 from hybridflow.checkpoint.convert import command as convert_command
+from hybridflow.checkpoint.convert import ranks as convert_ranks
 from hybridflow.checkpoint.convert import write as convert_write
 from hybridflow.checkpoint.convert.journal import part_folder
+from hybridflow.checkpoint.formats import registry
+from hybridflow.checkpoint.formats.torch_archive import ArchivesWriter
 from hybridflow.checkpoint.tensor_file import TensorFileWriter
+from hybridflow.errors import CheckpointError
 from tests.convert_doubles import fork, wait_for
 from tests.e2e.commands import fork_ranks
 
@@ -192,6 +196,18 @@ def test_dry_run_prints_the_mapping_and_writes_nothing(here, capsys):
     assert names(here) == before
 
 
+@pytest.mark.parametrize("words", [("--dry-run",), ("--json",)])
+def test_reader_that_goes_away_is_no_failure(here, words):
+    code = "import sys; from hybridflow import cli; sys.exit(cli.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "convert", *TO_MEGATRON, *words]
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        error = process.stderr.read()
+    assert (process.returncode, error) == (0, b"")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -199,7 +215,12 @@ def test_dry_run_prints_the_mapping_and_writes_nothing(here, capsys):
         (("--to", "megatron", "--layout", "two"), "layout 'two'"),
         (("--to", "hf", "--layout", "tp2"), "layout"),
         (("--to", "hf", "--max-shard-gb", "0"), "--max-shard-gb 0"),
+        (("--to", "hf", "--base", "models/llama"), "is of format hf; leave --base out"),
+        (("--to", "hf", "--max-shard-gb", "inf"), "--max-shard-gb inf"),
+        (("--to", "hf", "--deadline", "nan"), "--deadline nan"),
         (("--to", "hf", "--family", "gpt5"), "--family gpt5: not known"),
+        # Its norms are around 1, which a model directory would tell no one before it is exported.
+        (("--to", "megatron", "--family", "gemma"), "family gemma has no models with zero_centered_norms=False"),
         (("--to", "hf", "--from", "peft"), "is of format hf; leave --from out"),
     ],
 )
@@ -249,6 +270,10 @@ def test_damaged_sources(here, capsys):
     assert convert("models/llama", "out/x", "--to", "megatron") == 3
     assert "model.safetensors" in capsys.readouterr().err
     assert convert("models/none", "out/x", "--to", "megatron") == 3
+    capsys.readouterr()
+    assert convert("m" * 300, "out/x", "--to", "megatron") == 3
+    message = capsys.readouterr().err
+    assert "File name too long: 'mmm" in message and len(message.splitlines()) == 1
     assert not (here / "out/x").exists() and not (here / "out/back").exists()
 
 
@@ -308,6 +333,31 @@ def test_signal_leaves_what_is_complete(here, capfd, monkeypatch, number):
             assert (here / "out/m" / path.name).read_bytes() == path.read_bytes(), path
 
 
+def test_megatron_dist_goes_on_where_it_was(here, capfd, monkeypatch):
+    words = ("models/llama", "out/d", "--to", "megatron-dist", "--max-shard-gb", "0.000004")
+    assert convert("models/llama", "out/whole", *words[2:]) == 0
+    with monkeypatch.context() as patch:
+        write, count = ArchivesWriter.write, []
+
+        def dies(self, key, tensor):
+            count.append(key)
+            if len(count) == 12:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.01)
+            return write(self, key, tensor)
+
+        patch.setattr(ArchivesWriter, "write", dies)
+        patch.setattr(convert_write, "_COMMIT_BYTES", 1)
+        assert wait_for([fork(lambda: os._exit(convert(*words)))]) == [-9]
+    capfd.readouterr()
+    assert convert(*words, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["found_parts"] > 3
+    assert names(here / "out/d") == names(here / "out/whole")
+    for name in names(here / "out/whole"):
+        if name.endswith(".distcp"):
+            assert (here / "out/d" / name).read_bytes() == (here / "out/whole" / name).read_bytes()
+
+
 def test_ranks_of_a_launcher(here):
     done = fork_ranks(["convert", *TO_MEGATRON, "--json"], here, num_ranks=6)
     assert done.codes == (0,) * 6, done.err
@@ -330,8 +380,40 @@ def test_rank_that_is_killed(here, monkeypatch):
     assert convert(*TO_MEGATRON) == 0
 
 
+def test_rank_that_does_not_see_the_source_ends_those_that_wait_for_it(here, monkeypatch):
+    def hook(rank):
+        if rank == 1:
+            message = "models/llama: found nothing, expected a checkpoint"
+            monkeypatch.setattr(
+                registry, "open_source", lambda *args, **kwargs: (_ for _ in ()).throw(CheckpointError(message))
+            )
+
+    done = fork_ranks(["convert", *TO_MEGATRON], here, num_ranks=3, hook=hook, within_s=40)
+    assert done.codes == (3, 3, 3), done.err
+    assert done.err == "hybridflow: rank 1: models/llama: found nothing, expected a checkpoint\n"
+    assert done.seconds < 30 and not (here / "out/m").exists()
+
+
+def test_other_job_that_fails_does_not_end_the_one_that_writes(here, monkeypatch, capfd):
+    slow_writes(0.1, monkeypatch)
+    ranks = [
+        fork(lambda rank=rank: (os.environ.update(as_rank(rank, 2)), os._exit(convert(*TO_MEGATRON))))
+        for rank in range(2)
+    ]
+    begin, end = part_folder(here / "out/m") / ".ranks/begin", time.monotonic() + 20
+    while not begin.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    other = fork(lambda: (os.environ.update(as_rank(1, 2)), os._exit(convert(*TO_MEGATRON, "--dtype", "bf16"))))
+    assert wait_for([*ranks, other]) == [0, 0, 4], capfd.readouterr().err
+
+
+def as_rank(rank: int, size: int) -> dict[str, str]:
+    """What a launcher tells a rank."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+
+
 def test_error_of_all_ranks_is_told_by_rank_0_first(here, monkeypatch):
-    monkeypatch.setattr(convert_command, "_AFTER_RANK_0_S", 0.5)
+    monkeypatch.setattr(convert_ranks, "_REFUSAL_S", 0.5)
     (here / "out/m").mkdir()
     done = fork_ranks(["convert", *TO_MEGATRON], here, num_ranks=2)
     assert done.codes == (4, 4) and done.err.startswith("hybridflow: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -14,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hybridflow.checkpoint.console import print_out, signals_raise
 from hybridflow.checkpoint.exit_status import FAILURE, Ended, exit_status
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.parallel.start import Start, find_start, rank_hint
 from hybridflow.reshard.report import format_bytes, format_seconds
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 TARGETS = ("hf", "megatron", "hdf5", "megatron-dist", "peft")
 SOURCES = (*TARGETS, "megatron-legacy")
 _DTYPES = ("fp32", "bf16", "fp16")
-_AFTER_RANK_0_S = 3.0
+_AFTER_PEER_S = 1.0
 _LINE_EVERY_S = 10.0
 
 EXAMPLES = """examples:
@@ -41,8 +43,8 @@ EXAMPLES = """examples:
   srun hybridflow convert models/llama out/llama-tp8 --to megatron --layout tp8.pp4 --json
 
 exit status: 0 done, 2 a request that cannot be met (arguments, an unknown family), 3 the source is damaged,
-  incomplete or hostile, 4 the target cannot be written or is there already, 1 a failure of hybridflow itself or a rank
-  that was lost, 128 + the signal where a signal ended it
+  incomplete, hostile or cannot be read, 4 the target cannot be written or is there already, 1 a failure of hybridflow
+  itself or a rank that was lost, 128 + the signal where a signal ended it
 """
 
 
@@ -96,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     rank: int | None = None
     try:
-        with _signals_raise():
+        with signals_raise():
             start = find_start()
             rank = start.rank
             arguments.out = Path(os.path.abspath(arguments.out))
@@ -111,11 +113,15 @@ def _run(arguments: argparse.Namespace, start: Start) -> int:
     # Read when torch first allocates: large tensors come and go, and most of their cost is the kernel's small pages.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from hybridflow.checkpoint.convert.engine import Place, convert
+    from hybridflow.checkpoint.convert.ranks import refusing
 
-    source, target, what = _open(arguments)
+    if not 0 < arguments.deadline < math.inf:
+        raise ConfigError(f"--deadline {arguments.deadline:g}: expected a number above 0, in seconds")
+    with refusing(arguments.out, start.rank):
+        source, target, what = _open(arguments)
     if arguments.dry_run:
         if start.rank == 0:
-            print(_as_json(arguments, source, target) if arguments.json else _mapping(source, target))
+            print_out(_as_json(arguments, source, target) if arguments.json else _mapping(source, target))
         return 0
     show = _Show(sys.stderr.isatty(), silent=arguments.quiet or start.rank != 0)
     place = Place(rank=start.rank, size=start.size, deadline_s=arguments.deadline)
@@ -124,7 +130,8 @@ def _run(arguments: argparse.Namespace, start: Start) -> int:
     finally:
         show.end()
     if summary is not None:
-        print(_as_json(arguments, source, target, summary) if arguments.json else _table(arguments, source, summary))
+        as_json = arguments.json
+        print_out(_as_json(arguments, source, target, summary) if as_json else _table(arguments, source, summary))
     elif not arguments.quiet and start.rank >= len(target.files):
         print(f"hybridflow: rank {start.rank}: {len(target.files)} file(s) need no more ranks", file=sys.stderr)
     return 0
@@ -133,6 +140,7 @@ def _run(arguments: argparse.Namespace, start: Start) -> int:
 def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, object]]:
     """Source and target of the request, and the request in words."""
     from hybridflow.checkpoint.formats.registry import READABLE, make_target, open_merged, open_source
+    from hybridflow.families.config_json import describe
     from hybridflow.families.tables import FAMILIES
 
     wanted = arguments.source_format
@@ -142,15 +150,19 @@ def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, obje
         source = open_source(arguments.source, base=arguments.base)
     if wanted not in (None, source.format):
         raise ConfigError(f"--from {wanted}: {arguments.source} is of format {source.format}; leave --from out")
+    if arguments.base is not None and source.format != "peft":
+        raise ConfigError(f"--base {arguments.base}: {arguments.source} is of format {source.format}; leave --base out")
     if arguments.family is not None:
         if arguments.family not in FAMILIES:
             raise ConfigError(f"--family {arguments.family}: not known; expected one of {', '.join(FAMILIES)}")
+        # A name that goes with no such model would be found out by whoever reads the result.
+        describe(source.model, family=arguments.family, has_value_head=source.has_value_head)
         source.family = arguments.family
     if arguments.merge_lora is not None:
         arguments.merge_lora = Path(os.path.abspath(arguments.merge_lora))
         source = open_merged(source, arguments.merge_lora)
     target = make_target(arguments.to, source, _options(arguments))
-    names = ("to", "layout", "dtype", "max_shard_gb", "family", "merge_lora")
+    names = ("to", "layout", "dtype", "max_shard_gb", "family", "merge_lora", "base")
     asked = {name: getattr(arguments, name) for name in names}
     return source, target, {name: None if value is None else str(value) for name, value in asked.items()}
 
@@ -160,29 +172,13 @@ def _options(arguments: argparse.Namespace) -> Options:
     from hybridflow.parallel.layout import ParallelLayout
 
     shard = arguments.max_shard_gb
-    if shard is not None and not shard > 0:
-        raise ConfigError(f"--max-shard-gb {shard:g}: expected more than 0")
+    if shard is not None and not 0 < shard < math.inf:
+        raise ConfigError(f"--max-shard-gb {shard:g}: expected a number above 0")
     return Options(
         dtype=arguments.dtype,
         layout=None if arguments.layout is None else ParallelLayout.parse(arguments.layout),
         max_shard_bytes=None if shard is None else int(shard * 1e9),
     )
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Turn what asks the process to end into ``Ended``; a second one ends it at once."""
-
-    def end(number: int, frame: object) -> NoReturn:
-        signal.signal(number, signal.SIG_DFL)
-        raise Ended(number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _end(ended: Ended, out: Path) -> NoReturn:
@@ -200,11 +196,10 @@ def _explain(error: Exception, rank: int) -> int:
     from hybridflow.checkpoint.convert.ranks import PeerError
 
     if isinstance(error, PeerError):
+        # It says itself what it met, if no launcher ends it before because of this one.
+        time.sleep(_AFTER_PEER_S)
         return error.status
     status = exit_status(error)
-    if rank:
-        # What all ranks find is told by rank 0, after which a launcher ends this one.
-        time.sleep(_AFTER_RANK_0_S)
     if status == FAILURE and not _is_explained(error):
         traceback.print_exception(error)
         error = RuntimeError("failed, see above; this is an error of hybridflow's own")
@@ -213,9 +208,8 @@ def _explain(error: Exception, rank: int) -> int:
 
 
 def _is_explained(error: Exception) -> bool:
-    from hybridflow.errors import HybridflowError
-
-    return isinstance(error, HybridflowError)
+    # An OSError names its file.
+    return isinstance(error, (HybridflowError, OSError))
 
 
 class _Show:
@@ -237,8 +231,10 @@ class _Show:
             f"{format_bytes(progress.total_bytes)}, {progress.bytes_per_s / 1e6:.0f} MB/s{left}"
         )
         self._is_open = self._is_terminal
-        print(f"\r\033[K{line}" if self._is_terminal else line, end="" if self._is_terminal else "\n", file=sys.stderr)
-        sys.stderr.flush()
+        head, end = ("\r\033[K", "") if self._is_terminal else ("", "\n")
+        # That nobody watches any more is no reason to end.
+        with contextlib.suppress(OSError):
+            print(f"{head}{line}", end=end, file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Leave the line that was rewritten."""

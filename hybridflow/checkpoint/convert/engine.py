@@ -35,10 +35,11 @@ from hybridflow.checkpoint.convert.journal import (
     write_plan,
 )
 from hybridflow.checkpoint.convert.progress import Monitor, Progress
-from hybridflow.checkpoint.convert.ranks import PeerError, Ranks
-from hybridflow.checkpoint.convert.write import Output, as_write_errors, sync_folder
+from hybridflow.checkpoint.convert.ranks import PeerError, Ranks, refusing
+from hybridflow.checkpoint.convert.write import Output, as_write_errors
 from hybridflow.checkpoint.exit_status import exit_status
 from hybridflow.checkpoint.formats.source import Source, Target
+from hybridflow.checkpoint.model_dir import sync_folder
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES
 from hybridflow.errors import CheckpointError, ConfigError, WriteError
 
@@ -126,27 +127,29 @@ def convert(
     dealt = deal({name: _num_bytes(target, name) for name in target.files}, place.size)
     if place.rank and not dealt[place.rank]:
         return None
-    identity = source.identity()
-    job = _Job(
-        source=source,
-        target=target,
-        out=out,
-        folder=part_folder(out),
-        identity=identity,
-        plan=_plan(source, identity, target, what),
-        files=dealt[place.rank],
-        place=place,
-        show=show,
-    )
-    if os.path.lexists(out):
-        return _already_there(job)
+    with refusing(out, place.rank):
+        identity = source.identity()
+        job = _Job(
+            source=source,
+            target=target,
+            out=out,
+            folder=part_folder(out),
+            identity=identity,
+            plan=_plan(source, identity, target, what),
+            files=dealt[place.rank],
+            place=place,
+            show=show,
+        )
+        if os.path.lexists(out):
+            return _already_there(job)
+        with as_write_errors(job.folder):
+            _check_left(job, restart)
     workers = [rank for rank, files in enumerate(dealt) if files or rank == 0]
     with contextlib.ExitStack() as stack:
         with as_write_errors(job.folder):
-            _check_left(job, restart)
             if place.rank == 0:
                 stack.enter_context(_claimed(job, restart))
-        ranks = Ranks(job.folder, place.rank, workers, place.deadline_s)
+            ranks = Ranks(job.folder, place.rank, workers, place.deadline_s)
         try:
             return _run(job, ranks)
         except PeerError:
@@ -249,7 +252,11 @@ def _run(job: _Job, ranks: Ranks) -> Summary | None:
     monitor = Monitor(ranks, start, job.show)
     try:
         _write(job, found, monitor)
-        ranks.tell_done(monitor.own())
+        if job.place.rank:
+            # Rank 0 removes the folder once it is told: nothing more is written there.
+            monitor.stop()
+        with as_write_errors(job.folder):
+            ranks.tell_done(monitor.own())
         if job.place.rank:
             return None
         peak = max([each["peak"] for each in _wait_for_all(ranks, monitor)] + [monitor.own()["peak"]])
@@ -280,12 +287,14 @@ def _write(job: _Job, found: Iterable[Part], monitor: Monitor) -> None:
         for together in [files] if job.target.can_go_on else [[file] for file in files]:
             _write_together(job, together, output, monitor)
         output.close(wait=True)
-    except BaseException as error:
-        # A signal waits for no disk.
-        output.close(wait=isinstance(error, Exception))
-        raise
-    finally:
         journal.close()
+    except BaseException as error:
+        # A signal waits for no disk, and takes nothing from the threads that do.
+        is_waited_for = isinstance(error, Exception)
+        output.close(wait=is_waited_for)
+        if is_waited_for:
+            journal.close()
+        raise
 
 
 def _write_together(job: _Job, files: Sequence[str], output: Output, monitor: Monitor) -> None:
@@ -326,6 +335,10 @@ def _complete(job: _Job) -> None:
         )
     files = job.folder / FILES
     with as_write_errors(files):
+        # An attempt that was killed here may have left some of it half written, under names that are never reused.
+        for path in [path for path in files.rglob("*") if not path.is_dir()]:
+            if path.relative_to(files).as_posix() not in job.target.files:
+                path.unlink()
         job.target.finish(files, _hashes(job))
         sync_folder(files)
     if os.path.lexists(job.out):

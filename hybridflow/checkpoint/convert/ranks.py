@@ -7,19 +7,23 @@ after all, they after rank 0. What ends one of them ends all.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.errors import DeadlineError
+from hybridflow.checkpoint.convert.journal import part_folder
+from hybridflow.checkpoint.exit_status import exit_status
+from hybridflow.errors import DeadlineError, WriteError
 
 FOLDER = ".ranks"
 _POLL_S = 0.05
+_REFUSAL_S = 10.0
 
 
 class PeerError(Exception):
@@ -45,6 +49,7 @@ class Ranks:
 
     Raises:
         DeadlineError: They did not all come.
+        PeerError: One of them came to say that it takes no part.
     """
 
     def __init__(self, folder: Path, rank: int, workers: Iterable[int], deadline_s: float) -> None:
@@ -83,7 +88,7 @@ class Ranks:
         """
         note = self._get("failure")
         if note is not None and note["rank"] != self.rank:
-            raise PeerError(f"rank {note['rank']} failed: {note['message']}", note["status"])
+            raise _peer_error(note)
         found, now = {}, time.monotonic()
         for worker in self._watched:
             progress = self._get(f"done-{worker}")
@@ -122,26 +127,24 @@ class Ranks:
                 str(rank): answer["number"] for rank, answer in answers.items() if answer and answer["to"] == attempt
             }
             if len(numbers) == len(self._others):
-                _write(self._folder / "begin", {"attempt": attempt, "numbers": numbers})
+                refusals = [answer["refusal"] for answer in answers.values() if answer and answer["refusal"]]
+                refusal = refusals[0] if refusals else None
+                _write(self._folder / "begin", {"attempt": attempt, "numbers": numbers, "refusal": refusal})
+                if refusal is not None:
+                    raise _peer_error(refusal)
                 return attempt
             missing = [rank for rank in self._others if str(rank) not in numbers]
             _wait(end, f"rank(s) {missing} did not come to {self._folder} within {self._deadline_s:g} s (--deadline)")
 
     def _answer(self) -> str:
         """Any other rank: answer the attempt that is there, until rank 0 repeats the answer."""
-        number, answered = uuid.uuid4().hex, ""
         end = time.monotonic() + self._deadline_s
-        while True:
-            call, begin = _read(self._folder / "attempt"), _read(self._folder / "begin")
-            if begin and answered == begin["attempt"] and begin["numbers"].get(str(self.rank)) == number:
-                return answered
-            if call and call["attempt"] != answered:
-                try:
-                    _write(self._folder / f"answer-{self.rank}", {"to": call["attempt"], "number": number})
-                    answered = call["attempt"]
-                except FileNotFoundError:
-                    pass  # Rank 0 clears the folder of an earlier attempt at this moment.
+        answer = _Answer(self._folder, self.rank)
+        while (begin := answer.begin()) is None:
             _wait(end, f"rank 0 did not come to {self._folder} within {self._deadline_s:g} s (--deadline)")
+        if begin["refusal"] is not None:
+            raise _peer_error(begin["refusal"])
+        return str(begin["attempt"])
 
     def _put(self, name: str, content: dict[str, Any]) -> None:
         _write(self._folder / name, {"attempt": self._attempt, **content})
@@ -151,6 +154,54 @@ class Ranks:
         if found is None or found.pop("attempt") != self._attempt:
             return None
         return found
+
+
+class _Answer:
+    """A rank's answer to whichever attempt is there, until rank 0 repeats it."""
+
+    def __init__(self, folder: Path, rank: int, refusal: dict[str, Any] | None = None) -> None:
+        self._folder, self._rank, self._refusal = folder, rank, refusal
+        self._number, self._answered = uuid.uuid4().hex, ""
+
+    def begin(self) -> dict[str, Any] | None:
+        """With which words rank 0 repeats the answer; None before it does."""
+        call, begin = _read(self._folder / "attempt"), _read(self._folder / "begin")
+        if begin and self._answered == begin["attempt"] and begin["numbers"].get(str(self._rank)) == self._number:
+            return begin
+        if call and call["attempt"] != self._answered:
+            answer = {"to": call["attempt"], "number": self._number, "refusal": self._refusal}
+            # Rank 0 may clear the folder of an earlier attempt at this moment.
+            with contextlib.suppress(FileNotFoundError):
+                _write(self._folder / f"answer-{self._rank}", answer)
+                self._answered = call["attempt"]
+        return None
+
+
+@contextlib.contextmanager
+def refusing(out: Path, rank: int) -> Iterator[None]:
+    """What fails in here keeps this rank from the attempt that rank 0 names within seconds; all are told, and end.
+
+    Where rank 0 names none, it has found the same, and is the one to say so first.
+
+    Args:
+        out: What is to be written.
+        rank: This one; 0 has nobody to tell.
+    """
+    try:
+        yield
+    except Exception as error:
+        if rank:
+            refusal = {"rank": rank, "message": str(error), "status": exit_status(error)}
+            # Where there is no such folder, no rank waits.
+            with contextlib.suppress(WriteError, OSError):
+                answer, end = _Answer(part_folder(out) / FOLDER, rank, refusal), time.monotonic() + _REFUSAL_S
+                while answer.begin() is None and time.monotonic() < end:
+                    time.sleep(_POLL_S)
+        raise
+
+
+def _peer_error(note: dict[str, Any]) -> PeerError:
+    return PeerError(f"rank {note['rank']} failed: {note['message']}", note["status"])
 
 
 def _wait(end: float, message: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint.convert.journal import Journal, Part
 from hybridflow.checkpoint.formats.source import Target, Writer
+from hybridflow.checkpoint.model_dir import sync_folder
 from hybridflow.errors import WriteError
 
 _FLYING_BYTES = 300 << 20
@@ -104,8 +105,9 @@ class Output:
         Args:
             wait: Whether for threads that are writing.
         """
-        for pool in (self._pool, self._syncing):
-            pool.shutdown(wait=wait, cancel_futures=True)
+        self._pool.shutdown(wait=wait, cancel_futures=True)
+        # What was handed over to be synced need not be written anew.
+        self._syncing.shutdown(wait=wait, cancel_futures=not wait)
         if wait:
             for writer, _ in self._writers.values():
                 # What matters was raised before.
@@ -174,12 +176,3 @@ def as_write_errors(path: Path, key: str | None = None) -> Iterator[None]:
             f"{where}: cannot be written: {error.strerror or error}; make room or choose another OUT; what is "
             "complete is kept, and the same command goes on from there"
         ) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a directory last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -29,6 +29,7 @@ from hybridflow.checkpoint.assets import ADAPTER_CONFIG, parse_json
 from hybridflow.checkpoint.formats.huggingface import parts_of
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry
+from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.config_json import Described, describe
 from hybridflow.families.family import Form
@@ -395,16 +396,20 @@ class MergedSource:
                 self._updates.setdefault(factor.module.weight.name, []).append(factor.module)
 
     def read(self, tensor: str) -> Tensor:
-        """See ``Source``; an updated tensor is new memory."""
+        """See ``Source``; an updated tensor is new memory.
+
+        Raises:
+            ConfigError: A finite number would become infinite in the weight's dtype.
+        """
         weight = self._base.read(tensor)
         if tensor == HEAD and tensor in self._adapter.tensors:
-            return self._adapter.read(tensor).to(weight.dtype)
+            return _rounded(self._adapter.read(tensor), weight.dtype, tensor)
         if tensor not in self._updates:
             return weight
         merged = weight.clone(memory_format=torch.contiguous_format)
         for module in self._updates[tensor]:
             a, b = (self._adapter.read(Factor(module, side).name) for side in ("A", "B"))
-            _add(_rows_of(merged, module, self.model), b, a.float(), self._settings.scale_of(module.hf))
+            _add(_rows_of(merged, module, self.model), b, a.float(), self._settings.scale_of(module.hf), tensor)
         return merged
 
     def release(self) -> None:
@@ -458,7 +463,7 @@ def _rows_of(weight: Tensor, module: Module, model: Model) -> Tensor:
     return weight if weight.dim() == 3 else weight.unsqueeze(0)
 
 
-def _add(rows: Tensor, b: Tensor, a: Tensor, scale: float) -> None:
+def _add(rows: Tensor, b: Tensor, a: Tensor, scale: float, tensor: str) -> None:
     """Add scale * B A to rows ``[blocks, rows, in]``, a bounded number of elements at a time.
 
     Args:
@@ -466,10 +471,22 @@ def _add(rows: Tensor, b: Tensor, a: Tensor, scale: float) -> None:
         b: ``[…, rank]``, as many rows in the same order.
         a: ``[rank, in]``, fp32.
         scale: The factor.
+        tensor: Whose rows they are, for messages.
     """
     b = b.reshape(*rows.shape[:2], -1)
     step = max(1, _BLOCK_ELEMENTS // rows.shape[2])
     for block, factor in zip(rows, b, strict=True):
         for start in range(0, len(block), step):
             part = block[start : start + step]
-            part.copy_((part.float() + scale * (factor[start : start + step].float() @ a)).to(part.dtype))
+            total = part.float() + scale * (factor[start : start + step].float() @ a)
+            part.copy_(_rounded(total, part.dtype, tensor))
+
+
+def _rounded(values: Tensor, dtype: torch.dtype, tensor: str) -> Tensor:
+    rounded = values.to(dtype)
+    if bool((rounded.isinf() & values.isfinite()).any()):
+        raise ConfigError(
+            f"{tensor}: with the adapter it holds a number beyond {torch.finfo(dtype).max:g}, the largest of its dtype "
+            f"{DTYPE_NAMES[dtype]}; convert the base to another --dtype first"
+        )
+    return rounded

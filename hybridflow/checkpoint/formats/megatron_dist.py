@@ -28,11 +28,11 @@ from torch import Tensor
 from hybridflow.checkpoint.assets import ASSETS, identity_of, read_assets, read_json
 from hybridflow.checkpoint.formats.megatron_args import layout_of, padded_vocab_size, read_args, to_args, to_model
 from hybridflow.checkpoint.formats.source import Source
-from hybridflow.checkpoint.formats.torch_archive import ArchivesWriter, object_archive, places, sync_folder
-from hybridflow.checkpoint.formats.unpickle import DTYPES, Inert, MappedFile, TorchArchive, dump, read_pickle
+from hybridflow.checkpoint.formats.torch_archive import ArchivesWriter, object_archive, places
+from hybridflow.checkpoint.formats.unpickle import Inert, MappedFile, TorchArchive, dump, read_pickle
 from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.checkpoint.model_dir import write_bytes
-from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, Entry
+from hybridflow.checkpoint.model_dir import within, write_bytes
+from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES, Entry
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.model import Model
 from hybridflow.models.shapes import model_spec, shape_of
@@ -213,17 +213,17 @@ class MegatronDistSource:
             if name in ("embedding.word_embeddings.weight", "output_layer.weight") and rows >= part.shape[0]:
                 # Behind the vocabulary there is padding.
                 expected = (self._padded if isinstance(self._padded, int) else rows, *part.shape[1:])
-            if stored.shape != expected or stored.dtype not in DTYPES:
+            if stored.shape != expected or stored.dtype not in DTYPE_NAMES:
                 raise CheckpointError(
                     f"{self._folder / METADATA}: {part.key}: found {stored.dtype} {list(stored.shape)}, expected one "
-                    f"of {', '.join(DTYPES.values())} {list(expected)} by args; give the args that belong to it"
+                    f"of {', '.join(DTYPE_NAMES.values())} {list(expected)} by args; give the args that belong to it"
                 )
             if part.key not in self._chunks:
                 self._chunks[part.key] = self._chunks_of(part)
         shape = parts[0].shape if len(parts) == 1 else (2, *parts[0].shape)
         if name.endswith("linear_fc1.weight") and len(parts) == 1:
             shape = (2, shape[0] // 2, *shape[1:])
-        return TensorEntry(DTYPES[self._stored[parts[0].key].dtype], shape)
+        return TensorEntry(DTYPE_NAMES[self._stored[parts[0].key].dtype], shape)
 
     def _chunks_of(self, part: _Part) -> dict[tuple[int, ...], list[_Chunk]]:
         """The chunks of a stored tensor by their place along its leading dims: a mixture has very many.
@@ -266,14 +266,14 @@ class MegatronDistSource:
             common = intersect(chunk.box, whole)
             if num_elements(common) == 0:
                 continue
-            values = self._values(tensor, part.key, chunk, stored.dtype)[_within(common, chunk.box)]
+            values = self._values(tensor, part.key, chunk, stored.dtype)[within(common, chunk.box)]
             left -= num_elements(common)
             if common == whole and result is None:
                 result = values
                 continue
             if result is None:
                 result = torch.empty([stop - start for start, stop in whole], dtype=stored.dtype)
-            result[_within(common, whole)] = values
+            result[within(common, whole)] = values
         if left or result is None:
             raise self._not_covered(part.key)
         return result.reshape(part.shape)
@@ -365,9 +365,6 @@ class MegatronDistTarget:
             (folder / _ASSETS).mkdir(exist_ok=True)
         for name, content in assets.items():
             write_bytes(folder / _ASSETS / name, content)
-        for made in (release, folder / _ASSETS):
-            if made.is_dir():
-                sync_folder(made)
         write_bytes(folder / LATEST, f"{_RELEASE}\n".encode())
 
     def _metadata(self, state_bytes: int) -> Any:
@@ -554,8 +551,3 @@ def _sizes(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple) or any(type(value) is not int or value < 0 for value in values):
         raise ValueError(f"{values!r} are no sizes")
     return values
-
-
-def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Where a box lies within one around it."""
-    return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(inner, outer, strict=True))

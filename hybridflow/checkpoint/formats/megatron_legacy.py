@@ -21,8 +21,9 @@ from torch import Tensor
 from hybridflow.checkpoint.assets import identity_of
 from hybridflow.checkpoint.formats.megatron_args import layout_of, read_args, to_model
 from hybridflow.checkpoint.formats.megatron_dist import LATEST, find_iteration
-from hybridflow.checkpoint.formats.unpickle import DTYPES, MappedFile, StoredTensor, TorchArchive
+from hybridflow.checkpoint.formats.unpickle import MappedFile, StoredTensor, TorchArchive
 from hybridflow.checkpoint.manifest import TensorEntry
+from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.parallel.layout import ParallelLayout
@@ -206,12 +207,13 @@ class MegatronLegacySource:
             expected = [expected[0] * expected[1], *expected[2:]]
         dtypes = {part.tensor.dtype for part in held.values()}
         for part in held.values():
-            if list(part.tensor.shape) != expected or part.tensor.dtype not in DTYPES or len(dtypes) > 1:
+            if list(part.tensor.shape) != expected or part.tensor.dtype not in DTYPE_NAMES or len(dtypes) > 1:
                 raise CheckpointError(
-                    f"{part.path}: {part.name}: found {part.tensor.dtype} {list(part.tensor.shape)}, expected one of "
-                    f"{', '.join(DTYPES.values())} {expected} by args, alike on all ranks; restore the file from a copy"
+                    f"{part.path}: {part.name}: found {part.tensor.dtype} {list(part.tensor.shape)}, expected "
+                    f"one of {', '.join(DTYPE_NAMES.values())} {expected} by args, alike on all ranks; restore the "
+                    "file from a copy"
                 )
-        return TensorEntry(DTYPES[dtypes.pop()], spec.shape)
+        return TensorEntry(DTYPE_NAMES[dtypes.pop()], spec.shape)
 
     def _check_copies(self, parts: list[Tensor]) -> None:
         """A second copy of tied embeddings, on the last stage, is the same bit for bit."""

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hybridflow.checkpoint.assets import ADAPTER_CONFIG, ASSETS, FOLDER, identity_of, read_assets
+from hybridflow.checkpoint.assets import ADAPTER_CONFIG, ASSETS, CONFIG, FOLDER, identity_of, read_assets
 from hybridflow.checkpoint.formats import lora
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, TensorEntry, piece_key
 from hybridflow.checkpoint.model_dir import ModelDir, write_assets, write_manifest
+from hybridflow.checkpoint.store import JOB
 from hybridflow.checkpoint.tensor_file import Entry, TensorFileWriter
 from hybridflow.errors import CheckpointError, LayoutError
 from hybridflow.families.model import Model
@@ -37,14 +38,20 @@ def find_model(path: Path) -> Path | None:
     """
     if (path / NAME).is_file():
         return path
+    if (path / CONFIG).is_file():
+        # A model of Hugging Face; other programs leave files with our names beside one.
+        return None
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if (folder / "latest").is_file():
         step = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
-        if Path(step).name != step or not (folder / step).is_dir():
+        if not step or Path(step).name != step or not (folder / step).is_dir():
             raise CheckpointError(
                 f"{folder / 'latest'}: found {step[:80]!r}, expected the name of a step beside it; give the step's path"
             )
         folder = folder / step
+    if not (folder / JOB).is_file():
+        # Beside the steps of a run lies its reference, which is not what was trained.
+        return None
     roles = sorted(file.parent for file in folder.glob(f"*/{NAME}"))
     if len(roles) > 1:
         raise CheckpointError(f"{path}: holds several models; give one of {', '.join(map(str, roles))}")
@@ -112,10 +119,12 @@ class ShardedSource:
 
 def _check_tensors(tensors: Mapping[str, TensorEntry], model: Model, has_value_head: bool, path: Path) -> None:
     """The tensors are those of the settings, so that a converter may go by either."""
-    assert model.vocab_size is not None, "a manifest's model has a vocabulary"
     least = model.num_layers * (1 if model.num_experts is None else model.num_experts)
-    if least > len(tensors):
-        raise CheckpointError(f"{path / NAME}: found {len(tensors)} tensors, too few for its settings; restore it")
+    if model.vocab_size is None or least > len(tensors):
+        raise CheckpointError(
+            f"{path / NAME}: found {len(tensors)} tensors, too few for its settings, or these have no vocabulary; "
+            "restore it from a copy"
+        )
     specs = model_spec(shape_of(model, model.vocab_size), has_value_head=has_value_head).tensors
     expected = {spec.name: spec.shape for spec in specs}
     for name in [*expected, *tensors]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.unpickle import dump_tensor
+from hybridflow.checkpoint.model_dir import sync_folder
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, Entry, bytes_of
 
 ALIGNMENT = 64
@@ -120,15 +121,6 @@ class ArchivesWriter:
     def close(self) -> None:
         """See ``Writer``."""
         os.close(self._file)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a directory last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _headers(name: str, start: int, crc: int, size: int, extra: bytes) -> tuple[bytes, bytes]:

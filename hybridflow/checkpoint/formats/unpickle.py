@@ -23,9 +23,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import CheckpointError
-from hybridflow.reshard.spec import DType
 
-DTYPES: dict[torch.dtype, DType] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _MAX_PICKLE_BYTES = 1 << 30
 _MAX_OPCODES = 50_000_000
 _LOCAL_HEADER = struct.Struct("<4s22xHH")

@@ -233,7 +233,7 @@ def check_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: They differ in what decides what is learned.
     """
-    now, saved = (dict(_leaves("", each)) for each in (to_dict(recipe), checkpoint.state["recipe"]))
+    now, saved = (dict(_keys("", each)) for each in (to_dict(recipe), checkpoint.state["recipe"]))
     for key in dict.fromkeys([*saved, *now]):
         is_held = any(f"{key}.".startswith(f"{held}.") for held in _MUST_MATCH)
         # A key that one of the two versions of hybridflow does not know says nothing.
@@ -245,10 +245,11 @@ def check_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:
         )
 
 
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Dotted keys with what stands there."""
+def _keys(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Dotted keys with what stands there; of a section, which may be null elsewhere, that it is one."""
     if not isinstance(value, Mapping):
         yield prefix, value
         return
+    yield prefix, "a section"
     for key, inner in value.items():
-        yield from _leaves(f"{prefix}.{key}" if prefix else key, inner)
+        yield from _keys(f"{prefix}.{key}" if prefix else key, inner)

@@ -159,7 +159,7 @@ class Checkpoints:
         self.metrics = self._saver.metrics
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Take what this rank is to write, and begin to write it. Ranks do not wait for each other.
+        """Take what this rank is to write, and begin to write it, once the step before is complete.
 
         Args:
             step: Training steps done.
@@ -169,7 +169,7 @@ class Checkpoints:
             HybridflowError: What kept the step before from being written.
         """
         begin_s = time.perf_counter()
-        self._saver.settle()
+        self.finish()
         names = [name for name in MESHES if name in self._roles and name not in self._written]
         parts = {name: self._part(name) for name in names if self._roles[name].model is not None}
         leads = {name: self._job.meshes[MESHES[name]].ranks[0] for name in names}

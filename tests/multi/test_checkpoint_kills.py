@@ -37,7 +37,7 @@ def value(step: int, index: int) -> float:
 
 
 def save_for_ever(run_dir: Path, rank: int, rendezvous: Path) -> None:
-    """Each rank writes half the rows of each tensor; the next step begins while the last is being completed."""
+    """Each rank writes half the rows of each tensor, one step after the other."""
     board = dist.FileStore(str(rendezvous), NUM_RANKS)
     saver = Saver(run_dir, rank, board, deadline_s=20.0, keep_last=2, keep_every=0, frozen={})
     box = ((rank * ROWS // NUM_RANKS, (rank + 1) * ROWS // NUM_RANKS), (0, WIDTH))

@@ -170,6 +170,19 @@ def test_the_trained_actor_is_exported_and_trained_on(folder):
     assert json.loads((folder / "next/checkpoints/step_000002/actor/manifest.json").read_text())["family"] == "qwen2"
 
 
+def test_a_resumed_run_needs_no_weights_where_it_began(folder):
+    """Its settings and small files are enough, also for what it saves."""
+    values = recipe(folder, "grpo")
+    run_ranks(run, 2, {**values, "trainer": {**values["trainer"], "steps": 1}})
+    (folder / "causal/model.safetensors").unlink()
+    run_ranks(run, 2, values, True)
+    one, two = (folder / f"run/checkpoints/step_00000{step}/actor" for step in (1, 2))
+    assert json.loads((two / "manifest.json").read_text())["family"] == "qwen2"
+    names = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    for name in names:
+        assert (one / "assets" / name).read_bytes() == (two / "assets" / name).read_bytes()
+
+
 def test_ppo_with_critic_and_reward_of_their_own(folder):
     ranks = run_ranks(first_and_train, 2, recipe(folder, "ppo"))
     found, summary = ranks[1]  # the last stage of both

@@ -195,6 +195,18 @@ def test_ppo_with_critic_and_reward_of_their_own(folder):
     assert ranks[0][1]["accuracy_before_rl"] == summary["accuracy_before_rl"] != 0
 
 
+def test_an_actor_with_more_rows_than_its_reader_samples_none_of_them(folder):
+    """No rank's model is given an id that it lacks: nor are log-probabilities those of a vocabulary with them."""
+    write_model(folder / "wide", "Qwen2", seed=1, vocab_size=400)
+    values = recipe(folder, "ppo", model={"path": str(folder / "wide"), "max_context": 32, "dtype": "fp32"})
+    write_tokenizer(folder / "wide", has_start=True)
+    run_ranks(run, 2, values)
+    rows = lines(folder)
+    assert len(rows) == 2 and all(row["rollout/logprob_abs_diff"] < 1e-4 for row in rows)
+    # Of 45 ids, not of 400.
+    assert 0 < rows[0]["actor/entropy"] < numpy.log(45) + 1e-6
+
+
 def placed_otherwise(folder: Path, name: str, **placement: Any) -> dict[str, Any]:
     made = recipe(folder, "ppo", name)
     made["reward"] |= placement

@@ -114,8 +114,9 @@ def load(job: Job, roles: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     """Fill the roles from a checkpoint, each rank with what it holds of them. No collective.
 
     Raises:
-        CheckpointError: It is damaged, or holds other models.
+        CheckpointError: It is damaged, or of other models or problems.
     """
+    _check_problems(job, checkpoint)
     for name, mesh in MESHES.items():
         role = roles.get(name)
         if role is None or role.model is None:
@@ -174,7 +175,8 @@ class Checkpoints:
         parts = {name: self._part(name) for name in names if self._roles[name].model is not None}
         leads = {name: self._job.meshes[MESHES[name]].ranks[0] for name in names}
         # As text, since the trainer goes on changing it.
-        whole = json.loads(json.dumps({"recipe": to_dict(self._job.recipe), **state}))
+        begun = {"recipe": to_dict(self._job.recipe), "problems_sha256": self._job.train.source.sha256}
+        whole = json.loads(json.dumps({**begun, **state}))
         self._saver.save(Step(number=step, state=whole, leads=leads, parts=parts))
         for name in FROZEN & set(names):
             self._written.add(name)
@@ -242,6 +244,16 @@ def check_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             f"{recipe.run_dir}: the checkpoint was written with {key}={saved[key]}, the recipe now has {now[key]}; "
             "resume with the same, or start another run_dir"
+        )
+
+
+def _check_problems(job: Job, checkpoint: Checkpoint) -> None:
+    """The place in the data is a number, which means something in the same problems alone."""
+    found, expected = job.train.source.sha256, checkpoint.state.get("problems_sha256")
+    if expected not in (found, None):
+        raise CheckpointError(
+            f"{job.recipe.data.train}: holds other problems than when {checkpoint.path} was written: found sha256 "
+            f"{found}, expected {expected}; restore the file, or start another run_dir"
         )
 
 

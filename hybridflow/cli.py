@@ -1,4 +1,4 @@
-"""The door: ``hybridflow train / plan``. Light at import; what a command needs it imports itself."""
+"""The door: the commands of ``hybridflow``. Light at import; what a command needs it imports itself."""
 
 from __future__ import annotations
 

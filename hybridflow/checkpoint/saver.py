@@ -4,7 +4,9 @@
 threads announce what they have done where the ranks have met (``torch.distributed``'s store), which every launcher
 brings along, which answers also when a disk is full, and whose answers, unlike names in a shared directory, are never
 stale. The first rank of a role's mesh waits for that mesh alone, and writes the manifest; one of these leads waits for
-the others, and completes the step. A rank that holds no role has nothing to do, and waits for nobody.
+the others, and completes the step. A rank that holds no role has nothing to do. The next save begins when the last is
+complete, on every rank: one that went on would wait for the others in the midst of training, where it cannot be seen
+that they are still writing.
 """
 
 from __future__ import annotations
@@ -176,21 +178,13 @@ class Saver:
         # Grows while anything happens; a wait ends when it has not for as long as the deadline.
         self._signs = 0
 
-    def settle(self) -> None:
-        """Wait until what this rank has begun to write is written, before room is taken for more.
-
-        Raises:
-            HybridflowError: What kept it from being written.
-        """
-        self._wait()
-
     def save(self, step: Step) -> None:
-        """Begin to write a step, once the one before is written; does not wait for this one.
+        """Begin to write a step, once the one before is complete; does not wait for this one.
 
         Raises:
             HybridflowError: What kept the step before from being written.
         """
-        self._wait()
+        self.finish()
         self._last = step.number
         if step.parts:
             self._start(lambda: self._write(step), f"checkpoint of step {step.number}")
@@ -207,7 +201,7 @@ class Saver:
             self.metrics |= self._measured
             self._measured = {}
 
-    def finish(self, tell: Callable[[str], None]) -> None:
+    def finish(self, tell: Callable[[str], None] | None = None) -> None:
         """Return when the last step is complete, also on a rank that wrote nothing of it.
 
         Args:
@@ -221,6 +215,7 @@ class Saver:
             keys, name = Keys(self._last), f"checkpoint of step {self._last}"
             self._start(lambda: self._await(keys, [keys.done], name), name)
             self._wait(tell)
+            self._last = None
 
     def _start(self, work: Callable[[], object], name: str) -> None:
         def run() -> None:

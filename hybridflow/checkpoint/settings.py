@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridflow.checkpoint import manifest
-from hybridflow.checkpoint.assets import CONFIG, read_json
+from hybridflow.checkpoint.assets import CONFIG, FOLDER, read_json
 from hybridflow.errors import ConfigError
 from hybridflow.families.config_json import read_config
 from hybridflow.families.model import Model
@@ -18,10 +18,14 @@ class Settings(NamedTuple):
     Attributes:
         model: Its settings, the vocabulary included.
         has_value_head: Whether it gives a number instead of logits.
+        family: Of Hugging Face; None where that is not known.
+        assets: Where the small files are that travel along.
     """
 
     model: Model
     has_value_head: bool
+    family: str | None
+    assets: Path
 
 
 def read_settings(folder: Path) -> Settings:
@@ -33,7 +37,7 @@ def read_settings(folder: Path) -> Settings:
     """
     if (folder / manifest.NAME).is_file():
         held = manifest.read_manifest(folder)
-        return Settings(held.model, held.has_value_head)
+        return Settings(held.model, held.has_value_head, held.family, folder / FOLDER)
     path = folder / CONFIG
     if not path.is_file():
         found = "a directory without either" if folder.is_dir() else "a file" if folder.exists() else "nothing there"
@@ -42,4 +46,4 @@ def read_settings(folder: Path) -> Settings:
             f"{found}; name the directory itself, downloaded to this machine"
         )
     described = read_config(read_json(path), where=str(path))
-    return Settings(described.model, described.has_value_head)
+    return Settings(described.model, described.has_value_head, described.family.name, folder)

@@ -164,7 +164,8 @@ def complete_step(
     write_text(folder / "latest", path.name + "\n")
     for old in _steps(run_dir)[:-keep_last]:
         if keep_every == 0 or old % keep_every:
-            _remove(_path(run_dir, old))
+            # NFS keeps a directory while a file in it is being read: no reason to end a run whose checkpoint is whole.
+            _remove(_path(run_dir, old), may_stay=True)
     return path
 
 
@@ -176,7 +177,8 @@ def latest_step(run_dir: Path) -> int | None:
     """
     note = _folder(run_dir) / "latest"
     if not note.exists():
-        return None
+        # Lost, or the first writer was killed before it wrote it: what has its lasting name is whole.
+        return max(_steps(run_dir), default=None)
     name = note.read_text(encoding="utf-8", errors="replace").strip()
     step = _step_of(name)
     if step is None:
@@ -243,24 +245,30 @@ def open_role(checkpoint: Checkpoint, role: str) -> ModelDir:
 
 def choices(run_dir: Path) -> str:
     """The remedy for a damaged checkpoint: which others could be resumed from."""
-    folder = _folder(run_dir)
-    latest = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
-    others = [name for step in _steps(run_dir) if (name := _path(run_dir, step).name) != latest]
+    folder, names = _folder(run_dir), [_path(run_dir, step).name for step in _steps(run_dir)]
+    note = folder / "latest"
+    latest = note.read_text(encoding="utf-8", errors="replace").strip() if note.exists() else names[-1]
+    others = [name for name in names if name != latest]
     if not others:
         return f"restore it from a copy, or remove {folder} to start the run anew"
-    return f"restore it from a copy, or write one of {', '.join(others)} into {folder / 'latest'} to resume from there"
+    return f"restore it from a copy, or write one of {', '.join(others)} into {note} to resume from there"
 
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _remove(path: Path) -> None:
-    """Remove a checkpoint or a leftover; a kill half-way leaves a name that is ignored."""
+def _remove(path: Path, *, may_stay: bool = False) -> None:
+    """Remove a checkpoint or a leftover; a kill half-way leaves a name that is ignored.
+
+    Args:
+        path: The directory or file.
+        may_stay: Whether files that cannot be removed are left for the next start, under such a name.
+    """
     if path.is_dir() and path.suffix != ".tmp":
         path = path.rename(path.with_name(path.name + ".removed.tmp"))
     if path.is_dir():
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=may_stay)
     else:
         path.unlink()
 
@@ -279,7 +287,7 @@ def _tmp_path(run_dir: Path, step: int) -> Path:
 
 def _steps(run_dir: Path) -> list[int]:
     """The steps that have a directory of a complete checkpoint's name, ascending."""
-    return sorted(step for path in _folder(run_dir).iterdir() if (step := _step_of(path.name)) is not None)
+    return sorted(step for path in _folder(run_dir).glob("step_*") if (step := _step_of(path.name)) is not None)
 
 
 def _step_of(name: str) -> int | None:

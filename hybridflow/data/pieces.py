@@ -65,8 +65,8 @@ class PieceTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; padding, beginning and end of sequence are left out."""
-        text: str = self._processor.decode(list(ids))
+        """The text of token ids; padding, beginning and end of sequence are left out, and ids that are no token's."""
+        text: str = self._processor.decode([index for index in ids if index < self.vocab_size])
         return text
 
     def pieces(self) -> dict[int, str]:

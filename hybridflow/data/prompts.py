@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +46,12 @@ class PromptSource:
 
     examples: tuple[Example, ...]
     seed: int
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of the problems in their order, which with the seed decide what each draw is."""
+        rows = [[example.prompt, example.answer, example.solution] for example in self.examples]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def row(self, draw: int) -> int:
         """Index into ``examples`` of a draw, counted from 0 over all epochs."""

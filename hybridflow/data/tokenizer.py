@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; padding, beginning and end of sequence are left out."""
+        """The text of token ids; padding, beginning and end of sequence are left out, and ids that are no token's."""
         ...
 
     def pieces(self) -> dict[int, str]:

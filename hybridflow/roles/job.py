@@ -60,9 +60,9 @@ class Job:
 
     @property
     def vocab_size(self) -> int:
-        """The actor's vocabulary: the recipe's, or the tokenizer's where it names none."""
-        size = self.recipe.model.vocab_size
-        return self.tokenizer.vocab_size if size is None else size
+        """Token ids that the actor chooses among: those that every model has which reads what it writes."""
+        models = (self.model_of(role) for role in ("actor", "critic", "reward"))
+        return min(model.vocab_size for model in models if model.vocab_size is not None)
 
     def model_of(self, name: str) -> Model:
         """The settings of the model of a role or mesh, the vocabulary included."""

@@ -14,6 +14,7 @@ from hybridflow.checkpoint.assets import CONFIG, read_assets
 from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.checkpoint.formats.sharded import ShardedSource
 from hybridflow.checkpoint.formats.source import Source
+from hybridflow.checkpoint.settings import read_settings
 from hybridflow.data.tokenizer import JSON, PIECES
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import Model
@@ -153,14 +154,15 @@ def _read(source: Source, name: str, box: Box) -> Tensor:
 def travelling(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
     """Family and small files that belong with a role's weights wherever they are written.
 
-    They are those of the directory that the recipe names, with the tokenizer that the job uses.
+    They are those of the directory that the recipe names, with the tokenizer that the job uses. A run that goes on
+    needs no weights there.
     """
     path = job.recipe.model_of(role).path
-    source = None if path is None else open_source(Path(path))
-    assets = {} if source is None else source.assets()
+    settings = None if path is None else read_settings(Path(path))
+    assets = {} if settings is None else read_assets(settings.assets)
     file = job.tokenizer.path
     kept = (CONFIG, "generation_config.json")
     tokenizer = {name: content for name, content in read_assets(file.parent).items() if name not in kept}
     tokenizer[JSON if file.suffix == ".json" else PIECES] = file.read_bytes()
     assets = {name: content for name, content in assets.items() if name in kept}
-    return None if source is None else source.family, {**assets, **tokenizer}
+    return None if settings is None else settings.family, {**assets, **tokenizer}

@@ -114,8 +114,9 @@ def load(job: Job, roles: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     """Fill the roles from a checkpoint, each rank with what it holds of them. No collective.
 
     Raises:
-        CheckpointError: It is damaged, or holds other models.
+        CheckpointError: It is damaged, or of other models or problems.
     """
+    _check_problems(job, checkpoint)
     for name, mesh in MESHES.items():
         role = roles.get(name)
         if role is None or role.model is None:
@@ -159,7 +160,7 @@ class Checkpoints:
         self.metrics = self._saver.metrics
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Take what this rank is to write, and begin to write it. Ranks do not wait for each other.
+        """Take what this rank is to write, and begin to write it, once the step before is complete.
 
         Args:
             step: Training steps done.
@@ -169,12 +170,13 @@ class Checkpoints:
             HybridflowError: What kept the step before from being written.
         """
         begin_s = time.perf_counter()
-        self._saver.settle()
+        self.finish()
         names = [name for name in MESHES if name in self._roles and name not in self._written]
         parts = {name: self._part(name) for name in names if self._roles[name].model is not None}
         leads = {name: self._job.meshes[MESHES[name]].ranks[0] for name in names}
         # As text, since the trainer goes on changing it.
-        whole = json.loads(json.dumps({"recipe": to_dict(self._job.recipe), **state}))
+        begun = {"recipe": to_dict(self._job.recipe), "problems_sha256": self._job.train.source.sha256}
+        whole = json.loads(json.dumps({**begun, **state}))
         self._saver.save(Step(number=step, state=whole, leads=leads, parts=parts))
         for name in FROZEN & set(names):
             self._written.add(name)
@@ -233,7 +235,7 @@ def check_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: They differ in what decides what is learned.
     """
-    now, saved = (dict(_leaves("", each)) for each in (to_dict(recipe), checkpoint.state["recipe"]))
+    now, saved = (dict(_keys("", each)) for each in (to_dict(recipe), checkpoint.state["recipe"]))
     for key in dict.fromkeys([*saved, *now]):
         is_held = any(f"{key}.".startswith(f"{held}.") for held in _MUST_MATCH)
         # A key that one of the two versions of hybridflow does not know says nothing.
@@ -245,10 +247,21 @@ def check_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:
         )
 
 
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Dotted keys with what stands there."""
+def _check_problems(job: Job, checkpoint: Checkpoint) -> None:
+    """The place in the data is a number, which means something in the same problems alone."""
+    found, expected = job.train.source.sha256, checkpoint.state.get("problems_sha256")
+    if expected not in (found, None):
+        raise CheckpointError(
+            f"{job.recipe.data.train}: holds other problems than when {checkpoint.path} was written: found sha256 "
+            f"{found}, expected {expected}; restore the file, or start another run_dir"
+        )
+
+
+def _keys(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Dotted keys with what stands there; of a section, which may be null elsewhere, that it is one."""
     if not isinstance(value, Mapping):
         yield prefix, value
         return
+    yield prefix, "a section"
     for key, inner in value.items():
-        yield from _leaves(f"{prefix}.{key}" if prefix else key, inner)
+        yield from _keys(f"{prefix}.{key}" if prefix else key, inner)

@@ -150,7 +150,7 @@ class Trainer:
             self._log.write(self.step, metrics)
 
     def save(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """Begin to write a checkpoint, complete or not at all. Called on all ranks; none waits for another."""
+        """Begin to write a checkpoint, complete or not at all. Called on all ranks."""
         state = {"kl_coef": self.kl_coef.value, "summary": self.summary, "totals": self._totals}
         with self.roles["actor"].optimizer_at_hand():
             self._checkpoints.save(self.step, state)

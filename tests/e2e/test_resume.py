@@ -259,6 +259,22 @@ def test_another_recipe_is_refused(runs, override, says):
     assert set(done.codes) == {2}
 
 
+def test_other_problems_in_the_same_file_are_refused(tmp_path):
+    """With one more the order of all is another: some would come twice, others not at all."""
+    write(tmp_path)
+    (tmp_path / "data").mkdir()
+    rows = [json.dumps({"prompt": f"{number}+1=", "answer": str(number + 1)}) + "\n" for number in range(20)]
+    for name in ("train", "held_out"):
+        (tmp_path / f"data/{name}.jsonl").write_text("".join(rows))
+    argv = [*GRPO, "data.arithmetic=null"]
+    done = fork_ranks([*argv, "trainer.steps=2"], tmp_path)
+    assert set(done.codes) == {0}, done.err
+    (tmp_path / "data/train.jsonl").write_text("".join([*rows, rows[0]]))
+    done = fork_ranks([*argv, "--resume"], tmp_path)
+    done.complains_once("data/train.jsonl: holds other problems than when", "step_000002", "restore the file")
+    assert set(done.codes) == {2}
+
+
 def test_nothing_to_resume_from_is_a_new_run(tmp_path):
     write(tmp_path)
     # What a run of other settings has left that was killed before its first checkpoint.

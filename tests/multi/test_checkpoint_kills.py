@@ -37,7 +37,7 @@ def value(step: int, index: int) -> float:
 
 
 def save_for_ever(run_dir: Path, rank: int, rendezvous: Path) -> None:
-    """Each rank writes half the rows of each tensor; the next step begins while the last is being completed."""
+    """Each rank writes half the rows of each tensor, one step after the other."""
     board = dist.FileStore(str(rendezvous), NUM_RANKS)
     saver = Saver(run_dir, rank, board, deadline_s=20.0, keep_last=2, keep_every=0, frozen={})
     box = ((rank * ROWS // NUM_RANKS, (rank + 1) * ROWS // NUM_RANKS), (0, WIDTH))
@@ -150,7 +150,8 @@ def test_a_full_disk_ends_the_save_and_takes_nothing_with_it(tmp_path: Path, sma
         assert isinstance(caught.value, WriteError), repr(caught.value)
         assert "No space left on device" in str(caught.value) and str(disk) in str(caught.value)
         found = reached[pages] = latest_step(run_dir)
-        assert found == (step - 1 if step > 1 else None)
+        # Of the first there may have been room for all but the pointer to it.
+        assert found == step - 1 or (step == 1 and found in (None, 1))
         if found is not None:
             assert_is(run_dir, found, first=1)
     assert {None, 1, 2, 3} <= set(reached.values()), reached

@@ -27,7 +27,7 @@ from safetensors import safe_open
 from hybridflow.checkpoint.manifest import NAME, Progress
 from hybridflow.checkpoint.model_dir import ModelDir
 from hybridflow.checkpoint.saver import RolePart, Saver, Step
-from hybridflow.checkpoint.store import load_latest, open_role
+from hybridflow.checkpoint.store import latest_step, load_latest, open_role
 from hybridflow.checkpoint.training_state import Shares, load_training
 from hybridflow.config import Optimizer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
@@ -464,6 +464,41 @@ def fail_to_write(world: World, folder: Path) -> list[str]:
         silent.save(step(3))
         messages.append(error_of(lambda: silent.finish(print)))
     return messages
+
+
+def save_twice_with_a_slow_writer(world: World, folder: Path) -> tuple[list[int | None], float]:
+    """The latest step that each rank sees when it has begun to save each, and for how long the second was waited with.
+
+    Rank 2 holds nothing, rank 0 writes slowly.
+    """
+    where = Side(layout="dp2", ranks=(0, 1))
+    world.make_groups(rank_sets([mesh_of(world, where)], world.size))
+    run, spec, pwrite = Kept(world, "plain", where, seed=1), describe(world, "plain"), os.pwrite
+    saver = Saver(folder, world.rank, world.new_store("slow"), deadline_s=1.0, keep_last=2, keep_every=0, frozen={})
+
+    def slow(*arguments: Any) -> int:
+        time.sleep(0.1)
+        return pwrite(*arguments)
+
+    found = []
+    with mock.patch.object(os, "pwrite", slow if world.rank == 0 else pwrite):
+        for number in (1, 2):
+            has_part = run.trainable is not None
+            parts = {"actor": part_of(world, run.trainable, spec, run.mesh)} if has_part else {}
+            begin_s = time.monotonic()
+            saver.save(Step(number=number, state={}, leads={"actor": 0}, parts=parts))
+            waited_s = time.monotonic() - begin_s
+            found.append(latest_step(folder))
+        saver.finish(print)
+    return found, waited_s
+
+
+def test_no_rank_goes_on_to_the_next_save_before_the_last_is_complete(tmp_path: Path) -> None:
+    """Else it would wait within training, for no longer than the deadline, while the others are still writing."""
+    ranks = run_ranks(save_twice_with_a_slow_writer, 3, tmp_path)
+    assert [found for found, _ in ranks] == [[None, 1]] * 3
+    assert all(waited_s > 1.0 for _, waited_s in ranks), "the writer was no slower than the deadline"
+    assert latest_step(tmp_path) == 2
 
 
 def error_of(call: Any) -> str:

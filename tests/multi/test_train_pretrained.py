@@ -170,6 +170,19 @@ def test_the_trained_actor_is_exported_and_trained_on(folder):
     assert json.loads((folder / "next/checkpoints/step_000002/actor/manifest.json").read_text())["family"] == "qwen2"
 
 
+def test_a_resumed_run_needs_no_weights_where_it_began(folder):
+    """Its settings and small files are enough, also for what it saves."""
+    values = recipe(folder, "grpo")
+    run_ranks(run, 2, {**values, "trainer": {**values["trainer"], "steps": 1}})
+    (folder / "causal/model.safetensors").unlink()
+    run_ranks(run, 2, values, True)
+    one, two = (folder / f"run/checkpoints/step_00000{step}/actor" for step in (1, 2))
+    assert json.loads((two / "manifest.json").read_text())["family"] == "qwen2"
+    names = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    for name in names:
+        assert (one / "assets" / name).read_bytes() == (two / "assets" / name).read_bytes()
+
+
 def test_ppo_with_critic_and_reward_of_their_own(folder):
     ranks = run_ranks(first_and_train, 2, recipe(folder, "ppo"))
     found, summary = ranks[1]  # the last stage of both
@@ -180,6 +193,18 @@ def test_ppo_with_critic_and_reward_of_their_own(folder):
     rows = lines(folder)
     assert len(rows) == 2 and rows[1]["critic/grad_norm"] > 0 and abs(rows[0]["reward/mean"]) > 1e-3
     assert ranks[0][1]["accuracy_before_rl"] == summary["accuracy_before_rl"] != 0
+
+
+def test_an_actor_with_more_rows_than_its_reader_samples_none_of_them(folder):
+    """No rank's model is given an id that it lacks: nor are log-probabilities those of a vocabulary with them."""
+    write_model(folder / "wide", "Qwen2", seed=1, vocab_size=400)
+    values = recipe(folder, "ppo", model={"path": str(folder / "wide"), "max_context": 32, "dtype": "fp32"})
+    write_tokenizer(folder / "wide", has_start=True)
+    run_ranks(run, 2, values)
+    rows = lines(folder)
+    assert len(rows) == 2 and all(row["rollout/logprob_abs_diff"] < 1e-4 for row in rows)
+    # Of 45 ids, not of 400.
+    assert 0 < rows[0]["actor/entropy"] < numpy.log(45) + 1e-6
 
 
 def placed_otherwise(folder: Path, name: str, **placement: Any) -> dict[str, Any]:

@@ -335,6 +335,42 @@ def test_latest_points_to_nothing(tmp_path: Path) -> None:
     assert choices(tmp_path) == f"restore it from a copy, or remove {tmp_path}/checkpoints to start the run anew"
 
 
+def test_a_lost_latest_loses_no_checkpoint(tmp_path: Path) -> None:
+    """Neither is the run begun anew, nor does its next save remove what nothing names any more."""
+    save(tmp_path, 10, 20)
+    (tmp_path / "checkpoints/latest").unlink()
+    assert latest_step(tmp_path) == 20
+    clear_leftovers(tmp_path)
+    assert_is(tmp_path, 20, first=10)
+    save(tmp_path, 30)
+    assert names(tmp_path) == ["latest", "reference", "step_000010", "step_000020", "step_000030"]
+    assert_is(tmp_path, 30, first=10)
+    (tmp_path / "checkpoints/latest").unlink()
+    (tmp_path / "checkpoints/step_000030/job.json").unlink()
+    assert "write one of step_000010, step_000020 into" in damaged(tmp_path)
+
+
+def test_an_old_one_that_cannot_be_removed_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where a directory is not empty while someone reads a file in it."""
+    rmdir = os.rmdir
+
+    def refuse(path: Any, **kwargs: Any) -> None:
+        if str(path).endswith("actor"):
+            raise OSError(39, "Directory not empty")
+        rmdir(path, **kwargs)
+
+    save(tmp_path, 10)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", refuse)
+        save(tmp_path, 20, keep_last=1)
+    assert names(tmp_path) == ["latest", "reference", "step_000010.removed.tmp", "step_000020"]
+    assert_is(tmp_path, 20, first=10)
+    clear_leftovers(tmp_path)
+    assert names(tmp_path) == ["latest", "reference", "step_000020"]
+
+
 def test_the_state_is_checked_where_it_is_read(tmp_path: Path) -> None:
     path = save(tmp_path, 10)
     body = json.loads((path / "job.json").read_text())

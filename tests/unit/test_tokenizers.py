@@ -31,7 +31,7 @@ def test_tokens_are_those_of_transformers(tmp_path, has_start):
         ids = ours.encode(text)
         assert ids == theirs.encode(text, add_special_tokens=False)
         assert list(prompt) == theirs(text)["input_ids"], "a prompt begins as the tokenizer begins a text"
-        assert ours.decode([*prompt, ours.eos_id, ours.pad_id]) == text == ours.decode(ids)
+        assert ours.decode([*prompt, ours.eos_id, ours.pad_id, ours.vocab_size]) == text == ours.decode(ids)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,11 @@ def job_of(tmp_path, change=""):
         ("model.dtype=bf16", "written with model.dtype=fp32"),
         ("rollout.temperature=0.5", "written with rollout.temperature="),
         ("data.arithmetic.seed=9", "written with data.arithmetic.seed="),
+        ("data.arithmetic=null", "written with data.arithmetic=a section, the recipe now has None"),
+        (
+            "model.rotary_scaling={kind: linear, factor: 2}",
+            "written with model.rotary_scaling=None, the recipe now has a section",
+        ),
     ],
 )
 def test_another_recipe_does_not_go_on_from_a_checkpoint(tmp_path, change, says):

@@ -49,7 +49,10 @@ _CHUNK_BYTES = 2 << 20
 # Whole chunks are written: the cache need not hold more than one or two.
 _CACHE_BYTES = 8 << 20
 _MAX_ASSET_BYTES = 1 << 28
-_HASHING = ThreadPoolExecutor(4, "hashing")
+_SYNC_BYTES = 256 << 20
+"""So much is written before the disk is given it, while more is written."""
+
+_MEANWHILE = ThreadPoolExecutor(4, "hashing and syncing")
 
 
 def _bfloat16() -> Any:
@@ -339,6 +342,8 @@ class HDF5Writer:
 
     def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
         self.path, self._entries = path, entries
+        self._syncing: Future[None] | None = None
+        self._unsynced_bytes = 0
         self.num_bytes = sum(entry.num_bytes for entry in entries.values())
         with _writing(path):
             self.file = h5py.File(path, "w", libver="v110", rdcc_nbytes=_CACHE_BYTES)
@@ -363,10 +368,15 @@ class HDF5Writer:
             dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, _as_integers(tensor), mtype=kind)
             attributes = h5py.Dataset(dataset).attrs
             attributes["dtype"], attributes["sha256"] = entry.dtype, hashing.result()
+        self._unsynced_bytes += entry.num_bytes
+        if self._unsynced_bytes >= _SYNC_BYTES and (self._syncing is None or self._syncing.done()):
+            self._wait_for_sync()
+            self._syncing, self._unsynced_bytes = _MEANWHILE.submit(_sync, self.path), 0
         return hashing.result()
 
     def sync(self) -> None:
         """See ``Writer``."""
+        self._wait_for_sync()
         with _writing(self.path):
             self.file.flush()
         _sync(self.path)
@@ -375,6 +385,10 @@ class HDF5Writer:
         """See ``Writer``."""
         with _writing(self.path):
             self.file.close()
+
+    def _wait_for_sync(self) -> None:
+        if self._syncing is not None:
+            self._syncing.result()
 
 
 def _hash_meanwhile(tensor: Tensor) -> Future[str]:
@@ -385,7 +399,7 @@ def _hash_meanwhile(tensor: Tensor) -> Future[str]:
         has_begun.set()
         return hashlib.sha256(data).hexdigest()
 
-    hashing = _HASHING.submit(digest)
+    hashing = _MEANWHILE.submit(digest)
     # HDF5 holds the interpreter while it writes: the other thread could not begin then.
     has_begun.wait()
     return hashing

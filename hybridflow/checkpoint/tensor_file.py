@@ -35,8 +35,6 @@ _PIECE_BYTES = 1 << 20
 _BUFFER_BYTES = 4 << 20
 _ALIGNMENT = 4096
 _OF_THREAD = threading.local()
-_WRITING = ThreadPoolExecutor(4, "writing")
-"""Threads that wait for the disk."""
 
 
 class Entry(NamedTuple):
@@ -183,6 +181,8 @@ class TensorFileWriter:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         os.ftruncate(self._file, self.num_bytes)
         self._direct = _open_direct(path)
+        # A thread that waits for the disk, if a tensor is larger than the buffer.
+        self._writing = ThreadPoolExecutor(1)
         _write_all(self._file, memoryview(struct.pack("<Q", len(text)) + text), 0)
 
     def write(self, key: str, tensor: Tensor) -> str:
@@ -204,7 +204,7 @@ class TensorFileWriter:
         for piece in _pieces_of(tensor) if entry.num_bytes else ():
             if filled + piece.nbytes > len(buffer):
                 _wait(writing)
-                writing = _WRITING.submit(self._put, memoryview(buffer)[begin:filled], place)
+                writing = self._writing.submit(self._put, memoryview(buffer)[begin:filled], place)
                 place += filled - begin
                 buffer, other = other, buffer
                 filled = begin = place % _ALIGNMENT
@@ -222,6 +222,7 @@ class TensorFileWriter:
 
     def close(self) -> None:
         """Close the file; what was not synced may come to the disk later."""
+        self._writing.shutdown()
         os.close(self._file)
         if self._direct is not None:
             os.close(self._direct)
@@ -273,7 +274,9 @@ def _write_all(file: int, data: memoryview, place: int) -> None:
 def _buffers() -> tuple[mmap.mmap, mmap.mmap]:
     """This thread's memory for what it writes; it begins at a page, as writing past the page cache needs."""
     if not hasattr(_OF_THREAD, "buffers"):
-        _OF_THREAD.buffers = mmap.mmap(-1, _BUFFER_BYTES), mmap.mmap(-1, _BUFFER_BYTES)
+        # Private, since memory of a map is otherwise shared with processes that are forked.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        _OF_THREAD.buffers = mmap.mmap(-1, _BUFFER_BYTES, flags), mmap.mmap(-1, _BUFFER_BYTES, flags)
     buffers: tuple[mmap.mmap, mmap.mmap] = _OF_THREAD.buffers
     return buffers
 

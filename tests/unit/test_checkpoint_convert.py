@@ -30,6 +30,12 @@ from tests.convert_doubles import PEER_FAILED, fork, make_tensors, run_plain, wa
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def one_tensor_at_a_time(monkeypatch):
+    """The tensors of these tests are small, and stand for such as are not written several at a time."""
+    monkeypatch.setattr(convert_write, "_FLYING_BYTES", 0)
+
+
 @pytest.fixture
 def source(tmp_path):
     make_tensors(tmp_path / "source.safetensors")
@@ -102,7 +108,7 @@ def test_killed_at_any_moment_nothing_complete_is_redone(source, tmp_path, monke
 
     def attempt(rank):
         place = Place(rank=rank, size=num_ranks, deadline_s=30)
-        slowly = {"before_write": lambda file, key: time.sleep(0.01)}
+        slowly = {"before_write": lambda file, key: time.sleep(0.04)}
         return lambda: run_plain(source, out, place=place, num_files=4, can_go_on=can_go_on, log=log, **slowly)
 
     kills = redone = 0

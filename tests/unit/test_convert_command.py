@@ -93,6 +93,12 @@ def write_adapter(path: Path) -> dict[str, torch.Tensor]:
     return {f"{name}.weight": 3.0 * (b @ a)}
 
 
+@pytest.fixture(autouse=True)
+def one_tensor_at_a_time(monkeypatch):
+    """The tensors of these tests are small, and stand for such as are not written several at a time."""
+    monkeypatch.setattr(convert_write, "_FLYING_BYTES", 0)
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A working directory with a model."""

@@ -78,7 +78,7 @@ class Output:
         Raises:
             WriteError: A part cannot be written.
         """
-        while self._flying and self._flying_bytes + num_bytes > _FLYING_BYTES:
+        while self._flying and (self._flying[0][0].done() or self._flying_bytes + num_bytes > _FLYING_BYTES):
             self._land()
         if self._target.can_go_on and self._written_bytes >= _COMMIT_BYTES:
             self._commit()

@@ -52,8 +52,6 @@ _MAX_ASSET_BYTES = 1 << 28
 _SYNC_BYTES = 256 << 20
 """So much is written before the disk is given it, while more is written."""
 
-_MEANWHILE = ThreadPoolExecutor(4, "hashing and syncing")
-
 
 def _bfloat16() -> Any:
     """Sign, 8 bits of exponent, 7 of mantissa: the upper half of float32."""
@@ -342,6 +340,8 @@ class HDF5Writer:
 
     def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
         self.path, self._entries = path, entries
+        # Threads that hash and that wait for the disk while HDF5 writes.
+        self._meanwhile = ThreadPoolExecutor(2)
         self._syncing: Future[None] | None = None
         self._unsynced_bytes = 0
         self.num_bytes = sum(entry.num_bytes for entry in entries.values())
@@ -355,7 +355,7 @@ class HDF5Writer:
         assert tuple(tensor.shape) == entry.shape, f"{key}: {list(tensor.shape)} is not {list(entry.shape)}"
         assert tensor.dtype == TORCH_DTYPES[entry.dtype], f"{key}: {tensor.dtype} is not {entry.dtype}"
         tensor = tensor.contiguous()
-        hashing = _hash_meanwhile(tensor)
+        hashing = _hash(tensor, self._meanwhile)
         kind = _TYPES[entry.dtype]
         creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         creation.set_chunk(_chunk(entry))
@@ -371,7 +371,7 @@ class HDF5Writer:
         self._unsynced_bytes += entry.num_bytes
         if self._unsynced_bytes >= _SYNC_BYTES and (self._syncing is None or self._syncing.done()):
             self._wait_for_sync()
-            self._syncing, self._unsynced_bytes = _MEANWHILE.submit(_sync, self.path), 0
+            self._syncing, self._unsynced_bytes = self._meanwhile.submit(_sync, self.path), 0
         return hashing.result()
 
     def sync(self) -> None:
@@ -383,6 +383,7 @@ class HDF5Writer:
 
     def close(self) -> None:
         """See ``Writer``."""
+        self._meanwhile.shutdown()
         with _writing(self.path):
             self.file.close()
 
@@ -391,7 +392,7 @@ class HDF5Writer:
             self._syncing.result()
 
 
-def _hash_meanwhile(tensor: Tensor) -> Future[str]:
+def _hash(tensor: Tensor, meanwhile: ThreadPoolExecutor) -> Future[str]:
     """The sha256 of a tensor's bytes, taken while it is written."""
     data, has_begun = bytes_of(tensor), threading.Event()
 
@@ -399,7 +400,7 @@ def _hash_meanwhile(tensor: Tensor) -> Future[str]:
         has_begun.set()
         return hashlib.sha256(data).hexdigest()
 
-    hashing = _MEANWHILE.submit(digest)
+    hashing = meanwhile.submit(digest)
     # HDF5 holds the interpreter while it writes: the other thread could not begin then.
     has_begun.wait()
     return hashing

@@ -294,3 +294,14 @@ def test_archives_of_ours_are_those_of_torch(tmp_path):
 
 def test_plain_values_are_pickled_as_others_read_them():
     assert pickle.loads(dump({"args": argparse.Namespace(a=torch.float32)}))["args"].a is torch.float32
+
+
+@pytest.mark.parametrize("module", ["__builtin__", "builtins"])
+def test_members_of_enumerations_as_older_pythons_pickle_them(module):
+    name = "torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING"
+    member = read_pickle(f"c{module}\ngetattr\n(c{name}\nVTORCH_CONTIGUOUS_FORMAT\ntR.".encode(), "here")
+    assert isinstance(member, Inert) and member.args == ("TORCH_CONTIGUOUS_FORMAT",)
+    # It is no way to anything that an object has.
+    for chain in (f"(c{name}\nV__class__\ntR(tR.", f"(c{name}\nV__init__\ntR)R."):
+        with pytest.raises(CheckpointError):
+            read_pickle(f"c{module}\ngetattr\n{chain}".encode(), "here")

@@ -425,12 +425,22 @@ class _Unpickler(pickle.Unpickler):
                 content = {"__slots__": (), "global_name": f"{module}.{name}"}
                 self._inert[module, name] = _Sealed(name, (Inert,), content)  # type: ignore[assignment]
             return self._inert[module, name]
+        if module in ("__builtin__", "builtins") and name == "getattr":
+            return _Function(_member)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed")
 
     def persistent_load(self, key: Any) -> _Storage:
         if self._storage is None:
             raise pickle.UnpicklingError("it refers to a storage, where none is")
         return self._storage(key)
+
+
+def _member(owner: Any, name: Any) -> Inert:
+    """A member of an enumeration, which Python 3.11 before 3.11.4 pickles as its attribute."""
+    if not isinstance(owner, _Sealed) or not isinstance(name, str):
+        raise pickle.UnpicklingError("it names builtins.getattr, which is not allowed but for members of enumerations")
+    member: Inert = owner(name)
+    return member
 
 
 def _load(data: bytes | memoryview, where: str, storage: Callable[[Any], _Storage] | None) -> Any:

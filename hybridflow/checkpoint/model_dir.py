@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from hybridflow.checkpoint.assets import FOLDER
 from hybridflow.checkpoint.manifest import NAME, Manifest, Piece, check_files, piece_key, read_manifest, to_json
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES, Entry, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, WriteError
+from hybridflow.observe.files import replace_file
 from hybridflow.reshard.spec import Box, intersect, num_elements
 
 _SYNCED_BYTES = 1 << 28
@@ -222,14 +222,8 @@ def write_bytes(path: Path, content: bytes) -> None:
     Raises:
         WriteError: The file system refuses.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-        sync_folder(path.parent)
+        replace_file(path, content)
     except OSError as error:
         raise WriteError(f"{path}: cannot be written: {error}; make room there") from error
 
@@ -247,19 +241,6 @@ def write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, Any]:
     for name, content in assets.items():
         write_bytes(folder / FOLDER / name, content)
     return {FOLDER: {name: hashlib.sha256(content).hexdigest() for name, content in assets.items()}}
-
-
-def sync_folder(path: Path) -> None:
-    """Bring a directory's names to the disk.
-
-    Raises:
-        OSError: The file system refuses.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.checkpoint.manifest import NAME, digest, read_digested, versions
-from hybridflow.checkpoint.model_dir import ModelDir, sync_folder, write_text
+from hybridflow.checkpoint.model_dir import ModelDir, write_text
 from hybridflow.errors import CheckpointError, WriteError
+from hybridflow.observe.files import sync_path
 
 JOB = "job.json"
 FORMAT = "hybridflow-job-1"
@@ -98,7 +99,7 @@ def complete_role(run_dir: Path, step: int, role: str, num_bytes: int, *, is_fro
         return RoleRecord(f"{_path(run_dir, step).name}/{role}", sha256, num_bytes)
     try:
         path.rename(_folder(run_dir) / role)
-        sync_folder(_folder(run_dir))
+        sync_path(_folder(run_dir))
     except OSError as error:
         raise WriteError(f"{path}: cannot be renamed to {role}: {error}; make room there") from error
     return RoleRecord(role, sha256, num_bytes)
@@ -156,9 +157,9 @@ def complete_step(
             if saved is None or number > saved:
                 _remove(_path(run_dir, number))
         tmp.rename(path)
-        sync_folder(folder)
+        sync_path(folder)
         if saved is None:
-            sync_folder(run_dir)
+            sync_path(run_dir)
     except OSError as error:
         raise WriteError(f"{tmp}: cannot be renamed to {path.name}: {error}; make room there") from error
     write_text(folder / "latest", path.name + "\n")

@@ -23,8 +23,17 @@ def replace_file(path: Path, content: bytes) -> None:
         aside.unlink(missing_ok=True)
         raise
     # The rename itself lasts only once the directory that records it is on disk.
-    directory = os.open(path.parent, os.O_RDONLY)
+    sync_path(path.parent)
+
+
+def sync_path(path: Path) -> None:
+    """Bring to the disk what was written to a file, or the names in a directory.
+
+    Raises:
+        OSError: The file system refuses.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(descriptor)
     finally:
-        os.close(directory)
+        os.close(descriptor)

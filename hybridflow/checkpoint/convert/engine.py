@@ -39,9 +39,9 @@ from hybridflow.checkpoint.convert.ranks import PeerError, Ranks, refusing
 from hybridflow.checkpoint.convert.write import Output, as_write_errors
 from hybridflow.checkpoint.exit_status import exit_status
 from hybridflow.checkpoint.formats.source import Source, Target
-from hybridflow.checkpoint.model_dir import sync_folder
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES
 from hybridflow.errors import CheckpointError, ConfigError, WriteError
+from hybridflow.observe.files import sync_path
 
 _CAST_ELEMENTS = 1 << 22
 _POLL_S = 0.05
@@ -280,7 +280,7 @@ def _write(job: _Job, found: Iterable[Part], monitor: Monitor) -> None:
             (job.folder / FILES / file).unlink(missing_ok=True)
     with as_write_errors(job.folder):
         journal = Journal(job.folder, job.place.rank)
-        sync_folder(job.folder)
+        sync_path(job.folder)
     output = Output(job.target, job.folder / FILES, journal, left, monitor.count)
     try:
         # Files that cannot be gone on with are completed one after the other: a kill loses one of them.
@@ -340,13 +340,13 @@ def _complete(job: _Job) -> None:
             if path.relative_to(files).as_posix() not in job.target.files:
                 path.unlink()
         job.target.finish(files, _hashes(job))
-        sync_folder(files)
+        sync_path(files)
     if os.path.lexists(job.out):
         raise WriteError(f"{job.out}: has come into being meanwhile; remove it, and the same command ends the work")
     with as_write_errors(job.out):
         made = files / next(iter(job.target.files)) if job.target.is_single_file else files
         made.rename(job.out)
-        sync_folder(job.out.parent)
+        sync_path(job.out.parent)
 
 
 def _hashes(job: _Job) -> dict[str, dict[str, str]]:
@@ -429,8 +429,8 @@ def _claimed(job: _Job, restart: bool) -> Iterator[None]:
             discard(job.folder)
         write_plan(job.folder, job.plan)
         (job.folder / FILES).mkdir(exist_ok=True)
-        sync_folder(job.folder)
-        sync_folder(job.folder.parent)
+        sync_path(job.folder)
+        sync_path(job.folder.parent)
         yield
     finally:
         os.close(descriptor)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hybridflow.checkpoint.convert.journal import Journal, Part
 from hybridflow.checkpoint.formats.source import Target, Writer
-from hybridflow.checkpoint.model_dir import sync_folder
 from hybridflow.errors import WriteError
+from hybridflow.observe.files import sync_path
 
 _FLYING_BYTES = 300 << 20
 """Of tensors that are being written at a time, besides the one that is read meanwhile; a larger one goes alone."""
@@ -152,7 +152,7 @@ class Output:
         with as_write_errors(self._folder):
             # A format may keep its files further down.
             for folder in {self._folder, *((self._folder / file).parent for file in (*begun, *complete))}:
-                sync_folder(folder)
+                sync_path(folder)
             self._journal.append(parts)
 
     def _close(self, file: str, writer: Writer) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +35,7 @@ from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, Entry, bytes_of
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.model import Model
 from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.observe.files import sync_path
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.reshard.spec import Box, DType, num_elements
 from hybridflow.sections import read_section, to_dict
@@ -292,7 +292,7 @@ class HDF5Target:
                 self._describe(file)
                 for name, entry in self._entries.items():
                     self._join(file, name, entry, hashes)
-            _sync(path)
+            sync_path(path)
 
     def _join(self, file: h5py.File, name: str, entry: Entry, hashes: Mapping[str, Mapping[str, str]]) -> None:
         """A virtual dataset over the parts of a tensor."""
@@ -371,7 +371,7 @@ class HDF5Writer:
         self._unsynced_bytes += entry.num_bytes
         if self._unsynced_bytes >= _SYNC_BYTES and (self._syncing is None or self._syncing.done()):
             self._wait_for_sync()
-            self._syncing, self._unsynced_bytes = self._meanwhile.submit(_sync, self.path), 0
+            self._syncing, self._unsynced_bytes = self._meanwhile.submit(sync_path, self.path), 0
         return hashing.result()
 
     def sync(self) -> None:
@@ -379,7 +379,7 @@ class HDF5Writer:
         self._wait_for_sync()
         with _writing(self.path):
             self.file.flush()
-        _sync(self.path)
+        sync_path(self.path)
 
     def close(self) -> None:
         """See ``Writer``."""
@@ -520,11 +520,3 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError) as error:
         raise OSError(f"{path}: {error}") from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

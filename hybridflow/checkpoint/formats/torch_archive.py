@@ -12,8 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.unpickle import dump_tensor
-from hybridflow.checkpoint.model_dir import sync_folder
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, Entry, bytes_of
+from hybridflow.observe.files import sync_path
 
 ALIGNMENT = 64
 """Values begin at multiples of it, as torch has them."""
@@ -116,7 +116,7 @@ class ArchivesWriter:
     def sync(self) -> None:
         """See ``Writer``; of the directory too, which may be one below that of the other files."""
         os.fsync(self._file)
-        sync_folder(self.path.parent)
+        sync_path(self.path.parent)
 
     def close(self) -> None:
         """See ``Writer``."""

@@ -48,6 +48,7 @@ class Cluster:
         ranks_per_node: Ranks on each node; None: all on one node.
         deadline_s: Longest wait for another rank, in seconds.
         start_deadline_s: Longest wait for all ranks to join, in seconds.
+        dead_after_s: A rank that has shown no sign of life for so long is taken for dead, in seconds.
         threads_per_rank: CPU threads of each rank.
     """
 
@@ -55,6 +56,7 @@ class Cluster:
     ranks_per_node: Count | None = None
     deadline_s: Positive = 120.0
     start_deadline_s: Positive = 120.0
+    dead_after_s: Positive = 20.0
     threads_per_rank: Count = 1
 
 
@@ -232,6 +234,7 @@ class Rollout:
         top_k: Sample among so many of the likeliest tokens; 0: all.
         top_p: Sample among the likeliest tokens that together reach this probability.
         max_concurrent: Samples that one replica decodes together.
+        archive: Keep what was sampled, in HDF5; what a killed job had sampled is kept until it is used in any case.
     """
 
     group_size: Count = 1
@@ -240,6 +243,7 @@ class Rollout:
     top_k: CountOrZero = 0
     top_p: Annotated[float, Bounds(low=0, high=1, above=True)] = 1.0
     max_concurrent: Count = 256
+    archive: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +317,7 @@ class Trainer:
     """The loop.
 
     Attributes:
-        steps: Training steps, each a rollout and the updates on it.
+        steps: Training steps, each a rollout and the updates on it; 0: the warm start alone, if any, and validation.
         global_batch_size: Samples of one step.
         mini_batch_size: Samples of one optimizer step; None: the global batch.
         micro_batch_tokens: Token budget of one forward.
@@ -322,9 +326,11 @@ class Trainer:
         keep_every: Checkpoints of steps that are a multiple of this stay beside them, for ever; 0: none.
         validate_every: Steps between validations; 0: only before and after.
         num_validation: Held-out problems used; None: the whole file.
+        max_idle_starts: After so many starts in a row that went on from the same checkpoint and made no other, a run
+            is not begun again: what stops it is not a matter of luck.
     """
 
-    steps: Count
+    steps: CountOrZero
     global_batch_size: Count
     mini_batch_size: Count | None = None
     micro_batch_tokens: Count = 4096
@@ -333,6 +339,33 @@ class Trainer:
     keep_every: CountOrZero = 0
     validate_every: CountOrZero = 0
     num_validation: Count | None = None
+    max_idle_starts: Count = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Which steps are looked at closely, and where.
+
+    Attributes:
+        steps: Training steps of which a trace of torch's profiler is written; none: nothing is traced.
+        ranks: The ranks that write one.
+    """
+
+    steps: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fallback:
+    """What to run with where other numbers of ranks come than ``cluster.ranks``: after a node was lost, for instance.
+
+    Attributes:
+        ranks: So many ranks are enough for it; of several fallbacks that one is taken that uses the most.
+        overrides: ``key=value`` each, as on the command line: layouts that fill these ranks.
+    """
+
+    ranks: Count
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,6 +390,8 @@ class Recipe:
         ppo: PPO's numbers; only with ``algorithm: ppo``.
         grpo: GRPO's numbers; only with ``algorithm: grpo``.
         trainer: The loop.
+        profile: Which steps are looked at closely.
+        fallbacks: What else to run with, where ``cluster.ranks`` ranks are not there.
     """
 
     name: Name
@@ -376,6 +411,8 @@ class Recipe:
     ppo: PPO = PPO()
     grpo: GRPO = GRPO()
     trainer: Trainer
+    profile: Profile = Profile()
+    fallbacks: tuple[Fallback, ...] = ()
 
     def __post_init__(self) -> None:
         if self.run_dir == "":
@@ -423,6 +460,40 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe_from_dict(parse_yaml(text, str(path)), source=str(path), overrides=overrides)
 
 
+def recipe_for_ranks(name: str | Path, overrides: Sequence[str], num_ranks: int) -> Recipe:
+    """The recipe as it is run where ``num_ranks`` ranks have come: itself, or the fallback that uses the most of them.
+
+    Args:
+        name: A YAML file, or the name of a shipped recipe.
+        overrides: As for ``load_recipe``; those of the fallback come after them.
+        num_ranks: Those that are there; where ``cluster.ranks`` of the result is less, the others have nothing to do.
+
+    Raises:
+        ConfigError: As for ``load_recipe``.
+        LayoutError: As for ``load_recipe``; or too few ranks have come.
+    """
+    recipe = load_recipe(name, overrides)
+    fitting = [fallback for fallback in recipe.fallbacks if fallback.ranks <= num_ranks]
+    best = max(fitting, key=lambda fallback: fallback.ranks, default=None)
+    if num_ranks == recipe.cluster.ranks or (
+        # More ranks than the recipe's are idle only where it says that their number may vary.
+        recipe.fallbacks and recipe.cluster.ranks <= num_ranks and (best is None or best.ranks < recipe.cluster.ranks)
+    ):
+        return recipe
+    if best is None:
+        least = min((fallback.ranks for fallback in recipe.fallbacks), default=None)
+        remedy = f"or add a fallback for {num_ranks} ranks" if least is None else f"its smallest fallback needs {least}"
+        raise LayoutError(
+            f"cluster.ranks={recipe.cluster.ranks}, but {num_ranks} ranks were started; start {recipe.cluster.ranks}, "
+            f"set cluster.ranks={num_ranks} with layouts that fit, {remedy}"
+        )
+    return load_recipe(name, [*overrides, *_overrides_of(best)])
+
+
+def _overrides_of(fallback: Fallback) -> tuple[str, ...]:
+    return (*fallback.overrides, f"cluster.ranks={fallback.ranks}")
+
+
 def recipe_from_dict(values: object, *, source: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
     """Build and check a recipe from nested mappings, as YAML or JSON give them; the inverse of ``to_dict``.
 
@@ -448,6 +519,14 @@ def recipe_from_dict(values: object, *, source: str = "recipe", overrides: Seque
         check_recipe(recipe)
     except (ConfigError, LayoutError) as error:
         raise type(error)(f"{source}: {error}") from None
+    if isinstance(values, Mapping):
+        for index, fallback in enumerate(recipe.fallbacks):
+            # One that does not fit is found out now, and not when a node has died.
+            alone = {key: value for key, value in values.items() if key != "fallbacks"}
+            try:
+                recipe_from_dict(alone, overrides=_overrides_of(fallback))
+            except (ConfigError, LayoutError) as error:
+                raise type(error)(f"{source}: fallbacks[{index}]: {error}") from None
     return recipe
 
 

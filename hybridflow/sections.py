@@ -1,7 +1,7 @@
 """Typed sections: from YAML and dotted overrides to frozen dataclasses, and back. Knows no recipe.
 
-A section is a dataclass whose fields are ``int``, ``float``, ``str``, ``bool``, a ``Literal``, a tuple of numbers,
-another section, or any of these ``| None``. ``Annotated`` adds ``Bounds`` to a number, a regular expression to text.
+A section is a dataclass whose fields are ``int``, ``float``, ``str``, ``bool``, a ``Literal``, another section, a tuple
+of any of these, or any of them ``| None``. ``Annotated`` adds ``Bounds`` to a number, a regular expression to text.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hybridflow.errors import ConfigError, LayoutError
 _Section = TypeVar("_Section")
 # What a person calls each type.
 _WORDS: dict[type, str] = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+_PLURALS: dict[type, str] = {int: "integers", float: "numbers", str: "texts"}
 # YAML 1.1 reads a number with an exponent and no point, such as 1e-4, as text.
 _EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 
@@ -244,7 +245,8 @@ def describe(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) is tuple:
-        return "a list of integers" if typing.get_args(hint)[0] is int else "a list of numbers"
+        (item, _) = typing.get_args(hint)
+        return "a list of " + (_PLURALS[item] if item in _PLURALS else describe(item).replace("a section", "sections"))
     if dataclasses.is_dataclass(hint):
         return "a section with keys " + ", ".join(item.name for item in dataclasses.fields(hint))
     return _WORDS[hint]
@@ -260,5 +262,6 @@ def _all_keys(kind: Any, prefix: str = "") -> Iterator[str]:
     for name, hint in typing.get_type_hints(kind).items():
         yield f"{prefix}{name}"
         for option in (hint, *typing.get_args(hint)):
-            if dataclasses.is_dataclass(option):
+            # A key within a list of sections cannot be named.
+            if dataclasses.is_dataclass(option) and typing.get_origin(hint) is not tuple:
                 yield from _all_keys(option, f"{prefix}{name}.")

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from hybridflow.checkpoint.convert.engine import Place, convert
 from hybridflow.checkpoint.convert.ranks import PeerError
-from hybridflow.checkpoint.exit_status import exit_status
+from hybridflow.exit_status import exit_status
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_text
 from hybridflow.checkpoint.tensor_file import Entry, TensorFile, TensorFileWriter

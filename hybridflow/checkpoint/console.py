@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-from hybridflow.checkpoint.exit_status import Ended
+from hybridflow.exit_status import Ended
 
 
 def print_out(text: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.checkpoint.console import print_out, signals_raise
-from hybridflow.checkpoint.exit_status import DIFFERENT, DONE, SOURCE, Ended, exit_status
+from hybridflow.exit_status import DIFFERENT, DONE, SOURCE, Ended, exit_status
 from hybridflow.errors import HybridflowError
 from hybridflow.reshard.report import format_bytes
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 # Each imports only from those before it. Geometry comes before config, which checks a recipe's layouts against its
 # ranks and orders the ranks of the rollout; so does what reads a model's settings from a directory that a recipe names.
 ORDER = [
-    *("errors", "sections", "parallel.layout", "parallel.mesh"),
+    *("errors", "exit_status", "sections", "parallel.layout", "parallel.mesh"),
     *(
         "families",
         "reshard.spec",

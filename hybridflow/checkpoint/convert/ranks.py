@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint.convert.journal import part_folder
-from hybridflow.checkpoint.exit_status import exit_status
+from hybridflow.exit_status import exit_status
 from hybridflow.errors import DeadlineError, WriteError
 
 FOLDER = ".ranks"

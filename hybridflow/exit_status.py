@@ -1,4 +1,4 @@
-"""With which status a command on checkpoints ends, so that a pipeline can tell what to do."""
+"""With which status a command ends, so that a batch script or a pipeline can tell what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hybridflow.errors import CheckpointError, DeadlineError, HybridflowError, W
 
 DONE = 0
 FAILURE = 1
-"""Of ours: a bug, with a traceback; or a rank that was lost."""
+"""Of ours: a bug, with a traceback; or a rank that was lost. Beginning again may help."""
 
 REQUEST = 2
 """Arguments that contradict each other, a family or a feature that is not known here."""
@@ -19,6 +19,10 @@ TARGET = 4
 
 DIFFERENT = 5
 """Two checkpoints that were compared are not equal."""
+
+
+REQUEUE = 75
+"""All is saved, and there is more to do: begin the job again. ``EX_TEMPFAIL`` of ``sysexits.h``."""
 
 
 class Ended(BaseException):

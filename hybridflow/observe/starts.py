@@ -1,0 +1,96 @@
+"""Every start of a run, in ``starts.jsonl``: where it ran, what it went on from, how it ended. No torch.
+
+A line for each start, and one more for its end if the job itself could tell of it. One rank writes; each line is synced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.observe.files import sync_path
+
+STARTS_FILE = "starts.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartRecord:
+    """One start of a run.
+
+    Attributes:
+        number: 1 for the first.
+        began_s: Unix time, in seconds.
+        step: Of the checkpoint that was there; None: there was none.
+        ranks: How many run.
+        hosts: The nodes, in the order of their ranks.
+        layouts: Mesh -> layout.
+        launcher: As ``parallel.start`` names it.
+        job_id: Slurm's; None elsewhere.
+        restart_count: How often Slurm has begun the job anew; None outside Slurm.
+        outcome: How it ended: ``finished``, ``requeue`` or ``failed``; None: it runs, or was killed.
+        ended_s: Unix time, in seconds.
+        detail: Why, in a line.
+    """
+
+    number: int
+    began_s: float
+    step: int | None
+    ranks: int
+    hosts: tuple[str, ...] = ()
+    layouts: Mapping[str, str] | None = None
+    launcher: str = "alone"
+    job_id: str | None = None
+    restart_count: int | None = None
+    outcome: str | None = None
+    ended_s: float | None = None
+    detail: str | None = None
+
+
+def read_starts(run_dir: Path) -> list[StartRecord]:
+    """The starts of a run, in order; lines that were cut short by a kill, or that nobody understands, are left out."""
+    path = run_dir / STARTS_FILE
+    found: dict[int, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+            number = row["number"]
+        except (ValueError, TypeError, KeyError):
+            continue
+        found[number] = found.get(number, {}) | row
+    known = set(StartRecord.__dataclass_fields__)
+    records = []
+    for row in found.values():
+        if {"number", "began_s", "step", "ranks"} <= row.keys():
+            kept = {key: value for key, value in row.items() if key in known}
+            records.append(StartRecord(**{**kept, "hosts": tuple(kept.get("hosts", ()))}))
+    return records
+
+
+def add_start(run_dir: Path, record: StartRecord) -> None:
+    """Add a start. Raises OSError when the file system refuses."""
+    _append(run_dir, {key: value for key, value in asdict(record).items() if value is not None or key == "step"})
+
+
+def add_end(run_dir: Path, number: int, outcome: str, detail: str = "") -> None:
+    """Note how a start ended. Raises OSError when the file system refuses."""
+    _append(run_dir, {"number": number, "outcome": outcome, "ended_s": time.time(), "detail": detail})
+
+
+def _append(run_dir: Path, row: Mapping[str, Any]) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / STARTS_FILE
+    is_cut = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+    # After a line that was cut short a new one begins all the same.
+    line = ("\n" if is_cut else "") + json.dumps(row) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    sync_path(run_dir)

@@ -1,0 +1,34 @@
+"""Signals that ask a job to save and stop: USR1 and USR2, which sites send ahead of a time limit, and TERM. No torch.
+
+Python runs handlers between two steps of its own, so not while a rank waits for others in a collective. These signals
+are therefore taken note of by way of a pipe, which a thread reads.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+
+
+class CaughtSignals:
+    """From its making on, the stop signals no longer end this process; for the main thread to make, as early as it can.
+
+    They are kept until ``wait`` tells of them.
+    """
+
+    def __init__(self) -> None:
+        self._reader, writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for each in STOP_SIGNALS:
+            signal.signal(each, lambda number, frame: None)
+
+    def wait(self, timeout_s: float) -> tuple[signal.Signals, ...]:
+        """The stop signals that have come, at once if there are any, after ``timeout_s`` if none comes. Any thread."""
+        ready, _, _ = select.select([self._reader], [], [], timeout_s)
+        numbers = os.read(self._reader, 4096) if ready else b""
+        return tuple(signal.Signals(number) for number in numbers if number in STOP_SIGNALS)

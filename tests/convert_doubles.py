@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 
 from hybridflow.checkpoint.convert.engine import Place, convert
 from hybridflow.checkpoint.convert.ranks import PeerError
-from hybridflow.exit_status import exit_status
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_text
 from hybridflow.checkpoint.tensor_file import Entry, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError
+from hybridflow.exit_status import exit_status
 from hybridflow.families.model import Model
 
 PEER_FAILED = 77

@@ -1,6 +1,6 @@
 """Every start of a run, in ``starts.jsonl``: where it ran, what it went on from, how it ended. No torch.
 
-A line for each start, and one more for its end if the job itself could tell of it. One rank writes; each line is synced.
+A line for each start, and one more for its end if the job itself could tell of it. One rank writes, and syncs each.
 """
 
 from __future__ import annotations

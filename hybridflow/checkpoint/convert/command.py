@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hybridflow.checkpoint.console import print_out, signals_raise
-from hybridflow.exit_status import FAILURE, Ended, exit_status
 from hybridflow.errors import ConfigError, HybridflowError
+from hybridflow.exit_status import FAILURE, Ended, exit_status
 from hybridflow.parallel.start import Start, find_start, rank_hint
 from hybridflow.reshard.report import format_bytes, format_seconds
 

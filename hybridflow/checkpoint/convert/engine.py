@@ -37,10 +37,10 @@ from hybridflow.checkpoint.convert.journal import (
 from hybridflow.checkpoint.convert.progress import Monitor, Progress
 from hybridflow.checkpoint.convert.ranks import PeerError, Ranks, refusing
 from hybridflow.checkpoint.convert.write import Output, as_write_errors
-from hybridflow.exit_status import exit_status
 from hybridflow.checkpoint.formats.source import Source, Target
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES
 from hybridflow.errors import CheckpointError, ConfigError, WriteError
+from hybridflow.exit_status import exit_status
 from hybridflow.observe.files import sync_path
 
 _CAST_ELEMENTS = 1 << 22

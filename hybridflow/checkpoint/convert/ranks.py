@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint.convert.journal import part_folder
-from hybridflow.exit_status import exit_status
 from hybridflow.errors import DeadlineError, WriteError
+from hybridflow.exit_status import exit_status
 
 FOLDER = ".ranks"
 _POLL_S = 0.05

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,18 @@ from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
 from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
 from hybridflow.roles.rollout_weights import RolloutWeights
-from hybridflow.rollout.generate import Generator, Request
+from hybridflow.rollout.generate import Generator, Request, Response
 from hybridflow.rollout.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """What goes on beside generating, see ``generate.Progress``."""
+
+    is_stopping: Callable[[], bool]
+
+    def finished(self, pairs: list[tuple[Request, Response]]) -> None:
+        """Nothing is kept."""
 
 
 class Actor:
@@ -31,10 +42,14 @@ class Actor:
         model: Its weights in the update layout; None on a rank outside that mesh.
         trainable: Gradients and optimizer of ``model``.
         metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
+        is_stopping: Whether ``sample`` and ``answer`` are to end early, which they do with ``RolloutStopped``; set by
+            the trainer. Asked on all ranks of a replica at the same points, and answers the same on all of them.
+            Collective: tp, pp.
     """
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         self.metrics: dict[str, float] = {}
+        self.is_stopping: Callable[[], bool] = lambda: False
         self.spec = role_spec(job)
         self._job = job
         self._kl_coef = kl_coef
@@ -201,7 +216,7 @@ class Actor:
 
     def _generate(self, requests: list[Request], params: SamplingParams, purpose: str) -> Batch | None:
         assert self._generator is not None and self._rollout is not None, "called outside the rollout mesh"
-        responses = self._generator.generate(requests, params, purpose)
+        responses = self._generator.generate(requests, params, purpose, _Progress(self.is_stopping))
         if not self._rollout.is_holder:
             return None
         group = self._job.recipe.rollout.group_size

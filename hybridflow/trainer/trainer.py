@@ -26,6 +26,7 @@ from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
 from hybridflow.roles.job import Job
+from hybridflow.roles.kept_rollouts import KeptRollouts
 from hybridflow.roles.placed import mini_batch_size
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
@@ -97,6 +98,8 @@ class Trainer:
         if recipe.critic is not None:
             self.roles["critic"] = Critic(job)
         self._start = start.checkpoint
+        step, saved = (None, None) if self._start is None else (self._start.step, self._start.state.get("rollouts"))
+        self._rollouts = self.roles["actor"].kept = KeptRollouts(job, start.token, step, saved)
         self._checkpoints = checkpoints.Checkpoints(job, self.roles, start)
         self.summary: dict[str, Any] = {"name": recipe.name, "algorithm": recipe.algorithm, "ranks": job.world.size}
         self.job = job
@@ -128,6 +131,7 @@ class Trainer:
         self._execute(self._plan.train)
         self.summary["accuracy_after_rl"] = self._validate()
         self._checkpoints.finish()
+        self._rollouts.end_save()
         # Where the ranks meet is kept by one of them, which stays until all have seen the checkpoint complete.
         self._everyone.barrier("the end of the job")
         self._finish()
@@ -142,6 +146,7 @@ class Trainer:
         self.step = decided["train_step"]["step"]
         metrics = step_metrics(shares, step_s)
         self.kl_coef.advance(metrics["kl/ref"])
+        self._rollouts.advance(metrics)
         self._totals["steps"] += 1
         self._totals["step_s"] += step_s
         self._totals["tokens"] += metrics["batch/num_tokens"]
@@ -153,7 +158,8 @@ class Trainer:
         """Begin to write a checkpoint, complete or not at all. Called on all ranks."""
         state = {"kl_coef": self.kl_coef.value, "summary": self.summary, "totals": self._totals}
         with self.roles["actor"].optimizer_at_hand():
-            self._checkpoints.save(self.step, state)
+            self._checkpoints.save(self.step, {**state, "rollouts": self._rollouts.state()})
+        self._rollouts.begin_save(self.step)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         """Take up a checkpoint."""
@@ -264,6 +270,8 @@ class Trainer:
         if self._log is None:
             return
         self._log.close()
+        if self.job.recipe.rollout.archive:
+            self._rollouts.join()
         totals = self._totals
         self.summary["steps"] = self.step
         if totals["steps"]:

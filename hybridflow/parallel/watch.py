@@ -261,14 +261,15 @@ class Watch:
                 self._strangers.append(Link(listener.accept()[0], self._clock_s))
         for link in self._strangers[:]:
             messages: list[Message] = []
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 messages = link.receive(self._clock_s)
             if not messages and link.is_open and self._clock_s < link.heard_s + _CONNECT_S:
                 continue
             self._strangers.remove(link)
             hello = messages[0] if messages else {}
-            rank = int(hello.get("hello", 0))
-            if hello.get("secret") != self._secret or rank not in range(1, self._size) or rank in self._links:
+            rank = hello.get("hello")
+            is_known = hello.get("secret") == self._secret
+            if not is_known or not isinstance(rank, int) or not 0 < rank < self._size or rank in self._links:
                 link.close()
                 continue
             self._links[rank] = link

@@ -119,3 +119,14 @@ class DeviceMesh:
             self.coordinate(rank)
         layout = layout if layout is not None else ParallelLayout(dp=len(ranks))
         return DeviceMesh(name=name, layout=layout, ranks=ranks, ranks_per_node=self.ranks_per_node)
+
+
+def format_ranks(ranks: list[int]) -> str:
+    """Ascending ranks with runs shortened: ``0-3,6``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -4,8 +4,8 @@
     <folder>/all.h5                                        virtual datasets over all segments, by relative names
 
 Datasets of one number for each sample: ``step``, ``draw``, ``index``, ``prompt_length``, ``response_length``; and of
-all samples one behind the other: ``prompt_tokens``, ``response_tokens``, ``log_probs``. Where a segment is missing, h5py
-gives -1, or NaN.
+all samples one behind the other: ``prompt_tokens``, ``response_tokens``, ``log_probs``. Where a segment is missing,
+h5py gives -1, or NaN.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tests.e2e.test_resume import reused, weights
 
 RUN = [
     *("train", "tiny.yaml", "trainer.steps=4", "trainer.save_every=2", "trainer.keep_last=9"),
-    *("rollout.max_concurrent=2", "rollout.archive=true"),
+    *("rollout.max_concurrent=2", "rollout.archive=true", "trainer.mini_batch_size=8"),
 ]
 
 
@@ -142,6 +142,42 @@ def test_archive_holds_what_was_sampled(runs, tmp_path):
         for step, ident, prompt, tokens, log_probs in map(json.loads, (folder / "sampled-0").read_text().splitlines())
     }
     assert archived(folder) == {**sampled(killed), **last} and len(archived(folder)) == 4 * 8
+
+
+def test_samples_of_other_weights_are_not_used(runs, tmp_path):
+    """With another rate step 3 measures the same, and leaves other weights."""
+    whole, killed = runs
+    folder = tmp_path / "faster"
+    shutil.copytree(killed, folder)
+    done = fork_ranks([*RUN, "actor.optimizer.lr=2e-2", "--resume"], folder, hook=noting)
+    assert set(done.codes) == {0} and done.err == "", done.err
+    assert reused(folder) == {3: 1.0}
+    rows = [lasting_metrics(place / "run") for place in (folder, whole)]
+    names = ("actor/loss", "actor/grad_norm")
+    assert [rows[0][2][name] for name in names] == [rows[1][2][name] for name in names]
+    assert [rows[0][3][name] for name in names] != [rows[1][3][name] for name in names]
+
+
+def test_a_log_that_was_torn_or_spoiled_gives_what_is_whole(runs, tmp_path):
+    whole, killed = runs
+    folder = tmp_path / "torn"
+    shutil.copytree(killed, folder)
+    for name in list_logs(folder / "run/rollouts/log"):
+        path = folder / "run/rollouts/log" / str(name)
+        data = bytearray(path.read_bytes())
+        if name.step == 3 and name.rank == 0:
+            path.write_bytes(data[: len(data) // 2])
+        elif name.step == 3:
+            data[-3] ^= 1
+            path.write_bytes(data)
+        elif name.step == 4:
+            path.write_bytes(b"")
+    done = fork_ranks([*RUN, "--resume"], folder, hook=noting)
+    assert set(done.codes) == {0} and done.err == "", done.err
+    assert reused(folder) == {3: 0.75}
+    assert {key: found[:2] for key, found in sampled(folder).items()} == {
+        key: found[:2] for key, found in sampled(whole).items()
+    }
 
 
 def test_going_back_to_an_earlier_checkpoint_takes_its_later_samples_out(runs, tmp_path):

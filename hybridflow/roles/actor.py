@@ -23,7 +23,7 @@ from hybridflow.roles.job import Job
 from hybridflow.roles.kept_rollouts import KeptRollouts
 from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
 from hybridflow.roles.rollout_weights import RolloutWeights
-from hybridflow.rollout.generate import Generator, Request, Response
+from hybridflow.rollout.generate import Generator, Request, Response, RolloutStopped
 from hybridflow.rollout.sampling import SamplingParams
 
 
@@ -50,9 +50,8 @@ class Actor:
         model: Its weights in the update layout; None on a rank outside that mesh.
         trainable: Gradients and optimizer of ``model``.
         metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
-        is_stopping: Whether ``sample`` and ``answer`` are to end early, which they do with ``RolloutStopped``; set by
-            the trainer. Asked on all ranks of a replica at the same points, and answers the same on all of them.
-            Collective: tp, pp.
+        is_stopping: Whether ``sample`` is to end early, as a step that is left; set by the trainer. Asked on all ranks
+            of a replica at the same points, and answers the same on all of them. Collective: tp, pp.
         kept: What was sampled and is not yet part of a checkpoint; None: nothing is kept.
     """
 
@@ -127,12 +126,12 @@ class Actor:
         """Generate the step's responses: ``group_size`` for each prompt.
 
         Source of ``tokens``, ``prompt_lengths``, ``draws``, ``response_mask`` and ``rollout_log_probs``. Whole groups
-        are dealt to the replicas in turn. What a killed job has sampled for the step is taken from its log.
+        are dealt to the replicas in turn. What a killed job has sampled for the step is taken from its log. A replica
+        that is told to stop returns no samples, since the step is left.
 
         Collective: the rollout mesh.
 
         Raises:
-            RolloutStopped: ``is_stopping`` said so, on all ranks of this replica.
             WriteError: The log cannot be written.
         """
         recipe = self._job.recipe
@@ -143,7 +142,11 @@ class Actor:
             for draw in range(first + place.dp, first + count, self._job.meshes["actor.rollout"].layout.dp)
             for index in range(recipe.rollout.group_size)
         ]
-        return self._as_batch(requests, self._sample(decided["train_step"]["step"], requests))
+        try:
+            responses = self._sample(decided["train_step"]["step"], requests)
+        except RolloutStopped:
+            requests, responses = [], []
+        return self._as_batch(requests, responses)
 
     def answer(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Greedy responses to the held-out problems; their ``draws`` are places in the held-out file.
@@ -158,9 +161,7 @@ class Actor:
             for row in range(place.dp, count, step)
         ]
         assert self._generator is not None, "called outside the rollout mesh"
-        progress = _Progress(self.is_stopping)
-        responses = self._generator.generate(requests, self._sampling(greedy=True), "validation", progress)
-        return self._as_batch(requests, responses)
+        return self._as_batch(requests, self._generator.generate(requests, self._sampling(greedy=True), "validation"))
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``old_log_probs``: those of the weights at the start of the update."""

@@ -23,6 +23,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from hybridflow.errors import LayoutError
+from hybridflow.parallel.mesh import format_ranks
 
 if TYPE_CHECKING:
     from hybridflow.parallel.mpi import Place
@@ -82,7 +83,7 @@ class Start:
         for host, each in groupby(sorted(ranks), key=lambda rank: self.hosts[rank] if self.hosts else ""):
             listed = list(each)
             on = f" on {host}" if host else ""
-            parts.append(f"rank{'s' if len(listed) > 1 else ''} {_as_ranges(listed)}{on}")
+            parts.append(f"rank{'s' if len(listed) > 1 else ''} {format_ranks(listed)}{on}")
         return ", ".join(parts)
 
 
@@ -292,9 +293,3 @@ def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> 
     if text is None or not re.fullmatch(r"\d+", text):
         raise LayoutError(f"the environment has {name}={text}, expected a number; it comes from what started this rank")
     return int(text)
-
-
-def _as_ranges(numbers: Sequence[int]) -> str:
-    """Rising numbers as ``0-3,8``."""
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda each: each[1] - each[0])]
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -184,8 +184,8 @@ def open_store(start: Start, *, start_deadline_s: float) -> dist.Store:
                 "MASTER_PORT with a free port, the same for all ranks, before they are started"
             ) from error
         raise DeadlineError(
-            f"no rendezvous at {start.address}:{start.port} within {start_deadline_s:g} s, as seen from {_host()}: {_first_line(error)}; "
-            f"{start.where([0])} must run there: if it is only slow, raise cluster.start_deadline_s; if it came, "
+            f"no rendezvous at {start.address}:{start.port} within {start_deadline_s:g} s, as seen from {_host()}: "
+            f"{_first_line(error)}; {start.where([0])} must run there: if it is only slow, raise cluster.start_deadline_s; if it came, "
             "export MASTER_ADDR with its address on a network that all nodes share, or MASTER_PORT with a port that is "
             f"open between them; {_INTERFACES}"
         ) from error

@@ -185,9 +185,9 @@ def open_store(start: Start, *, start_deadline_s: float) -> dist.Store:
             ) from error
         raise DeadlineError(
             f"no rendezvous at {start.address}:{start.port} within {start_deadline_s:g} s, as seen from {_host()}: "
-            f"{_first_line(error)}; {start.where([0])} must run there: if it is only slow, raise cluster.start_deadline_s; if it came, "
-            "export MASTER_ADDR with its address on a network that all nodes share, or MASTER_PORT with a port that is "
-            f"open between them; {_INTERFACES}"
+            f"{_first_line(error)}; {start.where([0])} must run there. If it is only slow, raise "
+            "cluster.start_deadline_s; if it came, export MASTER_ADDR with its address on a network that all nodes "
+            f"share, or MASTER_PORT with a port that is open between them; {_INTERFACES}"
         ) from error
     return dist.PrefixStore(start.name, store)
 

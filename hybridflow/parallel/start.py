@@ -122,15 +122,16 @@ def expand_node_list(text: str) -> tuple[str, ...]:
     Raises:
         LayoutError: It cannot be read.
     """
+    entry_pattern = r"(?:[^,\[\]]|\[[^\[\]]*\])+"
+    if not re.fullmatch(f"{entry_pattern}(?:,{entry_pattern})*", text):
+        raise LayoutError(_unreadable("node list", text))
     names: list[str] = []
-    for entry in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+    for entry in re.findall(entry_pattern, text):
         found = [""]
         for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", entry):
             tails = [literal] if literal else [number for part in ranges.split(",") for number in _numbers(part, text)]
             found = [head + tail for head in found for tail in tails]
         names += found
-    if not names or text.count("[") != text.count("]"):
-        raise LayoutError(_unreadable("node list", text))
     return tuple(names)
 
 

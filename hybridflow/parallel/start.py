@@ -196,23 +196,26 @@ def _from_mpi(env: Mapping[str, str], step: Start | None) -> Start:
                 "HYBRIDFLOW_MPI=0, but these ranks were started by mpirun, and only MPI knows where the others are; "
                 "unset it, or start with srun or torchrun"
             )
-        return _from_place(mpi.find_place(), expected, env)
+        place = mpi.find_place()
+        return _from_place(place, place.size if expected is None else expected, env)
     if step.size == 1:
         return Start(launcher="alone")
     if env.get("HYBRIDFLOW_MPI") == "0":
         return _checked(step, env)
     try:
-        return _from_place(mpi.find_place(), step.size, env)
+        # What Slurm says stays true, and MPI is there besides.
+        _from_place(mpi.find_place(), step.size, env)
+        return _checked(replace(step, launcher="mpi"), env)
     except mpi.NoMpiError as error:
         if step.rank == 0:
             print(f"hybridflow: started from Slurm's variables, without MPI: {error}", file=sys.stderr, flush=True)
         return _checked(step, env)
 
 
-def _from_place(place: Place, expected: int | None, env: Mapping[str, str]) -> Start:
+def _from_place(place: Place, expected: int, env: Mapping[str, str]) -> Start:
     from hybridflow.parallel import mpi
 
-    if expected is not None and place.size != expected:
+    if place.size != expected:
         raise mpi.NoMpiError(
             f"MPI sees {place.size} process(es) where the launcher started {expected}: the MPI library and the "
             "launcher do not speak to each other; start with `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open "

@@ -194,10 +194,12 @@ def _plan_job(arguments: argparse.Namespace) -> int:
 
 def _print_plan(recipe: Recipe) -> None:
     from hybridflow.dataflow.render import plan_table
-    from hybridflow.trainer.plan import plan_job
+    from hybridflow.trainer.plan import placement_warnings, plan_job
 
     plan = plan_job(recipe)
     print(plan_table(plan.whole, plan.meshes, recipe.cluster.ranks))
+    for warning in placement_warnings(plan.meshes):
+        print(f"hybridflow: {warning}", file=sys.stderr)
 
 
 def _plan_reshard(arguments: argparse.Namespace) -> int:

@@ -109,6 +109,10 @@ class DeviceMesh:
         """The node on which a global rank runs."""
         return rank // self.ranks_per_node
 
+    def spans_nodes(self, *axes: str) -> bool:
+        """Whether some ranks that differ only along ``axes`` are on different nodes."""
+        return any(len({self.node(rank) for rank in group}) > 1 for group in self.groups(*axes))
+
     def sub_mesh(self, name: str, ranks: tuple[int, ...], layout: ParallelLayout | None = None) -> DeviceMesh:
         """A named mesh over some of these ranks; without a layout, one data-parallel replica on each rank.
 

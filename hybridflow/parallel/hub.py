@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from hybridflow.observe.rank_log import note, tell
 from hybridflow.parallel.cause import Cause, Place, lost_rank, tell_cause, tell_places
 from hybridflow.parallel.links import Message
+from hybridflow.parallel.process import Process
 
 _SETTLE_S = 0.5
 """From a closed connection to a lost rank: a launcher that ends all ranks has ended this one too by then."""
@@ -25,7 +26,9 @@ class _Rank:
     doing: str = "start"
     is_here: bool = False
     has_left: bool = False
+    process: Process = (0, 0)
     heard_s: float = 0.0
+    looked_s: float = 0.0
     closed_s: float | None = None
 
 
@@ -34,28 +37,39 @@ class Hub:
 
     Args:
         host: Of rank 0.
+        process: Of rank 0.
         size: Ranks of the job.
         dead_after_s: A rank that is silent for so long is lost, in seconds.
+        to: Sends a message to a rank, which may be this one.
         to_all: Sends a message to every rank, this one included.
     """
 
-    def __init__(self, *, host: str, size: int, dead_after_s: float, to_all: Callable[[Message], None]) -> None:
-        self._dead_after_s, self._to_all = dead_after_s, to_all
+    def __init__(
+        self,
+        *,
+        host: str,
+        process: Process,
+        size: int,
+        dead_after_s: float,
+        to: Callable[[int, Message], None],
+        to_all: Callable[[Message], None],
+    ) -> None:
+        self._dead_after_s, self._to, self._to_all = dead_after_s, to, to_all
         self._ranks = [_Rank() for _ in range(size)]
-        self._ranks[0].host, self._ranks[0].is_here = host, True
+        self._ranks[0] = _Rank(host=host, process=process, is_here=True)
         self._stop: str | None = None
         self._suspects: list[tuple[float, Cause]] = []
         self._cause: Cause | None = None
         self._places: dict[int, Place] = {}
         self._tell_by_s = 0.0
 
-    def welcome(self, rank: int, host: str, now_s: float) -> None:
+    def welcome(self, rank: int, host: str, process: Process, now_s: float) -> None:
         """A rank has come."""
-        found = self._ranks[rank]
-        found.host, found.is_here, found.heard_s = host, True, now_s
+        first = self._ranks[0]
+        self._ranks[rank] = _Rank(host=host, process=process, is_here=True, heard_s=now_s)
         if all(each.is_here for each in self._ranks):
-            others = [number for number, each in enumerate(self._ranks) if each.host != self._ranks[0].host]
-            self._to_all({"deputy": others[0] if others else 1, "host": self._ranks[0].host})
+            others = [number for number, each in enumerate(self._ranks) if each.host != first.host]
+            self._to_all({"deputy": others[0] if others else 1, "host": first.host, "process": first.process})
 
     def heard(self, rank: int, now_s: float) -> None:
         """A rank lives."""
@@ -79,6 +93,8 @@ class Hub:
             self._suspects.append((now_s + (_GRACE_S if cause.kind == "waited" else 0.0), cause))
         elif "place" in message:
             self._places[rank] = Place(**message["place"])
+        elif "seen" in message:
+            self.heard(int(message["seen"]), now_s)
         elif "bye" in message:
             found.has_left = True
 
@@ -89,6 +105,7 @@ class Hub:
     def turn(self, now_s: float) -> None:
         """Act on what the time brings: a lost rank, the first cause, the end of all."""
         if self._cause is None:
+            self._look_at_silent(now_s)
             self._find_cause(now_s)
         elif now_s >= self._tell_by_s or all(
             number in self._places or each.has_left or each.closed_s is not None
@@ -118,6 +135,25 @@ class Hub:
         if self._cause is not None:
             self._tell_by_s = now_s + _GATHER_S
             self._to_all({"end": asdict(self._cause)})
+
+    def _look_at_silent(self, now_s: float) -> None:
+        """Ask another rank of its node whether the process of a silent one runs: a long call may hold its Python."""
+        for number, each in enumerate(self._ranks):
+            quiet_s, every_s = now_s - each.heard_s, self._dead_after_s / 8
+            if number == 0 or each.has_left or quiet_s < self._dead_after_s / 2 or now_s < each.looked_s + every_s:
+                continue
+            each.looked_s = now_s
+            mates = [
+                mate
+                for mate, other in enumerate(self._ranks)
+                if mate != number
+                and other.host == each.host
+                and not other.has_left
+                and other.closed_s is None
+                and (mate == 0 or now_s - other.heard_s < self._dead_after_s / 2)
+            ]
+            if mates and each.is_here:
+                self._to(mates[0], {"look": number, "process": each.process})
 
     def _is_lost(self, number: int, each: _Rank, now_s: float) -> bool:
         if number == 0 or each.has_left:

@@ -46,6 +46,7 @@ from hybridflow.parallel.cause import (
 )
 from hybridflow.parallel.hub import Hub
 from hybridflow.parallel.links import Link, Message, listen
+from hybridflow.parallel.process import Process, is_running, own_process
 from hybridflow.parallel.signals import CaughtSignals
 
 _POLL_S = 0.5
@@ -119,11 +120,23 @@ class Watch:
         self._links: dict[int, Link] = {}
         self._strangers: list[Link] = []
         self._listener: socket.socket | None = None
-        self._hub = (
-            Hub(host=self._host, size=size, dead_after_s=dead_after_s, to_all=self._to_all) if rank == 0 else None
-        )
+        self._process = own_process()
+        self._hub: Hub | None = None
+        if rank == 0:
+            self._hub = Hub(
+                host=self._host,
+                process=self._process,
+                size=size,
+                dead_after_s=dead_after_s,
+                to=self._to,
+                to_all=self._to_all,
+            )
         # Which rank speaks when rank 0 is gone, and what is then known of rank 0.
         self._deputy, self._hub_host, self._hub_doing = 1, address, "start"
+        self._hub_process: Process = (0, 0)
+        self._looked_s = 0.0
+        self._store = store
+        self._question: threading.Thread | None = None
         self._cause: Cause | None = None
         self._failed_at: Place | None = None
         self._leave_at_s = self._goodbye_s = float("inf")
@@ -177,7 +190,8 @@ class Watch:
                 "nodes of a job must be able to connect to any port of each other"
             ) from error
         self._links[0] = Link(connection)
-        self._links[0].send({"hello": self._rank, "secret": self._secret, "host": self._host})
+        hello = {"hello": self._rank, "secret": self._secret, "host": self._host, "process": self._process}
+        self._links[0].send(hello)
 
     def _run(self) -> None:
         """The thread."""
@@ -231,6 +245,12 @@ class Watch:
         else:
             self._links[0].send(message)
 
+    def _to(self, rank: int, message: Message) -> None:
+        if rank == self._rank:
+            self._take_order(message)
+        else:
+            self._links[rank].send(message)
+
     def _to_all(self, message: Message) -> None:
         for link in self._links.values():
             link.send(message)
@@ -273,7 +293,8 @@ class Watch:
                 link.close()
                 continue
             self._links[rank] = link
-            self._hub.welcome(rank, str(hello["host"]), self._clock_s)
+            pid, began = hello["process"]
+            self._hub.welcome(rank, str(hello["host"]), (int(pid), int(began)), self._clock_s)
             for message in messages[1:]:
                 self._hub.take(rank, message, self._clock_s)
 
@@ -284,6 +305,10 @@ class Watch:
             note(f"asked to stop: {self.stop_reason}")
         elif "deputy" in message:
             self._deputy, self._hub_host = int(message["deputy"]), str(message["host"])
+            self._hub_process = int(message["process"][0]), int(message["process"][1])
+        elif "look" in message:
+            if is_running((int(message["process"][0]), int(message["process"][1]))):
+                self._to_hub({"seen": message["look"]})
         elif "doing" in message:
             self._hub_doing = str(message["doing"])
         elif "end" in message:
@@ -323,6 +348,7 @@ class Watch:
             elif self._clock_s >= link.heard_s + self._dead_after_s:
                 self._leave_at_s = self._clock_s
             else:
+                self._look_at_hub(link)
                 return
             self._leave_at_s += 0.0 if self._rank == self._deputy else _LEAVE_S
         if self._clock_s < self._leave_at_s:
@@ -341,6 +367,24 @@ class Watch:
             if self._rank == self._deputy:
                 tell(text)
         self._leave(cause)
+
+    def _look_at_hub(self, link: Link) -> None:
+        """A long call may hold the Python of a rank 0 that is silent; the store is answered without it."""
+        is_quiet = self._clock_s >= link.heard_s + self._dead_after_s / 2
+        if not is_quiet or self._clock_s < self._looked_s + self._dead_after_s / 8:
+            return
+        self._looked_s = self._clock_s
+        if self._host == self._hub_host:
+            if is_running(self._hub_process):
+                link.heard_s = self._clock_s
+        elif self._question is None or not self._question.is_alive():
+            self._question = threading.Thread(target=self._ask_store, args=(link,), daemon=True)
+            self._question.start()
+
+    def _ask_store(self, link: Link) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.get("hub")
+            link.heard_s = self._clock_s
 
     def _place(self) -> Place:
         return self._failed_at or own_place(self._host)

@@ -22,7 +22,6 @@ class Link:
 
     def __init__(self, connection: socket.socket, now_s: float = 0.0) -> None:
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.is_open = True
         self.heard_s = now_s
         self._connection = connection

@@ -281,8 +281,10 @@ class Watch:
                 self._strangers.append(Link(listener.accept()[0], self._clock_s))
         for link in self._strangers[:]:
             messages: list[Message] = []
-            with contextlib.suppress(ValueError, RecursionError):
+            try:
                 messages = link.receive(self._clock_s)
+            except (ValueError, RecursionError):
+                link.close()
             if not messages and link.is_open and self._clock_s < link.heard_s + _CONNECT_S:
                 continue
             self._strangers.remove(link)

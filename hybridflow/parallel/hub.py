@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from hybridflow.observe.rank_log import note, tell
 from hybridflow.parallel.cause import Cause, Place, lost_rank, tell_cause, tell_places
 from hybridflow.parallel.links import Message
 from hybridflow.parallel.process import Process
@@ -42,6 +41,7 @@ class Hub:
         dead_after_s: A rank that is silent for so long is lost, in seconds.
         to: Sends a message to a rank, which may be this one.
         to_all: Sends a message to every rank, this one included.
+        tell: Shows a person what ended the job.
     """
 
     def __init__(
@@ -53,8 +53,9 @@ class Hub:
         dead_after_s: float,
         to: Callable[[int, Message], None],
         to_all: Callable[[Message], None],
+        tell: Callable[[str], None],
     ) -> None:
-        self._dead_after_s, self._to, self._to_all = dead_after_s, to, to_all
+        self._dead_after_s, self._to, self._to_all, self._show = dead_after_s, to, to_all, tell
         self._ranks = [_Rank() for _ in range(size)]
         self._ranks[0] = _Rank(host=host, process=process, is_here=True)
         self._stop: str | None = None
@@ -112,6 +113,7 @@ class Hub:
             for number, each in enumerate(self._ranks)
         ):
             self._tell(self._cause)
+            self._end_silent(now_s)
             self._to_all({"exit": self._cause.status})
 
     def _find_cause(self, now_s: float) -> None:
@@ -143,17 +145,27 @@ class Hub:
             if number == 0 or each.has_left or quiet_s < self._dead_after_s / 2 or now_s < each.looked_s + every_s:
                 continue
             each.looked_s = now_s
-            mates = [
-                mate
-                for mate, other in enumerate(self._ranks)
-                if mate != number
-                and other.host == each.host
-                and not other.has_left
-                and other.closed_s is None
-                and (mate == 0 or now_s - other.heard_s < self._dead_after_s / 2)
-            ]
-            if mates and each.is_here:
-                self._to(mates[0], {"look": number, "process": each.process})
+            mate = self._mate(number, now_s)
+            if mate is not None:
+                self._to(mate, {"look": number, "process": each.process})
+
+    def _end_silent(self, now_s: float) -> None:
+        """Have those killed that do not end by themselves: a launcher may wait for each of its ranks."""
+        for number, each in enumerate(self._ranks):
+            if number not in self._places and not each.has_left and each.closed_s is None:
+                mate = self._mate(number, now_s)
+                if mate is not None:
+                    self._to(mate, {"kill": each.process})
+
+    def _mate(self, number: int, now_s: float) -> int | None:
+        """Another rank of the same node that answers."""
+        each = self._ranks[number]
+        for mate, other in enumerate(self._ranks):
+            is_there = other.is_here and not other.has_left and other.closed_s is None
+            answers = mate == 0 or now_s - other.heard_s < self._dead_after_s / 2
+            if mate != number and is_there and answers and each.is_here and other.host == each.host:
+                return mate
+        return None
 
     def _is_lost(self, number: int, each: _Rank, now_s: float) -> bool:
         if number == 0 or each.has_left:
@@ -170,5 +182,4 @@ class Hub:
             }
             others = {number: place for number, place in {**silent, **self._places}.items() if number != cause.rank}
             text = "\n".join([text, *tell_places(others)])
-        note(text)
-        tell(text)
+        self._show(text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 from pathlib import Path
 
 Process = tuple[int, int]
@@ -20,6 +22,14 @@ def is_running(process: Process) -> bool:
     """Whether a process is there, and neither stopped nor dead. False where the system does not tell."""
     found = _state(process[0])
     return found is not None and found[0] in _RUNS and found[1] == process[1]
+
+
+def kill(process: Process) -> None:
+    """End a process of this user, stopped or not, if it is still the one that is meant."""
+    found = _state(process[0])
+    if found is not None and found[1] == process[1]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process[0], signal.SIGKILL)
 
 
 def _state(pid: int) -> tuple[str, int] | None:

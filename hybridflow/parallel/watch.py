@@ -25,10 +25,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from hybridflow.errors import DeadlineError
 from hybridflow.observe.doing import now
@@ -46,7 +46,7 @@ from hybridflow.parallel.cause import (
 )
 from hybridflow.parallel.hub import Hub
 from hybridflow.parallel.links import Link, Message, listen
-from hybridflow.parallel.process import Process, is_running, own_process
+from hybridflow.parallel.process import Process, is_running, kill, own_process
 from hybridflow.parallel.signals import CaughtSignals
 
 _POLL_S = 0.5
@@ -62,6 +62,9 @@ _LEAVE_S = 1.0
 
 _LAST_WORDS_S = 5.0
 """So long flushing output, and what else is to be done before a failed process ends, may take."""
+
+_NOTE_S = 1.0
+"""So long a line for the log may take: a file system that hangs may be what this thread has to end."""
 
 
 class MeetingPlace(Protocol):
@@ -130,6 +133,7 @@ class Watch:
                 dead_after_s=dead_after_s,
                 to=self._to,
                 to_all=self._to_all,
+                tell=_show,
             )
         # Which rank speaks when rank 0 is gone, and what is then known of rank 0.
         self._deputy, self._hub_host, self._hub_doing = 1, address, "start"
@@ -228,7 +232,7 @@ class Watch:
         with contextlib.suppress(BlockingIOError):
             self._ear.recv(4096)
         for signal in self._signals.wait(0) if self._signals is not None else ():
-            note(f"received {signal.name}")
+            _within(_NOTE_S, note, f"received {signal.name}")
             self._requests.put({"stop": f"received {signal.name}"})
 
     def _take_requests(self) -> None:
@@ -295,8 +299,7 @@ class Watch:
                 link.close()
                 continue
             self._links[rank] = link
-            pid, began = hello["process"]
-            self._hub.welcome(rank, str(hello["host"]), (int(pid), int(began)), self._clock_s)
+            self._hub.welcome(rank, str(hello["host"]), _process(hello["process"]), self._clock_s)
             for message in messages[1:]:
                 self._hub.take(rank, message, self._clock_s)
 
@@ -304,23 +307,22 @@ class Watch:
         """Act on what the hub says to all."""
         if "stop" in message:
             self.stop_reason = str(message["stop"])
-            note(f"asked to stop: {self.stop_reason}")
+            _within(_NOTE_S, note, f"asked to stop: {self.stop_reason}")
         elif "deputy" in message:
             self._deputy, self._hub_host = int(message["deputy"]), str(message["host"])
-            self._hub_process = int(message["process"][0]), int(message["process"][1])
+            self._hub_process = _process(message["process"])
         elif "look" in message:
-            if is_running((int(message["process"][0]), int(message["process"][1]))):
+            if is_running(_process(message["process"])):
                 self._to_hub({"seen": message["look"]})
+        elif "kill" in message:
+            kill(_process(message["kill"]))
         elif "doing" in message:
             self._hub_doing = str(message["doing"])
         elif "end" in message:
             self._cause = Cause(**message["end"])
             place = self._place()
-            note(
-                f"the job ends: {tell_cause(self._cause)}\n"
-                f"this rank is in {place.doing}, at {place.line}\n{all_stacks()}"
-            )
             self._to_hub({"place": asdict(place)})
+            _within(_LAST_WORDS_S / 2, _note_end, self._cause, place)
         elif "exit" in message and self._cause is not None:
             self._leave(self._cause)
         elif "bye" in message:
@@ -341,7 +343,7 @@ class Watch:
 
     def _judge_hub(self, link: Link) -> None:
         """Whether rank 0 still lives; leave where it does not."""
-        if self._goodbye_s < float("inf") and (link.flush() or self._clock_s >= self._goodbye_s):
+        if self._goodbye_s < float("inf") and (link.flush() or not link.is_open or self._clock_s >= self._goodbye_s):
             self._is_over = True
             return
         if self._leave_at_s == float("inf"):
@@ -364,10 +366,12 @@ class Watch:
                 is_closed=not link.is_open,
                 dead_after_s=self._dead_after_s,
             )
-            text = "\n".join([tell_cause(cause), *tell_places({self._rank: self._place()})])
-            note(f"{text}\n{all_stacks()}")
             if self._rank == self._deputy:
-                tell(text)
+                _within(_LAST_WORDS_S, tell, "\n".join([tell_cause(cause), *tell_places({self._rank: self._place()})]))
+            _within(_LAST_WORDS_S / 2, _note_end, cause, self._place())
+            if link.is_open and self._host == self._hub_host:
+                # A launcher may wait for each of its ranks, also for one that is stopped.
+                kill(self._hub_process)
         self._leave(cause)
 
     def _look_at_hub(self, link: Link) -> None:
@@ -393,9 +397,7 @@ class Watch:
 
     def _leave(self, cause: Cause) -> NoReturn:
         """End this process, whatever its other threads wait for."""
-        thread = threading.Thread(target=self._last_words, args=(tell_cause(cause).splitlines()[0],), daemon=True)
-        thread.start()
-        thread.join(_LAST_WORDS_S)
+        _within(_LAST_WORDS_S, self._last_words, tell_cause(cause).splitlines()[0])
         os._exit(cause.status)
 
     def _last_words(self, line: str) -> None:
@@ -404,3 +406,24 @@ class Watch:
                 stream.flush()
         if self.before_exit is not None:
             self.before_exit(line)
+
+
+def _within(limit_s: float, act: Callable[..., None], *args: Any) -> None:
+    """Do something that may hang, and go on when it does."""
+    thread = threading.Thread(target=act, args=args, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+def _show(text: str) -> None:
+    _within(_LAST_WORDS_S / 2, tell, text)
+    _within(_NOTE_S, note, text)
+
+
+def _note_end(cause: Cause, place: Place) -> None:
+    note(f"the job ends: {tell_cause(cause)}\nthis rank is in {place.doing}, at {place.line}\n{all_stacks()}")
+
+
+def _process(numbers: Sequence[int]) -> Process:
+    pid, began = numbers
+    return int(pid), int(began)

@@ -15,28 +15,26 @@ import pytest
 from hybridflow.errors import DataError, DeadlineError
 from hybridflow.observe.doing import doing, now
 from hybridflow.observe.timeline import Timeline
-from hybridflow.parallel import hub as hub_module
 from hybridflow.parallel.cause import Cause, Place, cause_of, own_place, tell_cause, tell_places
 from hybridflow.parallel.hub import Hub
 from hybridflow.parallel.links import Link, listen
-from hybridflow.parallel.process import is_running, own_process
+from hybridflow.parallel.process import is_running, kill, own_process
 from hybridflow.parallel.watch import Watch
 
 
 class Job:
     """A hub of four ranks, 0 and 1 on node a, 2 and 3 on node b, and what it did."""
 
-    def __init__(self, monkeypatch, dead_after_s=20.0):
+    def __init__(self):
         self.sent, self.told, self.asked = [], [], []
-        monkeypatch.setattr(hub_module, "tell", self.told.append)
-        monkeypatch.setattr(hub_module, "note", lambda text: None)
         self.hub = Hub(
             host="a",
             process=(1, 1),
             size=4,
-            dead_after_s=dead_after_s,
+            dead_after_s=20.0,
             to=lambda rank, message: self.asked.append((rank, message)),
             to_all=self.sent.append,
+            tell=self.told.append,
         )
         for rank in (1, 2, 3):
             self.hub.welcome(rank, "aabb"[rank], (10 + rank, 1), 0.0)
@@ -58,8 +56,8 @@ class Job:
 
 
 @pytest.fixture
-def job(monkeypatch):
-    return Job(monkeypatch)
+def job():
+    return Job()
 
 
 def failure(rank, kind="explained", status=2):
@@ -145,10 +143,20 @@ def test_silent_rank_whose_process_runs_is_waited_for(job):
     assert job.ends() == []
 
 
-def test_rank_that_never_came_to_the_watch_is_lost(monkeypatch):
+def test_silent_rank_is_killed_in_the_end_by_one_of_its_node(job):
+    job.pass_time(20.0, alive=(1, 3))
+    job.asked.clear()
+    for rank in (0, 1, 3):
+        job.hub.take(rank, place(), 20.0)
+    job.pass_time(22.0, from_s=20.5, alive=(1, 3))
+    assert job.asked == [(3, {"kill": (12, 1)})] and job.exits() == [1]
+
+
+def test_rank_that_never_came_to_the_watch_is_lost():
     sent = []
-    hub = Hub(host="a", process=(1, 1), size=2, dead_after_s=5, to=lambda *_: None, to_all=sent.append)
-    monkeypatch.setattr(hub_module, "tell", lambda text: None)
+    hub = Hub(
+        host="a", process=(1, 1), size=2, dead_after_s=5, to=lambda *_: None, to_all=sent.append, tell=lambda _: None
+    )
     hub.turn(5.0)
     assert sent[0]["end"]["rank"] == 1 and sent[0]["end"]["host"] == "a node that is not known yet"
 
@@ -228,6 +236,10 @@ def test_process_that_runs_is_told_from_stopped_gone_and_another():
         child.send_signal(signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)
         assert not is_running((child.pid, began))
+        kill((child.pid, began + 1))
+        assert os.waitpid(child.pid, os.WUNTRACED | os.WNOHANG) == (0, 0)
+        kill((child.pid, began))
+        assert os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]) == -signal.SIGKILL
     finally:
         child.kill()
         child.wait()

@@ -52,6 +52,8 @@ from hybridflow.parallel.signals import CaughtSignals
 _POLL_S = 0.5
 _BEAT_S = 2.0
 
+_GATHER_S = 0.05
+
 _CONNECT_S = 30.0
 
 _SETTLE_S = 0.5
@@ -122,6 +124,7 @@ class Watch:
         self._doing = ""
         self._links: dict[int, Link] = {}
         self._strangers: list[Link] = []
+        self._ready: set[int] = set()
         self._listener: socket.socket | None = None
         self._process = own_process()
         self._hub: Hub | None = None
@@ -228,6 +231,9 @@ class Watch:
             if reader is not None:
                 poll.register(reader, select.POLLIN)
         poll.poll(min(_POLL_S, self._beat_s) * 1000)
+        # What many ranks say is read at one go.
+        time.sleep(_GATHER_S)
+        self._ready = {descriptor for descriptor, _ in poll.poll(0)}
         self._clock_s += min(time.monotonic() - began_s, 2 * _POLL_S)
         with contextlib.suppress(BlockingIOError):
             self._ear.recv(4096)
@@ -263,6 +269,8 @@ class Watch:
     def _listen(self) -> None:
         """Take what has come from others."""
         for rank, link in list(self._links.items()):
+            if link.fileno() not in self._ready:
+                continue
             heard_s = link.heard_s
             for message in link.receive(self._clock_s):
                 if self._hub is not None:
@@ -343,7 +351,7 @@ class Watch:
 
     def _judge_hub(self, link: Link) -> None:
         """Whether rank 0 still lives; leave where it does not."""
-        if self._goodbye_s < float("inf") and (link.flush() or not link.is_open or self._clock_s >= self._goodbye_s):
+        if self._goodbye_s < float("inf") and (link.flush() or self._clock_s >= self._goodbye_s):
             self._is_over = True
             return
         if self._leave_at_s == float("inf"):

@@ -273,6 +273,15 @@ def test_link_never_waits_for_a_peer_that_takes_nothing():
     assert json.loads(received.split(b"\n")[0]) == message
 
 
+def test_what_a_peer_said_before_it_went_is_read_although_nothing_can_be_sent():
+    link, other = pair()
+    other.sendall(b'{"bye": true}\n')
+    other.close()
+    assert link.flush()
+    link.send({"beat": 1})
+    assert link.receive(1.0) == [{"bye": True}] and not link.is_open
+
+
 class Memory:
     """A meeting place within a process."""
 

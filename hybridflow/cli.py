@@ -340,7 +340,7 @@ def _train_rank(recipe: Recipe, start: Start, signals: CaughtSignals, *, resume:
 
     cluster, store, watch = recipe.cluster, None, None
     try:
-        with doing("start"), lost_contact("the job", tuple(range(start.size)), cluster.deadline_s):
+        with lost_contact("the job", tuple(range(start.size)), cluster.deadline_s):
             store = open_store(start, start_deadline_s=cluster.start_deadline_s)
             world = join_world(start, store, deadline_s=cluster.deadline_s, start_deadline_s=cluster.start_deadline_s)
             world.watch = watch = Watch(
@@ -351,7 +351,6 @@ def _train_rank(recipe: Recipe, start: Start, signals: CaughtSignals, *, resume:
                 dead_after_s=cluster.dead_after_s,
                 signals=signals,
             )
-        with lost_contact("the job", tuple(range(start.size)), cluster.deadline_s):
             is_done = train(recipe, world, resume=resume)
             with doing("the end of the job"):
                 world.close()

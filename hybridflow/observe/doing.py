@@ -8,10 +8,14 @@ from contextlib import contextmanager
 _open: list[str] = []
 """Of the main thread, outermost first."""
 
+_between = "start"
+
 
 @contextmanager
 def doing(name: str) -> Iterator[None]:
     """Say what the body of a ``with`` does; an exception that leaves it takes the words along."""
+    global _between
+    _between = "the work between calls"
     _open.append(name)
     try:
         yield
@@ -27,7 +31,7 @@ def now() -> str:
     """The innermost piece of work, with the outermost around it: ``actor.update (train step 3)``."""
     names = _open[:]
     if not names:
-        return "nothing in particular"
+        return _between
     return names[-1] if len(names) == 1 else f"{names[-1]} ({names[0]})"
 
 

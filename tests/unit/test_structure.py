@@ -41,6 +41,7 @@ LIGHT = [
         "parallel.signals",
         "parallel.links",
         "parallel.cause",
+        "parallel.process",
         "parallel.hub",
         "parallel.watch",
         "observe.doing",

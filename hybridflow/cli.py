@@ -22,6 +22,7 @@ from hybridflow.checkpoint.look import add_commands
 from hybridflow.config import Recipe, find_recipe, load_recipe, recipe_for_ranks
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import DONE, REQUEUE
+from hybridflow.observe.status_command import add_status
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import find_start, rank_hint
 
@@ -48,6 +49,7 @@ _EXAMPLES = """examples:
   torchrun --nproc-per-node 4 -m hybridflow train quickstart
   srun --ntasks 4 hybridflow train quickstart
   hybridflow train quickstart --resume
+  hybridflow status runs/quickstart
   hybridflow plan job split
   hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
 
@@ -147,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     reshard.set_defaults(run=_plan_reshard, recipe=None, overrides=())
     add_convert(commands)
     add_commands(commands)
+    add_status(commands)
     return parser
 
 

@@ -1,7 +1,7 @@
 """``status.json`` of a run: what it does now, written by a thread of one rank every few seconds. Torch-free.
 
-A thread writes it, so that a long phase does not look like a death. It is replaced in one piece but not synced: it tells
-of now, and what a crash of the machine leaves of it does not matter.
+A thread writes it, so that a long phase does not look like a death. It is replaced in one piece but not synced: it
+tells of now, and what a crash of the machine leaves of it does not matter.
 """
 
 from __future__ import annotations

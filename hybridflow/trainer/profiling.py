@@ -41,6 +41,8 @@ class Profiler:
         """A step begins: trace it, if it was chosen."""
         if step not in self._steps:
             return
+        # Kineto would tell stderr of each trace that it begins and ends; it looks here at each.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._has_gpu else [])]
         self._timeline.mark = _both if self._has_gpu else record_function
         self._running = step, profile(activities=activities)

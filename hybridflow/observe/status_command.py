@@ -36,17 +36,18 @@ def add_status(commands: Any) -> None:
     )
     status.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the directory of a run")
     status.add_argument("--json", action="store_true", help="print JSON, an object on a line for each run")
-    status.set_defaults(run=_status, recipe=None, overrides=())
+    status.set_defaults(run=run, recipe=None, overrides=())
 
 
-def _status(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return the exit status."""
     from hybridflow.observe.status import read_status
     from hybridflow.observe.status_text import as_table, as_text
 
     found, end = [], DONE
-    for run in arguments.runs:
+    for run_dir in arguments.runs:
         try:
-            found.append(read_status(run))
+            found.append(read_status(run_dir))
         except (HybridflowError, OSError) as error:
             print(f"hybridflow: {error}", file=sys.stderr, flush=True)
             end = exit_status(error)

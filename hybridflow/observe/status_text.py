@@ -21,7 +21,7 @@ def as_text(status: RunStatus) -> str:
         ("left", _left_line(status)),
         ("saved", _saved_line(status)),
         ("starts", _starts_line(status)),
-        ("before", None if status.last_end is None else f"the start before: {_printable(status.last_end)}"),
+        ("before", None if status.last_end is None else _printable(status.last_end)),
         ("cause", None if status.cause is None else _printable(status.cause)),
         ("logs", status.logs),
     ):

@@ -7,6 +7,7 @@ before, and a new one is begun: a run never takes more than two of them.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 
 TRACE_DIR = "trace"
 
-LARGEST_BYTES = 32 * 2**20
+LARGEST_BYTES = 64 * 2**20
 """Above this a new file is begun."""
 
 _FILE, _BEFORE = "timeline.json", "timeline-before.json"
@@ -77,13 +78,18 @@ class TimelineFile:
 def _event(row: SpanRow, pid: int, tid: int, step: int) -> str:
     # Written out by hand: with hundreds of ranks there are tens of thousands in each step.
     kind, name, seconds, start_s = row
-    times = f'"ts": {float(start_s) * 1e6:.0f}, "dur": {float(seconds) * 1e6:.0f}'
-    what = f'"name": {json.dumps(name)}, "cat": "{kind}", "ph": "X"'
-    return f'{{{what}, {times}, "pid": {pid}, "tid": {tid}, "args": {{"step": {step}}}}}'
+    times = f'"ts":{float(start_s) * 1e6:.0f},"dur":{float(seconds) * 1e6:.0f}'
+    return f'{{{_what(kind, name)},{times},"pid":{pid},"tid":{tid},"args":{{"step":{step}}}}}'
+
+
+@functools.lru_cache(maxsize=1024)
+def _what(kind: object, name: object) -> str:
+    return f'"name":{json.dumps(name)},"cat":{json.dumps(kind)},"ph":"X"'
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> str:
-    return json.dumps({"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}})
+    event = {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+    return json.dumps(event, separators=(",", ":"))
 
 
 def _append(path: Path, events: Sequence[str]) -> None:

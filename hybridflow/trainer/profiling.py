@@ -62,6 +62,8 @@ class Profiler:
             running.export_chrome_trace(str(aside))
             os.replace(aside, path)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
             print(f"hybridflow: rank {self._rank}: {path}: not written: {error}", file=sys.stderr, flush=True)
         else:
             print(f"rank {self._rank}: wrote {path}", flush=True)

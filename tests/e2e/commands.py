@@ -121,7 +121,7 @@ def fork_ranks(
 
 
 def lasting_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl without what depends on the clock, or on when a checkpoint was written or the job begun anew."""
+    """The lines of metrics.jsonl without what depends on the clock, on when checkpoints were written, on restarts."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [
         {

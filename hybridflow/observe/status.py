@@ -42,7 +42,7 @@ class RunStatus:
         state: ``silent``: it should run, and has given no sign of life for long; ``requeue``: it has saved and stopped,
             to be begun again. ``failed`` is what the job itself could still note; ``finished`` is done.
         doing: What the lowest rank does, or did last.
-        doing_age_s: Since when.
+        doing_age_s: For how long it had done so when it gave the last sign of life.
         sign_age_s: Age of the last sign of life.
         step: Training steps done.
         steps: How many it is to make.
@@ -134,7 +134,7 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
         run=str(run_dir),
         state=state,
         doing=kept.text("doing") if is_kept and state in ("running", "silent") else None,
-        doing_age_s=_age(kept.number("doing_since_s"), now_s) if is_kept else None,
+        doing_age_s=_age(kept.number("doing_since_s"), kept.number("time_s") or now_s) if is_kept else None,
         sign_age_s=_age(_sign_s(start, kept, is_kept=is_kept), now_s),
         left_s=left_s,
         job_left_s=_job_left_s(kept, now_s) if is_kept and state == "running" else None,

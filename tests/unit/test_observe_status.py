@@ -66,7 +66,7 @@ def run_dir(tmp_path: Path) -> Path:
 def test_a_running_job(run_dir: Path):
     status = read_status(run_dir, BEGAN_S + 40)
     assert asdict(status) == {
-        **{"run": str(run_dir), "state": "running", "doing": "actor.sample", "doing_age_s": 10, "sign_age_s": 2},
+        **{"run": str(run_dir), "state": "running", "doing": "actor.sample", "doing_age_s": 8, "sign_age_s": 2},
         **{"step": 3, "steps": 10, "reward": 0.3, "accuracy": 0.25},
         # Means of 2, 4, 6 s; of 1, 2, 3 s; of 100, 200, 300. Seven steps are left.
         **{"step_s": 4, "phases_s": {"rollout": 2}, "tokens_per_s": 200, "left_s": 28, "job_left_s": 60},
@@ -75,7 +75,7 @@ def test_a_running_job(run_dir: Path):
         **{"saved_step": 2, "saved_age_s": 20, "cause": None, "logs": None},
     }
     assert as_text(status).splitlines() == [
-        f"{run_dir}: running: actor.sample, for 10 s",
+        f"{run_dir}: running: actor.sample, for 8 s",
         "  step    3 of 10",
         "  reward  0.300, held-out accuracy 25.0%",
         "  speed   200 tokens/s, 4.00 s a step: rollout 2.00",
@@ -277,6 +277,18 @@ def test_whatever_values_the_files_hold_a_status_is_shown(data: st.DataObject):
 )
 def test_a_file_without_sense_is_as_good_as_absent(run_dir: Path, name: str, content: bytes):
     (run_dir / name).write_bytes(content)
+    hold_status(run_dir)
+
+
+@pytest.mark.parametrize("key", ["number", "began_s", "ranks", "step", "restart_count", "ended_s", "outcome", "hosts"])
+@pytest.mark.parametrize(
+    "value", ["NaN", "-Infinity", "1e999", "-1", "1" + "0" * 400, "true", "null", '"x"', "[[]]", "{}"]
+)
+def test_a_start_that_cannot_be_reckoned_with_is_left_out(run_dir: Path, key: str, value: str):
+    row = {"number": 2, "began_s": BEGAN_S, "step": 1, "ranks": 2}
+    values = {**{each: json.dumps(known) for each, known in row.items()}, key: value}
+    line = "{" + ", ".join(f'"{each}": {known}' for each, known in values.items()) + "}\n"
+    (run_dir / "starts.jsonl").write_text(line)
     hold_status(run_dir)
 
 

@@ -24,9 +24,6 @@ from hybridflow.observe.status_file import STATUS_FILE, WRITE_EVERY_S
 SILENT_AFTER_S = 6 * WRITE_EVERY_S
 """A running job has written its ``status.json`` six times meanwhile."""
 
-STARTING_S = 600.0
-"""A job that begins reads and makes data before it keeps ``status.json``."""
-
 _RECENT_STEPS = 20
 _TAIL_BYTES = 2**18
 
@@ -149,7 +146,7 @@ def _state(start: StartRecord | None, kept: _Values, *, is_kept: bool, now_s: fl
     if start is not None and start.outcome in ("finished", "requeue", "failed"):
         return start.outcome  # type: ignore[return-value]  # mypy does not narrow text to its literals
     sign_s = _sign_s(start, kept, is_kept=is_kept)
-    if sign_s is None or now_s - sign_s > (SILENT_AFTER_S if is_kept else STARTING_S):
+    if sign_s is None or now_s - sign_s > SILENT_AFTER_S:
         return "silent"
     return "running" if is_kept else "starting"
 

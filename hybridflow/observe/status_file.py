@@ -12,11 +12,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.observe.timeline import Doing
+from hybridflow.observe import doing
 
 STATUS_FILE = "status.json"
 WRITE_EVERY_S = 5.0
@@ -28,15 +28,13 @@ class StatusFile:
     Args:
         run_dir: Of the run; made if absent.
         facts: What does not change, of JSON's types: the run's name, how many steps it is to make.
-        doing: What this rank does now.
     """
 
-    def __init__(self, run_dir: Path, *, facts: Mapping[str, Any], doing: Callable[[], Doing | None]) -> None:
+    def __init__(self, run_dir: Path, *, facts: Mapping[str, Any]) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / STATUS_FILE
         place = {"host": socket.gethostname(), "pid": os.getpid(), "job_id": os.environ.get("SLURM_JOB_ID")}
         self._facts = {**facts, **place, "began_s": time.time()}
-        self._doing = doing
         self._is_closed = threading.Event()
         self._write()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
@@ -62,9 +60,9 @@ class StatusFile:
             self._write()
 
     def _write(self) -> None:
-        doing = self._doing()
+        began_s = doing.since_s()
         now = {"time_s": time.time()}
-        work = {} if doing is None else {"doing": doing.name, "doing_since_s": doing.since_s}
+        work = {} if began_s is None else {"doing": doing.now(), "doing_since_s": began_s}
         aside = self._path.with_name(f".{self._path.name}.tmp")
         with contextlib.suppress(OSError):
             aside.write_text(json.dumps({**self._facts, **now, **work}, indent=1) + "\n", encoding="utf-8")

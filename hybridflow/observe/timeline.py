@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter, time
 from typing import NamedTuple
 
+from hybridflow.observe.doing import doing
+
 
 class Span(NamedTuple):
     """A stretch of time.
@@ -25,18 +27,6 @@ class Span(NamedTuple):
     start_s: float
 
 
-class Doing(NamedTuple):
-    """What is being done now.
-
-    Attributes:
-        name: The piece of work.
-        since_s: When it began, Unix time in seconds.
-    """
-
-    name: str
-    since_s: float
-
-
 class Timeline:
     """The spans of one step on one rank, in the order in which they ended.
 
@@ -50,12 +40,11 @@ class Timeline:
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.mark: Callable[[str], AbstractContextManager[object]] | None = None
-        self._open: list[tuple[str, float]] = []
         self._clocks = time(), perf_counter()
 
     @contextmanager
     def span(self, kind: str, name: str) -> Iterator[None]:
-        """Measure the body of a ``with``, also when it raises.
+        """Measure the body of a ``with``, also when it raises, and say that it is what this rank does.
 
         Args:
             kind: What :meth:`totals` adds up by, such as ``rollout``, ``update``, ``move``.
@@ -63,21 +52,12 @@ class Timeline:
         """
         mark = nullcontext() if self.mark is None else self.mark(name)
         start = perf_counter()
-        self._open.append((name, start))
         try:
-            with mark:
+            with mark, doing(name):
                 yield
         finally:
-            self._open.pop()
             # To the microsecond, since they go to the lowest rank as text.
             self.spans.append(Span(kind, name, round(perf_counter() - start, 6), round(self._unix(start), 6)))
-
-    def doing(self) -> Doing | None:
-        """The innermost open span; None: there is none. May be asked by another thread."""
-        # A slice, since the span may end between a look at the length and one at the item.
-        for name, start in self._open[-1:]:
-            return Doing(name, self._unix(start))
-        return None
 
     def totals(self) -> dict[str, float]:
         """Add up seconds by kind, first ended first. A span inside another counts for both."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Mapping
 
@@ -21,6 +22,8 @@ _FIRST_SAVE_SHARE, _FIRST_SAVE_S = 0.1, (20.0, 600.0)
 
 _ASK_AGAIN_S = 60.0
 
+_LOOK_S = 1.0
+
 _NUM_SAVES = 3
 
 
@@ -32,7 +35,7 @@ class Stopping:
         earlier: The run's starts before this one, which may have measured how long saving takes.
 
     Attributes:
-        reason: Why the job stops, once the ranks have agreed that it does; the same on all of them.
+        reason: Why the job stops, once ranks have agreed that it does: all of them, or those of a rollout's replica.
         job_end_s: Unix time of the job's end, in seconds; known to the lowest rank alone, and there None without one.
     """
 
@@ -45,7 +48,7 @@ class Stopping:
         self._blocked_s = 0.0
         self._rest_s = 0.0
         if self._watch is not None and self.job_end_s is not None:
-            self._watch.clock = self.find_time_up
+            threading.Thread(target=self._keep_time, name="time", daemon=True).start()
 
     @property
     def save_s(self) -> float | None:
@@ -66,8 +69,9 @@ class Stopping:
         Args:
             before_update: What comes now cannot be stopped half-way: there must be time for it, too.
         """
-        if self._watch is not None and self._watch.stop_reason is not None:
-            return self._watch.stop_reason
+        known = self.reason if self._watch is None else self.reason or self._watch.stop_reason
+        if known is not None:
+            return known
         return self.find_time_up(self._rest_s if before_update else 0.0)
 
     def settle(self, reasons: Iterable[str | None]) -> bool:
@@ -93,6 +97,12 @@ class Stopping:
             return None
         assert self.job_end_s is not None, "a job without an end is never short of time"
         return f"{max(0.0, self.job_end_s - time.time()):.0f} s are left of the job's time, saving needs them"
+
+    def _keep_time(self) -> None:
+        """Ask all ranks to stop in time, also while they are inside a long rollout. A thread, since Slurm is asked."""
+        while (reason := self.find_time_up()) is None:
+            time.sleep(_LOOK_S)
+        self._watch.ask_stop(reason)
 
     def _is_short(self, work_s: float) -> bool:
         end_s = self.job_end_s

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from hybridflow.dataflow.run import Executor, Replicated
 from hybridflow.dataflow.schedule import project
 from hybridflow.errors import LayoutError
 from hybridflow.observe.metrics import MetricsLog
+from hybridflow.observe.rank_log import open_rank_log, say
 from hybridflow.observe.report import draw_learning_curve, write_summary
 from hybridflow.observe.starts import add_end
 from hybridflow.observe.status_file import StatusFile
@@ -30,6 +31,7 @@ from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
 from hybridflow.roles.job import Job
+from hybridflow.roles.kept_rollouts import KeptRollouts
 from hybridflow.roles.placed import mini_batch_size
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
@@ -37,7 +39,7 @@ from hybridflow.roles.reward_model import RewardModel
 from hybridflow.trainer import checkpoints
 from hybridflow.trainer.copy_weights import copy_weights
 from hybridflow.trainer.open import open_job
-from hybridflow.trainer.plan import JobPlan, Program, plan_job
+from hybridflow.trainer.plan import JobPlan, Program, placement_warnings, plan_job
 from hybridflow.trainer.profiling import Profiler
 from hybridflow.trainer.starting import note_start
 from hybridflow.trainer.step_metrics import merge_metrics, step_metrics
@@ -67,32 +69,24 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
         checkpoints.check_new(Path(recipe.run_dir))
     recipe = _with_nodes(recipe, world)
     plan = plan_job(recipe)
+    for warning in placement_warnings(plan.meshes) if world.rank == 0 else ():
+        print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     started = note_start(recipe, plan.meshes, world.coordinator(plan.meshes["job"].ranks))
+    status = _status_file(recipe) if world.rank == 0 else None
     stopping = Stopping(world, started.earlier)
-    with _noting_the_end(recipe, world, started.number, stopping):
-        job = open_job(recipe, world, plan)
-        start = checkpoints.begin(job, resume=resume)
-        job = replace(job, is_resumed=start.checkpoint is not None)
-        return Trainer(job, plan, start, stopping, started.number).run()
-
-
-@contextmanager
-def _noting_the_end(recipe: Recipe, world: World, number: int, stopping: Stopping) -> Iterator[None]:
-    """Write down how this start ended, on the lowest rank."""
-    outcome, detail = "failed", ""
-    try:
-        yield
-        outcome = "finished" if stopping.reason is None else "requeue"
-        detail = stopping.reason or ""
-    except Exception as error:
-        detail = (str(error).splitlines() or [type(error).__name__])[0]
-        raise
-    finally:
-        if world.rank == 0:
-            # What ended the job, if anything, matters more than that it could not be noted.
-            with suppress(OSError):
-                add_end(Path(recipe.run_dir), number, outcome, detail, stopping.save_s)
+    run_dir = Path(recipe.run_dir)
+    open_rank_log(run_dir, started.number, world.rank)
+    if world.rank == 0 and world.watch is not None:
+        world.watch.before_exit = lambda cause: add_end(run_dir, started.number, "failed", cause, stopping.save_s)
+    job = open_job(recipe, world, plan)
+    start = checkpoints.begin(job, resume=resume)
+    job = replace(job, is_resumed=start.checkpoint is not None)
+    is_done = Trainer(job, plan, start, stopping, started.number, status).run()
+    if status is not None:
+        status.close()
+        add_end(run_dir, started.number, "finished" if is_done else "requeue", stopping.reason or "", stopping.save_s)
+    return is_done
 
 
 def _with_nodes(recipe: Recipe, world: World) -> Recipe:
@@ -119,6 +113,7 @@ class Trainer:
         start: What it begins with.
         stopping: Whether it is to stop.
         number: Of this start of the run, 1 for the first.
+        status: The run's, on the lowest rank.
 
     Attributes:
         step: Training steps done.
@@ -126,13 +121,20 @@ class Trainer:
         summary: What is known of the run so far; goes into ``summary.json``.
     """
 
-    def __init__(self, job: Job, plan: JobPlan, start: checkpoints.Begin, stopping: Stopping, number: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        plan: JobPlan,
+        start: checkpoints.Begin,
+        stopping: Stopping,
+        number: int,
+        status: StatusFile | None,
+    ) -> None:
         recipe = job.recipe
         self.step = 0
         self._timeline = Timeline()
         self._profiler = Profiler(recipe, job.world.rank, self._timeline)
-        # Before the models, since making them takes its time.
-        self._status = _status_file(job, self._timeline) if job.world.rank == 0 else None
+        self._status = status
         self._num_restarts = number - 1
         self.kl_coef = KLCoefficient(recipe)
         self.roles: dict[str, Any] = {
@@ -146,6 +148,8 @@ class Trainer:
         self._start = start.checkpoint
         self._saved_step = None if start.checkpoint is None else start.checkpoint.step
         self._stopping = stopping
+        step, saved = (None, None) if self._start is None else (self._start.step, self._start.state.get("rollouts"))
+        self._rollouts = self.roles["actor"].kept = KeptRollouts(job, start.token, step, saved)
         self._checkpoints = checkpoints.Checkpoints(job, self.roles, start)
         self.summary: dict[str, Any] = {"name": recipe.name, "algorithm": recipe.algorithm, "ranks": job.world.size}
         self.job = job
@@ -154,6 +158,10 @@ class Trainer:
         self._mover = Mover(job.world, plan.meshes, chunk=mini_batch_size(job))
         self._log: MetricsLog | None = None
         self._run_dir = Path(recipe.run_dir)
+        rollout = plan.meshes["actor.rollout"]
+        if job.world.rank in rollout:
+            replica = job.world.coordinator(rollout.replica(rollout.coordinate(job.world.rank).dp))
+            self.roles["actor"].is_stopping = lambda: stopping.agree(replica)
         self._has_own_critic = recipe.critic is not None and recipe.critic.model is not None
         self._totals = {"steps": 0, "step_s": 0.0, "tokens": 0.0, "control_s": 0.0}
 
@@ -180,12 +188,11 @@ class Trainer:
         if self._stopping.reason is not None and self._saved_step != self.step:
             self.save(Batch.empty(), {})
         self._checkpoints.finish()
+        self._rollouts.end_save()
         # Where the ranks meet is kept by one of them, which stays until all have seen the checkpoint complete.
         shares = self._everyone.gather(self._take_metrics(), "the end of the job")
         self._stopping.learn(merge_metrics(shares))
         self._finish()
-        if self._status is not None:
-            self._status.close()
         return self._stopping.reason is None
 
     def _begin(self) -> bool:
@@ -217,6 +224,7 @@ class Trainer:
         self._stopping.learn(metrics)
         self._stopping.settle(reason for _, _, reason in gathered)
         self.kl_coef.advance(metrics["kl/ref"])
+        self._rollouts.advance(metrics)
         self._totals["steps"] += 1
         self._totals["step_s"] += step_s
         self._totals["tokens"] += metrics["batch/num_tokens"]
@@ -237,8 +245,9 @@ class Trainer:
         """Begin to write a checkpoint, complete or not at all. Called on all ranks."""
         state = {"kl_coef": self.kl_coef.value, "summary": self.summary, "totals": self._totals}
         with self.roles["actor"].optimizer_at_hand():
-            self._checkpoints.save(self.step, state)
+            self._checkpoints.save(self.step, {**state, "rollouts": self._rollouts.state()})
         self._saved_step = self.step
+        self._rollouts.begin_save(self.step)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         """Take up a checkpoint."""
@@ -292,9 +301,7 @@ class Trainer:
             # The first rank of the last stage knows the loss.
             if step % max(1, steps // 10) == 0 and self.job.world.rank == update.holders(0)[0]:
                 loss = self.roles["actor"].metrics.get("warm_start/loss")
-                print(
-                    f"warm start: step {step}/{steps}" + (f" | loss {loss:.3f}" if loss is not None else ""), flush=True
-                )
+                say(f"warm start: step {step}/{steps}" + (f" | loss {loss:.3f}" if loss is not None else ""))
             yield {"step": step}
         yield None
 
@@ -358,6 +365,8 @@ class Trainer:
         if self._log is None:
             return
         self._log.close()
+        if self.job.recipe.rollout.archive:
+            self._rollouts.join()
         if self._stopping.reason is not None:
             done = "nothing was saved before" if self._saved_step is None else f"saved after step {self._saved_step}"
             print(f"stopped: {self._stopping.reason}; {done}, begin again with --resume", flush=True)
@@ -375,10 +384,9 @@ class Trainer:
         print(f"wrote {path}", flush=True)
 
 
-def _status_file(job: Job, timeline: Timeline) -> StatusFile:
-    recipe = job.recipe
-    facts = {"name": recipe.name, "algorithm": recipe.algorithm, "steps": recipe.trainer.steps, "ranks": job.world.size}
-    return StatusFile(Path(recipe.run_dir), facts=facts, doing=timeline.doing)
+def _status_file(recipe: Recipe) -> StatusFile:
+    facts = {"name": recipe.name, "algorithm": recipe.algorithm, "steps": recipe.trainer.steps}
+    return StatusFile(Path(recipe.run_dir), facts=facts)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -21,7 +21,6 @@ from hybridflow.observe.starts import StartRecord, add_end, add_start
 from hybridflow.observe.status import read_status
 from hybridflow.observe.status_file import StatusFile
 from hybridflow.observe.status_text import as_table, as_text, duration
-from hybridflow.observe.timeline import Doing
 
 BEGAN_S = 10_000.0
 """When the last start began."""
@@ -41,10 +40,10 @@ def write_run(run_dir: Path, *, num_steps: int = 3) -> None:
         accuracy = {"validation/accuracy": 0.25} if step == 2 else {}
         lines.append(json.dumps({"step": step, "reward/mean": step / 10, **times, **accuracy}) + "\n")
     (run_dir / "metrics.jsonl").write_text("".join(lines))
-    file = StatusFile(run_dir, facts={"steps": 10}, doing=lambda: Doing("actor.sample", BEGAN_S + 30))
+    file = StatusFile(run_dir, facts={"steps": 10})
     file.note(step=num_steps, job_end_s=BEGAN_S + 100)
     file.close()
-    put_status(run_dir, time_s=BEGAN_S + 38)
+    put_status(run_dir, time_s=BEGAN_S + 38, doing="actor.sample", doing_since_s=BEGAN_S + 30)
     (run_dir / "checkpoints").mkdir()
     (run_dir / "checkpoints" / "latest").write_text("step_000002\n")
     os.utime(run_dir / "checkpoints" / "latest", (BEGAN_S + 20, BEGAN_S + 20))
@@ -99,9 +98,9 @@ def test_one_that_gives_no_sign(run_dir: Path):
 
 def test_one_that_begins_is_not_taken_for_the_one_before(run_dir: Path):
     add_start(run_dir, StartRecord(number=3, began_s=BEGAN_S + 100, step=2, ranks=4))
-    status = read_status(run_dir, BEGAN_S + 160)
-    assert (status.state, status.doing, status.sign_age_s, status.job_left_s) == ("starting", None, 60, None)
-    assert read_status(run_dir, BEGAN_S + 100 + 601).state == "silent"
+    status = read_status(run_dir, BEGAN_S + 120)
+    assert (status.state, status.doing, status.sign_age_s, status.job_left_s) == ("starting", None, 20, None)
+    assert read_status(run_dir, BEGAN_S + 131).state == "silent"
     put_status(run_dir, time_s=BEGAN_S + 150)
     assert read_status(run_dir, BEGAN_S + 160).state == "running"
 

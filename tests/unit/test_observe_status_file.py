@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.observe import status_file
+from hybridflow.observe import doing, status_file
 from hybridflow.observe.status_file import StatusFile
-from hybridflow.observe.timeline import Doing
 
 
 def content(run_dir: Path) -> dict:
@@ -21,33 +20,32 @@ def content(run_dir: Path) -> dict:
 
 def test_it_tells_at_once_and_goes_on_while_the_work_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(status_file, "WRITE_EVERY_S", 0.01)
-    asked = [threading.Event() for _ in range(3)]
-    work: list[Doing | None] = [None]
-
-    def doing() -> Doing | None:
-        next((event for event in asked if not event.is_set()), asked[-1]).set()
-        return work[0]
-
-    file = StatusFile(tmp_path / "runs" / "x", facts={"name": "x", "steps": 9}, doing=doing)
-    first = content(tmp_path / "runs" / "x")
+    run_dir = tmp_path / "runs" / "x"
+    file = StatusFile(run_dir, facts={"name": "x", "steps": 9})
+    first = content(run_dir)
     assert first["name"] == "x" and first["steps"] == 9 and first["pid"] == os.getpid()
     assert "step" not in first and "doing" not in first and abs(first["time_s"] - time.time()) < 60
-    work[0] = Doing("actor.sample", 12.5)
-    file.note(step=3, job_end_s=99.0)
-    assert all(event.wait(60) for event in asked)
-    file.close()
-    last = content(tmp_path / "runs" / "x")
-    assert (last["step"], last["job_end_s"], last["doing"], last["doing_since_s"]) == (3, 99.0, "actor.sample", 12.5)
-    assert last["time_s"] > first["time_s"]
-    assert [path.name for path in (tmp_path / "runs" / "x").iterdir()] == ["status.json"]
+    with doing.doing("train step 3"), doing.doing("actor.sample"):
+        file.note(step=2, job_end_s=99.0)
+        deadline_s = time.monotonic() + 60
+        while "doing" not in content(run_dir):
+            assert time.monotonic() < deadline_s
+        file.close()
+    last = content(run_dir)
+    assert (last["step"], last["job_end_s"], last["doing"]) == (2, 99.0, "actor.sample (train step 3)")
+    assert first["time_s"] <= last["doing_since_s"] <= last["time_s"]
+    assert [path.name for path in run_dir.iterdir()] == ["status.json"]
     assert "status" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_what_cannot_be_written_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file = StatusFile(tmp_path, facts={}, doing=lambda: None)
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    file = StatusFile(tmp_path, facts={})
     before = content(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(os, "replace", fail)
         file.note(step=5, job_end_s=None)
         file.close()
     assert content(tmp_path) == before

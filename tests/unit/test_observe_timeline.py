@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from hybridflow.observe.timeline import Doing, Span, Timeline
+from hybridflow.observe import doing
+from hybridflow.observe.timeline import Span, Timeline
 
 
 @pytest.fixture
@@ -39,14 +40,16 @@ def test_spans_and_totals(timeline: Timeline):
     assert timeline.totals() == {"rollout": 130, "move": 16, "update": 56}
 
 
-def test_what_is_being_done_is_the_innermost(timeline: Timeline):
-    assert timeline.doing() is None
+def test_what_is_being_done_is_the_innermost(timeline: Timeline, monkeypatch: pytest.MonkeyPatch):
+    clock = iter((50.0, 60.0))
+    monkeypatch.setattr("time.time", lambda: next(clock))
+    assert (doing.now(), doing.since_s()) == ("nothing in particular", None)
     with timeline.span("update", "actor.update"):
-        assert timeline.doing() == Doing("actor.update", 1001)
+        assert (doing.now(), doing.since_s()) == ("actor.update", 50)
         with timeline.span("move", "advantages"):
-            assert timeline.doing() == Doing("advantages", 1003)
-        assert timeline.doing() == Doing("actor.update", 1001)
-    assert timeline.doing() is None
+            assert (doing.now(), doing.since_s()) == ("advantages (actor.update)", 60)
+        assert (doing.now(), doing.since_s()) == ("actor.update", 50)
+    assert doing.since_s() is None
 
 
 def test_a_span_that_is_open_over_a_reset_keeps_its_start(timeline: Timeline):
@@ -74,7 +77,7 @@ def test_each_span_is_marked(timeline: Timeline):
 def test_a_body_that_raises_is_measured_and_raises(timeline: Timeline):
     with pytest.raises(KeyError), timeline.span("reward", "score"):
         raise KeyError
-    assert timeline.totals() == {"reward": 2} and timeline.doing() is None
+    assert timeline.totals() == {"reward": 2} and doing.since_s() is None
 
 
 def test_reset_forgets(timeline: Timeline):

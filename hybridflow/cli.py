@@ -24,6 +24,7 @@ from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import DONE, REQUEUE, exit_status
 from hybridflow.observe.doing import doing
 from hybridflow.observe.rank_log import tell
+from hybridflow.observe.status_command import add_status
 from hybridflow.parallel.cause import cause_of, tell_cause
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import find_start, is_launched, rank_hint
@@ -42,6 +43,7 @@ _EXAMPLES = """examples:
   torchrun --nproc-per-node 4 -m hybridflow train quickstart
   srun --ntasks 4 hybridflow train quickstart
   hybridflow train quickstart --resume
+  hybridflow status runs/quickstart
   hybridflow plan job split
   hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
 
@@ -142,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     reshard.set_defaults(run=_plan_reshard, recipe=None, overrides=())
     add_convert(commands)
     add_commands(commands)
+    add_status(commands)
     return parser
 
 

@@ -18,6 +18,7 @@ ORDER = [
         "reshard.spec",
         "reshard.overlap",
         "checkpoint.assets",
+        "checkpoint.console",
         "checkpoint.manifest",
         "checkpoint.settings",
         "config",
@@ -49,6 +50,8 @@ LIGHT = [
     ),
     *("dataflow.graph", "dataflow.schedule", "dataflow.compiler", "reshard.plan", "reshard.optimizer"),
     *("reshard.report", "reshard.draw"),
+    *("observe.metrics", "observe.report", "observe.starts", "observe.timeline", "observe.timeline_file"),
+    *("observe.status", "observe.status_command", "observe.status_file", "observe.status_text"),
     *(
         "data.order",
         "data.arithmetic",

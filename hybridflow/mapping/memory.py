@@ -230,9 +230,7 @@ def _passing_bytes(model: Model, mesh: DeviceMesh, rank: int, tokens: int) -> in
     return tokens * _layer_bytes(model, mesh.layout.tp)
 
 
-def _output_bytes(
-    model: Model, mesh: DeviceMesh, rank: int, tokens: int, *, has_value_head: bool, copies: int
-) -> int:
+def _output_bytes(model: Model, mesh: DeviceMesh, rank: int, tokens: int, *, has_value_head: bool, copies: int) -> int:
     """The logits, as often as they are there at one time, and four fp32 chunks of them, on the last stage."""
     if mesh.coordinate(rank).pp != mesh.layout.pp - 1:
         return 0
@@ -252,7 +250,9 @@ def memory_table(memory: Sequence[RankMemory]) -> str:
         groups.setdefault(_rows(needed), []).append(rank)
     order = sorted(groups, key=lambda rows: -max(memory[rank].peak for rank in groups[rows]))
     shown = order if len(order) <= _LARGEST_GROUPS else [*order[: _LARGEST_GROUPS - 1], order[-1]]
-    lines = [("ranks", "mesh", "weights", "gradients", "optimizer", "cache", "activations", "rollout", "update")]
+    lines: list[tuple[str, ...]] = [
+        ("ranks", "mesh", "weights", "gradients", "optimizer", "cache", "activations", "rollout", "update")
+    ]
     for rows in shown:
         named = format_ranks(groups[rows])
         if len(named) > 40:

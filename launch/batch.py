@@ -109,8 +109,8 @@ def _output(run_dir: Path) -> str:
 
 
 def _in_directive(word: str) -> str:
-    """A word as sbatch reads it in a batch file: a backslash there also counts within quotes, unlike in a shell."""
-    return re.sub(r"([^A-Za-z0-9_@%+=:,./-])", r"\\\1", word)
+    """A word as sbatch reads it in a batch file: there a backslash does not hide a space, and counts within quotes."""
+    return re.sub(r"[^A-Za-z0-9_@%+=:,./-]", lambda found: '" "' if found[0] == " " else f"\\{found[0]}", word)
 
 
 def _settings(job: BatchJob) -> Iterator[str]:

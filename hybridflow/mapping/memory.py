@@ -274,8 +274,8 @@ def _rows(needed: RankMemory) -> tuple[tuple[str, ...], ...]:
     rows = []
     for index, part in enumerate(needed.meshes):
         figures = part.weights, part.gradients, part.optimizer, part.cache, part.activations
-        totals = (needed.rollout, needed.update) if index == len(needed.meshes) - 1 else ()
-        rows.append((part.mesh, *map(size, figures), *(map(format_bytes, totals) if totals else ("", ""))))
+        totals = ("", "") if index else (format_bytes(needed.rollout), format_bytes(needed.update))
+        rows.append((part.mesh, *map(size, figures), *totals))
     return tuple(rows) or (("none", *[""] * 7),)
 
 
@@ -284,10 +284,11 @@ def _size(none: str, number: int) -> str:
 
 
 def memory_summary(memory: Sequence[RankMemory]) -> str:
-    """The ranks that need the most and the least, in one line."""
+    """The ranks that need the most and the least, and what the estimate leaves out."""
     order = sorted(range(len(memory)), key=lambda rank: memory[rank].peak)
     least, most = order[0], max(order, key=lambda rank: (memory[rank].peak, -rank))
     return (
         f"most on rank {most}: {format_bytes(memory[most].peak)}; least on rank {least}: "
-        f"{format_bytes(memory[least].peak)}"
+        f"{format_bytes(memory[least].peak)}\n"
+        "rollout, update: all models of the rank in that phase; without the CUDA context, NCCL and fragmentation"
     )

@@ -130,8 +130,8 @@ def _parser() -> argparse.ArgumentParser:
         "job",
         help="which rank calls what, the compiled schedule, and the memory of each rank",
         description="Print rank × role × calls for every rank, the program of the job, and the memory that each needs. "
-        "With --script, check it against the site settings and print the batch file too. Starts no process, and imports "
-        "no torch.",
+        "With --script, check it against the site settings and print the batch file too. Starts no process and "
+        "imports no torch.",
     )
     _add_recipe(job)
     what = job.add_mutually_exclusive_group()

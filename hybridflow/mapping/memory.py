@@ -1,8 +1,9 @@
 """How much memory of its accelerator each rank of a job needs, before a job is there. No torch.
 
 Weights, gradients and optimizer state are counted tensor by tensor and are exact, but for the padding of the buffers
-that gradients are reduced in. Caches and activations are upper bounds from the formulas below. What is not counted: the
-CUDA context and the buffers of NCCL (some GB on a large job), and what the allocator loses between blocks.
+that gradients are reduced in, and what it shifts between the replicas of a mixture of experts. Caches and activations
+are upper bounds from the formulas below. What is not counted: the CUDA context and the buffers of NCCL, and what the
+allocator loses between blocks.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def _mesh_memory(
     return MeshMemory(
         mesh=name,
         weights=weights,
-        gradients=weights // ITEM_BYTES[model.dtype] * _FP32_BYTES,
+        gradients=gradient_bytes(weights, model),
         optimizer=optimizer_bytes(spec, mesh, rank, model, settings),
         activations=training_bytes(model, mesh, rank, tokens)
         + _output_bytes(model, mesh, rank, tokens, has_value_head=has_value_head, copies=2),
@@ -175,6 +176,11 @@ def _own_bytes(spec: ModelSpec, update: DeviceMesh, rollout: DeviceMesh, rank: i
         if tensor.name not in shared
         for region in target.regions(tensor, rank)
     )
+
+
+def gradient_bytes(weight_bytes: int, model: Model) -> int:
+    """A gradient in fp32 for each weight."""
+    return weight_bytes // ITEM_BYTES[model.dtype] * _FP32_BYTES
 
 
 def optimizer_bytes(spec: ModelSpec, mesh: DeviceMesh, rank: int, model: Model, settings: Optimizer) -> int:
@@ -213,16 +219,17 @@ def training_bytes(model: Model, mesh: DeviceMesh, rank: int, tokens: int) -> in
 def _layer_bytes(model: Model, tp: int) -> int:
     """What a layer keeps of each token.
 
-    In elements: input and output of its two norms, ``4 h`` (``6 h`` with norms behind the blocks); of the attention,
-    with ``q`` and ``kv`` columns of query and key, the projections, rotated query and key, these three and the context
-    side by side for the kernel, and the context: ``(5 q + 7 kv) / tp``; of the feed-forward block gate and up, the
-    activated gate and the product, ``4 f / tp``, for each expert that a token goes to.
+    In elements: input and output of its two norms, ``4 h`` (``6 h`` with norms behind the blocks), where a kernel fuses
+    them as on a GPU; sine and cosine of the rotation, ``4 d``; of the attention, with ``q`` and ``kv`` columns of query
+    and key, the projections, rotated query and key, what the kernel takes and gives, and the context:
+    ``5 (q + kv) / tp``; of the feed-forward block gate and up, the activated gate, up once more, and the product,
+    ``5 f / tp``, for each expert that a token goes to.
     """
     queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
-    hidden = (6 if model.post_norms else 4) * model.hidden_size
-    attention = -(-(5 * queries + 7 * keys) // tp)
+    whole = (6 if model.post_norms else 4) * model.hidden_size + 4 * model.head_size
     experts = 1 if model.num_experts is None else model.experts_per_token
-    return (hidden + attention + -(-4 * experts * model.ffn_hidden_size // tp)) * ITEM_BYTES[model.dtype]
+    cut = 5 * (queries + keys + experts * model.ffn_hidden_size)
+    return (whole - (-cut // tp)) * ITEM_BYTES[model.dtype]
 
 
 def _passing_bytes(model: Model, mesh: DeviceMesh, rank: int, tokens: int) -> int:

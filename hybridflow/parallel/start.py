@@ -7,10 +7,11 @@ rank.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridflow.errors import LayoutError
 
@@ -26,7 +27,9 @@ class Start:
         rank: Global rank.
         size: Ranks of the job.
         local_rank: Index among the ranks of this node.
-        ranks_per_node: Ranks on each node.
+        ranks_per_node: So many consecutive ranks share a node, from rank 0 on; where nodes have different numbers of
+            ranks, the largest number for which that is true.
+        hosts: Name of each rank's node, in rank order; empty where the launcher does not tell.
         address: Host of the rendezvous; empty when alone.
         port: TCP port of the rendezvous.
         agent_store: The launcher itself hosts the rendezvous (torchrun).
@@ -37,9 +40,19 @@ class Start:
     size: int = 1
     local_rank: int = 0
     ranks_per_node: int = 1
+    hosts: tuple[str, ...] = ()
     address: str = ""
     port: int = 0
     agent_store: bool = False
+
+    def first(self, num_ranks: int) -> Start:
+        """This rank in a job of the first ``num_ranks`` ranks alone; the others are not to join it."""
+        assert self.rank < num_ranks <= self.size, (self.rank, num_ranks, self.size)
+        if num_ranks <= self.ranks_per_node:
+            return replace(self, size=num_ranks, ranks_per_node=num_ranks, hosts=self.hosts[:num_ranks])
+        # The last of them may fill a part of a node.
+        per_node = math.gcd(self.ranks_per_node, num_ranks)
+        return replace(self, size=num_ranks, ranks_per_node=per_node, hosts=self.hosts[:num_ranks])
 
 
 def find_start(environ: Mapping[str, str] | None = None) -> Start:

@@ -17,6 +17,7 @@ from hybridflow.parallel.start import Start
 
 if TYPE_CHECKING:
     from hybridflow.parallel.mpi import MpiLink
+    from hybridflow.parallel.watch import Watch
 
 
 class World:
@@ -29,6 +30,7 @@ class World:
         device: Where this rank's models live.
         deadline_s: Longest wait for another rank, in seconds.
         uses_mpi: MPI started the job.
+        watch: What the ranks tell each other beside their collectives; None: nothing.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class World:
         self.device = device
         self.deadline_s = deadline_s
         self.uses_mpi = uses_mpi
+        self.watch: Watch | None = None
         self._store = store
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._coordinators: dict[tuple[int, ...], Coordinator] = {}

@@ -55,7 +55,7 @@ def read_starts(run_dir: Path) -> list[StartRecord]:
     """The starts of a run, in order; lines that were cut short by a kill, or that nobody understands, are left out."""
     path = run_dir / STARTS_FILE
     found: dict[int, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
             number = row["number"]

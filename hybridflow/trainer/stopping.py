@@ -32,7 +32,7 @@ class Stopping:
         earlier: The run's starts before this one, which may have measured how long saving takes.
 
     Attributes:
-        reason: Why the job stops, once the ranks have agreed that it does; the same on all of them.
+        reason: Why the job stops, once ranks have agreed that it does: all of them, or those of a rollout's replica.
         job_end_s: Unix time of the job's end, in seconds; known to the lowest rank alone, and there None without one.
     """
 
@@ -66,8 +66,9 @@ class Stopping:
         Args:
             before_update: What comes now cannot be stopped half-way: there must be time for it, too.
         """
-        if self._watch is not None and self._watch.stop_reason is not None:
-            return self._watch.stop_reason
+        known = self.reason if self._watch is None else self.reason or self._watch.stop_reason
+        if known is not None:
+            return known
         return self.find_time_up(self._rest_s if before_update else 0.0)
 
     def settle(self, reasons: Iterable[str | None]) -> bool:

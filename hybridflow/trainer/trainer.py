@@ -28,6 +28,7 @@ from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
 from hybridflow.roles.job import Job
+from hybridflow.roles.kept_rollouts import KeptRollouts
 from hybridflow.roles.placed import mini_batch_size
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
@@ -130,6 +131,8 @@ class Trainer:
         self._start = start.checkpoint
         self._saved_step = None if start.checkpoint is None else start.checkpoint.step
         self._stopping = stopping
+        step, saved = (None, None) if self._start is None else (self._start.step, self._start.state.get("rollouts"))
+        self._rollouts = self.roles["actor"].kept = KeptRollouts(job, start.token, step, saved)
         self._checkpoints = checkpoints.Checkpoints(job, self.roles, start)
         self.summary: dict[str, Any] = {"name": recipe.name, "algorithm": recipe.algorithm, "ranks": job.world.size}
         self.job = job
@@ -139,6 +142,10 @@ class Trainer:
         self._timeline = Timeline()
         self._log: MetricsLog | None = None
         self._run_dir = Path(recipe.run_dir)
+        rollout = plan.meshes["actor.rollout"]
+        if job.world.rank in rollout:
+            replica = job.world.coordinator(rollout.replica(rollout.coordinate(job.world.rank).dp))
+            self.roles["actor"].is_stopping = lambda: stopping.agree(replica)
         self._has_own_critic = recipe.critic is not None and recipe.critic.model is not None
         self._totals = {"steps": 0, "step_s": 0.0, "tokens": 0.0, "control_s": 0.0}
 
@@ -162,6 +169,7 @@ class Trainer:
         if self._stopping.reason is not None and self._saved_step != self.step:
             self.save(Batch.empty(), {})
         self._checkpoints.finish()
+        self._rollouts.end_save()
         # Where the ranks meet is kept by one of them, which stays until all have seen the checkpoint complete.
         shares = self._everyone.gather(self._take_metrics(), "the end of the job")
         self._stopping.learn(merge_metrics(shares))
@@ -197,6 +205,7 @@ class Trainer:
         self._stopping.learn(metrics)
         self._stopping.settle(reason for _, _, reason in gathered)
         self.kl_coef.advance(metrics["kl/ref"])
+        self._rollouts.advance(metrics)
         self._totals["steps"] += 1
         self._totals["step_s"] += step_s
         self._totals["tokens"] += metrics["batch/num_tokens"]
@@ -208,8 +217,9 @@ class Trainer:
         """Begin to write a checkpoint, complete or not at all. Called on all ranks."""
         state = {"kl_coef": self.kl_coef.value, "summary": self.summary, "totals": self._totals}
         with self.roles["actor"].optimizer_at_hand():
-            self._checkpoints.save(self.step, state)
+            self._checkpoints.save(self.step, {**state, "rollouts": self._rollouts.state()})
         self._saved_step = self.step
+        self._rollouts.begin_save(self.step)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         """Take up a checkpoint."""
@@ -329,6 +339,8 @@ class Trainer:
         if self._log is None:
             return
         self._log.close()
+        if self.job.recipe.rollout.archive:
+            self._rollouts.join()
         if self._stopping.reason is not None:
             done = "nothing was saved before" if self._saved_step is None else f"saved after step {self._saved_step}"
             print(f"stopped: {self._stopping.reason}; {done}, begin again with --resume", flush=True)

@@ -119,8 +119,9 @@ def _settings(job: BatchJob) -> Iterator[str]:
         yield "# A signal that comes before the job can act on it must not end it; a line that fails must."
         yield "trap : USR1 TERM"
         yield "set -e"
-    yield from (f"module load {shlex.quote(module)}" for module in site.modules)
-    yield from site.setup
+        yield from (f"module load {shlex.quote(module)}" for module in site.modules)
+        yield from site.setup
+        yield "set +eu"
     if job.code is not None:
         yield f"export PYTHONPATH={shlex.quote(str(job.code))}${{PYTHONPATH:+:$PYTHONPATH}}"
     container, options = _container(job)

@@ -12,9 +12,9 @@ from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.launch.batch import BatchJob, shipped_body
 from hybridflow.launch.site import Site, absolute, check_line, load_site, seconds_of, texts
 from hybridflow.mapping.memory import RankMemory, job_memory
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.report import format_bytes
 from hybridflow.sections import to_dict
+from hybridflow.trainer.plan import placement_warnings
 
 _NEAR_SHARE = 0.9
 """From this share of a GPU's memory on a job may not fit, since the estimate does not have all."""
@@ -61,7 +61,7 @@ def check_job(request: Request, site: Site) -> tuple[Recipe, BatchJob, list[str]
 
     Raises:
         ConfigError: The time limit is missing or too short; or a rank needs more memory than a GPU has.
-        LayoutError: The ranks do not fill the nodes, or a tensor-parallel group would span nodes.
+        LayoutError: The ranks do not fill the nodes.
     """
     recipe = load_recipe(request.recipe, request.overrides)
     for key, value in texts(to_dict(recipe)):
@@ -75,7 +75,7 @@ def check_job(request: Request, site: Site) -> tuple[Recipe, BatchJob, list[str]
         chosen = recipe_for_ranks(request.recipe, request.overrides, count * per_node)
         chosen = replace(chosen, cluster=replace(chosen.cluster, ranks_per_node=per_node))
         meshes = role_meshes(chosen)
-        _check_tp(meshes)
+        warnings += placement_warnings(meshes)
         if site.gpu_memory_gb is not None:
             warnings += check_memory(job_memory(chosen, meshes), site.gpu_memory_gb)
     folder = Path.cwd()
@@ -92,7 +92,7 @@ def check_job(request: Request, site: Site) -> tuple[Recipe, BatchJob, list[str]
         site=site,
         body=shipped_body(),
     )
-    return recipe, job, warnings
+    return recipe, job, list(dict.fromkeys(warnings))
 
 
 def ranks_per_node(recipe: Recipe, site: Site) -> int:
@@ -160,21 +160,6 @@ def time_limit(site: Site) -> str:
             "end; give more time, or lower signal_lead_s in the site settings"
         )
     return site.time
-
-
-def tp_spans_nodes(mesh: DeviceMesh) -> tuple[int, ...] | None:
-    """The first tensor-parallel group of a mesh whose ranks are on several nodes; None: there is none."""
-    return next((group for group in mesh.groups("tp") if len({mesh.node(rank) for rank in group}) > 1), None)
-
-
-def _check_tp(meshes: dict[str, DeviceMesh]) -> None:
-    for name, mesh in meshes.items():
-        group = tp_spans_nodes(mesh)
-        if group is not None:
-            raise LayoutError(
-                f"{name}: tp={mesh.layout.tp} over ranks {list(group)}, which nodes of {mesh.ranks_per_node} ranks do "
-                f"not hold together; choose a tp that divides {mesh.ranks_per_node}, or name ranks of one node together"
-            )
 
 
 def check_memory(memory: Sequence[RankMemory], gpu_memory_gb: float) -> list[str]:

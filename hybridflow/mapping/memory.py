@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hybridflow.config import Optimizer, Recipe
-from hybridflow.dataflow.render import format_ranks
 from hybridflow.families.model import Model
 from hybridflow.models.shapes import model_spec, shape_of
-from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.parallel.mesh import DeviceMesh, format_ranks
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.optimizer import OptimizerHoldings
 from hybridflow.reshard.plan import aliases, held_bytes, shares_storage

@@ -17,13 +17,11 @@ from hybridflow.config import load_recipe, recipe_from_dict
 from hybridflow.errors import ConfigError, LayoutError, WriteError
 from hybridflow.launch import snapshot
 from hybridflow.launch.batch import BatchJob, render_batch, shipped_body
-from hybridflow.launch.checks import check_memory, node_range, time_limit, tp_spans_nodes
+from hybridflow.launch.checks import check_memory, node_range, time_limit
 from hybridflow.launch.command import mpi_command
 from hybridflow.launch.site import Container, Site, check_site, load_site, seconds_of, texts
 from hybridflow.launch.submit import parse_state
 from hybridflow.mapping.memory import RankMemory
-from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.sections import to_dict
 
 RECORDS = Path(__file__).parent / "records"
@@ -310,15 +308,6 @@ def test_other_numbers_of_nodes_are_refused(nodes):
         node_range(nodes, 16, 4)
 
 
-def test_tensor_parallel_groups_over_nodes_are_found():
-    def mesh(tp, ranks):
-        return DeviceMesh(name="m", layout=ParallelLayout(tp=tp, dp=8 // tp), ranks=ranks, ranks_per_node=4)
-
-    assert tp_spans_nodes(mesh(4, tuple(range(8)))) is None
-    assert tp_spans_nodes(mesh(8, tuple(range(8)))) == tuple(range(8))
-    assert tp_spans_nodes(mesh(2, (0, 1, 2, 4, 3, 5, 6, 7))) == (2, 4)
-
-
 def test_memory_near_the_limit_warns_and_above_it_is_refused():
     def ranks(*peaks_gb):
         return [RankMemory(meshes=(), rollout=int(each * 1e9), update=1) for each in peaks_gb]
@@ -420,7 +409,6 @@ def test_without_sbatch_the_error_says_what_else_there_is(on_a_login_node, monke
     [
         ([], "no time limit"),
         (["--time", "30", "--nodes", "2"], "cluster.ranks=4, but 8 ranks were started"),
-        (["--time", "30", "cluster.ranks_per_node=1"], "actor.update: tp=2 over ranks [0, 1]"),
         (["--time", "30", "cluster.ranks_per_node=3"], "cluster.ranks=4 do not fill nodes of 3 ranks"),
         (["--time", "30", "--site", "site.yaml"], "cluster.ranks_per_node=4 with gpus_per_node=2"),
         (["--time", "30", "--partition", "a\nb"], "--partition: 'a\\nb' has the character '\\n'"),
@@ -454,6 +442,11 @@ def test_memory_is_checked_against_the_sites_gpus(on_a_login_node, capsys):
     assert cli.main(given) == 0
     found = capsys.readouterr()
     assert "#SBATCH --nodes=64\n#SBATCH --ntasks-per-node=8\n" in found.out and "warning" not in found.err
+
+
+def test_tensor_parallel_groups_over_nodes_are_warned_of(on_a_login_node, capsys):
+    assert cli.main([*QUICK, "cluster.ranks_per_node=1", "--print"]) == 0
+    assert "hybridflow: warning: actor.update: tp=2 reaches beyond the 1 consecutive ranks" in capsys.readouterr().err
 
 
 def test_a_launch_that_cannot_be_kept_leaves_nothing(tmp_path):

@@ -48,6 +48,7 @@ LIGHT = [
         "data.fast",
         "data.tokenizer",
         "data.prompts",
+        "data.rollout_log",
         "mapping.memory",
         "launch",
         "launch.local",

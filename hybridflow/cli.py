@@ -20,6 +20,7 @@ from hybridflow import __version__
 from hybridflow.checkpoint.convert.command import add_convert
 from hybridflow.checkpoint.look import add_commands
 from hybridflow.config import Recipe, find_recipe, load_recipe
+from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.parallel.start import find_start, rank_hint
 
@@ -145,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     reshard.set_defaults(run=_plan_reshard, recipe=None, overrides=())
     add_convert(commands)
     add_commands(commands)
+    add_doctor(commands)
     return parser
 
 

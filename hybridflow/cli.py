@@ -199,10 +199,12 @@ def _plan_job(arguments: argparse.Namespace) -> int:
 
 def _print_plan(recipe: Recipe) -> None:
     from hybridflow.dataflow.render import plan_table
-    from hybridflow.trainer.plan import plan_job
+    from hybridflow.trainer.plan import placement_warnings, plan_job
 
     plan = plan_job(recipe)
     print(plan_table(plan.whole, plan.meshes, recipe.cluster.ranks))
+    for warning in placement_warnings(plan.meshes):
+        print(f"hybridflow: {warning}", file=sys.stderr)
 
 
 def _plan_reshard(arguments: argparse.Namespace) -> int:
@@ -285,7 +287,7 @@ def _model_spec(name: str) -> ModelSpec:
 
 
 def _reshard_header(name: str, model: ModelSpec, source: DeviceMesh, target: DeviceMesh) -> str:
-    from hybridflow.dataflow.render import format_ranks
+    from hybridflow.parallel.mesh import format_ranks
     from hybridflow.reshard.plan import participants
     from hybridflow.reshard.report import format_bytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -33,7 +34,7 @@ from hybridflow.roles.reward_model import RewardModel
 from hybridflow.trainer import checkpoints
 from hybridflow.trainer.copy_weights import copy_weights
 from hybridflow.trainer.open import open_job
-from hybridflow.trainer.plan import JobPlan, Program, plan_job
+from hybridflow.trainer.plan import JobPlan, Program, placement_warnings, plan_job
 from hybridflow.trainer.step_metrics import merge_metrics, step_metrics
 
 
@@ -54,6 +55,8 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> None:
         checkpoints.check_new(Path(recipe.run_dir))
     recipe = _with_nodes(recipe, world)
     plan = plan_job(recipe)
+    for warning in placement_warnings(plan.meshes) if world.rank == 0 else ():
+        print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     job = open_job(recipe, world, plan)
     start = checkpoints.begin(job, resume=resume)

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING
 from hybridflow import __version__
 from hybridflow.checkpoint.convert.command import add_convert
 from hybridflow.checkpoint.look import add_commands
-from hybridflow.config import Recipe, find_recipe, load_recipe
+from hybridflow.config import Recipe, find_recipe, load_recipe, recipe_for_ranks
 from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
+from hybridflow.exit_status import DONE, REQUEUE
+from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import find_start, rank_hint
 
 if TYPE_CHECKING:
@@ -50,8 +52,8 @@ _EXAMPLES = """examples:
   hybridflow plan job split
   hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
 
-exit status: 0 done, 2 an error that was explained, 1 a failure of hybridflow itself,
-  128 + the signal where a signal ended it
+exit status: 0 done; 75 saved and stopped, as a signal or the time limit asked, begin again with --resume; 2 an error
+  that was explained; 1 a failure of hybridflow itself, or a rank was lost; 128 + the signal where a signal ended it
 """
 
 _RESHARD_EXAMPLES = """examples:
@@ -319,11 +321,17 @@ def _train(arguments: argparse.Namespace) -> int:
         plan_job(recipe)  # what does not fit is said before ranks are started
         command = ["train", arguments.recipe, *arguments.overrides, *(["--resume"] if arguments.resume else [])]
         return run_local(command, num_ranks=recipe.cluster.ranks, threads_per_rank=recipe.cluster.threads_per_rank)
+    if start.launcher != "alone":
+        recipe = recipe_for_ranks(arguments.recipe, arguments.overrides, start.size)
+        if start.rank >= recipe.cluster.ranks:
+            return DONE
+        start = start.first(recipe.cluster.ranks)
     return _train_rank(recipe, start, resume=arguments.resume)
 
 
 def _train_rank(recipe: Recipe, start: Start, *, resume: bool) -> int:
     """One rank's part of a job: whatever goes wrong ends the process at once, and is told by one rank alone."""
+    signals = CaughtSignals()
     # A reward function may lie in the working directory, also for the console script.
     sys.path.insert(0, os.getcwd())
     # The launcher, which Ctrl-C reaches too, speaks for its ranks.
@@ -332,6 +340,7 @@ def _train_rank(recipe: Recipe, start: Start, *, resume: bool) -> int:
     warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from hybridflow.parallel.failure import lost_contact, tell_once
+    from hybridflow.parallel.watch import Watch
     from hybridflow.parallel.world import join_world, open_store
     from hybridflow.trainer.trainer import train
 
@@ -340,7 +349,9 @@ def _train_rank(recipe: Recipe, start: Start, *, resume: bool) -> int:
         store = open_store(start, start_deadline_s=cluster.start_deadline_s)
         with lost_contact("the job", tuple(range(start.size)), cluster.deadline_s):
             world = join_world(start, store, deadline_s=cluster.deadline_s, start_deadline_s=cluster.start_deadline_s)
-            train(recipe, world, resume=resume)
+            world.watch = Watch(world.new_store("watch"), signals)
+            is_done = train(recipe, world, resume=resume)
+            world.watch.close()
             world.close()
     except Exception as error:
         failure = error
@@ -348,7 +359,7 @@ def _train_rank(recipe: Recipe, start: Start, *, resume: bool) -> int:
         sys.stdout.flush()
         # No interpreter shutdown: it could wait for ranks that are gone.
         os._exit(USER_ERROR if isinstance(failure, _EXPLAINED) else FAILURE)
-    return 0
+    return DONE if is_done else REQUEUE
 
 
 def _tell(error: Exception, rank: int) -> None:

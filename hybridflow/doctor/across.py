@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,6 @@ from hybridflow.doctor.files import write_probe
 from hybridflow.doctor.finding import Finding
 from hybridflow.doctor.network import Talk, speak
 from hybridflow.doctor.rounds import MAX_ROUNDS
-from hybridflow.doctor.slurm import in_step
 from hybridflow.doctor.software import versions
 from hybridflow.exit_status import DONE
 from hybridflow.parallel.start import Start
@@ -152,22 +150,11 @@ def _members(board: Board, start: Start, deadlines: Deadlines) -> tuple[dict[int
     for rank, host in came.items():
         if host not in members.values():
             members[rank] = host
-    listed = _listed_hosts()
-    by_rank = listed if len(listed) == start.size else [f"rank {rank}" for rank in range(start.size)]
     late = f"it did not come within {deadlines.start_s:g} s"
-    return members, {by_rank[rank]: late for rank in range(start.size) if rank not in came}
-
-
-def _listed_hosts() -> list[str]:
-    """The nodes of this step in the order of its tasks, where Slurm started it."""
-    nodes = os.environ.get("SLURM_STEP_NODELIST", "")
-    if not nodes or not in_step(os.environ):
-        return []
-    try:
-        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.split()
+    missing = [rank for rank in range(start.size) if rank not in came]
+    # A node of which some ranks came is there; where the launcher tells no names, the ranks are named.
+    silent = {(start.hosts[rank] if start.hosts else f"rank {rank}"): late for rank in missing}
+    return members, {who: what for who, what in silent.items() if who not in members.values()}
 
 
 def _show_token(directory: Path) -> str:

@@ -57,8 +57,8 @@ def add_doctor(commands: Any) -> None:
         "doctor",
         help="what this machine or allocation has, what will be used, and what is in the way",
         description="Look at software, GPUs, MPI, the run directory, the machine, its network and Slurm, and name "
-        "each problem with its remedy. With --nodes do so on every node of the allocation, measure each, and name those "
-        "that are slow, silent or different; started plainly inside a Slurm job it starts itself on all its nodes.",
+        "each problem with its remedy. With --nodes do so on every node of the allocation, measure each, and name what "
+        "is slow, silent or different; started plainly inside a Slurm job it starts itself on all its nodes.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -81,9 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
         findings = check_machine(arguments.directory, of_many=False)
         _print(as_dict(findings) if arguments.json else as_text(findings))
         return _status(findings)
-    if "SLURM_JOB_ID" in os.environ and not in_step(os.environ) and find_start().launcher in ("alone", "slurm"):
+    start = find_start()
+    if "SLURM_JOB_ID" in os.environ and not in_step(os.environ) and start.launcher == "alone":
         return _start_on_all_nodes(arguments)
-    return _run_across(arguments, find_start())
+    return _run_across(arguments, start)
 
 
 def check_machine(directory: Path, *, of_many: bool) -> list[Finding]:

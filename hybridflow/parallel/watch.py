@@ -6,6 +6,7 @@ A collective cannot carry it, since a rank may be waiting in one, or be busy for
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -24,10 +25,12 @@ class Watch:
 
     Attributes:
         stop_reason: Why the job is to save and stop, in words; None: it is to go on. Once it has been set, it stays.
+        clock: Says why the time is up, once it is; None, or its None: it is not. Called by the thread.
     """
 
     def __init__(self, store: dist.Store, signals: CaughtSignals | None = None) -> None:
         self.stop_reason: str | None = None
+        self.clock: Callable[[], str | None] | None = None
         self._store = store
         self._signals = signals
         self._asked: str | None = None
@@ -52,6 +55,9 @@ class Watch:
                 for each in self._signals.wait(_POLL_S):
                     self.ask_stop(f"received {each.name}")
             if self.stop_reason is None:
+                time_up = self.clock() if self.clock is not None else None
+                if time_up is not None:
+                    self.ask_stop(time_up)
                 self._share_stop()
 
     def _share_stop(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.kl import kl_penalty
 from hybridflow.algorithms.losses import Totals, aggregate, policy_loss
+from hybridflow.data.rollout_log import LogWriter, Sampled
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
@@ -18,10 +20,27 @@ from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
+from hybridflow.roles.kept_rollouts import KeptRollouts
 from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
 from hybridflow.roles.rollout_weights import RolloutWeights
-from hybridflow.rollout.generate import Generator, Request
+from hybridflow.rollout.generate import Generator, Request, Response, RolloutStopped
 from hybridflow.rollout.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """What goes on beside generating, see ``generate.Progress``."""
+
+    is_stopping: Callable[[], bool]
+    log: LogWriter | None = None
+
+    def finished(self, pairs: list[tuple[Request, Response]]) -> None:
+        """They are kept, on the rank that has a log."""
+        if self.log is not None:
+            self.log.add(
+                Sampled(draw=ask.draw, index=ask.index, tokens=got.tokens.numpy(), log_probs=got.log_probs.numpy())
+                for ask, got in pairs
+            )
 
 
 class Actor:
@@ -31,10 +50,15 @@ class Actor:
         model: Its weights in the update layout; None on a rank outside that mesh.
         trainable: Gradients and optimizer of ``model``.
         metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
+        is_stopping: Whether ``sample`` is to end early, as a step that is left; set by the trainer. Asked on all ranks
+            of a replica at the same points, and answers the same on all of them. Collective: tp, pp.
+        kept: What was sampled and is not yet part of a checkpoint; None: nothing is kept.
     """
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         self.metrics: dict[str, float] = {}
+        self.is_stopping: Callable[[], bool] = lambda: False
+        self.kept: KeptRollouts | None = None
         self.spec = role_spec(job)
         self._job = job
         self._kl_coef = kl_coef
@@ -102,7 +126,13 @@ class Actor:
         """Generate the step's responses: ``group_size`` for each prompt.
 
         Source of ``tokens``, ``prompt_lengths``, ``draws``, ``response_mask`` and ``rollout_log_probs``. Whole groups
-        are dealt to the replicas in turn.
+        are dealt to the replicas in turn. What a killed job has sampled for the step is taken from its log. A replica
+        that is told to stop returns no samples, since the step is left.
+
+        Collective: the rollout mesh.
+
+        Raises:
+            WriteError: The log cannot be written.
         """
         recipe = self._job.recipe
         first, count = decided["train_step"]["first_draw"], decided["train_step"]["num_prompts"]
@@ -112,7 +142,11 @@ class Actor:
             for draw in range(first + place.dp, first + count, self._job.meshes["actor.rollout"].layout.dp)
             for index in range(recipe.rollout.group_size)
         ]
-        return self._generate(requests, self._sampling(greedy=False), "rollout")
+        try:
+            responses = self._sample(decided["train_step"]["step"], requests)
+        except RolloutStopped:
+            requests, responses = [], []
+        return self._as_batch(requests, responses)
 
     def answer(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Greedy responses to the held-out problems; their ``draws`` are places in the held-out file.
@@ -126,7 +160,8 @@ class Actor:
             Request(prompt=torch.tensor(self._job.held_out[row][1]), draw=row, index=0)
             for row in range(place.dp, count, step)
         ]
-        return self._generate(requests, self._sampling(greedy=True), "validation")
+        assert self._generator is not None, "called outside the rollout mesh"
+        return self._as_batch(requests, self._generator.generate(requests, self._sampling(greedy=True), "validation"))
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``old_log_probs``: those of the weights at the start of the update."""
@@ -199,9 +234,27 @@ class Actor:
             stop_ids=self._job.tokenizer.stop_ids,
         )
 
-    def _generate(self, requests: list[Request], params: SamplingParams, purpose: str) -> Batch | None:
-        assert self._generator is not None and self._rollout is not None, "called outside the rollout mesh"
-        responses = self._generator.generate(requests, params, purpose)
+    def _sample(self, step: int, requests: list[Request]) -> list[Response]:
+        """A response to each request; those that are in a log are not generated again."""
+        assert self._generator is not None, "called outside the rollout mesh"
+        params, kept = self._sampling(greedy=False), self.kept
+        if kept is None:
+            return self._generator.generate(requests, params, progress=_Progress(self.is_stopping))
+        found = kept.find(step, requests)
+        again = [(ask, found[ask.draw, ask.index]) for ask in requests if (ask.draw, ask.index) in found]
+        others = [ask for ask in requests if (ask.draw, ask.index) not in found]
+        with kept.log(step) as log:
+            progress = _Progress(self.is_stopping, log)
+            if again:
+                self.metrics["rollout/reused"] = len(again) / len(requests)
+                # So that the log of this start has the whole step.
+                progress.finished(again)
+            new = self._generator.generate(others, params, progress=progress)
+        found |= {(ask.draw, ask.index): got for ask, got in zip(others, new, strict=True)}
+        return [found[ask.draw, ask.index] for ask in requests]
+
+    def _as_batch(self, requests: list[Request], responses: list[Response]) -> Batch | None:
+        assert self._rollout is not None, "called outside the rollout mesh"
         if not self._rollout.is_holder:
             return None
         group = self._job.recipe.rollout.group_size

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,9 @@ from hybridflow.rollout.sampling import SamplingParams, row_keys, sample_tokens
 
 PREFILL_TOKENS = 8192
 """Prompt tokens that go through the model at one time."""
+
+LOOK_TOKENS = 16
+"""Every so many tokens of a response decoding looks up: what is finished is handed over, and it may be told to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +45,28 @@ class Response:
 
     Attributes:
         tokens: ``[response]`` int64, the stop token included.
-        log_probs: ``[response]`` fp32, the sampler's own; empty but on the last stage.
+        log_probs: ``[response]`` fp32, the sampler's own; zeros but on the last stage.
     """
 
     tokens: Tensor
     log_probs: Tensor
+
+
+class Progress(Protocol):
+    """What goes on beside generating. Called at the same points of decoding on all ranks of a replica."""
+
+    def finished(self, pairs: list[tuple[Request, Response]]) -> None:
+        """Take responses that have just been finished, each once; at least one."""
+
+    def is_stopping(self) -> bool:
+        """Whether to end early; the same answer on all ranks of the replica. Collective: tp, pp."""
+
+
+class RolloutStopped(Exception):
+    """Generating ended early because ``Progress.is_stopping`` said so, with all that was finished handed over.
+
+    No error: nothing is wrong, and no rank of the replica waits for another.
+    """
 
 
 class Generator:
@@ -71,13 +93,23 @@ class Generator:
         self._stage = groups.pp.rank()
 
     @torch.no_grad()
-    def generate(self, requests: list[Request], params: SamplingParams, purpose: str = "rollout") -> list[Response]:
+    def generate(
+        self,
+        requests: list[Request],
+        params: SamplingParams,
+        purpose: str = "rollout",
+        progress: Progress | None = None,
+    ) -> list[Response]:
         """Sample one response for each request.
+
+        ``progress`` is asked whether to stop before each wave and every ``LOOK_TOKENS`` decoded tokens within one, and
+        is handed each response at the next of these points, or at the end of its wave.
 
         Collective: tp, pp.
 
         Raises:
             DataError: A prompt leaves no room for a response of ``max_new_tokens`` in the model's context.
+            RolloutStopped: ``progress`` said to stop; on all ranks of the replica, at the same point.
         """
         context = self._model.max_sequence_length
         for request in requests:
@@ -89,20 +121,30 @@ class Generator:
                 )
         responses: list[Response] = []
         for start in range(0, len(requests), self._max_concurrent):
-            responses += self._wave(requests[start : start + self._max_concurrent], params, purpose)
+            if progress is not None and progress.is_stopping():
+                raise RolloutStopped
+            responses += self._wave(requests[start : start + self._max_concurrent], params, purpose, progress)
         return responses
 
-    def _wave(self, requests: list[Request], params: SamplingParams, purpose: str) -> list[Response]:
+    def _wave(
+        self, requests: list[Request], params: SamplingParams, purpose: str, progress: Progress | None
+    ) -> list[Response]:
         state = _Wave(requests, params, self._device)
         cache = self._new_cache(len(requests), max(len(request.prompt) for request in requests) + params.max_new_tokens)
         tokens, log_probs = self._prefill(requests, cache, params, purpose, state)
         while state.add(tokens, log_probs):
+            if progress is not None and state.count % LOOK_TOKENS == 0:
+                _hand_over(requests, state, progress)
+                if progress.is_stopping():
+                    raise RolloutStopped
             slots = state.slots_to_keep()
             if slots is not None:
                 cache.keep(slots)
             attention = CachedAttention(cache, state.positions - 1)
             tokens, log_probs = self._step(state.last, attention, None, state.keys(self._seed, purpose), params)
-        return state.responses()
+        if progress is not None:
+            _hand_over(requests, state, progress)
+        return state.responses(range(len(requests)))
 
     def _prefill(
         self, requests: list[Request], cache: KeyValueCache, params: SamplingParams, purpose: str, state: _Wave
@@ -137,7 +179,7 @@ class Generator:
         output = model(tokens, attention, rows)
         if not model.post_process:
             dist.send(output.contiguous(), dst=self._ranks[self._stage + 1], group=self._groups.pp)
-            chosen, log_probs = torch.empty_like(keys), torch.empty(len(keys), device=self._device)
+            chosen, log_probs = torch.empty_like(keys), torch.zeros(len(keys), device=self._device)
         else:
             columns = Columns(output.shape[-1], self._groups.tp, self._vocab_size)
             chosen, log_probs = sample_tokens(output, keys, columns, params)
@@ -159,12 +201,19 @@ class Generator:
         )
 
 
+def _hand_over(requests: list[Request], state: _Wave, progress: Progress) -> None:
+    rows = state.newly_finished()
+    if rows:
+        progress.finished([(requests[row], got) for row, got in zip(rows, state.responses(rows), strict=True)])
+
+
 class _Wave:
     """The sequences that are decoded together: what was sampled so far, and which slots of the cache they have.
 
     Attributes:
         positions: Tokens of each slot's sequence so far, prompt included, ``[slots]``.
         last: Each slot's newest token, ``[slots]``.
+        count: Tokens of the longest response so far.
     """
 
     def __init__(self, requests: list[Request], params: SamplingParams, device: torch.device) -> None:
@@ -177,7 +226,8 @@ class _Wave:
         self._indices = torch.tensor([request.index for request in requests], device=device)
         self._slots = torch.arange(len(requests), device=device)
         self._is_running = torch.ones(len(requests), dtype=torch.bool, device=device)
-        self._count = 0
+        self._is_handed_over = [False] * len(requests)
+        self.count = 0
         self.positions = torch.tensor([len(request.prompt) for request in requests], device=device)
         self.last = torch.zeros(len(requests), dtype=torch.int64, device=device)
 
@@ -188,14 +238,14 @@ class _Wave:
     def add(self, tokens: Tensor, log_probs: Tensor) -> bool:
         """Take the slots' newest tokens; whether any sequence goes on."""
         running = self._slots[self._is_running]
-        self._tokens[running, self._count] = tokens[self._is_running]
-        self._log_probs[running, self._count] = log_probs[self._is_running]
+        self._tokens[running, self.count] = tokens[self._is_running]
+        self._log_probs[running, self.count] = log_probs[self._is_running]
         self._lengths[running] += 1
-        self._count += 1
+        self.count += 1
         self.last = tokens
         self.positions = self.positions + 1
         self._is_running = self._is_running & ~torch.isin(tokens, self._stop)
-        return self._count < self._params.max_new_tokens and bool(self._is_running.any())
+        return self.count < self._params.max_new_tokens and bool(self._is_running.any())
 
     def slots_to_keep(self) -> Tensor | None:
         """Slots that still run, once they are few enough to be worth moving together; they become slots 0 and up."""
@@ -206,9 +256,22 @@ class _Wave:
         self._is_running = self._is_running[kept]
         return kept
 
-    def responses(self) -> list[Response]:
-        tokens, log_probs, lengths = self._tokens.cpu(), self._log_probs.cpu(), self._lengths.tolist()
+    def newly_finished(self) -> list[int]:
+        """Sequences that have ended since this was last asked."""
+        is_open = torch.zeros_like(self._lengths, dtype=torch.bool)
+        if self.count < self._params.max_new_tokens:
+            is_open[self._slots[self._is_running]] = True
+        rows = [row for row, goes_on in enumerate(is_open.tolist()) if not (goes_on or self._is_handed_over[row])]
+        for row in rows:
+            self._is_handed_over[row] = True
+        return rows
+
+    def responses(self, rows: Sequence[int]) -> list[Response]:
+        """What was sampled of some sequences."""
+        chosen = torch.tensor(rows, device=self._tokens.device)
+        tokens, log_probs = self._tokens[chosen, : self.count].cpu(), self._log_probs[chosen, : self.count].cpu()
+        lengths = self._lengths[chosen].tolist()
         return [
-            Response(tokens=tokens[row, :length], log_probs=log_probs[row, :length])
-            for row, length in enumerate(lengths)
+            Response(tokens=tokens[place, :length], log_probs=log_probs[place, :length])
+            for place, length in enumerate(lengths)
         ]

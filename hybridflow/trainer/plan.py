@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hybridflow.config import Recipe, role_meshes
 from hybridflow.dataflow.compiler import compile_flow
-from hybridflow.dataflow.schedule import Branch, Call, Instruction, Loop, rank_sets
+from hybridflow.dataflow.schedule import Branch, Call, Instruction, Loop, rank_sets, walk
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.plan import participants
@@ -88,9 +88,25 @@ def plan_job(recipe: Recipe) -> JobPlan:
     step = compile_flow(STEPS[recipe.algorithm], meshes)
     finish = Call("trainer.finish_step", "trainer", "finish_step", "job")
     save = Branch("save", "job", (Call("trainer.save", "trainer", "save", "job"),))
+    sample, experience, update = _cut(step)
+    learn = (*update, Branch("validate", "job", validation), finish, save)
     return JobPlan(
         meshes=meshes,
         warm_start=compile_flow(WARM_START, meshes) if recipe.warm_start is not None else (),
         validation=validation,
-        train=(Loop("train_step", "job", (*step, Branch("validate", "job", validation), finish, save)),),
+        train=(
+            Loop(
+                "train_step",
+                "job",
+                # Until the weights change, a step can be left as if it had never begun.
+                (*sample, Branch("go_on", "job", (*experience, Branch("go_on_to_update", "job", learn)))),
+            ),
+        ),
     )
+
+
+def _cut(step: Program) -> tuple[Program, Program, Program]:
+    """A step's instructions up to its samples, then up to its first loop over mini-batches, then the rest."""
+    sampled = next(at for at, each in enumerate(step) if isinstance(each, Call) and each.source) + 1
+    looping = next(at for at, each in enumerate(step) if any(isinstance(inner, Loop) for inner in walk((each,))))
+    return step[:sampled], step[sampled:looping], step[looping:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hybridflow.dataflow.schedule import project
 from hybridflow.errors import LayoutError
 from hybridflow.observe.metrics import MetricsLog
 from hybridflow.observe.report import draw_learning_curve, write_summary
+from hybridflow.observe.starts import add_end
 from hybridflow.observe.timeline import Timeline
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
@@ -27,6 +29,7 @@ from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
 from hybridflow.roles.job import Job
+from hybridflow.roles.kept_rollouts import KeptRollouts
 from hybridflow.roles.placed import mini_batch_size
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
@@ -35,11 +38,19 @@ from hybridflow.trainer import checkpoints
 from hybridflow.trainer.copy_weights import copy_weights
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import JobPlan, Program, placement_warnings, plan_job
+from hybridflow.trainer.starting import note_start
 from hybridflow.trainer.step_metrics import merge_metrics, step_metrics
+from hybridflow.trainer.stopping import Stopping
+
+_WARM_STEPS_TOGETHER = 16
+"""After so many steps of the warm start the ranks agree anew on going on."""
 
 
-def train(recipe: Recipe, world: World, *, resume: bool = False) -> None:
+def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
     """Run a recipe on the ranks that are there, this process being one of them.
+
+    Returns:
+        Whether it is done; else it has saved and stopped before its end, as it was asked to, and can be gone on with.
 
     Raises:
         HybridflowError: Whatever stops the run, with a message for the user.
@@ -58,9 +69,30 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> None:
     for warning in placement_warnings(plan.meshes) if world.rank == 0 else ():
         print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
-    job = open_job(recipe, world, plan)
-    start = checkpoints.begin(job, resume=resume)
-    Trainer(replace(job, is_resumed=start.checkpoint is not None), plan, start).run()
+    started = note_start(recipe, plan.meshes, world.coordinator(plan.meshes["job"].ranks))
+    stopping = Stopping(world, started.earlier)
+    with _noting_the_end(recipe, world, started.number, stopping):
+        job = open_job(recipe, world, plan)
+        start = checkpoints.begin(job, resume=resume)
+        return Trainer(replace(job, is_resumed=start.checkpoint is not None), plan, start, stopping).run()
+
+
+@contextmanager
+def _noting_the_end(recipe: Recipe, world: World, number: int, stopping: Stopping) -> Iterator[None]:
+    """Write down how this start ended, on the lowest rank."""
+    outcome, detail = "failed", ""
+    try:
+        yield
+        outcome = "finished" if stopping.reason is None else "requeue"
+        detail = stopping.reason or ""
+    except Exception as error:
+        detail = (str(error).splitlines() or [type(error).__name__])[0]
+        raise
+    finally:
+        if world.rank == 0:
+            # What ended the job, if anything, matters more than that it could not be noted.
+            with suppress(OSError):
+                add_end(Path(recipe.run_dir), number, outcome, detail, stopping.save_s)
 
 
 def _with_nodes(recipe: Recipe, world: World) -> Recipe:
@@ -87,7 +119,7 @@ class Trainer:
         summary: What is known of the run so far; goes into ``summary.json``.
     """
 
-    def __init__(self, job: Job, plan: JobPlan, start: checkpoints.Begin) -> None:
+    def __init__(self, job: Job, plan: JobPlan, start: checkpoints.Begin, stopping: Stopping) -> None:
         recipe = job.recipe
         self.step = 0
         self.kl_coef = KLCoefficient(recipe)
@@ -100,6 +132,10 @@ class Trainer:
         if recipe.critic is not None:
             self.roles["critic"] = Critic(job)
         self._start = start.checkpoint
+        self._saved_step = None if start.checkpoint is None else start.checkpoint.step
+        self._stopping = stopping
+        step, saved = (None, None) if self._start is None else (self._start.step, self._start.state.get("rollouts"))
+        self._rollouts = self.roles["actor"].kept = KeptRollouts(job, start.token, step, saved)
         self._checkpoints = checkpoints.Checkpoints(job, self.roles, start)
         self.summary: dict[str, Any] = {"name": recipe.name, "algorithm": recipe.algorithm, "ranks": job.world.size}
         self.job = job
@@ -109,42 +145,70 @@ class Trainer:
         self._timeline = Timeline()
         self._log: MetricsLog | None = None
         self._run_dir = Path(recipe.run_dir)
+        rollout = plan.meshes["actor.rollout"]
+        if job.world.rank in rollout:
+            replica = job.world.coordinator(rollout.replica(rollout.coordinate(job.world.rank).dp))
+            self.roles["actor"].is_stopping = lambda: stopping.agree(replica)
         self._has_own_critic = recipe.critic is not None and recipe.critic.model is not None
         self._totals = {"steps": 0, "step_s": 0.0, "tokens": 0.0, "control_s": 0.0}
 
-    def run(self) -> None:
-        """Warm start, reinforcement learning, and validation before and after; or what is left of it after a resume."""
-        resumed = self._start is not None
+    def run(self) -> bool:
+        """Warm start, reinforcement learning, and validation before and after; or what is left of it after a resume.
+
+        Returns:
+            Whether it is done; else it was asked to stop, and what it has done is saved.
+        """
         if self._start is not None:
             self._resume(self._start)
         if self.job.world.rank == 0:
-            self._log = MetricsLog(
-                self._run_dir, num_steps=self.job.recipe.trainer.steps, resumed_step=self.step if resumed else None
-            )
-        if not resumed:
-            self._read_weights()
-            self._execute(self._plan.warm_start)
-            self.roles["actor"].end_warm_start()
-            self._spread_weights()
-            self.summary["accuracy_before_rl"] = self._validate()
+            resumed_step = None if self._start is None else self.step
+            self._log = MetricsLog(self._run_dir, num_steps=self.job.recipe.trainer.steps, resumed_step=resumed_step)
+        if self._start is None and not self._begin():
+            return False
         self._step_began_s = time.perf_counter()
         self._execute(self._plan.train)
-        self.summary["accuracy_after_rl"] = self._validate()
+        if self._stopping.reason is None and self.job.recipe.trainer.steps > 0:
+            self.summary["accuracy_after_rl"] = self._validate()
+        if self._stopping.reason is not None and self._saved_step != self.step:
+            self.save(Batch.empty(), {})
         self._checkpoints.finish()
+        self._rollouts.end_save()
         # Where the ranks meet is kept by one of them, which stays until all have seen the checkpoint complete.
-        self._everyone.barrier("the end of the job")
+        shares = self._everyone.gather(self._take_metrics(), "the end of the job")
+        self._stopping.learn(merge_metrics(shares))
         self._finish()
+        return self._stopping.reason is None
+
+    def _begin(self) -> bool:
+        """All that comes before the first training step; whether it is done, or the job was asked to stop."""
+        recipe = self.job.recipe
+        self._read_weights()
+        self._execute(self._plan.warm_start)
+        if self._stopping.agree(self._everyone):
+            self._finish()
+            return False
+        self.roles["actor"].end_warm_start()
+        self._spread_weights()
+        self.summary["accuracy_before_rl"] = self._validate()
+        if recipe.warm_start is not None or recipe.trainer.steps == 0:
+            self.save(Batch.empty(), {})
+        return True
 
     def finish_step(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Gather and record what the step measured. Collective: all ranks."""
         self._checkpoints.check()
-        shares = self._everyone.gather([self._take_metrics(), list(self._timeline.spans)], "metrics of the step")
+        own = [self._take_metrics(), list(self._timeline.spans), self._stopping.own_reason()]
+        gathered = self._everyone.gather(own, "metrics of the step")
+        shares = [(metrics, spans) for metrics, spans, _ in gathered]
         step_s = time.perf_counter() - self._step_began_s
         self._step_began_s = time.perf_counter()
         self._timeline.reset()
         self.step = decided["train_step"]["step"]
         metrics = step_metrics(shares, step_s)
+        self._stopping.learn(metrics)
+        self._stopping.settle(reason for _, _, reason in gathered)
         self.kl_coef.advance(metrics["kl/ref"])
+        self._rollouts.advance(metrics)
         self._totals["steps"] += 1
         self._totals["step_s"] += step_s
         self._totals["tokens"] += metrics["batch/num_tokens"]
@@ -156,7 +220,9 @@ class Trainer:
         """Begin to write a checkpoint, complete or not at all. Called on all ranks."""
         state = {"kl_coef": self.kl_coef.value, "summary": self.summary, "totals": self._totals}
         with self.roles["actor"].optimizer_at_hand():
-            self._checkpoints.save(self.step, state)
+            self._checkpoints.save(self.step, {**state, "rollouts": self._rollouts.state()})
+        self._saved_step = self.step
+        self._rollouts.begin_save(self.step)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         """Take up a checkpoint."""
@@ -182,12 +248,17 @@ class Trainer:
         ).run()
 
     def _decisions(self) -> dict[str, Replicated]:
-        """What the schedule's loops and branches ask for: functions of the step alone, so no rank need ask another."""
+        """What the schedule's loops and branches ask for, the same on every rank.
+
+        Functions of the step alone, so that no rank need ask another; but to go on is what all of them agree on.
+        """
         recipe = self.job.recipe
         settings = recipe.ppo if recipe.algorithm == "ppo" else recipe.grpo
         return {
             "warm_step": Replicated(self._warm_steps().__next__),
             "train_step": Replicated(self._next_step),
+            "go_on": Replicated(lambda: not self._stopping.agree(self._everyone)),
+            "go_on_to_update": Replicated(lambda: not self._stopping.agree(self._everyone, before_update=True)),
             "critic_mini_batch": Replicated(_mini_batches(self.job, settings.epochs).__next__),
             "actor_mini_batch": Replicated(_mini_batches(self.job, settings.epochs).__next__),
             "validate": Replicated(self._is_validation_due),
@@ -198,7 +269,10 @@ class Trainer:
         """The turns of the warm start, with progress on the console, then the end of the loop."""
         warm, update = self.job.recipe.warm_start, self._plan.meshes["actor.update"]
         steps = warm.steps if warm is not None else 0
+        ranks = self.job.world.coordinator(tuple(sorted(update.ranks)))
         for step in range(steps):
+            if step % _WARM_STEPS_TOGETHER == 0 and self._stopping.agree(ranks):
+                break
             # The first rank of the last stage knows the loss.
             if step % max(1, steps // 10) == 0 and self.job.world.rank == update.holders(0)[0]:
                 loss = self.roles["actor"].metrics.get("warm_start/loss")
@@ -210,7 +284,7 @@ class Trainer:
 
     def _next_step(self) -> dict[str, int] | None:
         recipe = self.job.recipe
-        if self.step >= recipe.trainer.steps:
+        if self.step >= recipe.trainer.steps or self._stopping.reason is not None:
             return None
         num_prompts = recipe.trainer.global_batch_size // recipe.rollout.group_size
         return {"step": self.step + 1, "first_draw": self.step * num_prompts, "num_prompts": num_prompts}
@@ -222,7 +296,8 @@ class Trainer:
 
     def _is_save_due(self) -> bool:
         trainer = self.job.recipe.trainer
-        return self.step == trainer.steps or _is_due(self.step, trainer.save_every)
+        is_last = self.step == trainer.steps or self._stopping.reason is not None
+        return is_last or _is_due(self.step, trainer.save_every)
 
     def _read_weights(self) -> None:
         """Actor and critic take the weights of the directories that the recipe names, if any."""
@@ -267,6 +342,12 @@ class Trainer:
         if self._log is None:
             return
         self._log.close()
+        if self.job.recipe.rollout.archive:
+            self._rollouts.join()
+        if self._stopping.reason is not None:
+            done = "nothing was saved before" if self._saved_step is None else f"saved after step {self._saved_step}"
+            print(f"stopped: {self._stopping.reason}; {done}, begin again with --resume", flush=True)
+            return
         totals = self._totals
         self.summary["steps"] = self.step
         if totals["steps"]:

@@ -121,13 +121,13 @@ def fork_ranks(
 
 
 def lasting_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl without what depends on the clock, or on when a checkpoint was written."""
+    """The lines of metrics.jsonl without what depends on the clock, on when a checkpoint was written, or on a kill."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [
         {
             name: value
             for name, value in row.items()
-            if not name.endswith("_s") and not name.startswith(("control/", "checkpoint/"))
+            if not name.endswith("_s") and not name.startswith(("control/", "checkpoint/", "rollout/reused"))
         }
         for row in rows
     ]

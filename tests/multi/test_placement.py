@@ -15,7 +15,7 @@ from hybridflow.parallel.world import World
 from hybridflow.trainer.trainer import train
 from tests.ranks import run_ranks
 
-OF_THE_MACHINE = ("time", "throughput/", "control/", "reshard/")
+OF_THE_MACHINE = ("time", "throughput/", "control/", "reshard/", "checkpoint/")
 """Beginnings of metrics that differ from run to run."""
 
 

@@ -10,7 +10,7 @@ from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack, split_by_tokens
 from hybridflow.models.training import forward_only
 from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.rollout.generate import Generator, Request
+from hybridflow.rollout.generate import LOOK_TOKENS, Generator, Request, Response, RolloutStopped
 from hybridflow.rollout.sampling import SamplingParams, gumbel_noise, row_keys
 from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, layouts_of, make_model
 from tests.ranks import run_ranks
@@ -130,3 +130,60 @@ def test_windows_caps_and_experts_give_the_same_text_in_layouts_and_the_log_prob
         # These seeds meet no near-tie.
         assert tokens == reference[("tp1.pp1.dp1", *request)][0]
         assert (torch.tensor(sampled) - torch.tensor(trained)).abs().max() <= 1e-5
+
+
+class Noting:
+    """Notes what it is handed; says to stop when asked for the ``stop_at``-th time."""
+
+    def __init__(self, stop_at: int | None) -> None:
+        self.stop_at, self.num_asked = stop_at, 0
+        self.handed: list[tuple[tuple[int, int], list[int], list[float]]] = []
+
+    def finished(self, pairs: list[tuple[Request, Response]]) -> None:
+        assert pairs
+        self.handed += [((ask.draw, ask.index), got.tokens.tolist(), got.log_probs.tolist()) for ask, got in pairs]
+
+    def is_stopping(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked == self.stop_at
+
+
+def stopped(world, layouts: list[ParallelLayout], stops: tuple[int | None, ...]):
+    """Of each layout and stop: how often it was asked, what was handed over, what came back."""
+    params = SamplingParams(max_new_tokens=LOOK_TOKENS + 4, stop_ids=(2, 5))
+    found = []
+    for layout in layouts:
+        model, mesh, groups, _ = make_model(world, layout)
+        generator = Generator(model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=4)
+        mine = requests()[mesh.coordinate(world.rank).dp :: layout.dp]
+        for stop_at in stops:
+            progress, responses = Noting(stop_at), None
+            try:
+                responses = generator.generate(mine, params, progress=progress)
+            except RolloutStopped:
+                assert stop_at is not None
+            whole = responses and [
+                ((ask.draw, ask.index), got.tokens.tolist(), got.log_probs.tolist())
+                for ask, got in zip(mine, responses, strict=True)
+            ]
+            found.append((stop_at, progress.num_asked, progress.handed, whole))
+    return found
+
+
+def test_finished_responses_are_handed_over_once_and_generating_stops_where_it_is_told_to():
+    stops = (None, 1, 2, 3, 4)
+    for results in run_ranks(stopped, 2, layouts_of(2), stops):
+        for start in range(0, len(results), len(stops)):
+            _, num_asked, handed, whole = results[start]
+            assert sorted(handed) == sorted(whole)
+            # Before each wave of four, and within those that pass LOOK_TOKENS.
+            num_waves = -(-len(whole) // 4)
+            long_waves = [
+                any(len(one[1]) > LOOK_TOKENS for one in whole[at : at + 4]) for at in range(0, len(whole), 4)
+            ]
+            assert num_asked == num_waves + sum(long_waves) and any(long_waves)
+            for stop_at, asked, before, nothing in results[start + 1 : start + len(stops)]:
+                assert asked == stop_at and nothing is None
+                assert before == handed[: len(before)]
+            numbers = [len(before) for _, _, before, _ in results[start : start + len(stops)]]
+            assert numbers[1] == 0 and numbers[1:] == sorted(numbers[1:]) and 0 < numbers[-1] < numbers[0]

@@ -91,7 +91,7 @@ def first_and_train(world: World, values: dict[str, Any]) -> tuple[dict[str, Any
     plan = plan_job(made)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     job = open_job(made, world, plan)
-    trainer = Trainer(job, plan, begin(job, resume=False))
+    trainer = Trainer(job, plan, begin(job, resume=False), Stopping(world))
     trainer._read_weights()
     trainer._spread_weights()
     found: dict[str, Any] = {"prompt": list(trainer.job.train.prompts[0])}
@@ -299,7 +299,7 @@ def around_the_warm_start(world: World, values: dict[str, Any]) -> tuple[dict[st
     plan = plan_job(made)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     job = open_job(made, world, plan)
-    trainer = Trainer(job, plan, begin(job, resume=False))
+    trainer = Trainer(job, plan, begin(job, resume=False), Stopping(world))
     trainer._read_weights()
     trainer._spread_weights()
 

@@ -51,6 +51,7 @@ LIGHT = [
         "doctor.command",
         "doctor.compare",
         "doctor.rounds",
+        "data.rollout_log",
         "launch",
         "launch.local",
         "cli",

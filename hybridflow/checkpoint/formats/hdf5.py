@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -404,6 +404,87 @@ def _hash(tensor: Tensor, meanwhile: ThreadPoolExecutor) -> Future[str]:
     # HDF5 holds the interpreter while it writes: the other thread could not begin then.
     has_begun.wait()
     return hashing
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Any], form: str) -> None:
+    """Write arrays of one dim, checksummed, as a file that is there whole or not at all.
+
+    Args:
+        path: Of the file; what is there is replaced.
+        arrays: Name -> array of numpy, at least one element.
+        form: What kind of file it is, for ``lengths_of_arrays``.
+
+    Raises:
+        OSError: The file system refuses; ``path`` is as it was.
+    """
+
+    def fill(file: h5py.File) -> None:
+        for name, array in arrays.items():
+            chunks = (min(len(array), _CHUNK_BYTES // array.dtype.itemsize),)
+            file.create_dataset(name, data=array, chunks=chunks, fletcher32=True)
+
+    _replace(path, form, fill)
+
+
+def join_arrays(path: Path, parts: Mapping[str, Mapping[str, int]], dtypes: Mapping[str, Any], form: str) -> None:
+    """Write a file whose arrays are those of other files one behind the other, by reference.
+
+    What is missing when it is read is NaN, or -1.
+
+    Args:
+        path: Of the file; what is there is replaced.
+        parts: File, relative to ``path``'s directory -> what ``lengths_of_arrays`` gave for it, in order.
+        dtypes: Name -> type of numpy, of every array.
+        form: What kind of file it is.
+
+    Raises:
+        OSError: The file system refuses; ``path`` is as it was.
+    """
+
+    def fill(file: h5py.File) -> None:
+        file.attrs["parts"] = json.dumps(list(parts))
+        for name, dtype in dtypes.items():
+            layout = h5py.VirtualLayout((sum(lengths[name] for lengths in parts.values()),), dtype)
+            end = 0
+            for part, lengths in parts.items():
+                start, end = end, end + lengths[name]
+                if end > start:
+                    layout[start:end] = h5py.VirtualSource(part, name, (lengths[name],), dtype)
+            missing = np.nan if np.dtype(dtype).kind == "f" else -1
+            file.create_virtual_dataset(name, layout, fillvalue=missing)
+
+    _replace(path, form, fill)
+
+
+def lengths_of_arrays(path: Path, dtypes: Mapping[str, Any], form: str) -> dict[str, int]:
+    """How long each array of a file of ``write_arrays`` is.
+
+    Raises:
+        CheckpointError: It is no such file, or is damaged where that can be told without reading the numbers.
+    """
+    with _reading(path), h5py.File(path, "r") as file:
+        if _text(file, "format") != form:
+            raise ValueError(f"is of the format {_text(file, 'format')}, expected {form}")
+        for name, dtype in dtypes.items():
+            array = file.get(name)
+            if not isinstance(array, h5py.Dataset) or array.ndim != 1 or array.dtype != dtype:
+                raise ValueError(f"has no {name} of one dim and type {np.dtype(dtype)}")
+        return {name: len(file[name]) for name in dtypes}
+
+
+def _replace(path: Path, form: str, fill: Callable[[h5py.File], None]) -> None:
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        with _writing(path):
+            with h5py.File(aside, "w", libver="v110") as file:
+                file.attrs["format"] = form
+                fill(file)
+            sync_path(aside)
+            aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_path(path.parent)
 
 
 def is_hdf5(path: Path) -> bool:

@@ -1,0 +1,242 @@
+"""Responses in files that a kill cannot spoil: appended to, checksummed, synced. No torch.
+
+    16 bytes            MAGIC
+    block               JSON: what the file is, ``LogHeader``
+    block …             a response each: draw, index, number of tokens; tokens (int32); log-probabilities (fp32)
+
+All numbers are little-endian. A block is its length (4 bytes), a checksum (16 bytes), and its content. The checksum
+covers that of the block before it too, so that a block is read only where all before it are whole and in their order:
+what a kill tore off, or a disk spoiled, takes with it nothing but what follows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridflow.errors import WriteError
+from hybridflow.observe.files import sync_path
+
+MAGIC = b"hybridflow-log-1"
+_LENGTH = struct.Struct("<I")
+_CHECKSUM_BYTES = 16
+_RECORD = struct.Struct("<qqq")
+_NAME = re.compile(r"step-(\d{6,})-start-([0-9a-z]+)-rank-(\d{5,})\.log")
+
+
+class LogName(NamedTuple):
+    """A log's name: one for each step, start of the run, and rank, so that no two processes ever share one.
+
+    Attributes:
+        step: Training step whose responses it holds.
+        start: Tells the start of the run from others.
+        rank: Which wrote it.
+    """
+
+    step: int
+    start: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"step-{self.step:06d}-start-{self.start}-rank-{self.rank:05d}.log"
+
+    @staticmethod
+    def parse(name: str) -> LogName | None:
+        """Of a file's name; None: it is no log."""
+        found = _NAME.fullmatch(name)
+        return None if found is None else LogName(int(found[1]), found[2], int(found[3]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogHeader:
+    """What a log says of all its responses.
+
+    Attributes:
+        step: Training step that they are for.
+        fingerprint: Of the weights that sampled them.
+        seed: Of the noise.
+        vocab_size: Tokens are below it.
+    """
+
+    step: int
+    fingerprint: str
+    seed: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """A response.
+
+    Attributes:
+        draw: Serial number of its prompt in the data order.
+        index: Its number among those of its prompt.
+        tokens: ``[response]``.
+        log_probs: The sampler's own, ``[response]``.
+    """
+
+    draw: int
+    index: int
+    tokens: NDArray[np.int32]
+    log_probs: NDArray[np.float32]
+
+
+class Log(NamedTuple):
+    """What is whole of a log."""
+
+    header: LogHeader
+    responses: list[Sampled]
+
+
+class LogWriter:
+    """Writes a log that is not there yet. A context manager; what was added is on disk when it ends.
+
+    What ``add`` has taken survives the process at once. A thread brings it to the disk, so that decoding does not wait.
+
+    Args:
+        path: Its directory is made if absent.
+        header: Of the log.
+
+    Raises:
+        WriteError: It cannot be made.
+    """
+
+    def __init__(self, path: Path, header: LogHeader) -> None:
+        self._path = path
+        self._num_bytes, self._num_synced = 0, 0
+        self._syncing: list[Future[None]] = []
+        self._meanwhile = ThreadPoolExecutor(1, thread_name_prefix="rollout log")
+        self._checksum = MAGIC
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+            self._write(MAGIC + self._block(json.dumps(asdict(header)).encode()))
+            sync_path(path.parent)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def add(self, responses: Iterable[Sampled]) -> None:
+        """Append responses.
+
+        Raises:
+            WriteError: The file system refuses, these or what was added before.
+        """
+        try:
+            self._write(b"".join(self._block(_packed(each)) for each in responses))
+            while self._syncing and self._syncing[0].done():
+                self._syncing.pop(0).result()
+        except OSError as error:
+            raise self._refused(error) from error
+        self._syncing.append(self._meanwhile.submit(self._sync))
+
+    def close(self) -> None:
+        """Return when all is on disk.
+
+        Raises:
+            WriteError: The file system refuses.
+        """
+        self._meanwhile.shutdown()
+        try:
+            self._sync()
+            os.close(self._file)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def __enter__(self) -> LogWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _block(self, content: bytes) -> bytes:
+        length = _LENGTH.pack(len(content))
+        self._checksum = _checksum(self._checksum, length, content)
+        return length + self._checksum + content
+
+    def _write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(self._file, left) :]
+        self._num_bytes += len(data)
+
+    def _sync(self) -> None:
+        num_bytes = self._num_bytes
+        if num_bytes > self._num_synced:
+            os.fsync(self._file)
+            self._num_synced = num_bytes
+
+    def _refused(self, error: OSError) -> WriteError:
+        return WriteError(f"{self._path}: cannot be written: {error}; make room there, or set another run_dir")
+
+
+def read_log(path: Path) -> Log | None:
+    """All that is whole in a log; None: not even its header is.
+
+    Raises:
+        OSError: The file system refuses.
+    """
+    blocks = _blocks(path.read_bytes())
+    first = next(blocks, None)
+    if first is None:
+        return None
+    try:
+        header = LogHeader(**json.loads(first))
+    except (ValueError, TypeError):
+        return None
+    return Log(header, [_unpacked(block) for block in blocks])
+
+
+def list_logs(folder: Path) -> list[LogName]:
+    """The logs in a directory, in order; none where there is no directory."""
+    if not folder.is_dir():
+        return []
+    names = (LogName.parse(path.name) for path in folder.iterdir())
+    return sorted(name for name in names if name is not None)
+
+
+def _blocks(data: bytes) -> Iterator[bytes]:
+    """The contents of the blocks up to the first that is not as it was written."""
+    if data[: len(MAGIC)] != MAGIC:
+        return
+    at, before = len(MAGIC), MAGIC
+    while at + _LENGTH.size + _CHECKSUM_BYTES <= len(data):
+        length = data[at : at + _LENGTH.size]
+        start = at + _LENGTH.size + _CHECKSUM_BYTES
+        at = start + _LENGTH.unpack(length)[0]
+        content = data[start:at]
+        checksum = _checksum(before, length, content)
+        if checksum != data[start - _CHECKSUM_BYTES : start]:
+            return
+        before = checksum
+        yield content
+
+
+def _checksum(before: bytes, length: bytes, content: bytes) -> bytes:
+    return hashlib.blake2b(before + length + content, digest_size=_CHECKSUM_BYTES).digest()
+
+
+def _packed(response: Sampled) -> bytes:
+    assert response.tokens.shape == response.log_probs.shape, "a log-probability for each token"
+    head = _RECORD.pack(response.draw, response.index, len(response.tokens))
+    return head + response.tokens.astype("<i4").tobytes() + response.log_probs.astype("<f4").tobytes()
+
+
+def _unpacked(content: bytes) -> Sampled:
+    draw, index, count = _RECORD.unpack_from(content)
+    return Sampled(
+        draw=draw,
+        index=index,
+        tokens=np.frombuffer(content, "<i4", count, _RECORD.size).astype(np.int32),
+        log_probs=np.frombuffer(content, "<f4", count, _RECORD.size + 4 * count).astype(np.float32),
+    )

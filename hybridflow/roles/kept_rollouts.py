@@ -1,0 +1,229 @@
+"""What was sampled and is not yet part of a checkpoint: kept in logs, used again after a kill, archived or removed.
+
+    <run_dir>/rollouts/log/step-000012-start-3fab…-rank-00003.log     see ``data.rollout_log``
+    <run_dir>/rollouts/segments/step-000001-000010-rank-00003.h5      see ``rollout.archive``
+    <run_dir>/rollouts/all.h5
+
+A response is used again where its step, and the weights that sampled it, are the same. The weights are told apart by a
+fingerprint: a random one at the beginning of a run, from then on the hash of the one before and of what the update
+measured, to the last bit. It is part of each checkpoint. So all that was sampled since is found again by a run that
+takes the same way bit for bit, and what the checkpoint's own weights have sampled by any.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hybridflow.data.rollout_log import LogHeader, LogName, LogWriter, Sampled, list_logs, read_log
+from hybridflow.errors import WriteError
+from hybridflow.roles.job import Job
+from hybridflow.rollout import archive
+from hybridflow.rollout.generate import Request, Response
+
+_FOLDER, _LOGS = "rollouts", "log"
+
+
+class Lineage(NamedTuple):
+    """What a checkpoint knows of the rollouts that it needs no more.
+
+    Attributes:
+        step: Of the checkpoint.
+        start: Of the run, that saved it.
+        fingerprint: Of its weights.
+    """
+
+    step: int
+    start: str
+    fingerprint: str
+
+
+class KeptRollouts:
+    """This rank's part of them. Made on all ranks, which is collective.
+
+    Args:
+        job: The job.
+        start: Tells this start of the run from others.
+        step: Of the checkpoint that the run goes on from; None: it is a new one, which removes what is there.
+        state: What ``state`` was at that checkpoint; None: it had none.
+    """
+
+    def __init__(self, job: Job, start: str, step: int | None, state: Mapping[str, str] | None) -> None:
+        self._job, self._start, self._rank = job, start, job.world.rank
+        self._folder = Path(job.recipe.run_dir) / _FOLDER
+        self._logs = self._folder / _LOGS
+        self._saved = step
+        # Without a state nothing that is there can be told to belong to the checkpoint.
+        self._before = None if step is None or state is None else Lineage(step, state["start"], state["fingerprint"])
+        self._fingerprint = start if self._before is None else self._before.fingerprint
+        self._written: list[LogName] = []
+        everyone = job.world.coordinator(job.meshes["job"].ranks)
+        # One looks: of a directory that another node has just changed each might see something else.
+        found = everyone.decide("rollouts of earlier starts", self._look(step) if everyone.is_lead else None)
+        self._left = [LogName(*name) for name in found]
+
+    def state(self) -> dict[str, str]:
+        """What a checkpoint keeps of this; equal on all ranks."""
+        return {"start": self._start, "fingerprint": self._fingerprint}
+
+    def advance(self, measured: Mapping[str, float]) -> None:
+        """The weights have changed: by an update that measured this, equal on all ranks."""
+        recipe = self._job.recipe
+        told = [measured[name].hex() for name in ("actor/loss", "actor/grad_norm")]
+        # The rate may be changed on resume, and says nothing in the step in which it is.
+        told += [recipe.actor.optimizer.lr.hex(), str(recipe.actor.update)]
+        self._fingerprint = hashlib.sha256(" ".join([self._fingerprint, *told]).encode()).hexdigest()
+
+    def find(self, step: int, requests: list[Request]) -> dict[tuple[int, int], Response]:
+        """Responses to some of the requests that an earlier start of the run has sampled, by draw and index.
+
+        Collective: tp, pp of the rollout, with the same requests.
+        """
+        names = [name for name in self._left if name.step == step]
+        if not names or not requests:
+            return {}
+        mesh = self._job.meshes["actor.rollout"]
+        replica = self._job.world.coordinator(mesh.group_of(self._rank, "tp", "pp"))
+        found = [_to_text(each) for each in self._read(names, step, requests)] if replica.is_lead else None
+        responses = (_from_text(*text) for text in replica.decide("rollouts of earlier starts", found))
+        return {
+            (each.draw, each.index): Response(
+                tokens=torch.from_numpy(each.tokens).long(), log_probs=torch.from_numpy(each.log_probs)
+            )
+            for each in responses
+        }
+
+    @contextlib.contextmanager
+    def log(self, step: int) -> Iterator[LogWriter | None]:
+        """This rank's log of a step, on disk when it ends; None on a rank that has none.
+
+        Of the ranks of a replica that know the log-probabilities one has a log, the first.
+        """
+        mesh = self._job.meshes["actor.rollout"]
+        if mesh.holders(mesh.coordinate(self._rank).dp)[0] != self._rank:
+            yield None
+            return
+        name = LogName(step, self._start, self._rank)
+        with LogWriter(self._logs / str(name), self._header(step)) as writer:
+            self._written.append(name)
+            yield writer
+
+    def begin_save(self, step: int) -> None:
+        """The checkpoint before is complete, and that of ``step`` has begun. On all ranks."""
+        self.end_save()
+        self._saved = step
+
+    def end_save(self) -> None:
+        """The last checkpoint is complete: what was sampled before it goes into the archive, or away. On all ranks.
+
+        Raises:
+            WriteError: The file system refuses.
+        """
+        step = self._saved
+        if step is None:
+            return
+        if self._rank == 0 and self._job.recipe.rollout.archive:
+            # What the ranks have archived at the last save, since when they have met.
+            self.join()
+        done = [name for name in self._written if name.step <= step]
+        done += [name for name in self._left if name.step <= step and name.rank % self._job.world.size == self._rank]
+        if self._job.recipe.rollout.archive:
+            self._archive([name for name in done if self._is_part_of_run(name)])
+        for name in done:
+            with contextlib.suppress(OSError):
+                (self._logs / str(name)).unlink()
+        self._written = [name for name in self._written if name.step > step]
+        self._left = [name for name in self._left if name.step > step]
+
+    def join(self) -> None:
+        """Join all that is archived in one file. For one rank, while no other writes to the archive.
+
+        Raises:
+            WriteError: The file system refuses.
+        """
+        for line in archive.join_segments(self._folder):
+            print(line, flush=True)
+
+    def _look(self, step: int | None) -> list[LogName]:
+        """The logs that are there, once what does not belong to the run, at this step, is removed."""
+        names = list_logs(self._logs)
+        try:
+            archive.drop_segments(self._folder, after=step)
+            if step is None:
+                for name in names:
+                    (self._logs / str(name)).unlink()
+                names = []
+        except OSError as error:
+            raise WriteError(f"{self._folder}: an earlier run's rollouts cannot be removed: {error}") from error
+        return names
+
+    def _read(self, names: list[LogName], step: int, requests: list[Request]) -> Iterator[Sampled]:
+        wanted = {(request.draw, request.index) for request in requests}
+        for name in names:
+            try:
+                log = read_log(self._logs / str(name))
+            except OSError as error:
+                print(f"{self._logs / str(name)}: cannot be read, and is not used: {error}", flush=True)
+                continue
+            if log is None or log.header != self._header(step):
+                continue
+            for each in log.responses:
+                if (each.draw, each.index) in wanted:
+                    wanted.remove((each.draw, each.index))
+                    yield each
+
+    def _header(self, step: int) -> LogHeader:
+        return LogHeader(
+            step=step,
+            fingerprint=self._fingerprint,
+            seed=self._job.recipe.seed,
+            vocab_size=self._job.vocab_size,
+        )
+
+    def _is_part_of_run(self, name: LogName) -> bool:
+        """Whether the run took the way on which this was sampled: no later start went back before it."""
+        if name.start == self._start:
+            return True
+        before = self._before
+        return before is not None and name.start == before.start and name.step <= before.step
+
+    def _archive(self, names: list[LogName]) -> None:
+        """A segment for each rank that wrote; what has one already, its writer killed since, is left out."""
+        covered = archive.list_segments(self._folder)
+        by_rank: dict[int, list[LogName]] = {}
+        for name in sorted(names):
+            if not any(segment.rank == name.rank and segment.holds(name.step) for segment in covered):
+                by_rank.setdefault(name.rank, []).append(name)
+        for rank, chosen in by_rank.items():
+            rows = []
+            for name in chosen:
+                try:
+                    log = read_log(self._logs / str(name))
+                except OSError as error:
+                    raise WriteError(f"{self._logs / str(name)}: cannot be archived: {error}") from error
+                rows += [] if log is None else [(name.step, each) for each in log.responses]
+            prompts = {each.draw: self._job.train.prompt(each.draw) for _, each in rows}
+            archive.write_segment(
+                self._folder, archive.SegmentName(chosen[0].step, chosen[-1].step, rank), rows, prompts
+            )
+
+
+def _to_text(response: Sampled) -> list[Any]:
+    numbers = (response.tokens.astype("<i4"), response.log_probs.astype("<f4"))
+    return [response.draw, response.index, *(base64.b64encode(each.tobytes()).decode() for each in numbers)]
+
+
+def _from_text(draw: int, index: int, tokens: str, log_probs: str) -> Sampled:
+    return Sampled(
+        draw=draw,
+        index=index,
+        tokens=np.frombuffer(base64.b64decode(tokens), "<i4").astype(np.int32),
+        log_probs=np.frombuffer(base64.b64decode(log_probs), "<f4").astype(np.float32),
+    )

@@ -1,0 +1,141 @@
+"""What a run has sampled, for h5py: a file for each rank and stretch of steps, and one that joins them.
+
+    <folder>/segments/step-000001-000010-rank-00003.h5     renamed into place when it is whole, never changed
+    <folder>/all.h5                                        virtual datasets over all segments, by relative names
+
+Datasets of one number for each sample: ``step``, ``draw``, ``index``, ``prompt_length``, ``response_length``; and of
+all samples one behind the other: ``prompt_tokens``, ``response_tokens``, ``log_probs``. Where a segment is missing, h5py
+gives -1, or NaN.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridflow.checkpoint.formats.hdf5 import join_arrays, lengths_of_arrays, write_arrays
+from hybridflow.data.rollout_log import Sampled
+from hybridflow.errors import CheckpointError, WriteError
+
+ALL = "all.h5"
+FORMAT = "hybridflow-rollouts-1"
+_SEGMENTS = "segments"
+_NAME = re.compile(r"step-(\d{6,})-(\d{6,})-rank-(\d{5,})\.h5")
+_DTYPES = {
+    "step": np.int64,
+    "draw": np.int64,
+    "index": np.int64,
+    "prompt_length": np.int64,
+    "response_length": np.int64,
+    "prompt_tokens": np.int32,
+    "response_tokens": np.int32,
+    "log_probs": np.float32,
+}
+
+
+class SegmentName(NamedTuple):
+    """A segment's name.
+
+    Attributes:
+        first: Its first step.
+        last: Its last step.
+        rank: Whose samples it holds.
+    """
+
+    first: int
+    last: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"step-{self.first:06d}-{self.last:06d}-rank-{self.rank:05d}.h5"
+
+    def holds(self, step: int) -> bool:
+        """Whether a step's samples of its rank are in it."""
+        return self.first <= step <= self.last
+
+
+def list_segments(folder: Path) -> list[SegmentName]:
+    """The segments of an archive, in order; none where there is no archive."""
+    path = folder / _SEGMENTS
+    found = (_NAME.fullmatch(each.name) for each in path.iterdir()) if path.is_dir() else ()
+    return sorted(SegmentName(*(int(part) for part in each.groups())) for each in found if each is not None)
+
+
+def write_segment(
+    folder: Path, name: SegmentName, rows: Sequence[tuple[int, Sampled]], prompts: Mapping[int, Sequence[int]]
+) -> None:
+    """Write a segment, whole or not at all.
+
+    Args:
+        folder: Of the archive; made if absent.
+        name: Of the segment.
+        rows: Samples and their steps; without any nothing is written.
+        prompts: Draw -> the prompt's tokens.
+
+    Raises:
+        WriteError: The file system refuses.
+    """
+    rows = sorted(rows, key=lambda row: (row[0], row[1].draw, row[1].index))
+    if not rows:
+        return
+    asked = [prompts[each.draw] for _, each in rows]
+    arrays = {
+        "step": [step for step, _ in rows],
+        "draw": [each.draw for _, each in rows],
+        "index": [each.index for _, each in rows],
+        "prompt_length": [len(prompt) for prompt in asked],
+        "response_length": [len(each.tokens) for _, each in rows],
+        "prompt_tokens": [token for prompt in asked for token in prompt],
+        "response_tokens": np.concatenate([each.tokens for _, each in rows]),
+        "log_probs": np.concatenate([each.log_probs for _, each in rows]),
+    }
+    path = folder / _SEGMENTS / str(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_arrays(path, {key: np.asarray(values, _DTYPES[key]) for key, values in arrays.items()}, FORMAT)
+    except OSError as error:
+        raise _refused(path, error) from error
+
+
+def join_segments(folder: Path) -> list[str]:
+    """Write ``all.h5`` over the segments that are there.
+
+    Returns:
+        For each segment that cannot be read, and is left out, a line that says so.
+
+    Raises:
+        WriteError: The file system refuses.
+    """
+    parts, complaints = {}, []
+    for name in map(str, list_segments(folder)):
+        try:
+            parts[f"{_SEGMENTS}/{name}"] = lengths_of_arrays(folder / _SEGMENTS / name, _DTYPES, FORMAT)
+        except CheckpointError as error:
+            complaints.append(f"{error}; {folder / ALL} does without it")
+    try:
+        if parts:
+            join_arrays(folder / ALL, parts, _DTYPES, FORMAT)
+    except OSError as error:
+        raise _refused(folder / ALL, error) from error
+    return complaints
+
+
+def drop_segments(folder: Path, *, after: int | None) -> None:
+    """Remove what is in the archive of steps after one, which the run will take anew; None: all.
+
+    Raises:
+        OSError: The file system refuses.
+    """
+    dropped = [name for name in list_segments(folder) if after is None or name.last > after]
+    if dropped or after is None:
+        (folder / ALL).unlink(missing_ok=True)
+    for name in dropped:
+        (folder / _SEGMENTS / str(name)).unlink()
+
+
+def _refused(path: Path, error: OSError) -> WriteError:
+    return WriteError(f"{path}: cannot be written: {error}; make room there, or set another run_dir")

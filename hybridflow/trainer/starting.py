@@ -1,0 +1,103 @@
+"""Each start of a run is noted, and one too many of those that get nowhere is refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import NamedTuple
+
+from hybridflow.checkpoint.store import latest_step
+from hybridflow.config import Recipe
+from hybridflow.errors import ConfigError, HybridflowError
+from hybridflow.observe.starts import StartRecord, add_start, idle_starts, read_starts
+from hybridflow.parallel.coordinator import Coordinator
+from hybridflow.parallel.mesh import DeviceMesh
+
+
+class Started(NamedTuple):
+    """This start of the run.
+
+    Attributes:
+        number: 1 for the first; the same on all ranks.
+        earlier: Those before it; known to the lowest rank, on others empty.
+    """
+
+    number: int
+    earlier: tuple[StartRecord, ...] = ()
+
+
+def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coordinator) -> Started:
+    """Add this start to the run's. Collective: all ranks.
+
+    Raises:
+        ConfigError: Slurm has begun this job again and again from the same checkpoint. On all ranks.
+        CheckpointError: ``latest`` does not hold the name of a checkpoint. On all ranks.
+    """
+    hosts = tuple(dict.fromkeys(everyone.gather(socket.gethostname(), "hosts of the ranks")))
+    problem, kind, number, earlier = "", "", 0, []
+    if everyone.is_lead:
+        run_dir = Path(recipe.run_dir)
+        try:
+            earlier = read_starts(run_dir)
+            record = _record(recipe, meshes, hosts, earlier, latest_step(run_dir))
+            _check_progress(recipe, record, earlier)
+            add_start(run_dir, record)
+            number = record.number
+            if earlier or record.restart_count:
+                print(_describe(record), flush=True)
+        except (HybridflowError, OSError) as error:
+            problem, kind = str(error), type(error).__name__
+    problem, kind, number = everyone.decide("the number of this start", [problem, kind, number])
+    if problem:
+        raise (ConfigError if kind == "ConfigError" else HybridflowError)(problem)
+    return Started(number, tuple(earlier))
+
+
+def _record(
+    recipe: Recipe,
+    meshes: Mapping[str, DeviceMesh],
+    hosts: tuple[str, ...],
+    earlier: list[StartRecord],
+    step: int | None,
+) -> StartRecord:
+    count = os.environ.get("SLURM_RESTART_COUNT", "0")
+    job_id = os.environ.get("SLURM_JOB_ID")
+    return StartRecord(
+        number=max((record.number for record in earlier), default=0) + 1,
+        began_s=time.time(),
+        step=step,
+        ranks=recipe.cluster.ranks,
+        hosts=hosts,
+        layouts={name: str(mesh.layout) for name, mesh in meshes.items() if name not in ("job", "reward")},
+        job_id=job_id,
+        # Slurm leaves it out on the first run.
+        restart_count=int(count) if job_id is not None and count.isdigit() else None,
+    )
+
+
+def _check_progress(recipe: Recipe, record: StartRecord, earlier: list[StartRecord]) -> None:
+    """Refuse to go on with what fails each time; nobody is watching a job that begins itself again."""
+    if record.job_id is None:
+        return
+    idle = idle_starts(earlier, job_id=record.job_id, step=record.step)
+    if len(idle) < recipe.trainer.max_idle_starts:
+        return
+    place = "without a checkpoint" if record.step is None else f"from the checkpoint of step {record.step}"
+    ends = "; ".join(f"start {each.number}: {each.outcome or 'killed'} {each.detail or ''}".strip() for each in idle)
+    raise ConfigError(
+        f"{recipe.run_dir}: the last {len(idle)} starts of job {record.job_id} all began {place} and wrote no other "
+        f"({ends}); look into {recipe.run_dir}/logs for what stops them, save more often (trainer.save_every) or ask "
+        "for more time, then submit a new job; trainer.max_idle_starts says how many are allowed"
+    )
+
+
+def _describe(record: StartRecord) -> str:
+    moment = datetime.fromtimestamp(record.began_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    restarts = f", Slurm's restart {record.restart_count}" if record.restart_count else ""
+    place = "from the beginning" if record.step is None else f"from step {record.step}"
+    hosts = ", ".join(record.hosts[:8]) + (", …" if len(record.hosts) > 8 else "")
+    return f"start {record.number}{restarts}, {moment}: {record.ranks} ranks on {hosts}, {place}"

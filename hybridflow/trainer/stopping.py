@@ -1,0 +1,105 @@
+"""When a job saves and stops before its end: when a signal asks for it, or in time before Slurm's time limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from hybridflow.observe.starts import StartRecord
+from hybridflow.parallel.coordinator import Coordinator
+from hybridflow.parallel.job_end import find_job_end
+from hybridflow.parallel.world import World
+
+_LEAVING_S = 10.0
+"""For processes to end, and for the batch script to ask for another turn."""
+
+_SAVE_FACTOR = 1.5
+"""A file system is not always as quick as it was."""
+
+_FIRST_SAVE_SHARE, _FIRST_SAVE_S = 0.1, (20.0, 600.0)
+"""As long as no save has been measured: so much of the job's time, within these bounds."""
+
+_ASK_AGAIN_S = 60.0
+
+_NUM_SAVES = 3
+
+
+class Stopping:
+    """Whether the job is to stop, as this rank knows it; the ranks agree on it before they do.
+
+    Args:
+        world: This rank and the others.
+        earlier: The run's starts before this one, which may have measured how long saving takes.
+
+    Attributes:
+        reason: Why the job stops, once ranks have agreed that it does: all of them, or those of a rollout's replica.
+        job_end_s: Unix time of the job's end, in seconds; known to the lowest rank alone, and there None without one.
+    """
+
+    def __init__(self, world: World, earlier: Iterable[StartRecord] = ()) -> None:
+        self.reason: str | None = None
+        self.job_end_s = find_job_end() if world.rank == 0 else None
+        self._watch = world.watch
+        self._began_s = self._asked_s = time.time()
+        self._saves_s = [record.save_s for record in earlier if record.save_s is not None][-_NUM_SAVES:]
+        self._blocked_s = 0.0
+        self._rest_s = 0.0
+        if self._watch is not None and self.job_end_s is not None:
+            self._watch.clock = self.find_time_up
+
+    @property
+    def save_s(self) -> float | None:
+        """How long the slowest of the last saves took, in seconds; None: none was measured."""
+        return max(self._saves_s, default=None)
+
+    def learn(self, metrics: Mapping[str, float]) -> None:
+        """Take up what a step measured: how long saving took, and what comes after the rollout."""
+        self._blocked_s = metrics.get("checkpoint/blocked_s", self._blocked_s)
+        if "checkpoint/write_s" in metrics:
+            self._saves_s = [*self._saves_s, self._blocked_s + metrics["checkpoint/write_s"]][-_NUM_SAVES:]
+        if "time/step_s" in metrics:
+            self._rest_s = metrics["time/step_s"] - metrics.get("time/rollout_s", 0.0)
+
+    def own_reason(self, *, before_update: bool = False) -> str | None:
+        """Why the job should stop, as far as this rank knows.
+
+        Args:
+            before_update: What comes now cannot be stopped half-way: there must be time for it, too.
+        """
+        known = self.reason if self._watch is None else self.reason or self._watch.stop_reason
+        if known is not None:
+            return known
+        return self.find_time_up(self._rest_s if before_update else 0.0)
+
+    def settle(self, reasons: Iterable[str | None]) -> bool:
+        """Whether the job stops, by what all ranks know; given the same on every rank."""
+        self.reason = self.reason or next((reason for reason in reasons if reason is not None), None)
+        return self.reason is not None
+
+    def agree(self, coordinator: Coordinator, *, before_update: bool = False) -> bool:
+        """Whether the job stops here; the same on every rank. Collective: all ranks of the coordinator.
+
+        Args:
+            coordinator: The ranks that are to agree.
+            before_update: As for ``own_reason``.
+        """
+        return self.settle(coordinator.gather(self.own_reason(before_update=before_update), "whether to stop"))
+
+    def find_time_up(self, work_s: float = 0.0) -> str | None:
+        """Why the time is up, if after ``work_s`` more seconds of work no time would be left to save; else None."""
+        if self._is_short(work_s) and time.time() - self._asked_s > _ASK_AGAIN_S:
+            # It may have been prolonged.
+            self._asked_s, self.job_end_s = time.time(), find_job_end(is_fresh=True)
+        if not self._is_short(work_s):
+            return None
+        assert self.job_end_s is not None, "a job without an end is never short of time"
+        return f"{max(0.0, self.job_end_s - time.time()):.0f} s are left of the job's time, saving needs them"
+
+    def _is_short(self, work_s: float) -> bool:
+        end_s = self.job_end_s
+        if end_s is None:
+            return False
+        low, high = _FIRST_SAVE_S
+        guess_s = min(high, max(low, _FIRST_SAVE_SHARE * (end_s - self._began_s)))
+        save_s = guess_s if self.save_s is None else _SAVE_FACTOR * self.save_s
+        return time.time() + work_s + save_s + _LEAVING_S > end_s

@@ -1,0 +1,175 @@
+"""A job that is asked to stop saves, says that it wants another turn, and goes on as if it had not been asked."""
+
+import json
+import os
+import signal
+import time
+
+import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
+import pytest
+import torch.utils.tensorboard  # noqa: F401
+
+from hybridflow.checkpoint.store import latest_step
+from hybridflow.exit_status import REQUEUE
+from hybridflow.observe.starts import read_starts
+from hybridflow.roles.actor import Actor
+from hybridflow.trainer import stopping
+from hybridflow.trainer.stopping import Stopping
+from tests.e2e.commands import fork_ranks, lasting_metrics, write_recipe
+
+RUN = ["train", "tiny.yaml", "trainer.steps=4"]
+
+
+def ask(job, signum):
+    """Send this process a signal, and wait until the watch has heard of it."""
+    os.kill(os.getpid(), signum)
+    end_s = time.monotonic() + 30
+    while job.world.watch.stop_reason is None:
+        assert time.monotonic() < end_s, "the watch did not hear of the signal"
+        time.sleep(0.01)
+
+
+def asking(call, at, signum, *, on_rank=1):
+    """A hook: before its ``at``-th turn of a call of the actor's, a rank is sent a signal."""
+
+    def hook(rank):
+        method, turns = getattr(Actor, call), 0
+
+        def wrapped(self, batch, decided):
+            nonlocal turns
+            turns += 1
+            if rank == on_rank and turns == at:
+                ask(self._job, signum)
+            return method(self, batch, decided)
+
+        setattr(Actor, call, wrapped)
+
+    return hook
+
+
+def learned(run_dir):
+    """The metrics without what was moved: weights read from a checkpoint are resharded once more."""
+    rows = lasting_metrics(run_dir)
+    return [{name: value for name, value in row.items() if not name.startswith("reshard/")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    write_recipe(folder)
+    done = fork_ranks(RUN, folder)
+    assert done.codes == (0, 0), done.err
+    return folder
+
+
+# Two mini-batches a step: the third update is in step 2.
+@pytest.mark.parametrize(
+    ("call", "at", "signum", "on_rank", "saved"),
+    [
+        ("sample", 3, signal.SIGUSR1, 1, 2),
+        ("log_probs", 2, signal.SIGUSR2, 0, 1),
+        ("update", 3, signal.SIGTERM, 1, 2),
+        ("sample", 1, signal.SIGUSR1, 0, 0),
+    ],
+)
+def test_asked_in_a_step_it_saves_and_goes_on_unchanged(tmp_path, unbroken, call, at, signum, on_rank, saved):
+    write_recipe(tmp_path)
+    stopped = fork_ranks(RUN, tmp_path, hook=asking(call, at, signum, on_rank=on_rank))
+    assert stopped.codes == (REQUEUE, REQUEUE), stopped.err
+    assert latest_step(tmp_path / "run") == saved
+    assert f"stopped: received {signal.Signals(signum).name}; saved after step {saved}" in stopped.out
+    (start,) = read_starts(tmp_path / "run")
+    assert (start.outcome, start.step, start.ranks) == ("requeue", None, 2) and start.save_s > 0
+    again = fork_ranks([*RUN, "--resume"], tmp_path)
+    assert again.codes == (0, 0), again.err
+    assert learned(tmp_path / "run") == learned(unbroken / "run")
+    second = read_starts(tmp_path / "run")[1]
+    assert (second.outcome, second.step) == ("finished", saved) and f"from step {saved}" in again.out
+
+
+def test_asked_in_the_warm_start_it_ends_with_nothing_saved(tmp_path):
+    write_recipe(tmp_path)
+    stopped = fork_ranks([*RUN, "warm_start.steps=100000"], tmp_path, hook=asking("imitate", 3, signal.SIGTERM))
+    assert stopped.codes == (REQUEUE, REQUEUE), stopped.err
+    assert latest_step(tmp_path / "run") is None and "nothing was saved" in stopped.out
+
+
+def test_out_of_time_it_stops_by_itself(tmp_path):
+    def hook(rank):
+        init, sample, made = Stopping.__init__, Actor.sample, []
+
+        def kept(self, *rest):
+            init(self, *rest)
+            made.append(self)
+
+        def shortened(self, batch, decided):
+            if decided["train_step"]["step"] == 2 and rank == 0:
+                # Less than what processes take to leave.
+                made[0].job_end_s = time.time() + 5
+            return sample(self, batch, decided)
+
+        Stopping.__init__, Actor.sample = kept, shortened
+        stopping.find_job_end = lambda: time.time() + 1e6
+
+    write_recipe(tmp_path)
+    stopped = fork_ranks(RUN, tmp_path, hook=hook)
+    assert stopped.codes == (REQUEUE, REQUEUE), stopped.err
+    assert latest_step(tmp_path / "run") == 1 and "s are left of the job's time" in stopped.out
+
+
+def test_job_that_gets_nowhere_is_not_begun_for_ever(tmp_path):
+    def hook(rank):
+        os.environ |= {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_JOB_END_TIME": str(2**31)}
+
+    write_recipe(tmp_path)
+    (tmp_path / "rewards.py").write_text("def score(prompt, response, answer):\n    raise ValueError('no')\n")
+    for _ in range(3):
+        assert 0 not in fork_ranks([*RUN, "--resume"], tmp_path, hook=hook).codes
+    last = fork_ranks([*RUN, "--resume"], tmp_path, hook=hook)
+    assert last.codes == (2, 2)
+    last.complains_once("the last 3 starts of job 7 all began without a checkpoint", "trainer.max_idle_starts")
+    assert [start.restart_count for start in read_starts(tmp_path / "run")] == [2, 2, 2]
+
+
+def test_without_steps_there_is_the_warm_start_a_checkpoint_and_a_judgement(tmp_path):
+    write_recipe(tmp_path)
+    done = fork_ranks([*RUN, "trainer.steps=0"], tmp_path)
+    assert done.codes == (0, 0), done.err
+    assert latest_step(tmp_path / "run") == 0
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["steps"] == 0 and "accuracy_before_rl" in summary and "accuracy_after_rl" not in summary
+    actor = tmp_path / "run/checkpoints/step_000000/actor"
+    sizes = ["model={path: " + str(actor) + "}", "warm_start=null", "tokenizer.path=run/tokenizer.model"]
+    judged = fork_ranks([*RUN, *sizes, "trainer.steps=0", "run_dir=judged"], tmp_path)
+    assert judged.codes == (0, 0), judged.err
+    again = json.loads((tmp_path / "judged/summary.json").read_text())
+    assert again["accuracy_before_rl"] == summary["accuracy_before_rl"]
+
+
+FALLBACK = """
+fallbacks:
+  - {ranks: 1, overrides: ["actor.update={}", "actor.rollout={}"]}
+"""
+
+
+def test_with_fewer_ranks_the_fallback_goes_on(tmp_path, unbroken):
+    write_recipe(tmp_path)
+    with (tmp_path / "tiny.yaml").open("a") as file:
+        file.write(FALLBACK)
+    stopped = fork_ranks(RUN, tmp_path, hook=asking("sample", 3, signal.SIGUSR1))
+    assert stopped.codes == (REQUEUE, REQUEUE), stopped.err
+    again = fork_ranks([*RUN, "--resume"], tmp_path, num_ranks=1)
+    assert again.codes == (0,), again.err
+    rows, expected = (lasting_metrics(folder / "run") for folder in (tmp_path, unbroken))
+    assert [row["reward/mean"] for row in rows] == [row["reward/mean"] for row in expected]
+    assert [row["actor/loss"] for row in rows] == pytest.approx([row["actor/loss"] for row in expected], abs=1e-5)
+    assert read_starts(tmp_path / "run")[1].layouts["actor.update"] == "tp1.pp1.dp1"
+
+
+def test_ranks_that_no_layout_uses_leave_at_once(tmp_path):
+    write_recipe(tmp_path)
+    with (tmp_path / "tiny.yaml").open("a") as file:
+        file.write(FALLBACK)
+    done = fork_ranks([*RUN, "trainer.steps=1"], tmp_path, num_ranks=3)
+    assert done.codes == (0, 0, 0), done.err
+    assert read_starts(tmp_path / "run")[0].ranks == 2

@@ -1,0 +1,118 @@
+"""When a job's time is up, by what saving and a step were measured to take; and starts that get nowhere."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_starts, read_starts
+from hybridflow.trainer import stopping
+from hybridflow.trainer.stopping import Stopping
+
+
+class Clock:
+    """A time that the test sets, and the job's end as Slurm tells it."""
+
+    def __init__(self, monkeypatch, *, end_s):
+        self.now_s, self.end_s, self.num_asked = 0.0, end_s, 0
+        monkeypatch.setattr(stopping, "time", SimpleNamespace(time=lambda: self.now_s))
+        monkeypatch.setattr(stopping, "find_job_end", self.find)
+
+    def find(self, *, is_fresh=False):
+        self.num_asked += is_fresh
+        return self.end_s
+
+
+def start(number, step, outcome=None, save_s=None, job_id="7"):
+    return StartRecord(number=number, began_s=0.0, step=step, ranks=2, outcome=outcome, save_s=save_s, job_id=job_id)
+
+
+WORLD = SimpleNamespace(rank=0, watch=None)
+
+
+def first_second_that_is_up(clock, stops, work_s=0.0):
+    for second in range(int(clock.end_s) + 1):
+        clock.now_s = float(second)
+        if stops.find_time_up(work_s):
+            return second
+    return None
+
+
+def test_time_is_up_when_one_and_a_half_of_the_slowest_save_and_ten_seconds_are_left(monkeypatch):
+    clock = Clock(monkeypatch, end_s=1000.0)
+    stops = Stopping(WORLD, [start(1, None, save_s=200.0), start(2, 10, save_s=100.0)])
+    # 1000 - 1.5 * 200 - 10 = 690; at that second exactly it is enough.
+    assert first_second_that_is_up(clock, stops) == 691
+    assert first_second_that_is_up(clock, stops, work_s=100.0) == 591
+
+
+def test_saves_of_this_start_count_the_last_three(monkeypatch):
+    clock = Clock(monkeypatch, end_s=1000.0)
+    stops = Stopping(WORLD, [start(1, None, save_s=400.0)])
+    stops.learn({"checkpoint/blocked_s": 20.0, "time/step_s": 50.0, "time/rollout_s": 30.0})
+    for write_s in (80.0, 30.0, 30.0):
+        stops.learn({"checkpoint/write_s": write_s})
+    # The slowest took 20 + 80; the rest of a step takes 50 - 30.
+    assert stops.save_s == 100.0
+    assert first_second_that_is_up(clock, stops) == 1000 - 150 - 10 + 1
+    clock.now_s = 830.0
+    assert stops.own_reason() is None and stops.own_reason(before_update=True) is not None
+
+
+@pytest.mark.parametrize(("end_s", "guess_s"), [(100.0, 20.0), (1000.0, 100.0), (100000.0, 600.0)])
+def test_before_any_save_a_share_of_the_time_is_kept(monkeypatch, end_s, guess_s):
+    clock = Clock(monkeypatch, end_s=end_s)
+    assert first_second_that_is_up(clock, Stopping(WORLD)) == end_s - guess_s - 10 + 1
+
+
+def test_prolonged_job_goes_on(monkeypatch):
+    clock = Clock(monkeypatch, end_s=1000.0)
+    stops = Stopping(WORLD, [start(1, None, save_s=100.0)])
+    clock.now_s, clock.end_s = 900.0, 5000.0
+    assert stops.find_time_up() is None and clock.num_asked == 1
+    clock.now_s = 4900.0
+    assert "100 s are left" in stops.find_time_up()
+
+
+def test_without_a_limit_or_on_another_rank_time_is_never_up(monkeypatch):
+    Clock(monkeypatch, end_s=None)
+    assert Stopping(WORLD).find_time_up(1e9) is None
+    clock = Clock(monkeypatch, end_s=10.0)
+    clock.now_s = 100.0
+    assert Stopping(SimpleNamespace(rank=1, watch=None)).find_time_up() is None
+
+
+def test_first_reason_that_any_rank_knows_is_everybodys(monkeypatch):
+    Clock(monkeypatch, end_s=None)
+    stops = Stopping(WORLD)
+    assert not stops.settle([None, None]) and stops.reason is None
+    assert stops.settle([None, "received SIGUSR1", "another"]) and stops.reason == "received SIGUSR1"
+    assert stops.settle([None, None]), "once they have agreed, it stays"
+
+
+def test_starts_and_ends_are_read_back(tmp_path):
+    first = StartRecord(number=1, began_s=5.0, step=None, ranks=4, hosts=("n1", "n2"), job_id="7", restart_count=0)
+    add_start(tmp_path, first)
+    add_end(tmp_path, 1, "requeue", "received SIGUSR1", 3.5)
+    add_start(tmp_path, start(2, 10))
+    one, two = read_starts(tmp_path)
+    assert (one.hosts, one.outcome, one.detail, one.save_s) == (("n1", "n2"), "requeue", "received SIGUSR1", 3.5)
+    assert one.ended_s > one.began_s and (two.number, two.step, two.outcome) == (2, 10, None)
+
+
+@pytest.mark.parametrize("tail", [b'{"number": 3, "beg', b"\xff\xfe\n", b"[1]\n", b'{"number": 9}\n', b"\n\n"])
+def test_torn_lines_lose_nothing_else(tmp_path, tail):
+    add_start(tmp_path, start(1, None))
+    with (tmp_path / "starts.jsonl").open("ab") as file:
+        file.write(tail)
+    add_start(tmp_path, start(2, 10))
+    assert [record.number for record in read_starts(tmp_path)] == [1, 2]
+    assert all(json.loads(line) for line in (tmp_path / "starts.jsonl").read_bytes().split(b"\n")[-2:-1])
+
+
+def test_starts_of_the_same_job_from_the_same_step_are_idle():
+    records = [start(1, None), start(2, 10, "failed"), start(3, 10), start(4, 10, "requeue")]
+    assert [record.number for record in idle_starts(records, job_id="7", step=10)] == [2, 3, 4]
+    assert idle_starts(records, job_id="7", step=20) == []
+    assert idle_starts(records, job_id="8", step=10) == []
+    assert idle_starts([*records, start(5, 10, "finished")], job_id="7", step=10) == []

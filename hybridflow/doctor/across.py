@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from hybridflow.doctor import compare, measure
 from hybridflow.doctor.board import Board
@@ -27,7 +26,6 @@ from hybridflow.doctor.finding import Finding
 from hybridflow.doctor.network import Talk, speak
 from hybridflow.doctor.rounds import MAX_ROUNDS
 from hybridflow.doctor.software import versions
-from hybridflow.exit_status import DONE
 from hybridflow.parallel.start import Start
 from hybridflow.parallel.world import open_store
 
@@ -83,8 +81,7 @@ def look_across(
         deadlines: Of the waits.
 
     Raises:
-        DeadlineError: Rank 0 is not to be reached.
-        TimeoutError: Rank 0 does not go on.
+        DeadlineError: Rank 0 is not to be reached, or does not go on.
     """
     board = Board(open_store(start, start_deadline_s=deadlines.start_s))
     board.put(f"here/{start.rank}", node_name())
@@ -130,16 +127,14 @@ def leave(board: Board, start: Start, status: int, deadlines: Deadlines) -> int:
         deadlines: Of the waits.
 
     Raises:
-        TimeoutError: Rank 0 does not tell.
+        DeadlineError: Rank 0 does not tell.
     """
     if start.rank == 0:
         board.put("status", status)
         board.collect({rank: f"left/{rank}" for rank in range(1, start.size)}, _LEAVE_S)
     else:
-        status = board.get("status", deadlines.report_s + deadlines.message_s * 6 * (MAX_ROUNDS + 1))
+        status = board.get("status", deadlines.report_s + 4 * deadlines.message_s * (MAX_ROUNDS + 1))
         board.put(f"left/{start.rank}", True)
-    if dist.is_initialized() and status == DONE:
-        dist.destroy_process_group()
     return status
 
 
@@ -224,8 +219,8 @@ def _allocation(
     """Put together what rank 0 was told."""
     silent = {**silent, **{hosts[rank]: what for rank, what in talk.silent.items()}}
     pairs = {(hosts[one], hosts[other]): speed for (one, other), speed in talk.speeds.items()}
-    broken = [(hosts[one], hosts[other]) for one, other in talk.failed]
+    broken = {(hosts[one], hosts[other]): why for (one, other), why in talk.failed.items()}
     reports = compare.with_network(reports, pairs)
-    findings = [*compare.silent_nodes(silent), *compare.failures(reports, talk.error), *compare.differences(reports)]
+    findings = [*compare.silent_nodes(silent), *compare.failures(reports), *compare.differences(reports)]
     findings += [*compare.slow_nodes(reports), *compare.slow_pairs(reports, pairs, broken)]
     return Allocation(reports=tuple(reports), pairs=pairs, findings=tuple(findings))

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
+from hybridflow.errors import DeadlineError
+
 
 class Board:
     """Values under names.
@@ -30,18 +32,21 @@ class Board:
         """What was put under a name.
 
         Raises:
-            TimeoutError: Nothing was, in time.
+            DeadlineError: Nothing was, in time.
         """
         try:
             self.store.wait([f"doctor/{name}"], timedelta(seconds=max(deadline_s, 0.001)))
         except RuntimeError as error:
-            raise TimeoutError(f"{name}: no answer within {deadline_s:.0f} s") from error
+            raise DeadlineError(
+                f"doctor --nodes: nothing came under {name!r} within {deadline_s:.0f} s; the first node, which gathers "
+                "what all find, is gone or very slow: leave it out with --exclude, or look at it first"
+            ) from error
         return json.loads(self.store.get(f"doctor/{name}"))
 
     def collect(self, names: Mapping[int, str], deadline_s: float) -> dict[int, Any]:
         """What ranks have put under their names in time; the others are absent."""
         end, found = time.monotonic() + deadline_s, {}
         for rank, name in names.items():
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(DeadlineError):
                 found[rank] = self.get(name, end - time.monotonic())
         return found

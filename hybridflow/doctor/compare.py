@@ -117,18 +117,19 @@ def slow_nodes(reports: Sequence[NodeReport]) -> list[Finding]:
 
 
 def slow_pairs(
-    reports: Sequence[NodeReport], pairs: Mapping[tuple[str, str], float], broken: Iterable[tuple[str, str]]
+    reports: Sequence[NodeReport], pairs: Mapping[tuple[str, str], float], broken: Mapping[tuple[str, str], str]
 ) -> list[Finding]:
     """Pairs that are slow together though neither node is, the link between them; and pairs that do not speak."""
     findings = [
         Finding(
             area=AREA,
             name=f"{one} with {other}",
-            value="no messages between them",
+            value=f"no messages between them: {why}",
             verdict=PROBLEM,
-            remedy="each must be reached by its name and no firewall stand between: see the network area of each node",
+            remedy="each must be reached by its name, and no firewall stand between; GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME name the interface where nodes have several",
         )
-        for one, other in broken
+        for (one, other), why in broken.items()
     ]
     if len(pairs) < 3:
         return findings
@@ -167,14 +168,9 @@ def silent_nodes(missing: Mapping[str, str]) -> list[Finding]:
     ]
 
 
-def failures(reports: Sequence[NodeReport], network_error: str) -> list[Finding]:
-    """What nodes that answered could not do.
-
-    Args:
-        reports: Of the nodes.
-        network_error: Why they could not be connected; empty if they were.
-    """
-    findings = [
+def failures(reports: Sequence[NodeReport]) -> list[Finding]:
+    """What nodes that answered could not do."""
+    return [
         Finding(
             area=AREA,
             name=report.host,
@@ -185,18 +181,6 @@ def failures(reports: Sequence[NodeReport], network_error: str) -> list[Finding]
         for report in reports
         for error in report.errors
     ]
-    if network_error:
-        findings.append(
-            Finding(
-                area=AREA,
-                name="network",
-                value=f"the nodes cannot be connected: {network_error}",
-                verdict=PROBLEM,
-                remedy="each must be reached by its name, see the network area; or set GLOO_SOCKET_IFNAME to the "
-                "interface that all nodes have",
-            )
-        )
-    return findings
 
 
 def differences(reports: Sequence[NodeReport]) -> list[Finding]:

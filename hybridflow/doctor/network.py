@@ -1,8 +1,11 @@
-"""How fast each two nodes speak with each other, in rounds of disjoint pairs that rank 0 opens and closes."""
+"""How fast each two nodes speak with each other, in rounds of disjoint pairs that rank 0 opens and closes.
+
+Each pair has a process group of its own: in one of all nodes, a node that hangs breaks the connections of its partner
+to the others too.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hybridflow.doctor import measure
 from hybridflow.doctor.board import Board
@@ -23,15 +26,13 @@ class Talk:
 
     Attributes:
         speeds: Bytes each way per second, by the two ranks.
-        failed: Pairs that could not speak though both answer.
+        failed: Pairs that could not speak though both answer, and why.
         silent: Ranks that did not answer, and where.
-        error: Why no connections could be made; empty if they were.
     """
 
     speeds: dict[tuple[int, int], float] = field(default_factory=dict)
-    failed: list[tuple[int, int]] = field(default_factory=list)
+    failed: dict[tuple[int, int], str] = field(default_factory=dict)
     silent: dict[int, str] = field(default_factory=dict)
-    error: str = ""
 
 
 def speak(board: Board, rank: int, speakers: Sequence[int], *, on_gpus: bool, message_s: float) -> Talk:
@@ -47,69 +48,55 @@ def speak(board: Board, rank: int, speakers: Sequence[int], *, on_gpus: bool, me
         message_s: Longest wait for the messages of two nodes, in seconds.
 
     Raises:
-        TimeoutError: Rank 0 does not open the next round.
+        DeadlineError: Rank 0 does not open the next round.
     """
     talk = Talk()
-    if rank not in speakers or len(speakers) < 2:
+    if rank not in speakers:
         return talk
-    board.put(f"connected/{rank}", _connect(board, rank, speakers, on_gpus=on_gpus, message_s=message_s))
-    if rank == 0:
-        _collect_connected(board, speakers, talk, message_s)
-        board.put("all connected", talk.error == "")
-    if not board.get("all connected", 6 * message_s):
-        return talk
-    for number, pairs in enumerate(tournament(len(speakers))):
+    # So that NCCL's waits raise, where they would end the process.
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    for number, places in enumerate(tournament(len(speakers))):
+        pairs = [(speakers[one], speakers[other]) for one, other in places]
         if rank == 0:
             board.put(f"round/{number}", sorted(talk.silent))
-        left_out = board.get(f"round/{number}", 6 * message_s)
-        board.put(f"round/{number}/{rank}", _exchange(rank, speakers, pairs, left_out, on_gpus=on_gpus))
+        left_out = board.get(f"round/{number}", 8 * message_s)
+        peer = partner(rank, pairs)
+        if peer is not None and not {rank, peer} & set(left_out):
+            name = f"doctor/round/{number}/{min(rank, peer)}"
+            found = _exchange(PrefixStore(name, board.store), rank > peer, on_gpus=on_gpus, message_s=message_s)
+            board.put(f"round/{number}/{rank}", found)
         if rank == 0:
-            _close_round(board, number, [(speakers[one], speakers[other]) for one, other in pairs], talk, message_s)
+            _close_round(board, number, pairs, talk, message_s)
     return talk
 
 
-def _connect(board: Board, rank: int, speakers: Sequence[int], *, on_gpus: bool, message_s: float) -> str:
-    """Join a process group of the speakers. Returns why it failed; empty if it did not."""
-    # So that NCCL's waits raise, where they would end the process.
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+def _exchange(store: Store, is_second: bool, *, on_gpus: bool, message_s: float) -> float | str:
+    """Messages with the partner: bytes each way per second, or why there were none."""
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
-            store=PrefixStore("doctor/group", board.store),
-            rank=list(speakers).index(rank),
-            world_size=len(speakers),
+            store=store,
+            rank=int(is_second),
+            world_size=2,
             timeout=timedelta(seconds=message_s),
         )
+        return measure.pair_bytes_per_s(1 - int(is_second), torch.device("cuda", 0) if on_gpus else torch.device("cpu"))
     except (RuntimeError, ValueError) as error:
         return str(error).splitlines()[0]
-    return ""
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def _collect_connected(board: Board, speakers: Sequence[int], talk: Talk, message_s: float) -> None:
-    told = board.collect({rank: f"connected/{rank}" for rank in speakers}, 3 * message_s)
-    talk.silent |= {rank: "it made no connections to the others" for rank in speakers if rank not in told}
-    talk.error = next(filter(None, told.values()), "")
-
-
-def _exchange(
-    rank: int, speakers: Sequence[int], pairs: list[tuple[int, int]], left_out: Sequence[int], *, on_gpus: bool
-) -> float | None:
-    """This rank's messages of a round: bytes per second, or None if there were none."""
-    peer = partner(list(speakers).index(rank), pairs)
-    if peer is None or {rank, speakers[peer]} & set(left_out):
-        return None
-    with contextlib.suppress(RuntimeError):
-        return measure.pair_bytes_per_s(peer, torch.device("cuda", 0) if on_gpus else torch.device("cpu"))
-    return None
-
-
-def _close_round(board: Board, number: int, pairs: list[tuple[int, int]], talk: Talk, message_s: float) -> None:
-    asked = {rank: f"round/{number}/{rank}" for pair in pairs for rank in pair if rank not in talk.silent}
-    told = board.collect(asked, 2 * message_s)
-    talk.silent |= {rank: "it fell silent during the messages between nodes" for rank in asked if rank not in told}
-    for pair in pairs:
-        values = [told[rank] for rank in pair if told.get(rank) is not None]
-        if len(values) == 2:
-            talk.speeds[pair] = min(values)
-        elif not set(pair) & set(talk.silent):
-            talk.failed.append(pair)
+def _close_round(board: Board, number: int, pairs: Sequence[tuple[int, int]], talk: Talk, message_s: float) -> None:
+    """Note what all pairs of a round have found. To connect and to speak, each takes its own time."""
+    speaking = [pair for pair in pairs if not set(pair) & talk.silent.keys()]
+    told = board.collect({rank: f"round/{number}/{rank}" for pair in speaking for rank in pair}, 4 * message_s)
+    for pair in speaking:
+        speeds = [told[rank] for rank in pair if isinstance(told.get(rank), float)]
+        missing = [rank for rank in pair if rank not in told]
+        talk.silent |= {rank: "it fell silent during the messages between nodes" for rank in missing}
+        if len(speeds) == 2:
+            talk.speeds[pair] = min(speeds)
+        elif not missing:
+            talk.failed[pair] = next(told[rank] for rank in pair if isinstance(told[rank], str))

@@ -429,13 +429,13 @@ def test_a_slow_network_card_is_told_from_a_slow_link():
     card = {hosts: (3e9 if "n2" in hosts else speed) for hosts, speed in pairs.items()}
     nodes = compare.with_network([node(name) for name in hosts], card)
     assert [finding.name for finding in compare.slow_nodes(nodes)] == ["n2"]
-    assert compare.slow_pairs(nodes, card, []) == []
+    assert compare.slow_pairs(nodes, card, {}) == []
     link = {**pairs, ("n2", "n3"): 3e9}
     nodes = compare.with_network([node(name) for name in hosts], link)
     assert compare.slow_nodes(nodes) == []
-    assert [finding.name for finding in compare.slow_pairs(nodes, link, [])] == ["n2 with n3"]
-    (broken,) = compare.slow_pairs(nodes, {}, [("n1", "n4")])
-    assert broken.name == "n1 with n4" and broken.verdict == PROBLEM
+    assert [finding.name for finding in compare.slow_pairs(nodes, link, {})] == ["n2 with n3"]
+    (broken,) = compare.slow_pairs(nodes, {}, {("n1", "n4"): "connection refused"})
+    assert "refused" in broken.value and broken.name == "n1 with n4" and broken.verdict == PROBLEM
 
 
 def test_nodes_that_differ():

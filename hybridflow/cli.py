@@ -20,6 +20,7 @@ from hybridflow import __version__
 from hybridflow.checkpoint.convert.command import add_convert
 from hybridflow.checkpoint.look import add_commands
 from hybridflow.config import Recipe, find_recipe, load_recipe, recipe_for_ranks
+from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import DONE, REQUEUE, exit_status
 from hybridflow.launch.command import add_launch, add_slurm_options, batch_file, request_of
@@ -152,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     add_convert(commands)
     add_commands(commands)
     add_status(commands)
+    add_doctor(commands)
     return parser
 
 

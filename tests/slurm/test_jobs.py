@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slurm
 ONE_RANK = ["cluster.ranks=1", "actor.update={}", "actor.rollout={}", "trainer.steps=1"]
 
 
-def finish(cluster, job, within_s=150):
+def finish(cluster, job, within_s=300):
     """Wait for a job, or for all of several, to end as it should."""
     cluster.wait_for_end(job, within_s=within_s)
     for each in cluster.jobs(job):

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.checkpoint import manifest
 from hybridflow.checkpoint.assets import ADAPTER_CONFIG, CONFIG, FOLDER, read_json
 from hybridflow.checkpoint.manifest import WEIGHT, Progress, TensorEntry, check_files, num_bytes, read_manifest
-from hybridflow.dataflow.render import format_ranks
 from hybridflow.errors import CheckpointError
 from hybridflow.families.model import Model
+from hybridflow.parallel.mesh import format_ranks
 from hybridflow.reshard.report import format_bytes
 from hybridflow.sections import to_dict
 

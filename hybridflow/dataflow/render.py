@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hybridflow.dataflow.schedule import Branch, Call, Instruction, Loop, Move, bodies, describe, walk
-from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.parallel.mesh import DeviceMesh, format_ranks
 
 
 def plan_table(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh], num_ranks: int) -> str:
@@ -26,17 +26,6 @@ def plan_table(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([*table, "", "program", *_lines(program, meshes, "  ")])
-
-
-def format_ranks(ranks: list[int]) -> str:
-    """Ascending ranks with runs shortened: ``0-3,6``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def mermaid(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh]) -> str:

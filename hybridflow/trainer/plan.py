@@ -51,6 +51,17 @@ class JobPlan:
         return tuple(sets)
 
 
+def placement_warnings(meshes: Mapping[str, DeviceMesh]) -> tuple[str, ...]:
+    """What is possible but slow in where the models lie, in words, one for each mesh that it is true of."""
+    return tuple(
+        f"{mesh.name}: tp={mesh.layout.tp} reaches beyond the {mesh.ranks_per_node} consecutive ranks that share a "
+        "node, and tensor-parallel ranks exchange activations in every layer; choose a tp and an order of ranks that "
+        "fit in a node, or, if nodes are larger, set cluster.ranks_per_node"
+        for mesh in meshes.values()
+        if mesh.spans_nodes("tp")
+    )
+
+
 def plan_job(recipe: Recipe) -> JobPlan:
     """Place and compile a recipe, the same on every rank and without any message.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from hybridflow.dataflow.run import Executor, Replicated
 from hybridflow.dataflow.schedule import project
 from hybridflow.errors import LayoutError
 from hybridflow.observe.metrics import MetricsLog
+from hybridflow.observe.rank_log import open_rank_log, say
 from hybridflow.observe.report import draw_learning_curve, write_summary
 from hybridflow.observe.starts import add_end
 from hybridflow.observe.timeline import Timeline
@@ -36,7 +37,7 @@ from hybridflow.roles.reward_model import RewardModel
 from hybridflow.trainer import checkpoints
 from hybridflow.trainer.copy_weights import copy_weights
 from hybridflow.trainer.open import open_job
-from hybridflow.trainer.plan import JobPlan, Program, plan_job
+from hybridflow.trainer.plan import JobPlan, Program, placement_warnings, plan_job
 from hybridflow.trainer.starting import note_start
 from hybridflow.trainer.step_metrics import merge_metrics, step_metrics
 from hybridflow.trainer.stopping import Stopping
@@ -65,31 +66,21 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
         checkpoints.check_new(Path(recipe.run_dir))
     recipe = _with_nodes(recipe, world)
     plan = plan_job(recipe)
+    for warning in placement_warnings(plan.meshes) if world.rank == 0 else ():
+        print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     started = note_start(recipe, plan.meshes, world.coordinator(plan.meshes["job"].ranks))
     stopping = Stopping(world, started.earlier)
-    with _noting_the_end(recipe, world, started.number, stopping):
-        job = open_job(recipe, world, plan)
-        start = checkpoints.begin(job, resume=resume)
-        return Trainer(replace(job, is_resumed=start.checkpoint is not None), plan, start, stopping).run()
-
-
-@contextmanager
-def _noting_the_end(recipe: Recipe, world: World, number: int, stopping: Stopping) -> Iterator[None]:
-    """Write down how this start ended, on the lowest rank."""
-    outcome, detail = "failed", ""
-    try:
-        yield
-        outcome = "finished" if stopping.reason is None else "requeue"
-        detail = stopping.reason or ""
-    except Exception as error:
-        detail = (str(error).splitlines() or [type(error).__name__])[0]
-        raise
-    finally:
-        if world.rank == 0:
-            # What ended the job, if anything, matters more than that it could not be noted.
-            with suppress(OSError):
-                add_end(Path(recipe.run_dir), number, outcome, detail, stopping.save_s)
+    run_dir = Path(recipe.run_dir)
+    open_rank_log(run_dir, started.number, world.rank)
+    if world.rank == 0 and world.watch is not None:
+        world.watch.before_exit = lambda cause: add_end(run_dir, started.number, "failed", cause, stopping.save_s)
+    job = open_job(recipe, world, plan)
+    start = checkpoints.begin(job, resume=resume)
+    is_done = Trainer(replace(job, is_resumed=start.checkpoint is not None), plan, start, stopping).run()
+    if world.rank == 0:
+        add_end(run_dir, started.number, "finished" if is_done else "requeue", stopping.reason or "", stopping.save_s)
+    return is_done
 
 
 def _with_nodes(recipe: Recipe, world: World) -> Recipe:
@@ -273,9 +264,7 @@ class Trainer:
             # The first rank of the last stage knows the loss.
             if step % max(1, steps // 10) == 0 and self.job.world.rank == update.holders(0)[0]:
                 loss = self.roles["actor"].metrics.get("warm_start/loss")
-                print(
-                    f"warm start: step {step}/{steps}" + (f" | loss {loss:.3f}" if loss is not None else ""), flush=True
-                )
+                say(f"warm start: step {step}/{steps}" + (f" | loss {loss:.3f}" if loss is not None else ""))
             yield {"step": step}
         yield None
 

@@ -73,6 +73,12 @@ def kill_while_writing_step_4(rank):
     os.pwrite = write
 
 
+def reused(folder):
+    """Step -> share of its responses that came from the log of a killed job."""
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["rollout/reused"] for row in rows if "rollout/reused" in row}
+
+
 def weights(folder):
     step, reference = (folder / "run/checkpoints" / name for name in ("step_000004", "reference"))
     files = [*step.rglob("*.safetensors"), *reference.glob("*.safetensors")]
@@ -112,6 +118,9 @@ def test_resumed_run_is_the_same_bit_for_bit(runs, tmp_path):
     assert "resumed from run/checkpoints/step_000002" in done.out and "warm start" not in done.out
     assert lasting_metrics(folder / "run") == lasting_metrics(whole / "run")
     assert all(row["actor/grad_norm"] > 0 for row in lasting_metrics(whole / "run"))
+    # All that the killed job had sampled after its checkpoint, of weights that come about again.
+    assert reused(folder) == {3: 1.0, 4: 1.0} and reused(whole) == {}
+    assert not list((folder / "run/rollouts/log").iterdir())
     assert len(weights(whole)) == num_ranks * (3 if num_ranks == 4 else 2)
     assert weights(folder) == weights(whole)
     summaries = [json.loads((place / "run/summary.json").read_text()) for place in (folder, whole)]
@@ -178,6 +187,8 @@ def test_resumed_in_another_layout_the_run_takes_the_same_way(runs, number, tmp_
         for name in found.keys() & expected.keys():
             if not name.startswith("reshard/"):
                 assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+    # In another layout the weights of step 3 come out differently in their last bits.
+    assert reused(folder) == {3: 1.0}
     drawn = [
         sorted(prompt for noted in prompts(place, count) for prompt in noted)
         for place, count in ((folder, num_ranks), (whole, 4 if argv is PPO else 2))

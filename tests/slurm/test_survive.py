@@ -59,9 +59,9 @@ def test_preemption_requeues(cluster, folder, curve, grace_s):
     finish(cluster, folder, job, restarts=1)
     assert lasting_metrics(folder / "run") == curve
     preempted, last = starts(folder)
-    # Without a grace time nobody has time to say so.
-    assert (preempted.outcome, last.outcome) == ("requeue" if grace_s else None, "finished")
-    assert last.step is not None and last.step >= 2
+    # Without a grace time there is Slurm's KillWait, which may be too short to save.
+    assert preempted.outcome == "requeue" or not grace_s
+    assert last.outcome == "finished" and last.step is not None and last.step >= 2
 
 
 def test_a_killed_rank_begins_again_in_the_allocation(cluster, folder, curve):

@@ -44,7 +44,7 @@ def test_a_signal_saves_and_requeues(cluster, folder, curve):
 @pytest.mark.slow
 def test_the_time_limit_saves_and_requeues(cluster, folder, curve):
     # A step takes more than two of these, five steps more than the limit; Slurm's shortest is a minute.
-    job = begin(cluster, folder, "--time=2", reward_s=10.0)
+    job = begin(cluster, folder, "--time=2", "--signal=B:USR1@20", reward_s=10.0)
     ended = cluster.wait_for_end(job, within_s=400)
     assert ended["JobState"] == "COMPLETED" and int(ended["Restarts"]) >= 1, output(cluster, job)
     assert lasting_metrics(folder / "run") == curve

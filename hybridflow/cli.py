@@ -373,6 +373,7 @@ def _train_rank(recipe: Recipe, start: Start, signals: CaughtSignals, *, resume:
             with doing("the end of the job"):
                 world.close()
                 watch.close()
+                signals.ignore()
     except Exception as error:
         if watch is not None:
             watch.fail(error)

@@ -43,11 +43,13 @@ def test_a_signal_saves_and_requeues(cluster, folder, curve):
 
 @pytest.mark.slow
 def test_the_time_limit_saves_and_requeues(cluster, folder, curve):
-    # Longer than the limit: Slurm's shortest is a minute.
-    job = begin(cluster, folder, "--time=2", reward_s=1.5)
-    finish(cluster, folder, job, restarts=1, within_s=400)
+    # A step takes more than two of these, five steps more than the limit; Slurm's shortest is a minute.
+    job = begin(cluster, folder, "--time=2", "--signal=B:USR1@20", reward_s=10.0)
+    ended = cluster.wait_for_end(job, within_s=400)
+    assert ended["JobState"] == "COMPLETED" and int(ended["Restarts"]) >= 1, output(cluster, job)
     assert lasting_metrics(folder / "run") == curve
-    assert [start.outcome for start in starts(folder)] == ["requeue", "finished"]
+    # A slow machine needs more than two turns.
+    assert {start.outcome for start in starts(folder)[:-1]} == {"requeue"} and starts(folder)[-1].outcome == "finished"
 
 
 @pytest.mark.parametrize("grace_s", [0, 40])
@@ -59,9 +61,9 @@ def test_preemption_requeues(cluster, folder, curve, grace_s):
     finish(cluster, folder, job, restarts=1)
     assert lasting_metrics(folder / "run") == curve
     preempted, last = starts(folder)
-    # Without a grace time nobody has time to say so.
-    assert (preempted.outcome, last.outcome) == ("requeue" if grace_s else None, "finished")
-    assert last.step is not None and last.step >= 2
+    # Without a grace time there is Slurm's KillWait, which may be too short to save.
+    assert preempted.outcome == "requeue" or not grace_s
+    assert last.outcome == "finished" and last.step is not None and last.step >= 2
 
 
 def test_a_killed_rank_begins_again_in_the_allocation(cluster, folder, curve):

@@ -43,7 +43,7 @@ case "$*" in
     *" hybridflow train "*)
         printf '%s|' "$@" >> trains; echo >> trains
         read -r status < statuses; sed -i 1d statuses
-        [ "$status" != hang ] || exec /bin/sleep 50
+        [ "$status" != hang ] || exec /bin/sleep 600
         exit "$status" ;;
     *SLURMD_NODENAME*) cat up ;;
 esac""",

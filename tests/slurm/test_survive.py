@@ -84,7 +84,7 @@ def test_a_dead_node_leaves_a_smaller_job(cluster, folder):
     whole, smaller = starts(folder)
     assert (whole.ranks, smaller.ranks, smaller.outcome) == (4, 2, "finished")
     assert whole.layouts is not None and smaller.layouts is not None
-    assert (whole.layouts["actor.update"], smaller.layouts["actor.update"]) == ("tp2.dp2", "tp2")
+    assert (whole.layouts["actor.update"], smaller.layouts["actor.update"]) == ("tp2.pp1.dp2", "tp2.pp1.dp1")
     assert steps(folder) == list(range(1, STEPS + 1)), output(cluster, job)
 
 

@@ -251,7 +251,7 @@ def wait_for_all(store: dist.Store, start: Start, start_deadline_s: float) -> tu
     store.set(names[start.rank], _host())
     if start.rank == 0:
         missing = _missing(store, names, start_deadline_s)
-        hosts = [] if missing else [store.get(name).decode() for name in names]
+        hosts = [] if missing else [each.decode() for each in store.multi_get(names)]
         store.set(_FOUND, json.dumps({"missing": missing, "hosts": hosts}))
     elif _missing(store, [_FOUND], start_deadline_s + _AFTER_RANK_0_S):
         missing, hosts = _missing(store, names, 0.0) or [0], []

@@ -14,6 +14,7 @@ import yaml
 from hybridflow import cli
 from hybridflow.checkpoint.convert import command as convert_command
 from hybridflow.config import recipe_from_dict
+from hybridflow.observe import status_command
 from hybridflow.trainer.step_metrics import PHASE_OF
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +71,13 @@ def test_conversions_are_understood(command):
     assert arguments.run is convert_command.run
 
 
+@pytest.mark.parametrize("command", [line for line in COMMANDS if re.search(r"\bhybridflow status\b", line)])
+def test_statuses_are_understood(command):
+    words = shlex.split(command.partition(" | ")[0])
+    arguments = cli._parse(words[words.index("hybridflow") + 1 :])
+    assert arguments.run is status_command.run
+
+
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith(("./", "tests/", "launch/"))])
 def test_scripts_are_there_and_quickstart_takes_its_settings(command, capsys):
     script, *words = shlex.split(command)
@@ -97,7 +105,8 @@ def test_parts_made_from_the_code_are_up_to_date():
 
 def test_table_of_metrics_is_what_the_trainer_writes():
     files = [*(ROOT / "hybridflow/roles").glob("*.py"), ROOT / "hybridflow/trainer/step_metrics.py"]
-    files += [ROOT / "hybridflow/trainer/checkpoints.py", ROOT / "hybridflow/checkpoint/saver.py"]
+    files += [ROOT / "hybridflow/trainer" / name for name in ("trainer.py", "checkpoints.py")]
+    files += [ROOT / "hybridflow/checkpoint/saver.py"]
     texts = [
         node.value
         for path in files

@@ -12,18 +12,19 @@ ROOT = Path(__file__).parents[2]
 # Each imports only from those before it. Geometry comes before config, which checks a recipe's layouts against its
 # ranks and orders the ranks of the rollout; so does what reads a model's settings from a directory that a recipe names.
 ORDER = [
-    *("errors", "exit_status", "sections", "parallel.layout", "parallel.mesh"),
+    *("errors", "exit_status", "sections", "observe.doing", "observe.rank_log", "parallel.layout", "parallel.mesh"),
     *(
         "families",
         "reshard.spec",
         "reshard.overlap",
         "checkpoint.assets",
+        "checkpoint.console",
         "checkpoint.manifest",
         "checkpoint.settings",
         "config",
     ),
     *("parallel", "algorithms", "observe", "dataflow", "reshard", "data", "models", "checkpoint"),
-    *("rollout", "roles", "mapping", "trainer", "launch", "cli", "__main__"),
+    *("rollout", "roles", "mapping", "trainer", "doctor", "launch", "cli", "__main__"),
 ]
 
 # Imported on login nodes and before ranks start: none may bring in torch or MPI.
@@ -38,9 +39,19 @@ LIGHT = [
         "parallel.layout",
         "parallel.mesh",
         "parallel.start",
+        "parallel.signals",
+        "parallel.links",
+        "parallel.cause",
+        "parallel.process",
+        "parallel.hub",
+        "parallel.watch",
+        "observe.doing",
+        "observe.rank_log",
     ),
     *("dataflow.graph", "dataflow.schedule", "dataflow.compiler", "reshard.plan", "reshard.optimizer"),
     *("reshard.report", "reshard.draw"),
+    *("observe.metrics", "observe.report", "observe.starts", "observe.timeline", "observe.timeline_file"),
+    *("observe.status", "observe.status_command", "observe.status_file", "observe.status_text"),
     *(
         "data.order",
         "data.arithmetic",
@@ -48,6 +59,9 @@ LIGHT = [
         "data.fast",
         "data.tokenizer",
         "data.prompts",
+        "doctor.command",
+        "doctor.compare",
+        "doctor.rounds",
         "data.rollout_log",
         "mapping.memory",
         "launch",

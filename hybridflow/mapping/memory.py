@@ -8,12 +8,12 @@ allocator loses between blocks.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-from hybridflow.config import Optimizer, Recipe
+from hybridflow.config import Recipe
 from hybridflow.families.model import Model
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.parallel.mesh import DeviceMesh, format_ranks
@@ -91,19 +91,57 @@ def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMe
         names = [name for name in names if name != "reward"]
     found: dict[int, list[MeshMemory]] = {rank: [] for rank in range(recipe.cluster.ranks)}
     for name in names:
-        model = with_vocabulary(recipe, name)
-        spec = model_spec(shape_of(model, _vocab_size(model)), has_value_head=name in ("critic", "reward"))
+        placed = _place(recipe, meshes, name)
         needed: dict[object, MeshMemory] = {}
-        for rank in meshes[name].ranks:
-            place = meshes[name].coordinate(rank)
-            # Tensor-parallel peers hold equally much; of the rollout they share unequally much with their update.
-            update = meshes["actor.update"]
-            shared = update.coordinate(rank) if rank in update else None
-            key = (place.pp, place.tp, shared) if name == "actor.rollout" else (place.pp, place.dp)
+        for rank in placed.mesh.ranks:
+            key = placed.kind(rank)
             if key not in needed:
-                needed[key] = _mesh_memory(recipe, model, spec, meshes, name, rank)
+                needed[key] = _mesh_memory(recipe, placed, rank)
             found[rank].append(needed[key])
     return tuple(_together(tuple(parts), recipe.actor.offload) for parts in found.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Placed:
+    """A model in its mesh, and in that of the update where the mesh is the rollout's."""
+
+    model: Model
+    spec: ModelSpec
+    mesh: DeviceMesh
+    update: DeviceMesh
+    has_value_head: bool
+
+    def kind(self, rank: int) -> object:
+        """Equal for ranks that need the same."""
+        place = self.mesh.coordinate(rank)
+        if self.mesh.name != "actor.rollout":
+            # Tensor-parallel peers hold equally much.
+            return place.pp, place.dp
+        shared = self.update.coordinate(rank) if rank in self.update else None
+        return place.pp, place.tp, None if shared is None else (shared.pp, shared.tp)
+
+    @functools.cached_property
+    def states(self) -> OptimizerHoldings:
+        """Where a distributed optimizer keeps its state."""
+        return OptimizerHoldings(self.spec, self.mesh)
+
+    @functools.cached_property
+    def stage_bytes(self) -> dict[int, int]:
+        """Weights of a rank of each stage."""
+        held = WeightHoldings(self.spec, self.mesh)
+        stages = range(self.mesh.layout.pp)
+        return {stage: held_bytes(self.spec, held, self.mesh.rank_at(pp=stage)) for stage in stages}
+
+
+def _place(recipe: Recipe, meshes: Mapping[str, DeviceMesh], name: str) -> _Placed:
+    model, has_value_head = with_vocabulary(recipe, name), name in ("critic", "reward")
+    return _Placed(
+        model=model,
+        spec=model_spec(shape_of(model, _vocab_size(model)), has_value_head=has_value_head),
+        mesh=meshes[name],
+        update=meshes["actor.update"],
+        has_value_head=has_value_head,
+    )
 
 
 def with_vocabulary(recipe: Recipe, name: str) -> Model:
@@ -117,35 +155,30 @@ def _vocab_size(model: Model) -> int:
     return model.vocab_size
 
 
-def _mesh_memory(
-    recipe: Recipe, model: Model, spec: ModelSpec, meshes: Mapping[str, DeviceMesh], name: str, rank: int
-) -> MeshMemory:
-    mesh = meshes[name]
-    weights = held_bytes(spec, WeightHoldings(spec, mesh), rank)
+def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
+    model, mesh, name = placed.model, placed.mesh, placed.mesh.name
     if name == "actor.rollout":
         return MeshMemory(
             mesh=name,
-            weights=_own_bytes(spec, meshes["actor.update"], mesh, rank),
+            weights=_own_bytes(placed.spec, placed.update, mesh, rank),
             cache=cache_bytes(recipe, model, mesh),
-            activations=_passing_bytes(model, mesh, rank, max(PREFILL_TOKENS, _longest_prompt(recipe))),
+            activations=_passing_bytes(model, mesh, max(PREFILL_TOKENS, _longest_prompt(recipe))),
         )
     tokens = max(recipe.trainer.micro_batch_tokens, recipe.model.max_context)
-    has_value_head = name in ("critic", "reward")
+    weights = placed.stage_bytes[mesh.coordinate(rank).pp]
+    output = functools.partial(_output_bytes, model, mesh, rank, tokens, has_value_head=placed.has_value_head)
     if name in ("reference", "reward"):
         return MeshMemory(
-            mesh=name,
-            weights=weights,
-            activations=_passing_bytes(model, mesh, rank, tokens)
-            + _output_bytes(model, mesh, rank, tokens, has_value_head=has_value_head, copies=1),
+            mesh=name, weights=weights, activations=_passing_bytes(model, mesh, tokens) + output(copies=1)
         )
-    settings = recipe.actor.optimizer if name == "actor.update" or recipe.critic is None else recipe.critic.optimizer
+    critic = recipe.critic
+    settings = recipe.actor.optimizer if name == "actor.update" or critic is None else critic.optimizer
     return MeshMemory(
         mesh=name,
         weights=weights,
         gradients=gradient_bytes(weights, model),
-        optimizer=optimizer_bytes(spec, mesh, rank, model, settings),
-        activations=training_bytes(model, mesh, rank, tokens)
-        + _output_bytes(model, mesh, rank, tokens, has_value_head=has_value_head, copies=2),
+        optimizer=optimizer_bytes(placed.spec, placed.states if settings.distributed else None, rank, model, weights),
+        activations=training_bytes(model, mesh, rank, tokens) + output(copies=2),
     )
 
 
@@ -182,19 +215,20 @@ def gradient_bytes(weight_bytes: int, model: Model) -> int:
     return weight_bytes // ITEM_BYTES[model.dtype] * _FP32_BYTES
 
 
-def optimizer_bytes(spec: ModelSpec, mesh: DeviceMesh, rank: int, model: Model, settings: Optimizer) -> int:
+def optimizer_bytes(
+    spec: ModelSpec, states: OptimizerHoldings | None, rank: int, model: Model, weight_bytes: int
+) -> int:
     """Adam's state on a rank: two fp32 numbers for each element that it steps, three where weights are not fp32.
 
-    Distributed, a rank steps its range of the buffer in which gradients are reduced; else all that it holds.
+    Distributed, with ``states``, a rank steps its range of the buffer in which gradients are reduced; else all that it
+    holds.
     """
-    kinds = 2 if model.dtype == "fp32" else 3
-    if settings.distributed:
-        holdings = OptimizerHoldings(spec, mesh)
-        ranges = (holdings.flat_range(tensor, rank) for tensor in spec.tensors)
-        elements = sum(dealt.stop - dealt.start for dealt in ranges if dealt is not None)
+    if states is None:
+        elements = weight_bytes // ITEM_BYTES[model.dtype]
     else:
-        elements = held_bytes(spec, WeightHoldings(spec, mesh), rank) // ITEM_BYTES[model.dtype]
-    return kinds * _FP32_BYTES * elements
+        ranges = (states.flat_range(tensor, rank) for tensor in spec.tensors)
+        elements = sum(dealt.stop - dealt.start for dealt in ranges if dealt is not None)
+    return (2 if model.dtype == "fp32" else 3) * _FP32_BYTES * elements
 
 
 def cache_bytes(recipe: Recipe, model: Model, mesh: DeviceMesh) -> int:
@@ -231,7 +265,7 @@ def _layer_bytes(model: Model, tp: int) -> int:
     return (whole - (-cut // tp)) * ITEM_BYTES[model.dtype]
 
 
-def _passing_bytes(model: Model, mesh: DeviceMesh, rank: int, tokens: int) -> int:
+def _passing_bytes(model: Model, mesh: DeviceMesh, tokens: int) -> int:
     """Most that is there at one time of a forward pass of which nothing is kept: what one layer makes."""
     return tokens * _layer_bytes(model, mesh.layout.tp)
 
@@ -276,7 +310,7 @@ def _pad(cell: str, width: int, column: int) -> str:
 
 
 def _rows(needed: RankMemory) -> tuple[tuple[str, ...], ...]:
-    size = partial(_size, "–")
+    size = functools.partial(_size, "–")
     rows = []
     for index, part in enumerate(needed.meshes):
         figures = part.weights, part.gradients, part.optimizer, part.cache, part.activations

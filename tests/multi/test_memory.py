@@ -16,6 +16,7 @@ from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.models.training import Trainable
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.reshard.holdings import WeightHoldings
+from hybridflow.reshard.optimizer import OptimizerHoldings
 from hybridflow.reshard.plan import held_bytes
 from hybridflow.rollout import generate
 from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, make_model
@@ -45,7 +46,8 @@ def held(world, model: Model, dtype: str, distributed: bool, has_value_head: boo
     ]
     spec = model_spec(shape_of(model, VOCAB), has_value_head=has_value_head)
     weights = held_bytes(spec, WeightHoldings(spec, mesh), world.rank)
-    optimizer = memory.optimizer_bytes(spec, mesh, world.rank, model, settings)
+    states = OptimizerHoldings(spec, mesh) if distributed else None
+    optimizer = memory.optimizer_bytes(spec, states, world.rank, model, weights)
     return found, [weights, memory.gradient_bytes(weights, model), optimizer]
 
 

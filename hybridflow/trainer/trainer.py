@@ -21,7 +21,7 @@ from hybridflow.errors import LayoutError
 from hybridflow.observe.metrics import MetricsLog
 from hybridflow.observe.rank_log import open_rank_log, say
 from hybridflow.observe.report import draw_learning_curve, write_summary
-from hybridflow.observe.starts import add_end
+from hybridflow.observe.starts import add_end, read_starts
 from hybridflow.observe.status_file import StatusFile
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.timeline_file import TimelineFile
@@ -77,8 +77,14 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
     stopping = Stopping(world, started.earlier)
     run_dir = Path(recipe.run_dir)
     open_rank_log(run_dir, started.number, world.rank)
-    if world.rank == 0 and world.watch is not None:
-        world.watch.before_exit = lambda cause: add_end(run_dir, started.number, "failed", cause, stopping.save_s)
+
+    def note_failure(cause: str) -> None:
+        # Rank 1 stands in for rank 0, which may be the one that was lost.
+        if world.rank == 0 or all(each.outcome is None for each in read_starts(run_dir)[-1:]):
+            add_end(run_dir, started.number, "failed", cause, stopping.save_s)
+
+    if world.rank in (0, 1) and world.watch is not None:
+        world.watch.before_exit = note_failure
     job = open_job(recipe, world, plan)
     start = checkpoints.begin(job, resume=resume)
     job = replace(job, is_resumed=start.checkpoint is not None)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.config import Recipe
 from hybridflow.errors import ConfigError, HybridflowError
-from hybridflow.observe.starts import StartRecord, add_start, idle_starts, read_starts
+from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_starts, read_starts
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.mesh import DeviceMesh
 
@@ -55,6 +55,16 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
     if problem:
         raise (ConfigError if kind == "ConfigError" else HybridflowError)(problem)
     return Started(number, tuple(earlier))
+
+
+def note_failure(run_dir: Path, number: int, rank: int, cause: str) -> None:
+    """Write down how this start ended, on the lowest rank; on the next in its place, if it was the one that was lost.
+
+    Raises:
+        OSError: The file system refuses.
+    """
+    if rank == 0 or (rank == 1 and all(each.outcome is None for each in read_starts(run_dir)[-1:])):
+        add_end(run_dir, number, "failed", cause)
 
 
 def _record(

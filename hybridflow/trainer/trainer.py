@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +17,8 @@ from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.run import Executor, Replicated
 from hybridflow.dataflow.schedule import project
 from hybridflow.errors import LayoutError
-from hybridflow.observe.metrics import MetricsLog
 from hybridflow.observe.rank_log import open_rank_log, say
-from hybridflow.observe.report import draw_learning_curve, write_summary
 from hybridflow.observe.starts import add_end
-from hybridflow.observe.status_file import StatusFile
-from hybridflow.observe.timeline import Timeline
-from hybridflow.observe.timeline_file import TimelineFile
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.roles.actor import Actor
@@ -40,9 +34,9 @@ from hybridflow.trainer import checkpoints
 from hybridflow.trainer.copy_weights import copy_weights
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import JobPlan, Program, placement_warnings, plan_job
-from hybridflow.trainer.profiling import Profiler
-from hybridflow.trainer.starting import note_start
-from hybridflow.trainer.step_metrics import merge_metrics, step_metrics
+from hybridflow.trainer.record import Record
+from hybridflow.trainer.starting import note_failure, note_start
+from hybridflow.trainer.step_metrics import merge_metrics
 from hybridflow.trainer.stopping import Stopping
 
 _WARM_STEPS_TOGETHER = 16
@@ -73,18 +67,15 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
         print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     started = note_start(recipe, plan.meshes, world.coordinator(plan.meshes["job"].ranks))
-    status = _status_file(recipe) if world.rank == 0 else None
-    stopping = Stopping(world, started.earlier)
+    record, stopping = Record(recipe, world, started.number), Stopping(world, started.earlier)
     run_dir = Path(recipe.run_dir)
     open_rank_log(run_dir, started.number, world.rank)
-    if world.rank == 0 and world.watch is not None:
-        world.watch.before_exit = lambda cause: add_end(run_dir, started.number, "failed", cause, stopping.save_s)
+    if world.watch is not None:
+        world.watch.before_exit = lambda cause: note_failure(run_dir, started.number, world.rank, cause)
     job = open_job(recipe, world, plan)
     start = checkpoints.begin(job, resume=resume)
-    job = replace(job, is_resumed=start.checkpoint is not None)
-    is_done = Trainer(job, plan, start, stopping, started.number, status).run()
-    if status is not None:
-        status.close()
+    is_done = Trainer(replace(job, is_resumed=start.checkpoint is not None), plan, start, stopping, record).run()
+    if world.rank == 0:
         add_end(run_dir, started.number, "finished" if is_done else "requeue", stopping.reason or "", stopping.save_s)
     return is_done
 
@@ -112,30 +103,16 @@ class Trainer:
         plan: Its schedule.
         start: What it begins with.
         stopping: Whether it is to stop.
-        number: Of this start of the run, 1 for the first.
-        status: The run's, on the lowest rank.
+        record: What is written down of it.
 
     Attributes:
         step: Training steps done.
         roles: Name -> role.
-        summary: What is known of the run so far; goes into ``summary.json``.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        plan: JobPlan,
-        start: checkpoints.Begin,
-        stopping: Stopping,
-        number: int,
-        status: StatusFile | None,
-    ) -> None:
+    def __init__(self, job: Job, plan: JobPlan, start: checkpoints.Begin, stopping: Stopping, record: Record) -> None:
         recipe = job.recipe
         self.step = 0
-        self._timeline = Timeline()
-        self._profiler = Profiler(recipe, job.world.rank, self._timeline)
-        self._status = status
-        self._num_restarts = number - 1
         self.kl_coef = KLCoefficient(recipe)
         self.roles: dict[str, Any] = {
             "actor": Actor(job, self.kl_coef),
@@ -145,25 +122,22 @@ class Trainer:
         }
         if recipe.critic is not None:
             self.roles["critic"] = Critic(job)
-        self._start = start.checkpoint
-        self._saved_step = None if start.checkpoint is None else start.checkpoint.step
-        self._stopping = stopping
-        self._rollouts = KeptRollouts(job, start.token, start.fingerprint, self._start)
-        self.roles["actor"].kept = self._rollouts
-        self._checkpoints = checkpoints.Checkpoints(job, self.roles, start)
-        self.summary: dict[str, Any] = {"name": recipe.name, "algorithm": recipe.algorithm, "ranks": job.world.size}
         self.job = job
         self._plan = plan
+        self._stopping = stopping
+        self._record = record
+        self._start = start.checkpoint
+        self._saved_step = None if start.checkpoint is None else start.checkpoint.step
+        self._checkpoints = checkpoints.Checkpoints(job, self.roles, start)
         self._everyone = job.world.coordinator(plan.meshes["job"].ranks)
         self._mover = Mover(job.world, plan.meshes, chunk=mini_batch_size(job))
-        self._log: MetricsLog | None = None
-        self._run_dir = Path(recipe.run_dir)
+        self._has_own_critic = recipe.critic is not None and recipe.critic.model is not None
+        self._rollouts = KeptRollouts(job, start.token, start.fingerprint, self._start)
+        self.roles["actor"].kept = self._rollouts
         rollout = plan.meshes["actor.rollout"]
         if job.world.rank in rollout:
             replica = job.world.coordinator(rollout.replica(rollout.coordinate(job.world.rank).dp))
             self.roles["actor"].is_stopping = lambda: stopping.agree(replica)
-        self._has_own_critic = recipe.critic is not None and recipe.critic.model is not None
-        self._totals = {"steps": 0, "step_s": 0.0, "tokens": 0.0, "control_s": 0.0}
 
     def run(self) -> bool:
         """Warm start, reinforcement learning, and validation before and after; or what is left of it after a resume.
@@ -173,18 +147,13 @@ class Trainer:
         """
         if self._start is not None:
             self._resume(self._start)
-        if self.job.world.rank == 0:
-            resumed_step = None if self._start is None else self.step
-            self._log = MetricsLog(self._run_dir, num_steps=self.job.recipe.trainer.steps, resumed_step=resumed_step)
-            self._timeline_file = TimelineFile(
-                self._run_dir, num_ranks=self.job.world.size, ranks_per_node=self.job.world.ranks_per_node
-            )
+        self._record.open(None if self._start is None else self.step)
         if self._start is None and not self._begin():
             return False
-        self._begin_step()
+        self._record.begin_step(self.step, self._stopping.job_end_s)
         self._execute(self._plan.train)
         if self._stopping.reason is None and self.job.recipe.trainer.steps > 0:
-            self.summary["accuracy_after_rl"] = self._validate()
+            self._record.summary["accuracy_after_rl"] = self._validate()
         if self._stopping.reason is not None and self._saved_step != self.step:
             self.save(Batch.empty(), {})
         self._checkpoints.finish()
@@ -205,7 +174,7 @@ class Trainer:
             return False
         self.roles["actor"].end_warm_start()
         self._spread_weights()
-        self.summary["accuracy_before_rl"] = self._validate()
+        self._record.summary["accuracy_before_rl"] = self._validate()
         if recipe.warm_start is not None or recipe.trainer.steps == 0:
             self.save(Batch.empty(), {})
         return True
@@ -213,39 +182,21 @@ class Trainer:
     def finish_step(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Gather and record what the step measured. Collective: all ranks."""
         self._checkpoints.check()
-        own = [self._take_metrics(), self._timeline.spans, self._stopping.own_reason()]
+        own = [self._take_metrics(), self._record.timeline.spans, self._stopping.own_reason()]
         gathered = self._everyone.gather(own, "metrics of the step")
-        shares = [(metrics, spans) for metrics, spans, _ in gathered]
-        began_s, step_s = self._began_s, time.perf_counter() - self._began_perf_s
-        self._profiler.end()
         self.step = decided["train_step"]["step"]
-        self._begin_step()
-        metrics = step_metrics(shares, step_s)
+        metrics = self._record.end_step(self.step, [(measured, spans) for measured, spans, _ in gathered])
         self._stopping.learn(metrics)
         self._stopping.settle(reason for _, _, reason in gathered)
         self.kl_coef.advance(metrics["kl/ref"])
         self._rollouts.advance(metrics)
-        self._totals["steps"] += 1
-        self._totals["step_s"] += step_s
-        self._totals["tokens"] += metrics["batch/num_tokens"]
-        self._totals["control_s"] += metrics["control/overhead_share"] * step_s
-        if self._log is not None:
-            self._log.write(self.step, metrics | {"run/restarts": self._num_restarts})
-            self._timeline_file.add(self.step, began_s, step_s, [spans for _, spans in shares])
-
-    def _begin_step(self) -> None:
-        """The next step's clocks start, and its trace, if it is to be traced."""
-        self._began_s, self._began_perf_s = time.time(), time.perf_counter()
-        self._timeline.reset()
-        self._profiler.begin(self.step + 1)
-        if self._status is not None:
-            self._status.note(step=self.step, job_end_s=self._stopping.job_end_s)
+        self._record.begin_step(self.step, self._stopping.job_end_s)
 
     def save(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint, complete or not at all. Called on all ranks."""
-        state = {"kl_coef": self.kl_coef.value, "summary": self.summary, "totals": self._totals}
+        state = {"kl_coef": self.kl_coef.value, "rollouts": self._rollouts.state(), **self._record.state()}
         with self.roles["actor"].optimizer_at_hand():
-            self._checkpoints.save(self.step, {**state, "rollouts": self._rollouts.state()})
+            self._checkpoints.save(self.step, state)
         self._saved_step = self.step
         self._rollouts.begin_save(self.step)
 
@@ -254,7 +205,7 @@ class Trainer:
         checkpoints.load(self.job, self.roles, checkpoint)
         self.step = checkpoint.step
         self.kl_coef.value = checkpoint.state["kl_coef"]
-        self.summary, self._totals = dict(checkpoint.state["summary"]), dict(checkpoint.state["totals"])
+        self._record.resume(checkpoint.state)
         self.roles["actor"].mark_changed()
         if self.job.world.rank == 0:
             print(f"resumed from {checkpoint.path}", flush=True)
@@ -269,7 +220,7 @@ class Trainer:
             mover=self._mover,
             world=self.job.world,
             meshes=meshes,
-            timeline=self._timeline,
+            timeline=self._record.timeline,
         ).run()
 
     def _decisions(self) -> dict[str, Replicated]:
@@ -347,7 +298,7 @@ class Trainer:
         """Greedy accuracy on the held-out problems, on every rank."""
         self._execute(self._plan.validation)
         shares = self._everyone.gather(self._take_metrics(), "validation")
-        self._timeline.reset()
+        self._record.timeline.reset()
         accuracy = merge_metrics(shares)["validation/accuracy"]
         if self.job.world.rank == 0:
             print(f"held-out accuracy {accuracy:.1%} after {self.step} training steps", flush=True)
@@ -362,31 +313,14 @@ class Trainer:
         return metrics
 
     def _finish(self) -> None:
-        if self._log is None:
+        self._record.finish(self.step, is_done=self._stopping.reason is None)
+        if self.job.world.rank > 0:
             return
-        self._log.close()
         if self.job.recipe.rollout.archive:
             self._rollouts.join()
         if self._stopping.reason is not None:
             done = "nothing was saved before" if self._saved_step is None else f"saved after step {self._saved_step}"
             print(f"stopped: {self._stopping.reason}; {done}, begin again with --resume", flush=True)
-            return
-        totals = self._totals
-        self.summary["steps"] = self.step
-        if totals["steps"]:
-            self.summary |= {
-                "tokens_per_s": totals["tokens"] / totals["step_s"],
-                "step_s": totals["step_s"] / totals["steps"],
-                "control_overhead_share": totals["control_s"] / totals["step_s"],
-            }
-            draw_learning_curve(self._run_dir)
-        path = write_summary(self._run_dir, self.summary)
-        print(f"wrote {path}", flush=True)
-
-
-def _status_file(recipe: Recipe) -> StatusFile:
-    facts = {"name": recipe.name, "algorithm": recipe.algorithm, "steps": recipe.trainer.steps}
-    return StatusFile(Path(recipe.run_dir), facts=facts)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -20,6 +20,7 @@ from hybridflow.parallel.world import World
 from hybridflow.trainer.checkpoints import begin
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import plan_job
+from hybridflow.trainer.record import Record
 from hybridflow.trainer.stopping import Stopping
 from hybridflow.trainer.trainer import Trainer, train
 from tests.conversions import write_as
@@ -92,7 +93,7 @@ def first_and_train(world: World, values: dict[str, Any]) -> tuple[dict[str, Any
     plan = plan_job(made)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     job = open_job(made, world, plan)
-    trainer = Trainer(job, plan, begin(job, resume=False), Stopping(world))
+    trainer = Trainer(job, plan, begin(job, resume=False), Stopping(world), Record(made, world, 1))
     trainer._read_weights()
     trainer._spread_weights()
     found: dict[str, Any] = {"prompt": list(trainer.job.train.prompts[0])}
@@ -300,7 +301,7 @@ def around_the_warm_start(world: World, values: dict[str, Any]) -> tuple[dict[st
     plan = plan_job(made)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     job = open_job(made, world, plan)
-    trainer = Trainer(job, plan, begin(job, resume=False), Stopping(world))
+    trainer = Trainer(job, plan, begin(job, resume=False), Stopping(world), Record(made, world, 1))
     trainer._read_weights()
     trainer._spread_weights()
 

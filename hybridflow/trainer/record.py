@@ -1,0 +1,107 @@
+"""What a person sees of a run as it goes: metrics, timeline, traces of chosen steps, status, summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config import Recipe
+from hybridflow.observe.metrics import MetricsLog
+from hybridflow.observe.report import draw_learning_curve, write_summary
+from hybridflow.observe.status_file import StatusFile
+from hybridflow.observe.timeline import Timeline
+from hybridflow.observe.timeline_file import TimelineFile
+from hybridflow.parallel.world import World
+from hybridflow.trainer.profiling import Profiler
+from hybridflow.trainer.step_metrics import step_metrics
+
+
+class Record:
+    """Keeps it on each rank, and writes it on the lowest.
+
+    Args:
+        recipe: What the run is asked to do.
+        world: This rank and the others.
+        number: Of this start of the run, 1 for the first.
+
+    Attributes:
+        timeline: This rank's spans of the step.
+        summary: What is known of the run so far; goes into ``summary.json``.
+    """
+
+    def __init__(self, recipe: Recipe, world: World, number: int) -> None:
+        self.timeline = Timeline()
+        self.summary: dict[str, Any] = {"name": recipe.name, "algorithm": recipe.algorithm, "ranks": world.size}
+        self._recipe, self._world, self._run_dir = recipe, world, Path(recipe.run_dir)
+        self._num_restarts = number - 1
+        self._totals = {"steps": 0, "step_s": 0.0, "tokens": 0.0, "control_s": 0.0}
+        self._profiler = Profiler(recipe, world.rank, self.timeline)
+        self._log: MetricsLog | None = None
+        self._status: StatusFile | None = None
+        if world.rank == 0:
+            facts = {"name": recipe.name, "algorithm": recipe.algorithm, "steps": recipe.trainer.steps}
+            self._status = StatusFile(self._run_dir, facts=facts)
+
+    def open(self, resumed_step: int | None) -> None:
+        """Open the files to which steps are added; None: the run is a new one."""
+        if self._world.rank == 0:
+            self._log = MetricsLog(self._run_dir, num_steps=self._recipe.trainer.steps, resumed_step=resumed_step)
+            self._timeline_file = TimelineFile(
+                self._run_dir, num_ranks=self._world.size, ranks_per_node=self._world.ranks_per_node
+            )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"summary": self.summary, "totals": self._totals}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Take up what a checkpoint kept."""
+        self.summary, self._totals = dict(state["summary"]), dict(state["totals"])
+
+    def begin_step(self, steps_done: int, job_end_s: float | None) -> None:
+        """The next step's clocks start, and its trace, if it is to be traced."""
+        self._began_s, self._began_perf_s = time.time(), time.perf_counter()
+        self.timeline.reset()
+        self._profiler.begin(steps_done + 1)
+        if self._status is not None:
+            self._status.note(step=steps_done, job_end_s=job_end_s)
+
+    def end_step(self, step: int, shares: list[tuple[dict[str, float], list[Any]]]) -> dict[str, float]:
+        """Write down a step. Returns its metrics, the same on every rank.
+
+        Args:
+            step: Its number.
+            shares: Of each rank, what its roles measured and its spans.
+        """
+        step_s = time.perf_counter() - self._began_perf_s
+        self._profiler.end()
+        metrics = step_metrics(shares, step_s)
+        self._totals["steps"] += 1
+        self._totals["step_s"] += step_s
+        self._totals["tokens"] += metrics["batch/num_tokens"]
+        self._totals["control_s"] += metrics["control/overhead_share"] * step_s
+        if self._log is not None:
+            self._log.write(step, metrics | {"run/restarts": self._num_restarts})
+            self._timeline_file.add(step, self._began_s, step_s, [spans for _, spans in shares])
+        return metrics
+
+    def finish(self, step: int, *, is_done: bool) -> None:
+        """Close the files; of a run that is done, write the summary and draw how it learned."""
+        if self._log is None or self._status is None:
+            return
+        self._log.close()
+        if is_done:
+            totals = self._totals
+            self.summary["steps"] = step
+            if totals["steps"]:
+                self.summary |= {
+                    "tokens_per_s": totals["tokens"] / totals["step_s"],
+                    "step_s": totals["step_s"] / totals["steps"],
+                    "control_overhead_share": totals["control_s"] / totals["step_s"],
+                }
+                draw_learning_curve(self._run_dir)
+            path = write_summary(self._run_dir, self.summary)
+            print(f"wrote {path}", flush=True)
+        self._status.close()

@@ -50,6 +50,7 @@ _EXAMPLES = """examples:
   srun --ntasks 4 hybridflow train quickstart
   hybridflow train quickstart --resume
   hybridflow plan job split
+  hybridflow doctor --nodes runs
   hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
 
 exit status: 0 done; 75 saved and stopped, as a signal or the time limit asked, begin again with --resume; 2 an error

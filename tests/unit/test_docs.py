@@ -14,6 +14,7 @@ import yaml
 from hybridflow import cli
 from hybridflow.checkpoint.convert import command as convert_command
 from hybridflow.config import recipe_from_dict
+from hybridflow.doctor import command as doctor_command
 from hybridflow.trainer.step_metrics import PHASE_OF
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +69,15 @@ def test_conversions_are_understood(command):
     words = shlex.split(command)
     arguments = cli._parse(words[words.index("hybridflow") + 1 :])
     assert arguments.run is convert_command.run
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if re.search(r"\bhybridflow doctor\b", line)])
+def test_doctors_commands_are_understood(command):
+    words = shlex.split(command)
+    if "--wrap" in words:
+        words = shlex.split(words[words.index("--wrap") + 1])
+    arguments = cli._parse(words[words.index("hybridflow") + 1 :])
+    assert arguments.run is doctor_command.run
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith(("./", "tests/", "launch/"))])

@@ -7,9 +7,9 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,24 +22,20 @@ from hybridflow.checkpoint.look import add_commands
 from hybridflow.config import Recipe, find_recipe, load_recipe, recipe_for_ranks
 from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
-from hybridflow.exit_status import DONE, REQUEUE
+from hybridflow.exit_status import DONE, REQUEUE, exit_status
+from hybridflow.launch.command import add_launch, add_slurm_options, batch_file, request_of
+from hybridflow.observe.doing import doing
+from hybridflow.observe.rank_log import tell
+from hybridflow.observe.status_command import add_status
+from hybridflow.parallel.cause import cause_of, tell_cause
 from hybridflow.parallel.signals import CaughtSignals
-from hybridflow.parallel.start import find_start, rank_hint
+from hybridflow.parallel.start import find_start, is_launched, rank_hint
 
 if TYPE_CHECKING:
     from hybridflow.parallel.mesh import DeviceMesh
     from hybridflow.parallel.start import Start
     from hybridflow.reshard.report import Bandwidth
     from hybridflow.reshard.spec import ModelSpec
-
-USER_ERROR = 2
-"""Exit status after an error that has been explained on stderr."""
-
-FAILURE = 1
-"""Exit status after a failure of ours, with a traceback on stderr."""
-
-_EXPLAINED = (HybridflowError, OSError)
-"""Errors whose message is enough for a user; an OSError names its file."""
 
 _AFTER_RANK_0_S = 3.0
 
@@ -49,12 +45,15 @@ _EXAMPLES = """examples:
   torchrun --nproc-per-node 4 -m hybridflow train quickstart
   srun --ntasks 4 hybridflow train quickstart
   hybridflow train quickstart --resume
+  hybridflow status runs/quickstart
+  hybridflow launch slurm quickstart --time 30 --print
   hybridflow plan job split
   hybridflow doctor --nodes runs
   hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
 
-exit status: 0 done; 75 saved and stopped, as a signal or the time limit asked, begin again with --resume; 2 an error
-  that was explained; 1 a failure of hybridflow itself, or a rank was lost; 128 + the signal where a signal ended it
+exit status: 0 done, 1 a rank was lost or a failure of hybridflow itself: beginning again may help, 2 an error in what
+  was asked for, 3 a damaged checkpoint, 4 what cannot be written, 75 saved and to be begun again,
+  128 + the signal where a signal ended it
 """
 
 _RESHARD_EXAMPLES = """examples:
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HybridflowError as error:
         if arguments.recipe is None or _speaks(arguments.recipe):
             print(f"hybridflow: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
+        return exit_status(error)
 
 
 def _speaks(recipe: str) -> bool:
@@ -130,12 +129,16 @@ def _parser() -> argparse.ArgumentParser:
     plans = plan.add_subparsers(required=True, metavar="WHAT")
     job = plans.add_parser(
         "job",
-        help="which rank calls what, and the compiled schedule",
-        description="Print rank × role × calls for every rank, and the program of the job. Starts no process and "
+        help="which rank calls what, the compiled schedule, and the memory of each rank",
+        description="Print rank × role × calls for every rank, the program of the job, and the memory that each needs. "
+        "With --script, check it against the site settings and print the batch file too. Starts no process and "
         "imports no torch.",
     )
     _add_recipe(job)
-    job.add_argument("--mermaid", action="store_true", help="print one step as a mermaid flowchart instead")
+    what = job.add_mutually_exclusive_group()
+    what.add_argument("--mermaid", action="store_true", help="print one step as a mermaid flowchart instead")
+    what.add_argument("--script", action="store_true", help="print the batch file of `hybridflow launch slurm` too")
+    add_slurm_options(job)
     job.set_defaults(run=_plan_job)
     reshard = plans.add_parser(
         "reshard",
@@ -147,8 +150,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_reshard(reshard)
     reshard.set_defaults(run=_plan_reshard, recipe=None, overrides=())
+    add_launch(commands)
     add_convert(commands)
     add_commands(commands)
+    add_status(commands)
     add_doctor(commands)
     return parser
 
@@ -195,17 +200,23 @@ def _plan_job(arguments: argparse.Namespace) -> int:
 
         plan = plan_job(recipe)
         print(mermaid(plan.train, plan.meshes))
-    else:
-        _print_plan(recipe)
+        return 0
+    _print_plan(recipe)
+    if arguments.script:
+        # Last, so that what does not fit can be looked up above.
+        print(f"\nbatch file\n{batch_file(request_of(arguments))}", end="")
     return 0
 
 
 def _print_plan(recipe: Recipe) -> None:
     from hybridflow.dataflow.render import plan_table
+    from hybridflow.mapping.memory import job_memory, memory_summary, memory_table
     from hybridflow.trainer.plan import placement_warnings, plan_job
 
     plan = plan_job(recipe)
     print(plan_table(plan.whole, plan.meshes, recipe.cluster.ranks))
+    memory = job_memory(recipe, plan.meshes)
+    print(f"\nmemory of each rank, estimated\n{memory_table(memory)}\n{memory_summary(memory)}")
     for warning in placement_warnings(plan.meshes):
         print(f"hybridflow: {warning}", file=sys.stderr)
 
@@ -310,6 +321,8 @@ def _reshard_header(name: str, model: ModelSpec, source: DeviceMesh, target: Dev
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    # As early as can be: a signal that comes before ends the rank, and with it the job.
+    signals = CaughtSignals() if is_launched() and not arguments.dry_run else None
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
         _print_plan(recipe)
@@ -327,12 +340,11 @@ def _train(arguments: argparse.Namespace) -> int:
         if start.rank >= recipe.cluster.ranks:
             return DONE
         start = start.first(recipe.cluster.ranks)
-    return _train_rank(recipe, start, resume=arguments.resume)
+    return _train_rank(recipe, start, CaughtSignals() if signals is None else signals, resume=arguments.resume)
 
 
-def _train_rank(recipe: Recipe, start: Start, *, resume: bool) -> int:
+def _train_rank(recipe: Recipe, start: Start, signals: CaughtSignals, *, resume: bool) -> int:
     """One rank's part of a job: whatever goes wrong ends the process at once, and is told by one rank alone."""
-    signals = CaughtSignals()
     # A reward function may lie in the working directory, also for the console script.
     sys.path.insert(0, os.getcwd())
     # The launcher, which Ctrl-C reaches too, speaks for its ranks.
@@ -345,32 +357,30 @@ def _train_rank(recipe: Recipe, start: Start, *, resume: bool) -> int:
     from hybridflow.parallel.world import join_world, open_store
     from hybridflow.trainer.trainer import train
 
-    cluster, store = recipe.cluster, None
+    cluster, store, watch = recipe.cluster, None, None
     try:
-        store = open_store(start, start_deadline_s=cluster.start_deadline_s)
         with lost_contact("the job", tuple(range(start.size)), cluster.deadline_s):
+            store = open_store(start, start_deadline_s=cluster.start_deadline_s)
             world = join_world(start, store, deadline_s=cluster.deadline_s, start_deadline_s=cluster.start_deadline_s)
-            world.watch = Watch(world.new_store("watch"), signals)
+            world.watch = watch = Watch(
+                world.new_store("watch"),
+                rank=start.rank,
+                size=start.size,
+                address=start.address,
+                dead_after_s=cluster.dead_after_s,
+                signals=signals,
+            )
             is_done = train(recipe, world, resume=resume)
-            world.watch.close()
-            world.close()
+            with doing("the end of the job"):
+                world.close()
+                watch.close()
+                signals.ignore()
     except Exception as error:
-        failure = error
-        tell_once(failure, lambda: _tell(failure, start.rank), store, start.rank)
+        if watch is not None:
+            watch.fail(error)
+        cause = cause_of(error, start.rank, socket.gethostname())
+        tell_once(error, lambda: tell(tell_cause(cause)), store, start.rank)
         sys.stdout.flush()
         # No interpreter shutdown: it could wait for ranks that are gone.
-        os._exit(USER_ERROR if isinstance(failure, _EXPLAINED) else FAILURE)
+        os._exit(cause.status)
     return DONE if is_done else REQUEUE
-
-
-def _tell(error: Exception, rank: int) -> None:
-    """Print an error of a rank: a message for what was foreseen, else the traceback."""
-    if isinstance(error, _EXPLAINED):
-        print(f"hybridflow: rank {rank}: {error}", file=sys.stderr, flush=True)
-    else:
-        traceback.print_exception(error)
-        print(
-            f"hybridflow: rank {rank} failed, see above; this is an error of hybridflow's own",
-            file=sys.stderr,
-            flush=True,
-        )

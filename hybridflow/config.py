@@ -351,8 +351,8 @@ class Profile:
         ranks: The ranks that write one.
     """
 
-    steps: tuple[int, ...] = ()
-    ranks: tuple[int, ...] = (0,)
+    steps: tuple[Count, ...] = ()
+    ranks: tuple[CountOrZero, ...] = (0,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -646,6 +646,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_contexts(recipe)
     _check_placement(recipe)
     _check_batches(recipe)
+    _check_profile(recipe)
 
 
 def _check_algorithm(recipe: Recipe) -> None:
@@ -743,6 +744,15 @@ def _check_batches(recipe: Recipe) -> None:
         raise ConfigError(
             f"rollout.max_new_tokens={recipe.rollout.max_new_tokens} leaves no token for the prompt within "
             f"model.max_context={recipe.model.max_context}; lower the first or raise the second"
+        )
+
+
+def _check_profile(recipe: Recipe) -> None:
+    strangers = [rank for rank in recipe.profile.ranks if rank >= recipe.cluster.ranks]
+    if strangers:
+        raise ConfigError(
+            f"profile.ranks={list(recipe.profile.ranks)}: {strangers} not among ranks 0 to {recipe.cluster.ranks - 1}; "
+            "name ranks that exist (a fallback may set profile.ranks too)"
         )
 
 

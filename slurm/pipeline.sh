@@ -22,6 +22,7 @@ fi
 slurm=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 recipe=$1 model=$2 out=$3
 shift 3
+mkdir -p "$out"
 
 # Submit a job that waits for the last one: submit NAME [option of sbatch ...] SCRIPT [argument ...]
 last=

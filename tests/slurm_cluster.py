@@ -69,16 +69,24 @@ class SlurmCluster:
         env: Environment for clients such as sbatch, and so of jobs.
     """
 
-    def __init__(self, *, num_nodes: int = 4, cpus_per_node: int = 8, preempt_grace_s: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        num_nodes: int = 4,
+        cpus_per_node: int = 8,
+        preempt_grace_s: int = 0,
+        isolation: str | None = None,
+    ) -> None:
         """Choose a size; ``start`` starts it.
 
         Args:
             num_nodes: At most 64.
             cpus_per_node: What each node claims, whatever the machine has; jobs share a node unless ``--exclusive``.
             preempt_grace_s: From a preempted job's SIGTERM to its end.
+            isolation: None: ``"net"`` where that works.
         """
         self.nodes = tuple(f"node{index}" for index in range(1, num_nodes + 1))
-        self.isolation = _find_isolation()
+        self.isolation = find_isolation() if isolation is None else isolation
         self.folder = Path()
         self.env: dict[str, str] = {}
         self._cpus_per_node = cpus_per_node
@@ -466,7 +474,7 @@ def _user_name() -> str:
     return subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _find_isolation() -> str:
+def find_isolation() -> str:
     """``"net"`` if a node of that kind can be made here."""
     attempt = "hostname x && mount -t tmpfs shm /dev/shm && mount --bind /dev/null /etc/hosts"
     attempt += (
@@ -520,12 +528,11 @@ def _start_time(pid: int) -> str:
 def _remove_stale() -> None:
     """Remove what clusters have left whose processes were killed."""
     for folder in _FOLDERS.glob(f"{_PREFIX}*"):
-        owner = folder / "owner"
-        if folder.stat().st_uid != os.getuid() or not owner.exists():
-            continue
-        pid, start_time = owner.read_text().split()
-        if _start_time(int(pid)) != start_time:
-            _remove(folder)
+        # Of another user, or made and removed by somebody else at this moment.
+        with contextlib.suppress(OSError, ValueError):
+            pid, start_time = (folder / "owner").read_text().split()
+            if folder.stat().st_uid == os.getuid() and _start_time(int(pid)) != start_time:
+                _remove(folder)
 
 
 def _remove(folder: Path) -> None:

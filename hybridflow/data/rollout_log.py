@@ -122,7 +122,6 @@ class LogWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
             self._write(MAGIC + self._block(json.dumps(asdict(header)).encode()))
-            sync_path(path.parent)
         except OSError as error:
             raise self._refused(error) from error
 
@@ -172,9 +171,12 @@ class LogWriter:
 
     def _sync(self) -> None:
         num_bytes = self._num_bytes
-        if num_bytes > self._num_synced:
-            os.fsync(self._file)
-            self._num_synced = num_bytes
+        if num_bytes == self._num_synced:
+            return
+        os.fsync(self._file)
+        if not self._num_synced:
+            sync_path(self._path.parent)
+        self._num_synced = num_bytes
 
     def _refused(self, error: OSError) -> WriteError:
         return WriteError(f"{self._path}: cannot be written: {error}; make room there, or set another run_dir")

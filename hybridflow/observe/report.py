@@ -15,6 +15,8 @@ from hybridflow.observe.metrics import METRICS_FILE, phase_seconds, read_metrics
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+SUMMARY_FILE = "summary.json"
+
 Rows = list[dict[str, float]]
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: told apart by all
@@ -30,7 +32,7 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
         ValueError: A value is not finite, which JSON cannot hold.
         TypeError: A value is not of JSON's types.
     """
-    path = run_dir / "summary.json"
+    path = run_dir / SUMMARY_FILE
     replace_file(path, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
     return path
 

@@ -18,6 +18,15 @@ from hybridflow.observe.files import sync_path
 STARTS_FILE = "starts.jsonl"
 
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("number", "step", "ranks", "restart_count"), (int,)),
+    **dict.fromkeys(("began_s", "ended_s", "save_s"), (int, float)),
+    **dict.fromkeys(("job_id", "outcome", "detail"), (str,)),
+    "layouts": (dict,),
+    "hosts": (list,),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class StartRecord:
     """One start of a run.
@@ -55,20 +64,32 @@ def read_starts(run_dir: Path) -> list[StartRecord]:
     """The starts of a run, in order; lines that were cut short by a kill, or that nobody understands, are left out."""
     path = run_dir / STARTS_FILE
     found: dict[int, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-            number = row["number"]
-        except (ValueError, TypeError, KeyError):
-            continue
-        found[number] = found.get(number, {}) | row
-    known = set(StartRecord.__dataclass_fields__)
-    records = []
-    for row in found.values():
-        if {"number", "began_s", "step", "ranks"} <= row.keys():
-            kept = {key: value for key, value in row.items() if key in known}
-            records.append(StartRecord(**{**kept, "hosts": tuple(kept.get("hosts", ()))}))
-    return records
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else ():
+        row = _understood(line)
+        if row is not None:
+            found[row["number"]] = found.get(row["number"], {}) | row
+    whole = (row for row in found.values() if None not in (row.get("began_s"), row.get("ranks")) and "step" in row)
+    return [StartRecord(**{**row, "hosts": tuple(row.get("hosts") or ())}) for row in whole]
+
+
+def _understood(line: str) -> dict[str, Any] | None:
+    """What is known of a line; None: it is cut short, or a value is none of its key's."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or row.get("number") is None:
+        return None
+    kept = {key: row[key] for key in StartRecord.__dataclass_fields__ if key in row}
+    is_right = all(_is_one(kept[key], kinds) for key, kinds in _KINDS.items() if kept.get(key) is not None)
+    return kept if is_right and all(isinstance(host, str) for host in kept.get("hosts") or ()) else None
+
+
+def _is_one(value: object, kinds: tuple[type, ...]) -> bool:
+    """Whether it is of one of these types; a number must be one that may be reckoned with."""
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        return False
+    return not isinstance(value, (int, float)) or 0 <= value < 2**63
 
 
 def add_start(run_dir: Path, record: StartRecord) -> None:

@@ -26,9 +26,23 @@ class CaughtSignals:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for each in STOP_SIGNALS:
             signal.signal(each, lambda number, frame: None)
+            # Libraries in the middle of a call need not know.
+            signal.siginterrupt(each, False)
+
+    def fileno(self) -> int:
+        """For a selector, which finds it ready when ``wait`` has something to tell."""
+        return self._reader
 
     def wait(self, timeout_s: float) -> tuple[signal.Signals, ...]:
         """The stop signals that have come, at once if there are any, after ``timeout_s`` if none comes. Any thread."""
         ready, _, _ = select.select([self._reader], [], [], timeout_s)
         numbers = os.read(self._reader, 4096) if ready else b""
         return tuple(signal.Signals(number) for number in numbers if number in STOP_SIGNALS)
+
+    def ignore(self) -> None:
+        """From now on the stop signals do nothing.
+
+        Python gives them back their deadly meaning while it ends, and a second one then would change a job's status.
+        """
+        for each in STOP_SIGNALS:
+            signal.signal(each, signal.SIG_IGN)

@@ -110,6 +110,12 @@ def find_start(environ: Mapping[str, str] | None = None) -> Start:
     return _checked(step, env) if step is not None and step.size > 1 else Start(launcher="alone")
 
 
+def is_launched(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a launcher started this process as a rank, as far as variables tell."""
+    env = os.environ if environ is None else environ
+    return any(name in env for name in ("RANK", *MPI_RANK_VARIABLES, "SLURM_STEP_ID"))
+
+
 def rank_hint(environ: Mapping[str, str] | None = None) -> int:
     """This process's rank as far as variables tell, without asking MPI; 0 when alone."""
     env = os.environ if environ is None else environ
@@ -122,15 +128,16 @@ def expand_node_list(text: str) -> tuple[str, ...]:
     Raises:
         LayoutError: It cannot be read.
     """
+    entry_pattern = r"(?:[^,\[\]]|\[[^\[\]]*\])+"
+    if not re.fullmatch(f"{entry_pattern}(?:,{entry_pattern})*", text):
+        raise LayoutError(_unreadable("node list", text))
     names: list[str] = []
-    for entry in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+    for entry in re.findall(entry_pattern, text):
         found = [""]
         for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", entry):
             tails = [literal] if literal else [number for part in ranges.split(",") for number in _numbers(part, text)]
             found = [head + tail for head in found for tail in tails]
         names += found
-    if not names or text.count("[") != text.count("]"):
-        raise LayoutError(_unreadable("node list", text))
     return tuple(names)
 
 
@@ -195,23 +202,26 @@ def _from_mpi(env: Mapping[str, str], step: Start | None) -> Start:
                 "HYBRIDFLOW_MPI=0, but these ranks were started by mpirun, and only MPI knows where the others are; "
                 "unset it, or start with srun or torchrun"
             )
-        return _from_place(mpi.find_place(), expected, env)
+        place = mpi.find_place()
+        return _from_place(place, place.size if expected is None else expected, env)
     if step.size == 1:
         return Start(launcher="alone")
     if env.get("HYBRIDFLOW_MPI") == "0":
         return _checked(step, env)
     try:
-        return _from_place(mpi.find_place(), step.size, env)
+        # What Slurm says stays true, and MPI is there besides.
+        _from_place(mpi.find_place(), step.size, env)
+        return _checked(replace(step, launcher="mpi"), env)
     except mpi.NoMpiError as error:
         if step.rank == 0:
             print(f"hybridflow: started from Slurm's variables, without MPI: {error}", file=sys.stderr, flush=True)
         return _checked(step, env)
 
 
-def _from_place(place: Place, expected: int | None, env: Mapping[str, str]) -> Start:
+def _from_place(place: Place, expected: int, env: Mapping[str, str]) -> Start:
     from hybridflow.parallel import mpi
 
-    if expected is not None and place.size != expected:
+    if place.size != expected:
         raise mpi.NoMpiError(
             f"MPI sees {place.size} process(es) where the launcher started {expected}: the MPI library and the "
             "launcher do not speak to each other; start with `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open "

@@ -51,7 +51,7 @@ class World:
         device: Where this rank's models live.
         deadline_s: Longest wait for another rank, in seconds.
         uses_mpi: MPI started the job.
-        watch: What the ranks tell each other beside their collectives; None: nothing.
+        watch: The watch over all ranks; None: nobody watches.
     """
 
     def __init__(

@@ -4,8 +4,8 @@
     <folder>/all.h5                                        virtual datasets over all segments, by relative names
 
 Datasets of one number for each sample: ``step``, ``draw``, ``index``, ``prompt_length``, ``response_length``; and of
-all samples one behind the other: ``prompt_tokens``, ``response_tokens``, ``log_probs``. Where a segment is missing, h5py
-gives -1, or NaN.
+all samples one behind the other: ``prompt_tokens``, ``response_tokens``, ``log_probs``. Where a segment is missing,
+h5py gives -1, or NaN.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ def join_segments(folder: Path) -> list[str]:
 
 
 def drop_segments(folder: Path, *, after: int | None) -> None:
-    """Remove what is in the archive of steps after one, which the run will take anew; None: all.
+    """Remove what is in the archive of steps after one, which the run will take anew; None: all. For one rank.
+
+    So is what killed writers left.
 
     Raises:
         OSError: The file system refuses.
@@ -135,6 +137,8 @@ def drop_segments(folder: Path, *, after: int | None) -> None:
         (folder / ALL).unlink(missing_ok=True)
     for name in dropped:
         (folder / _SEGMENTS / str(name)).unlink()
+    for path in [*folder.glob(".*.tmp"), *(folder / _SEGMENTS).glob(".*.tmp")]:
+        path.unlink()
 
 
 def _refused(path: Path, error: OSError) -> WriteError:

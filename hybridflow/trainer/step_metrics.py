@@ -38,7 +38,7 @@ def step_metrics(shares: list[tuple[dict[str, float], list[Any]]], step_s: float
     """What goes into the log for one step.
 
     Args:
-        shares: Of each rank, what its roles measured and the spans of its timeline ``(kind, name, seconds)``.
+        shares: Of each rank, what its roles measured and the spans of its timeline ``(kind, name, seconds, …)``.
         step_s: Length of the step.
 
     Returns:
@@ -54,7 +54,7 @@ def step_metrics(shares: list[tuple[dict[str, float], list[Any]]], step_s: float
     for _, spans in shares:
         own: dict[str, float] = {}
         collective: dict[str, float] = {}
-        for kind, name, seconds in spans:
+        for kind, name, seconds, *_ in spans:
             if kind in ("move", "control") or name in CONTROL_CALLS:
                 collective[name] = collective.get(name, 0.0) + seconds
             else:

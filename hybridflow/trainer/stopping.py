@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Mapping
 
@@ -20,6 +21,8 @@ _FIRST_SAVE_SHARE, _FIRST_SAVE_S = 0.1, (20.0, 600.0)
 """As long as no save has been measured: so much of the job's time, within these bounds."""
 
 _ASK_AGAIN_S = 60.0
+
+_LOOK_S = 1.0
 
 _NUM_SAVES = 3
 
@@ -45,7 +48,7 @@ class Stopping:
         self._blocked_s = 0.0
         self._rest_s = 0.0
         if self._watch is not None and self.job_end_s is not None:
-            self._watch.clock = self.find_time_up
+            threading.Thread(target=self._keep_time, name="time", daemon=True).start()
 
     @property
     def save_s(self) -> float | None:
@@ -94,6 +97,12 @@ class Stopping:
             return None
         assert self.job_end_s is not None, "a job without an end is never short of time"
         return f"{max(0.0, self.job_end_s - time.time()):.0f} s are left of the job's time, saving needs them"
+
+    def _keep_time(self) -> None:
+        """Ask all ranks to stop in time, also while they are inside a long rollout. A thread, since Slurm is asked."""
+        while (reason := self.find_time_up()) is None:
+            time.sleep(_LOOK_S)
+        self._watch.ask_stop(reason)
 
     def _is_short(self, work_s: float) -> bool:
         end_s = self.job_end_s

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,12 @@ from hybridflow.dataflow.run import Executor, Replicated
 from hybridflow.dataflow.schedule import project
 from hybridflow.errors import LayoutError
 from hybridflow.observe.metrics import MetricsLog
+from hybridflow.observe.rank_log import open_rank_log, say
 from hybridflow.observe.report import draw_learning_curve, write_summary
 from hybridflow.observe.starts import add_end
+from hybridflow.observe.status_file import StatusFile
 from hybridflow.observe.timeline import Timeline
+from hybridflow.observe.timeline_file import TimelineFile
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.roles.actor import Actor
@@ -38,6 +40,7 @@ from hybridflow.trainer import checkpoints
 from hybridflow.trainer.copy_weights import copy_weights
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import JobPlan, Program, placement_warnings, plan_job
+from hybridflow.trainer.profiling import Profiler
 from hybridflow.trainer.starting import note_start
 from hybridflow.trainer.step_metrics import merge_metrics, step_metrics
 from hybridflow.trainer.stopping import Stopping
@@ -70,29 +73,20 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
         print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     started = note_start(recipe, plan.meshes, world.coordinator(plan.meshes["job"].ranks))
+    status = _status_file(recipe) if world.rank == 0 else None
     stopping = Stopping(world, started.earlier)
-    with _noting_the_end(recipe, world, started.number, stopping):
-        job = open_job(recipe, world, plan)
-        start = checkpoints.begin(job, resume=resume)
-        return Trainer(replace(job, is_resumed=start.checkpoint is not None), plan, start, stopping).run()
-
-
-@contextmanager
-def _noting_the_end(recipe: Recipe, world: World, number: int, stopping: Stopping) -> Iterator[None]:
-    """Write down how this start ended, on the lowest rank."""
-    outcome, detail = "failed", ""
-    try:
-        yield
-        outcome = "finished" if stopping.reason is None else "requeue"
-        detail = stopping.reason or ""
-    except Exception as error:
-        detail = (str(error).splitlines() or [type(error).__name__])[0]
-        raise
-    finally:
-        if world.rank == 0:
-            # What ended the job, if anything, matters more than that it could not be noted.
-            with suppress(OSError):
-                add_end(Path(recipe.run_dir), number, outcome, detail, stopping.save_s)
+    run_dir = Path(recipe.run_dir)
+    open_rank_log(run_dir, started.number, world.rank)
+    if world.rank == 0 and world.watch is not None:
+        world.watch.before_exit = lambda cause: add_end(run_dir, started.number, "failed", cause, stopping.save_s)
+    job = open_job(recipe, world, plan)
+    start = checkpoints.begin(job, resume=resume)
+    job = replace(job, is_resumed=start.checkpoint is not None)
+    is_done = Trainer(job, plan, start, stopping, started.number, status).run()
+    if status is not None:
+        status.close()
+        add_end(run_dir, started.number, "finished" if is_done else "requeue", stopping.reason or "", stopping.save_s)
+    return is_done
 
 
 def _with_nodes(recipe: Recipe, world: World) -> Recipe:
@@ -113,15 +107,35 @@ def _with_nodes(recipe: Recipe, world: World) -> Recipe:
 class Trainer:
     """Runs a job's schedule on this rank. A role of its own, too: it ends each step, and saves.
 
+    Args:
+        job: The job.
+        plan: Its schedule.
+        start: What it begins with.
+        stopping: Whether it is to stop.
+        number: Of this start of the run, 1 for the first.
+        status: The run's, on the lowest rank.
+
     Attributes:
         step: Training steps done.
         roles: Name -> role.
         summary: What is known of the run so far; goes into ``summary.json``.
     """
 
-    def __init__(self, job: Job, plan: JobPlan, start: checkpoints.Begin, stopping: Stopping) -> None:
+    def __init__(
+        self,
+        job: Job,
+        plan: JobPlan,
+        start: checkpoints.Begin,
+        stopping: Stopping,
+        number: int,
+        status: StatusFile | None,
+    ) -> None:
         recipe = job.recipe
         self.step = 0
+        self._timeline = Timeline()
+        self._profiler = Profiler(recipe, job.world.rank, self._timeline)
+        self._status = status
+        self._num_restarts = number - 1
         self.kl_coef = KLCoefficient(recipe)
         self.roles: dict[str, Any] = {
             "actor": Actor(job, self.kl_coef),
@@ -134,15 +148,14 @@ class Trainer:
         self._start = start.checkpoint
         self._saved_step = None if start.checkpoint is None else start.checkpoint.step
         self._stopping = stopping
-        step, saved = (None, None) if self._start is None else (self._start.step, self._start.state.get("rollouts"))
-        self._rollouts = self.roles["actor"].kept = KeptRollouts(job, start.token, step, saved)
+        self._rollouts = KeptRollouts(job, start.token, start.fingerprint, self._start)
+        self.roles["actor"].kept = self._rollouts
         self._checkpoints = checkpoints.Checkpoints(job, self.roles, start)
         self.summary: dict[str, Any] = {"name": recipe.name, "algorithm": recipe.algorithm, "ranks": job.world.size}
         self.job = job
         self._plan = plan
         self._everyone = job.world.coordinator(plan.meshes["job"].ranks)
         self._mover = Mover(job.world, plan.meshes, chunk=mini_batch_size(job))
-        self._timeline = Timeline()
         self._log: MetricsLog | None = None
         self._run_dir = Path(recipe.run_dir)
         rollout = plan.meshes["actor.rollout"]
@@ -163,9 +176,12 @@ class Trainer:
         if self.job.world.rank == 0:
             resumed_step = None if self._start is None else self.step
             self._log = MetricsLog(self._run_dir, num_steps=self.job.recipe.trainer.steps, resumed_step=resumed_step)
+            self._timeline_file = TimelineFile(
+                self._run_dir, num_ranks=self.job.world.size, ranks_per_node=self.job.world.ranks_per_node
+            )
         if self._start is None and not self._begin():
             return False
-        self._step_began_s = time.perf_counter()
+        self._begin_step()
         self._execute(self._plan.train)
         if self._stopping.reason is None and self.job.recipe.trainer.steps > 0:
             self.summary["accuracy_after_rl"] = self._validate()
@@ -197,13 +213,13 @@ class Trainer:
     def finish_step(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Gather and record what the step measured. Collective: all ranks."""
         self._checkpoints.check()
-        own = [self._take_metrics(), list(self._timeline.spans), self._stopping.own_reason()]
+        own = [self._take_metrics(), self._timeline.spans, self._stopping.own_reason()]
         gathered = self._everyone.gather(own, "metrics of the step")
         shares = [(metrics, spans) for metrics, spans, _ in gathered]
-        step_s = time.perf_counter() - self._step_began_s
-        self._step_began_s = time.perf_counter()
-        self._timeline.reset()
+        began_s, step_s = self._began_s, time.perf_counter() - self._began_perf_s
+        self._profiler.end()
         self.step = decided["train_step"]["step"]
+        self._begin_step()
         metrics = step_metrics(shares, step_s)
         self._stopping.learn(metrics)
         self._stopping.settle(reason for _, _, reason in gathered)
@@ -214,7 +230,16 @@ class Trainer:
         self._totals["tokens"] += metrics["batch/num_tokens"]
         self._totals["control_s"] += metrics["control/overhead_share"] * step_s
         if self._log is not None:
-            self._log.write(self.step, metrics)
+            self._log.write(self.step, metrics | {"run/restarts": self._num_restarts})
+            self._timeline_file.add(self.step, began_s, step_s, [spans for _, spans in shares])
+
+    def _begin_step(self) -> None:
+        """The next step's clocks start, and its trace, if it is to be traced."""
+        self._began_s, self._began_perf_s = time.time(), time.perf_counter()
+        self._timeline.reset()
+        self._profiler.begin(self.step + 1)
+        if self._status is not None:
+            self._status.note(step=self.step, job_end_s=self._stopping.job_end_s)
 
     def save(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint, complete or not at all. Called on all ranks."""
@@ -276,9 +301,7 @@ class Trainer:
             # The first rank of the last stage knows the loss.
             if step % max(1, steps // 10) == 0 and self.job.world.rank == update.holders(0)[0]:
                 loss = self.roles["actor"].metrics.get("warm_start/loss")
-                print(
-                    f"warm start: step {step}/{steps}" + (f" | loss {loss:.3f}" if loss is not None else ""), flush=True
-                )
+                say(f"warm start: step {step}/{steps}" + (f" | loss {loss:.3f}" if loss is not None else ""))
             yield {"step": step}
         yield None
 
@@ -359,6 +382,11 @@ class Trainer:
             draw_learning_curve(self._run_dir)
         path = write_summary(self._run_dir, self.summary)
         print(f"wrote {path}", flush=True)
+
+
+def _status_file(recipe: Recipe) -> StatusFile:
+    facts = {"name": recipe.name, "algorithm": recipe.algorithm, "steps": recipe.trainer.steps}
+    return StatusFile(Path(recipe.run_dir), facts=facts)
 
 
 def _is_due(step: int, every: int) -> bool:

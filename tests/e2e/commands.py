@@ -127,7 +127,7 @@ def lasting_metrics(run_dir: Path) -> list[dict[str, float]]:
         {
             name: value
             for name, value in row.items()
-            if not name.endswith("_s") and not name.startswith(("control/", "checkpoint/", "rollout/reused"))
+            if not name.endswith("_s") and not name.startswith(("control/", "checkpoint/", "rollout/reused", "run/"))
         }
         for row in rows
     ]

@@ -11,8 +11,10 @@ import torch.utils.tensorboard  # noqa: F401
 
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.exit_status import REQUEUE
+from hybridflow.observe.metrics import read_metrics
 from hybridflow.observe.starts import read_starts
 from hybridflow.roles.actor import Actor
+from hybridflow.rollout.generate import Generator
 from hybridflow.trainer import stopping
 from hybridflow.trainer.stopping import Stopping
 from tests.e2e.commands import fork_ranks, lasting_metrics, write_recipe
@@ -77,7 +79,7 @@ def test_asked_in_a_step_it_saves_and_goes_on_unchanged(tmp_path, unbroken, call
     stopped = fork_ranks(RUN, tmp_path, hook=asking(call, at, signum, on_rank=on_rank))
     assert stopped.codes == (REQUEUE, REQUEUE), stopped.err
     assert latest_step(tmp_path / "run") == saved
-    assert f"stopped: received {signal.Signals(signum).name}; saved after step {saved}" in stopped.out
+    assert f"received {signal.Signals(signum).name}; saved after step {saved}" in stopped.out
     (start,) = read_starts(tmp_path / "run")
     assert (start.outcome, start.step, start.ranks) == ("requeue", None, 2) and start.save_s > 0
     again = fork_ranks([*RUN, "--resume"], tmp_path)
@@ -173,3 +175,47 @@ def test_ranks_that_no_layout_uses_leave_at_once(tmp_path):
     done = fork_ranks([*RUN, "trainer.steps=1"], tmp_path, num_ranks=3)
     assert done.codes == (0, 0, 0), done.err
     assert read_starts(tmp_path / "run")[0].ranks == 2
+
+
+LONG = [*RUN, "model.max_context=120", "rollout.max_new_tokens=100", "trainer.steps=3", "trainer.global_batch_size=32"]
+
+
+def asking_while_decoding(rank):
+    """A hook: in the second step's rollout rank 1 is sent a signal when it has decoded 10 tokens of each response."""
+    generate, one_token = Generator.generate, Generator._step
+    rollouts, tokens = 0, 0
+
+    def counted(self, requests, params, purpose="rollout", progress=None):
+        nonlocal rollouts
+        rollouts += purpose == "rollout"
+        return generate(self, requests, params, purpose, progress)
+
+    def step(self, *rest):
+        nonlocal tokens
+        tokens += rollouts == 2
+        assert rank == 0 or tokens < 20, "it went on decoding though it was asked to stop"
+        if rank == 1 and tokens == 10:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            # More than the watch needs to tell the other rank.
+            time.sleep(3)
+        return one_token(self, *rest)
+
+    Generator.generate, Generator._step = counted, step
+
+
+def test_asked_inside_a_long_rollout_it_ends_there_and_what_had_finished_is_used(tmp_path, tmp_path_factory):
+    whole = tmp_path_factory.mktemp("whole")
+    for folder in (whole, tmp_path):
+        write_recipe(folder)
+    assert fork_ranks(LONG, whole).codes == (0, 0)
+    stopped = fork_ranks(LONG, tmp_path, hook=asking_while_decoding)
+    assert stopped.codes == (REQUEUE, REQUEUE), stopped.err
+    assert latest_step(tmp_path / "run") == 1
+    again = fork_ranks([*LONG, "--resume"], tmp_path)
+    assert again.codes == (0, 0), again.err
+    rows, expected = learned(tmp_path / "run"), learned(whole / "run")
+    # The sampler's own log-probabilities are rounded otherwise when fewer are sampled together.
+    diffs = [[row.pop("rollout/logprob_abs_diff") for row in each] for each in (rows, expected)]
+    assert diffs[0] == pytest.approx(diffs[1], abs=1e-6) and rows == expected
+    reused = [row.get("rollout/reused", 0.0) for row in read_metrics(tmp_path / "run")]
+    assert reused[0] == reused[2] == 0.0 and 0.0 < reused[1] < 1.0

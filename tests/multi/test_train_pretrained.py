@@ -20,6 +20,7 @@ from hybridflow.parallel.world import World
 from hybridflow.trainer.checkpoints import begin
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import plan_job
+from hybridflow.trainer.stopping import Stopping
 from hybridflow.trainer.trainer import Trainer, train
 from tests.conversions import write_as
 from tests.ranks import run_ranks

@@ -260,3 +260,23 @@ def test_every_field_of_a_recipe_can_be_overridden(recipe_file):
     shown = to_dict(recipe)
     overrides = [f"{item.name}={yaml.safe_dump(shown[item.name], default_flow_style=True)}" for item in fields(Recipe)]
     assert load_recipe(recipe_file, overrides) == recipe
+
+
+@pytest.mark.parametrize(
+    "override, says",
+    [
+        ("profile.steps=[0]", "profile.steps[0]: expected an integer of at least 1, found 0"),
+        ("profile.ranks=[-1]", "profile.ranks[0]: expected an integer of at least 0, found -1"),
+        ("profile.ranks=[0, 4, 7]", "profile.ranks=[0, 4, 7]: [4, 7] not among ranks 0 to 3"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused(recipe_file, override, says):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe_file, [override])
+    assert says in str(caught.value)
+
+
+def test_steps_and_ranks_are_chosen_for_profiles(recipe_file):
+    recipe = load_recipe(recipe_file, ["profile.steps=[3, 10]", "profile.ranks=[0, 3]"])
+    assert (recipe.profile.steps, recipe.profile.ranks) == ((3, 10), (0, 3))
+    assert load_recipe(recipe_file).profile.steps == ()

@@ -15,6 +15,7 @@ from hybridflow import cli
 from hybridflow.checkpoint.convert import command as convert_command
 from hybridflow.config import recipe_from_dict
 from hybridflow.doctor import command as doctor_command
+from hybridflow.observe import status_command
 from hybridflow.trainer.step_metrics import PHASE_OF
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +81,13 @@ def test_doctors_commands_are_understood(command):
     assert arguments.run is doctor_command.run
 
 
+@pytest.mark.parametrize("command", [line for line in COMMANDS if re.search(r"\bhybridflow status\b", line)])
+def test_statuses_are_understood(command):
+    words = shlex.split(command.partition(" | ")[0])
+    arguments = cli._parse(words[words.index("hybridflow") + 1 :])
+    assert arguments.run is status_command.run
+
+
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith(("./", "tests/", "launch/"))])
 def test_scripts_are_there_and_quickstart_takes_its_settings(command, capsys):
     script, *words = shlex.split(command)
@@ -107,7 +115,8 @@ def test_parts_made_from_the_code_are_up_to_date():
 
 def test_table_of_metrics_is_what_the_trainer_writes():
     files = [*(ROOT / "hybridflow/roles").glob("*.py"), ROOT / "hybridflow/trainer/step_metrics.py"]
-    files += [ROOT / "hybridflow/trainer/checkpoints.py", ROOT / "hybridflow/checkpoint/saver.py"]
+    files += [ROOT / "hybridflow/trainer" / name for name in ("trainer.py", "checkpoints.py")]
+    files += [ROOT / "hybridflow/checkpoint/saver.py"]
     texts = [
         node.value
         for path in files

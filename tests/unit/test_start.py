@@ -1,6 +1,7 @@
 """Which rank a process is, from the environment that a launcher leaves."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -205,14 +206,20 @@ PMI_STEP = {**SLURM, **TWO_TASKS, "SLURM_PROCID": "0", "PMI_RANK": "0", "PMI_SIZ
         {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
         # mpirun in a Slurm job, whose daemons are a step of as many tasks as nodes.
         {**SLURM, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
-        PMIX_STEP,
-        PMI_STEP,
     ],
 )
-def test_mpi_where_it_works(monkeypatch, env):
+def test_mpirun(monkeypatch, env):
     monkeypatch.setattr(mpi, "find_place", lambda: MPI_PLACE)
     assert find_start(env) == FOUND
     assert find_start({**env, "MASTER_ADDR": "n9", "MASTER_PORT": "7"}).address == "n9"
+
+
+@pytest.mark.parametrize("env", [PMIX_STEP, PMI_STEP])
+def test_a_step_in_which_mpi_works_meets_where_slurm_says(monkeypatch, capsys, env):
+    monkeypatch.setattr(mpi, "find_place", lambda: MPI_PLACE._replace(rank=int(env["SLURM_PROCID"])))
+    without = find_start({name: value for name, value in env.items() if "PMI" not in name})
+    assert without.launcher == "slurm" and find_start(env) == replace(without, launcher="mpi")
+    assert capsys.readouterr().err == ""
 
 
 def test_mpi_on_nodes_with_different_numbers_of_ranks(monkeypatch):

@@ -1,0 +1,269 @@
+"""How a run stands, from its files alone, while it writes them and after any end. Torch-free.
+
+What a kill has cut short, or nobody understands, counts as absent: a status says what is known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from hybridflow.errors import DataError
+from hybridflow.observe.metrics import METRICS_FILE, phase_seconds
+from hybridflow.observe.report import SUMMARY_FILE
+from hybridflow.observe.starts import STARTS_FILE, StartRecord, read_starts
+from hybridflow.observe.status_file import STATUS_FILE, WRITE_EVERY_S
+
+SILENT_AFTER_S = 6 * WRITE_EVERY_S
+"""A running job has written its ``status.json`` six times meanwhile."""
+
+_RECENT_STEPS = 20
+_TAIL_BYTES = 2**18
+
+State = Literal["starting", "running", "silent", "finished", "requeue", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """How a run stands; what is not known is None. Times are in seconds, ages count from now.
+
+    Attributes:
+        run: Its directory.
+        state: ``silent``: it should run, and has given no sign of life for long; ``requeue``: it has saved and stopped,
+            to be begun again. ``failed`` is what the job itself could still note; ``finished`` is done.
+        doing: What the lowest rank does, or did last.
+        doing_age_s: For how long it had done so when it gave the last sign of life.
+        sign_age_s: Age of the last sign of life.
+        step: Training steps done.
+        steps: How many it is to make.
+        reward: Mean reward of the last step.
+        accuracy: Of the last validation.
+        tokens_per_s: Prompts and responses, mean of the last 20 steps.
+        step_s: Mean length of the last 20 steps.
+        phases_s: Mean of the same steps' ``time/<phase>_s``.
+        left_s: Time to the last step at this pace.
+        job_left_s: Until the job's time is up.
+        starts: How often it was begun.
+        restarts: How often after the first time.
+        slurm_restarts: How often Slurm has begun its job anew.
+        start_age_s: Since the last start.
+        end_age_s: Since that start ended, if it noted it.
+        start_step: The checkpoint that this one went on from.
+        last_end: How the start before ended.
+        ranks: Of the last start.
+        hosts: Of the last start.
+        job_id: Slurm's, of the last start.
+        saved_step: Step of the last checkpoint.
+        saved_age_s: Since it was complete.
+        cause: Why the last start ended.
+        logs: Directory of the last start's logs.
+    """
+
+    run: str
+    state: State
+    doing: str | None = None
+    doing_age_s: float | None = None
+    sign_age_s: float | None = None
+    step: int | None = None
+    steps: int | None = None
+    reward: float | None = None
+    accuracy: float | None = None
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    phases_s: Mapping[str, float]
+    left_s: float | None = None
+    job_left_s: float | None = None
+    starts: int = 0
+    restarts: int = 0
+    slurm_restarts: int | None = None
+    start_age_s: float | None = None
+    end_age_s: float | None = None
+    start_step: int | None = None
+    last_end: str | None = None
+    ranks: int | None = None
+    hosts: tuple[str, ...] = ()
+    job_id: str | None = None
+    saved_step: int | None = None
+    saved_age_s: float | None = None
+    cause: str | None = None
+    logs: str | None = None
+
+
+def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
+    """Find out how a run stands.
+
+    Args:
+        run_dir: Of the run.
+        now_s: Unix time, in seconds; None: the clock's.
+
+    Raises:
+        DataError: There is no run.
+        OSError: A file cannot be read.
+    """
+    now_s = time.time() if now_s is None else now_s
+    latest = run_dir / "checkpoints" / "latest"
+    names = (METRICS_FILE, STATUS_FILE, STARTS_FILE, SUMMARY_FILE)
+    if not any(path.is_file() for path in (*(run_dir / name for name in names), latest)):
+        raise DataError(f"{run_dir}: holds no run (none of {', '.join(names)}); give the run_dir of a recipe")
+    starts = read_starts(run_dir)
+    start = starts[-1] if starts else None
+    kept = _Values(_object(_read(run_dir / STATUS_FILE)))
+    # What an earlier start left there says nothing of this one.
+    is_kept = start is None or (kept.number("time_s") or 0.0) >= start.began_s
+    state = _state(start, kept, is_kept=is_kept, now_s=now_s)
+    summary = _Values(_object(_read(run_dir / SUMMARY_FILE)))
+    if start is None and summary.integer("steps") is not None:
+        state = "finished"
+    # Else a summary may be that of an earlier start, which was asked for fewer steps.
+    progress = _progress(run_dir, kept, summary if state == "finished" else _Values({}))
+    saved = re.fullmatch(r"step_([0-9]{6,18})", _read(latest).strip())
+    left_s = None
+    if progress.get("step_s") is not None and progress["steps"] is not None and state != "finished":
+        left_s = max(0, progress["steps"] - progress["step"]) * progress["step_s"]
+    return RunStatus(
+        run=str(run_dir),
+        state=state,
+        doing=kept.text("doing") if is_kept and state in ("running", "silent") else None,
+        doing_age_s=_age(kept.number("doing_since_s"), kept.number("time_s") or now_s) if is_kept else None,
+        sign_age_s=_age(_sign_s(start, kept, is_kept=is_kept), now_s),
+        left_s=left_s,
+        job_left_s=_job_left_s(kept, now_s) if is_kept and state == "running" else None,
+        saved_step=None if saved is None else int(saved[1]),
+        saved_age_s=None if saved is None else _age(latest.stat().st_mtime, now_s),
+        **progress,
+        **_of_starts(run_dir, starts, now_s),
+    )
+
+
+def _state(start: StartRecord | None, kept: _Values, *, is_kept: bool, now_s: float) -> State:
+    if start is not None and start.outcome in ("finished", "requeue", "failed"):
+        return start.outcome  # type: ignore[return-value]  # mypy does not narrow text to its literals
+    sign_s = _sign_s(start, kept, is_kept=is_kept)
+    if sign_s is None or now_s - sign_s > SILENT_AFTER_S:
+        return "silent"
+    return "running" if is_kept else "starting"
+
+
+def _sign_s(start: StartRecord | None, kept: _Values, *, is_kept: bool) -> float | None:
+    return kept.number("time_s") if is_kept or start is None else start.began_s
+
+
+def _job_left_s(kept: _Values, now_s: float) -> float | None:
+    end_s = kept.number("job_end_s")
+    return None if end_s is None else max(0.0, end_s - now_s)
+
+
+def _progress(run_dir: Path, kept: _Values, summary: _Values) -> dict[str, Any]:
+    """What was learned, how far it is, and how quickly."""
+    rows = [_Values(row) for row in _last_rows(run_dir / METRICS_FILE)]
+    recent = [row for row in rows[-_RECENT_STEPS:] if row.number("time/step_s") is not None]
+    phases = [phase_seconds(row.numbers()) for row in recent]
+    names = dict.fromkeys(name for each in phases for name in each)
+    last = rows[-1] if rows else kept
+    steps = kept.integer("steps")
+    accuracies = [row.number("validation/accuracy") for row in rows]
+    accuracies.append(summary.number("accuracy_after_rl"))
+    known = [each for each in accuracies if each is not None]
+    return {
+        "step": last.integer("step"),
+        "steps": summary.integer("steps") if steps is None else steps,
+        "reward": last.number("reward/mean"),
+        "accuracy": known[-1] if known else None,
+        "tokens_per_s": _mean([row.number("throughput/tokens_per_s") for row in recent]),
+        "step_s": _mean([row.number("time/step_s") for row in recent]),
+        "phases_s": {name: fmean(each.get(name, 0.0) for each in phases) for name in names},
+    }
+
+
+def _of_starts(run_dir: Path, starts: list[StartRecord], now_s: float) -> dict[str, Any]:
+    if not starts:
+        return {}
+    start, before = starts[-1], starts[-2] if len(starts) > 1 else None
+    logs = run_dir / "logs" / f"{start.number:04d}"
+    last_end = None
+    if before is not None:
+        last_end = ": ".join(each for each in (before.outcome or "killed", before.detail) if each)
+    return {
+        "starts": len(starts),
+        "restarts": max(0, start.number - 1),
+        "slurm_restarts": start.restart_count,
+        "start_age_s": _age(start.began_s, now_s),
+        "end_age_s": _age(start.ended_s, now_s),
+        "start_step": start.step,
+        "last_end": last_end,
+        "ranks": start.ranks,
+        "hosts": start.hosts,
+        "job_id": start.job_id,
+        "cause": start.detail or None,
+        "logs": str(logs) if logs.is_dir() else None,
+    }
+
+
+def _age(then_s: float | None, now_s: float) -> float | None:
+    """How long ago it was; a clock of another node may be ahead of this one's."""
+    return None if then_s is None else max(0.0, now_s - then_s)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+class _Values:
+    """What a file may hold or not, by key and type; numbers are finite and of a sane size."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def number(self, key: str) -> float | None:
+        value = self._values.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return None
+        # Neither true of what is not a number, nor of an integer that no float can hold.
+        return float(value) if -(2**63) < value < 2**63 else None
+
+    def integer(self, key: str) -> int | None:
+        value = self.number(key)
+        return None if value is None or value < 0 else int(value)
+
+    def text(self, key: str) -> str | None:
+        value = self._values.get(key)
+        return value if isinstance(value, str) else None
+
+    def numbers(self) -> dict[str, float]:
+        return {key: value for key in self._values if (value := self.number(key)) is not None}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return ""
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _last_rows(path: Path) -> list[dict[str, Any]]:
+    """The last steps that are noted whole; of a long file its end alone is read."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")[:-1]
+    except (FileNotFoundError, IsADirectoryError):
+        return []
+    rows = [_object(line) for line in lines]
+    return [row for row in rows if _Values(row).integer("step") is not None]

@@ -1,0 +1,134 @@
+"""A run's status for a person: some lines of one, or a table of several. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridflow.observe.status import RunStatus
+
+_STATES = {"silent": "no sign of life", "requeue": "saved and stopped, to be begun again"}
+_LONGEST_CELL = 48
+_NUM_HOSTS = 4
+
+
+def as_text(status: RunStatus) -> str:
+    """One run, a line for each thing that is known of it."""
+    lines = [f"{status.run}: {_headline(status)}"]
+    for name, value in (
+        ("step", _step_line(status)),
+        ("reward", _reward_line(status)),
+        ("speed", _speed_line(status)),
+        ("left", _left_line(status)),
+        ("saved", _saved_line(status)),
+        ("starts", _starts_line(status)),
+        ("before", None if status.last_end is None else _printable(status.last_end)),
+        ("cause", None if status.cause is None else _printable(status.cause)),
+        ("logs", status.logs),
+    ):
+        if value is not None:
+            lines.append(f"  {name:<7} {value}")
+    return "\n".join(lines)
+
+
+def as_table(statuses: Sequence[RunStatus]) -> str:
+    """Several runs, a row for each."""
+    head = ("run", "state", "step", "reward", "tokens/s", "s/step", "left", "saved", "restarts", "doing or cause")
+    rows = [head, *(_row(status) for status in statuses)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def duration(seconds: float) -> str:
+    """A length of time by its two largest units."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    minutes = whole // 60
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 1440 else f"{minutes // 1440} d {minutes // 60 % 24} h"
+
+
+def _headline(status: RunStatus) -> str:
+    told = _STATES.get(status.state, status.state)
+    doing = None if status.doing is None else _printable(status.doing)
+    if status.state == "silent":
+        told += "" if status.sign_age_s is None else f" for {duration(status.sign_age_s)}"
+        return told + ": killed, or its node is down" + ("" if doing is None else f"; it was at {doing}")
+    if doing is None:
+        return told + ("" if status.end_age_s is None else f", {duration(status.end_age_s)} ago")
+    return told + f": {doing}" + ("" if status.doing_age_s is None else f", for {duration(status.doing_age_s)}")
+
+
+def _step_line(status: RunStatus) -> str | None:
+    if status.step is None:
+        return None
+    return f"{status.step}" + ("" if status.steps is None else f" of {status.steps}")
+
+
+def _reward_line(status: RunStatus) -> str | None:
+    parts = [] if status.reward is None else [f"{status.reward:.3f}"]
+    parts += [] if status.accuracy is None else [f"held-out accuracy {status.accuracy:.1%}"]
+    return ", ".join(parts) or None
+
+
+def _speed_line(status: RunStatus) -> str | None:
+    if status.step_s is None:
+        return None
+    rate = "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s, "
+    longest_first = sorted(status.phases_s.items(), key=lambda item: -item[1])
+    phases = ", ".join(f"{_printable(name)} {seconds:.2f}" for name, seconds in longest_first)
+    return f"{rate}{status.step_s:.2f} s a step" + (f": {phases}" if phases else "")
+
+
+def _left_line(status: RunStatus) -> str | None:
+    parts = [] if status.left_s is None else [f"{duration(status.left_s)} at this pace"]
+    parts += [] if status.job_left_s is None else [f"{duration(status.job_left_s)} of the job's time"]
+    return ", ".join(parts) or None
+
+
+def _saved_line(status: RunStatus) -> str | None:
+    if status.saved_step is None:
+        return None if status.state == "finished" else "nothing yet"
+    return f"step {status.saved_step}" + ("" if status.saved_age_s is None else f", {duration(status.saved_age_s)} ago")
+
+
+def _starts_line(status: RunStatus) -> str | None:
+    if status.starts == 0:
+        return None
+    words = [f"{status.restarts + 1}, the last"]
+    words += [] if status.start_age_s is None else [f"{duration(status.start_age_s)} ago"]
+    words += ["from the beginning" if status.start_step is None else f"from step {status.start_step}"]
+    words += [] if status.ranks is None else [f"on {status.ranks} ranks"]
+    hosts = [_printable(host) for host in status.hosts[:_NUM_HOSTS]]
+    words += [] if not hosts else [f"of {', '.join(hosts)}" + (", …" if len(status.hosts) > _NUM_HOSTS else "")]
+    job = "" if status.job_id is None else f"; job {_printable(status.job_id)}"
+    slurm = "" if not status.slurm_restarts else f", restarted {status.slurm_restarts} times by Slurm"
+    return " ".join(words) + job + slurm
+
+
+def _row(status: RunStatus) -> tuple[str, ...]:
+    def known(value: float | None, text: str) -> str:
+        return "-" if value is None else text.format(value)
+
+    last = status.doing if status.cause is None else status.cause
+    told = "" if last is None else _printable(last)
+    return (
+        status.run,
+        status.state,
+        _step_line(status) or "-",
+        known(status.reward, "{:.3f}"),
+        known(status.tokens_per_s, "{:,.0f}"),
+        known(status.step_s, "{:.2f}"),
+        "-" if status.left_s is None else duration(status.left_s),
+        known(status.saved_step, "step {}"),
+        str(status.restarts),
+        told if len(told) <= _LONGEST_CELL else told[: _LONGEST_CELL - 1] + "…",
+    )
+
+
+def _printable(text: str) -> str:
+    """On one line, and nothing that a terminal would take for a command."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)

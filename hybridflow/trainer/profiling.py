@@ -1,0 +1,84 @@
+"""A closer look at chosen steps: torch's profiler, and NVTX ranges for ``nsys``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from hybridflow.config import Recipe
+from hybridflow.observe.timeline import Timeline
+from hybridflow.observe.timeline_file import TRACE_DIR
+
+
+class Profiler:
+    """Traces the steps of this rank that ``profile.steps`` and ``profile.ranks`` choose.
+
+    The spans of the timeline are ranges of the trace; and, where there is a GPU, NVTX ranges in every step, which cost
+    nothing while nobody listens.
+
+    Args:
+        recipe: Says which steps and ranks, and where the run keeps its files.
+        rank: This one.
+        timeline: Whose spans become ranges.
+    """
+
+    def __init__(self, recipe: Recipe, rank: int, timeline: Timeline) -> None:
+        chosen = recipe.profile.steps if rank in recipe.profile.ranks else ()
+        self._steps = frozenset(step for step in chosen if step <= recipe.trainer.steps)
+        self._folder, self._rank = Path(recipe.run_dir) / TRACE_DIR, rank
+        self._timeline = timeline
+        self._running: tuple[int, profile] | None = None
+        self._has_gpu = torch.cuda.is_available()
+        timeline.mark = _nvtx if self._has_gpu else None
+
+    def begin(self, step: int) -> None:
+        """A step begins: trace it, if it was chosen."""
+        if step not in self._steps:
+            return
+        # Kineto would tell stderr of each trace that it begins and ends; it looks here at each.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._has_gpu else [])]
+        self._timeline.mark = _both if self._has_gpu else record_function
+        self._running = step, profile(activities=activities)
+        self._running[1].start()
+
+    def end(self) -> None:
+        """The step ends: write its trace, if there is one. A disk that refuses ends no training."""
+        if self._running is None:
+            return
+        (step, running), self._running = self._running, None
+        running.stop()
+        self._timeline.mark = _nvtx if self._has_gpu else None
+        path = self._folder / f"step-{step:06d}-rank-{self._rank:05d}.json.gz"
+        aside = path.with_name(f".{path.name.removesuffix('.json.gz')}.tmp.json.gz")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(aside))
+            os.replace(aside, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+            print(f"hybridflow: rank {self._rank}: {path}: not written: {error}", file=sys.stderr, flush=True)
+        else:
+            print(f"rank {self._rank}: wrote {path}", flush=True)
+
+
+@contextlib.contextmanager
+def _nvtx(name: str) -> Iterator[None]:
+    torch.cuda.nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()
+
+
+@contextlib.contextmanager
+def _both(name: str) -> Iterator[None]:
+    with record_function(name), _nvtx(name):
+        yield

@@ -1,0 +1,121 @@
+"""What a person sees of a real run that was killed half-way and gone on with: status, timeline, traces, metrics."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
+import pytest
+import torch.utils.tensorboard  # noqa: F401
+
+from hybridflow.observe.metrics import read_metrics
+from hybridflow.observe.starts import read_starts
+from hybridflow.observe.status import RunStatus, read_status
+from hybridflow.trainer.trainer import Trainer
+from tests.e2e.commands import fork_ranks, write_recipe
+
+RUN = ["train", "tiny.yaml", "trainer.steps=4", "trainer.save_every=2"]
+PROFILE = ["profile.steps=[2, 9]", "profile.ranks=[1]"]
+
+
+def kill_in_step_3(rank: int) -> None:
+    """Rank 1 dies in its third step, rank 0 as soon as it has noted step 2 and done a part of step 3."""
+    finish_step = Trainer.finish_step
+
+    def finish(self: Trainer, batch: Any, decided: Any) -> None:
+        if decided["train_step"]["step"] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        finish_step(self, batch, decided)
+
+    Trainer.finish_step = finish  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunStatus, RunStatus, str]:
+    """The run's directory; its status after the kill, at once and a minute later; what the ranks told on stderr."""
+    folder = tmp_path_factory.mktemp("observe")
+    write_recipe(folder)
+    run_dir = folder / "run"
+    killed = fork_ranks([*RUN, *PROFILE], folder, hook=kill_in_step_3)
+    assert killed.codes == (-9, -9), killed.err
+    written_s = json.loads((run_dir / "status.json").read_text())["time_s"]
+    at_once, later = (read_status(run_dir, written_s + age_s) for age_s in (1, 61))
+    done = fork_ranks([*RUN, "--resume"], folder)
+    assert done.codes == (0, 0), done.err
+    return run_dir, at_once, later, killed.err
+
+
+def trace_events(path: Path) -> list[dict[str, Any]]:
+    content = json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_text())
+    found: list[dict[str, Any]] = content if isinstance(content, list) else content["traceEvents"]
+    return [event for event in found if event["ph"] == "X"]
+
+
+def test_status_of_a_killed_run_and_of_one_that_is_done(seen: Any):
+    run_dir, at_once, later, _ = seen
+    assert (at_once.state, at_once.step, at_once.steps, at_once.restarts) == ("running", 2, 4, 0)
+    assert (later.state, later.sign_age_s) == ("silent", 61)
+    assert later.step_s is not None and later.left_s == pytest.approx(2 * later.step_s)
+    assert {"rollout", "update", "log_probs"} <= later.phases_s.keys()
+    done = read_status(run_dir)
+    assert (done.state, done.step, done.restarts, done.ranks) == ("finished", 4, 1, 2)
+    # Whether step 2's checkpoint was complete is a matter of luck: it is written in the background.
+    assert done.last_end == "killed" and done.start_step in (0, 2) and done.saved_step == 4
+    assert done.reward == read_metrics(run_dir)[-1]["reward/mean"]
+    assert done.accuracy == json.loads((run_dir / "summary.json").read_text())["accuracy_after_rl"]
+
+
+def test_metrics_count_restarts(seen: Any):
+    run_dir = seen[0]
+    rows = read_metrics(run_dir)
+    resumed = read_status(run_dir).start_step
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["run/restarts"] for row in rows] == [0 if row["step"] <= resumed else 1 for row in rows]
+
+
+def test_the_timeline_has_both_starts_and_the_times_of_the_metrics(seen: Any):
+    run_dir = seen[0]
+    events = trace_events(run_dir / "trace" / "timeline.json")
+    firsts = [index for index, event in enumerate(events) if event["cat"] == "step"]
+    resumed = read_status(run_dir).start_step
+    assert [events[first]["args"]["step"] for first in firsts] == [1, 2, *range(resumed + 1, 5)]
+    # Of a step that was made twice the metrics, too, are those of the second time.
+    steps = {events[at]["args"]["step"]: events[at:end] for at, end in zip(firsts, [*firsts[1:], None], strict=True)}
+    for row in read_metrics(run_dir):
+        step, *spans = steps[row["step"]]
+        assert step["dur"] / 1e6 == pytest.approx(row["time/step_s"], abs=1e-5)
+        assert {event["cat"] for event in spans} == {"call", "move", "phase", "control"}
+        assert all(event["args"] == step["args"] and event["pid"] == 2 for event in spans)
+        ranks = [[event for event in spans if event["tid"] == tid] for tid in (1, 2)]
+        assert sum(map(len, ranks)) == len(spans)
+        for name, phase in (("actor.sample", "rollout"), ("actor.update", "update"), ("reward.score", "reward")):
+            taken_s = [sum(event["dur"] for event in own if event["name"] == name) / 1e6 for own in ranks]
+            assert max(taken_s) == pytest.approx(row[f"time/{phase}_s"], abs=1e-5)
+        for own in ranks:
+            # A schedule is run one after the other.
+            ends = [event["ts"] + event["dur"] for event in own]
+            assert all(end <= event["ts"] + 2 for end, event in zip(ends, own[1:], strict=False))
+    starts = read_starts(run_dir)
+    began_s, ended_s = starts[0].began_s, starts[-1].ended_s
+    assert ended_s is not None
+    assert all(began_s * 1e6 < event["ts"] <= event["ts"] + event["dur"] < ended_s * 1e6 for event in events)
+
+
+def test_the_chosen_step_of_the_chosen_rank_is_traced(seen: Any):
+    run_dir, _, _, err = seen
+    traces = sorted(path.name for path in (run_dir / "trace").iterdir())
+    assert traces == ["step-000002-rank-00001.json.gz", "timeline.json"]
+    events = trace_events(run_dir / "trace" / traces[0])
+    spans = [event for event in events if event.get("cat") == "user_annotation"]
+    assert {"actor.sample", "actor.log_probs", "actor.update", "trainer.finish_step"} <= {e["name"] for e in spans}
+    # Operations lie inside the ranges of what called them.
+    update = next(event for event in spans if event["name"] == "actor.update")
+    begin, end = update["ts"], update["ts"] + update["dur"]
+    inside = [event["name"] for event in events if begin <= event["ts"] <= end]
+    assert any("backward" in name.lower() for name in inside) and any(name.startswith("aten::") for name in inside)
+    assert "profiler_start" not in err

@@ -1,0 +1,250 @@
+"""Finished responses survive a kill in the midst of a rollout; and the archive holds what was sampled, once."""
+
+import json
+import os
+import shutil
+import signal
+
+import h5py
+import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
+import numpy as np
+import pytest
+import torch.utils.tensorboard  # noqa: F401
+
+from hybridflow.data.rollout_log import LogWriter, list_logs, read_log
+from hybridflow.roles.actor import Actor
+from hybridflow.rollout.generate import Generator
+from tests.e2e.commands import fork_ranks, lasting_metrics, write_recipe
+from tests.e2e.test_resume import reused, weights
+
+RUN = [
+    *("train", "tiny.yaml", "trainer.steps=4", "trainer.save_every=2", "trainer.keep_last=9"),
+    *("rollout.max_concurrent=2", "rollout.archive=true", "trainer.mini_batch_size=8"),
+]
+
+
+def noting(rank):
+    """Each rank notes what it gives on to training, and how many responses it generates."""
+    sample, generate = Actor.sample, Generator.generate
+
+    def sample_and_note(self, batch, decided):
+        found = sample(self, batch, decided)
+        with open(f"sampled-{rank}", "a") as file:
+            for row, ident in enumerate(found.ids.tolist()):
+                tokens, log_probs = (found.columns[name].to_list()[row] for name in ("tokens", "rollout_log_probs"))
+                step, prompt = decided["train_step"]["step"], int(found.columns["prompt_lengths"][row])
+                file.write(json.dumps([step, ident, prompt, tokens.tolist(), log_probs.tolist()]) + "\n")
+        return found
+
+    def generate_and_note(self, requests, params, purpose="rollout", progress=None):
+        if purpose == "rollout":
+            with open(f"generated-{rank}", "a") as file:
+                file.write(f"{len(requests)}\n")
+        return generate(self, requests, params, purpose, progress)
+
+    Actor.sample, Generator.generate = sample_and_note, generate_and_note
+
+
+def kill_in_the_rollout_of_step_4(rank):
+    """Rank 1 dies with the second wave of its responses in step 4, when the first is in its log."""
+    noting(rank)
+    add = LogWriter.add
+
+    def add_or_die(self, responses):
+        add(self, responses)
+        self.num_added = getattr(self, "num_added", 0) + 1
+        if rank == 1 and "step-000004" in str(self._path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    LogWriter.add = add_or_die
+
+
+def sampled(folder):
+    """What training was given: (step, sample) -> prompt's length, tokens, log-probs; of several times the last."""
+    rows = [json.loads(line) for path in sorted(folder.glob("sampled-*")) for line in path.read_text().splitlines()]
+    return {(step, ident): (prompt, tokens, log_probs) for step, ident, prompt, tokens, log_probs in rows}
+
+
+def archived(folder):
+    """The same, from the archive; no sample may be there twice."""
+    found = {}
+    with h5py.File(folder / "run/rollouts/all.h5") as file:
+        data = {name: file[name][:] for name in file}
+    prompts = np.split(data["prompt_tokens"], np.cumsum(data["prompt_length"]))
+    cuts = np.cumsum(data["response_length"])
+    rows = zip(prompts, np.split(data["response_tokens"], cuts), np.split(data["log_probs"], cuts), strict=True)
+    for place, (prompt, response, log_probs) in enumerate(list(rows)[:-1]):
+        key = int(data["step"][place]), int(data["draw"][place] * 2 + data["index"][place])
+        assert key not in found
+        found[key] = len(prompt), [*prompt.tolist(), *response.tolist()], log_probs.tolist()
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run in one go, and one that was killed in the midst of a rollout."""
+    whole, killed = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("killed")
+    for folder, hook in ((whole, noting), (killed, kill_in_the_rollout_of_step_4)):
+        write_recipe(folder)
+        done = fork_ranks(RUN, folder, hook=hook)
+        assert (set(done.codes) == {0}) == (folder == whole) and (folder == killed or done.err == ""), done.err
+    return whole, killed
+
+
+def logs(folder):
+    path = folder / "run/rollouts/log"
+    return {(name.step, name.rank): read_log(path / str(name)).responses for name in list_logs(path)}
+
+
+def test_what_was_finished_when_the_job_was_killed_is_not_sampled_again(runs, tmp_path):
+    whole, killed = runs
+    folder = tmp_path / "resumed"
+    shutil.copytree(killed, folder)
+    # The checkpoint of step 2 was complete, but no later one had told the ranks so.
+    assert {key: len(found) for key, found in logs(folder).items()} == {
+        **{(step, rank): 4 for step in (1, 2, 3) for rank in (0, 1)},
+        (4, 0): 4,
+        (4, 1): 2,
+    }
+    for path in folder.glob("generated-*"):
+        path.unlink()
+
+    done = fork_ranks([*RUN, "--resume"], folder, hook=noting)
+
+    assert set(done.codes) == {0} and done.err == "", done.err
+    assert "resumed from run/checkpoints/step_000002" in done.out
+    assert [(folder / f"generated-{rank}").read_text().split() for rank in (0, 1)] == [["0", "0"], ["0", "2"]]
+    assert reused(folder) == {3: 1.0, 4: 1.0}
+    assert lasting_metrics(folder / "run") == lasting_metrics(whole / "run")
+    assert weights(folder) == weights(whole)
+    assert sampled(folder) == sampled(whole)
+    assert logs(folder) == {}
+
+
+def test_archive_holds_what_was_sampled(runs, tmp_path):
+    whole, killed = runs
+    assert len(sampled(whole)) == 4 * 8 and archived(whole) == sampled(whole)
+    names = sorted(path.name for path in (whole / "run/rollouts/segments").iterdir())
+    assert names == [
+        f"step-{steps}-rank-0000{rank}.h5" for steps in ("000001-000002", "000003-000004") for rank in (0, 1)
+    ]
+
+    # On one rank, which takes over what the two have left.
+    folder = tmp_path / "resumed"
+    shutil.copytree(killed, folder)
+    alone = ["cluster.ranks=1", "actor.update={}", "actor.rollout={}"]
+    done = fork_ranks([*RUN, *alone, "--resume"], folder, num_ranks=1, hook=noting)
+    assert set(done.codes) == {0} and done.err == "", done.err
+    assert reused(folder) == {3: 1.0}
+    # By then rank 1 had noted other samples of step 4; those of the run are the ones that it went on with.
+    last = {
+        (step, ident): (prompt, tokens, log_probs)
+        for step, ident, prompt, tokens, log_probs in map(json.loads, (folder / "sampled-0").read_text().splitlines())
+    }
+    assert archived(folder) == {**sampled(killed), **last} and len(archived(folder)) == 4 * 8
+
+
+def test_samples_of_other_weights_are_not_used(runs, tmp_path):
+    """With another rate step 3 measures the same, and leaves other weights."""
+    whole, killed = runs
+    folder = tmp_path / "faster"
+    shutil.copytree(killed, folder)
+    done = fork_ranks([*RUN, "actor.optimizer.lr=2e-2", "--resume"], folder, hook=noting)
+    assert set(done.codes) == {0} and done.err == "", done.err
+    assert reused(folder) == {3: 1.0}
+    rows = [lasting_metrics(place / "run") for place in (folder, whole)]
+    names = ("actor/loss", "actor/grad_norm")
+    assert [rows[0][2][name] for name in names] == [rows[1][2][name] for name in names]
+    assert [rows[0][3][name] for name in names] != [rows[1][3][name] for name in names]
+
+
+@pytest.mark.slow
+def test_a_log_that_was_torn_or_spoiled_gives_what_is_whole(runs, tmp_path):
+    whole, killed = runs
+    folder = tmp_path / "torn"
+    shutil.copytree(killed, folder)
+    for name in list_logs(folder / "run/rollouts/log"):
+        path = folder / "run/rollouts/log" / str(name)
+        data = bytearray(path.read_bytes())
+        if name.step == 3 and name.rank == 0:
+            path.write_bytes(data[: len(data) // 2])
+        elif name.step == 3:
+            data[-3] ^= 1
+            path.write_bytes(data)
+        elif name.step == 4:
+            path.write_bytes(b"")
+    done = fork_ranks([*RUN, "--resume"], folder, hook=noting)
+    assert set(done.codes) == {0} and done.err == "", done.err
+    assert reused(folder) == {3: 0.75}
+    assert {key: found[:2] for key, found in sampled(folder).items()} == {
+        key: found[:2] for key, found in sampled(whole).items()
+    }
+
+
+@pytest.mark.slow
+def test_going_back_to_an_earlier_checkpoint_takes_its_later_samples_out(runs, tmp_path):
+    whole, _ = runs
+    folder = tmp_path / "back"
+    shutil.copytree(whole, folder)
+    (folder / "run/checkpoints/latest").write_text("step_000002\n")
+    done = fork_ranks([*RUN, "trainer.steps=3", "--resume"], folder, hook=noting)
+    assert set(done.codes) == {0} and done.err == "", done.err
+    assert archived(folder) == {key: value for key, value in sampled(whole).items() if key[0] <= 3}
+
+
+NEW = ["train", "tiny.yaml", "trainer.steps=2", "warm_start=null", "trainer.mini_batch_size=8"]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """Without a warm start: a run in one go, and one that was killed in its second step, before any checkpoint."""
+
+    def kill(rank):
+        add = LogWriter.add
+
+        def add_or_die(self, responses):
+            if rank == 1 and "step-000002" in str(self._path):
+                os.kill(os.getpid(), signal.SIGKILL)
+            add(self, responses)
+
+        LogWriter.add = add_or_die
+
+    whole, killed = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("killed")
+    for folder, hook in ((whole, noting), (killed, kill)):
+        write_recipe(folder)
+        done = fork_ranks(NEW, folder, hook=hook)
+        assert (set(done.codes) == {0}) == (folder == whole), done.err
+    assert not (killed / "run/checkpoints/latest").exists()
+    return whole, killed
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--resume"], {1: 1.0, 2: 1.0}),
+        ([], {}),
+        pytest.param(["--resume", "rollout.temperature=0.9"], {}, marks=pytest.mark.slow),
+        pytest.param(["--resume", "actor.update={dp: 2}", "actor.rollout={tp: 2}"], {1: 1.0}, marks=pytest.mark.slow),
+        pytest.param(["--resume", "seed=5"], {}, marks=pytest.mark.slow),
+    ],
+)
+def test_before_the_first_checkpoint_the_same_recipe_finds_its_samples(first, argv, expected, tmp_path):
+    whole, killed = first
+    folder = tmp_path / "again"
+    shutil.copytree(killed, folder)
+    assert len(logs(folder)) > 2
+    done = fork_ranks([*NEW, *argv], folder, hook=noting)
+    assert set(done.codes) == {0} and done.err == "", done.err
+    assert reused(folder) == expected and logs(folder) == {}
+    if argv == ["--resume"]:
+        assert lasting_metrics(folder / "run") == lasting_metrics(whole / "run")
+        assert sampled(folder) == sampled(whole)
+
+
+def test_log_that_cannot_be_written_ends_the_job(tmp_path):
+    write_recipe(tmp_path)
+    (tmp_path / "run/rollouts").mkdir(parents=True)
+    (tmp_path / "run/rollouts/log").write_text("no directory")
+    done = fork_ranks(RUN, tmp_path)
+    assert "run/rollouts/log" in done.err and "cannot be written" in done.err and "set another run_dir" in done.err
+    assert "Traceback" not in done.err and 0 not in done.codes

@@ -1,0 +1,162 @@
+"""Ranks that meet, or do not: who is told what, within the deadline. Real processes and a real rendezvous."""
+
+import multiprocessing
+import os
+import socket
+import time
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from hybridflow.errors import LayoutError
+from hybridflow.parallel import world as world_module
+from hybridflow.parallel.start import Start
+from hybridflow.parallel.world import check_nodes, join_world, open_store
+
+DEADLINE_S = 3.0
+JOINED = "joined"
+
+
+def make_starts(hosts, *, per_node, port=None, **changes):
+    """What each of some ranks on one machine would know as tasks of a step on these nodes."""
+    size = len(hosts)
+    start = Start(
+        launcher="slurm", size=size, ranks_per_node=per_node, hosts=tuple(hosts), address="127.0.0.1", name="job 1"
+    )
+    port = free_port() if port is None else port
+    return [replace(start, rank=rank, port=port, **changes) for rank in range(size)]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def begin(starts, nodes=None, delays=None):
+    """Fork a process for each start; its node's name is the launcher's word unless ``nodes`` has another."""
+    context = multiprocessing.get_context("fork")
+    ranks = []
+    for place, start in enumerate(starts):
+        node = nodes[place] if nodes else start.hosts[start.rank]
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=be_a_rank, args=(start, node, (delays or {}).get(start.rank, 0.0), sender))
+        child.start()
+        ranks.append((child, receiver))
+    return ranks
+
+
+def be_a_rank(start, node, delay_s, sender):
+    os.environ["SLURMD_NODENAME"] = node
+    time.sleep(delay_s)
+    try:
+        store = open_store(start, start_deadline_s=DEADLINE_S)
+        world = join_world(start, store, deadline_s=60, start_deadline_s=DEADLINE_S)
+        sender.send(JOINED)
+        world.coordinator(tuple(range(start.size))).barrier("end")
+    except Exception as error:
+        sender.send(f"{type(error).__name__}: {error}")
+        # The store's keeper stays until the others have heard; the command waits for them in its own way.
+        time.sleep(1.0)
+    os._exit(0)
+
+
+def end(ranks):
+    """What each rank said, in their order."""
+    said = []
+    for child, receiver in ranks:
+        said.append(receiver.recv() if receiver.poll(60) else "nothing")
+        child.join(30)
+        if child.is_alive():
+            child.kill()
+    return said
+
+
+def run(starts, **options):
+    return end(begin(starts, **options))
+
+
+def test_ranks_of_unequal_nodes_meet():
+    assert run(make_starts("aab", per_node=1)) == [JOINED] * 3
+
+
+@pytest.mark.slow
+def test_the_first_ranks_meet_without_the_others():
+    assert run([start.first(3) for start in make_starts("aabb", per_node=2)[:3]]) == [JOINED] * 3
+
+
+def test_who_did_not_come_is_told_alike_by_all_that_came():
+    starts = make_starts("aabbcc", per_node=2)
+    said = run([starts[rank] for rank in (0, 1, 4)])
+    assert len(set(said)) == 1, said
+    assert said[0].startswith(
+        "DeadlineError: 3 of 6 ranks did not come within 3 s: ranks 2-3 on b, rank 5 on c; look for what kept them"
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_slow_is_waited_for():
+    assert run(make_starts("ab", per_node=1), delays={0: 1.5}) == [JOINED] * 2
+    assert run(make_starts("ab", per_node=1), delays={1: 1.5}) == [JOINED] * 2
+
+
+def test_rank_0_that_did_not_come_is_told_with_its_node_and_port():
+    starts = make_starts("ab", per_node=1)
+    (said,) = run(starts[1:])
+    place = f"no rendezvous at 127.0.0.1:{starts[0].port} within 3 s, as seen from b"
+    assert said.startswith(f"DeadlineError: {place}") and "rank 0 on a must run there" in said
+    assert all(word in said for word in ("start_deadline_s", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"))
+
+
+@pytest.mark.slow
+def test_rank_0_that_did_not_come_to_the_launchers_own_rendezvous(monkeypatch):
+    monkeypatch.setattr(world_module, "_AFTER_RANK_0_S", 1.0)
+    keeper = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    starts = make_starts("aab", per_node=1, port=keeper.port, agent_store=True)
+    said = run(starts[1:])
+    assert len(set(said)) == 1 and "1 of 3 ranks did not come within 3 s: rank 0 on a" in said[0], said
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_port_that_is_in_use_is_named(address):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        starts = make_starts("ab", per_node=1, port=other.getsockname()[1], address=address)
+        (said,) = run(starts[:1])
+    assert f"port {starts[0].port}, where the ranks are to meet, is in use by another program on a" in said
+    assert "export MASTER_PORT" in said
+
+
+@pytest.mark.slow
+def test_ranks_of_another_job_at_the_same_port_are_not_taken_for_ones_own():
+    ours = make_starts("ab", per_node=1)
+    theirs = [replace(start, name="job 2") for start in ours]
+    said = run([ours[0], theirs[1]])
+    assert "1 of 2 ranks did not come within 3 s: rank 1 on b" in said[0], said
+    assert JOINED not in said
+
+
+def test_ranks_that_do_not_fill_one_node_after_the_other_are_refused_on_all():
+    said = run(make_starts("aabb", per_node=2), nodes="abab")
+    assert len(set(said)) == 1 and said[0].startswith("LayoutError: ranks must fill one node after the other"), said
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_node", "launcher", "says"),
+    [
+        ("abab", 2, "slurm", "they are spread: 0 on a, 1 on b, 2 on a, 3 on b; start with `srun --distribution=block`"),
+        ("aba", 1, "mpi", "they are spread: 0 on a, 1 on b, 2 on a; .* with `mpirun --map-by slot`"),
+        ("aabb", 4, "env", "4 consecutive ranks share a node, but 2 run on a; .*LOCAL_WORLD_SIZE is the number of"),
+        ("aaabb", 3, "slurm", "3 consecutive ranks share a node, but 2 run on b"),
+    ],
+)
+def test_ranks_that_do_not_fill_one_node_after_the_other(hosts, per_node, launcher, says):
+    with pytest.raises(LayoutError, match=says):
+        check_nodes(Start(launcher=launcher, size=len(hosts), ranks_per_node=per_node), hosts)
+
+
+@pytest.mark.parametrize(("hosts", "per_node"), [("a", 1), ("aabb", 2), ("aaaabb", 2), ("aaab", 1), ("aaaa", 2)])
+def test_ranks_that_do(hosts, per_node):
+    check_nodes(Start(launcher="slurm", size=len(hosts), ranks_per_node=per_node), hosts)

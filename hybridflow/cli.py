@@ -48,6 +48,7 @@ _EXAMPLES = """examples:
   hybridflow status runs/quickstart
   hybridflow launch slurm quickstart --time 30 --print
   hybridflow plan job split
+  hybridflow doctor --nodes runs
   hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
 
 exit status: 0 done, 1 a rank was lost or a failure of hybridflow itself: beginning again may help, 2 an error in what

@@ -145,6 +145,8 @@ def _complain(text: str) -> int:
 
 
 def _run_across(arguments: argparse.Namespace, start: Start) -> int:
+    # What torch says of connections; what is wrong with them is told in the report.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from hybridflow.doctor.across import Deadlines, leave, look_across
 
     directory = arguments.directory

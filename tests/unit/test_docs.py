@@ -14,6 +14,7 @@ import yaml
 from hybridflow import cli
 from hybridflow.checkpoint.convert import command as convert_command
 from hybridflow.config import recipe_from_dict
+from hybridflow.doctor import command as doctor_command
 from hybridflow.observe import status_command
 from hybridflow.trainer.step_metrics import PHASE_OF
 
@@ -71,6 +72,15 @@ def test_conversions_are_understood(command):
     assert arguments.run is convert_command.run
 
 
+@pytest.mark.parametrize("command", [line for line in COMMANDS if re.search(r"\bhybridflow doctor\b", line)])
+def test_doctors_commands_are_understood(command):
+    words = shlex.split(command)
+    if "--wrap" in words:
+        words = shlex.split(words[words.index("--wrap") + 1])
+    arguments = cli._parse(words[words.index("hybridflow") + 1 :])
+    assert arguments.run is doctor_command.run
+
+
 @pytest.mark.parametrize("command", [line for line in COMMANDS if re.search(r"\bhybridflow status\b", line)])
 def test_statuses_are_understood(command):
     words = shlex.split(command.partition(" | ")[0])
@@ -105,7 +115,7 @@ def test_parts_made_from_the_code_are_up_to_date():
 
 def test_table_of_metrics_is_what_the_trainer_writes():
     files = [*(ROOT / "hybridflow/roles").glob("*.py"), ROOT / "hybridflow/trainer/step_metrics.py"]
-    files += [ROOT / "hybridflow/trainer" / name for name in ("trainer.py", "checkpoints.py")]
+    files += [ROOT / "hybridflow/trainer" / name for name in ("trainer.py", "record.py", "checkpoints.py")]
     files += [ROOT / "hybridflow/checkpoint/saver.py"]
     texts = [
         node.value

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID")
 
+_MPIRUN_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
+"""What mpirun sets, and srun does not: of Open MPI, and of MPICH and its kin."""
+
 _FIRST_PORT = 20000
 _PORTS_PER_JOB = 16
 _NUM_JOBS = 750  # ports end at 31999: from 32768 on, Linux hands them out to whoever asks
@@ -192,7 +195,7 @@ def _from_mpi(env: Mapping[str, str], step: Start | None) -> Start:
     # mpirun inside a Slurm job runs in steps of its own, whose tasks are not its ranks.
     is_srun = (
         step is not None
-        and "OMPI_COMM_WORLD_SIZE" not in env
+        and not any(name in env for name in _MPIRUN_VARIABLES)
         and expected == step.size
         and any(_number(env, name, -1) == step.rank for name in ranks)
     )

@@ -113,9 +113,9 @@ def test_rank_0_that_did_not_come_is_told_with_its_node_and_port():
 def test_rank_0_that_did_not_come_to_the_launchers_own_rendezvous(monkeypatch):
     monkeypatch.setattr(world_module, "_AFTER_RANK_0_S", 1.0)
     keeper = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    starts = make_starts("aab", per_node=1, port=keeper.port, agent_store=True)
-    said = run(starts[1:])
-    assert len(set(said)) == 1 and "1 of 3 ranks did not come within 3 s: rank 0 on a" in said[0], said
+    starts = make_starts("aabb", per_node=2, port=keeper.port, agent_store=True)
+    said = run([starts[1], starts[3]])
+    assert len(set(said)) == 1 and "2 of 4 ranks did not come within 3 s: rank 0 on a, rank 2 on b" in said[0], said
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])

@@ -204,8 +204,10 @@ PMI_STEP = {**SLURM, **TWO_TASKS, "SLURM_PROCID": "0", "PMI_RANK": "0", "PMI_SIZ
     [
         {"PMI_RANK": "1", "PMI_SIZE": "2"},
         {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
-        # mpirun in a Slurm job, whose daemons are a step of as many tasks as nodes.
+        # mpirun in a Slurm job, whose daemons are a step of as many tasks as nodes, here with as many ranks as nodes.
         {**SLURM, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+        {**PMIX_STEP, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+        {**PMIX_STEP, "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"},
     ],
 )
 def test_mpirun(monkeypatch, env):

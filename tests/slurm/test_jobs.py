@@ -85,7 +85,7 @@ def site(tmp_path):
     folder = Path(shutil.copytree(SCRIPTS, tmp_path / "slurm"))
     script = folder / "pipeline.sh"
     text = script.read_text()
-    for old, new in (("--ntasks-per-node=4", "--ntasks-per-node=2"), ("steps=40", "steps=2")):
+    for old, new in (("--ntasks-per-node=4", "--ntasks-per-node=1"), ("steps=40", "steps=2")):
         assert old in text
         text = text.replace(old, new)
     script.write_text(text)
@@ -99,10 +99,8 @@ def test_pipeline_goes_from_a_model_to_a_trained_one(cluster, tmp_path, site):
     write_job(tmp_path)
     write_model(tmp_path / "policy", "Llama")
     write_tokenizer(tmp_path / "policy")
-    sizes = ["cluster.ranks=2", "actor.update={tp: 2}", "actor.rollout={dp: 2}", "fallbacks=[]"]
-    said = cluster.run(
-        str(site / "pipeline.sh"), "tiny.yaml", "policy", "out", "model={max_context: 24}", *sizes, cwd=tmp_path
-    )
+    changes = [*ONE_RANK, "fallbacks=[]", "model={max_context: 24}"]
+    said = cluster.run(str(site / "pipeline.sh"), "tiny.yaml", "policy", "out", *changes, cwd=tmp_path)
     jobs = dict(line.split(": job ") for line in said.splitlines())
     assert list(jobs) == ["convert", "sft", "rl", "export", "evaluate"]
     for job in jobs.values():

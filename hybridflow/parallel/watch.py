@@ -50,7 +50,8 @@ from hybridflow.parallel.process import Process, is_running, kill, own_process
 from hybridflow.parallel.signals import CaughtSignals
 
 _POLL_S = 0.5
-_BEAT_S = 2.0
+_BEATS_PER_S = 256
+"""Of all ranks together, so that rank 0 is not kept busy."""
 
 _GATHER_S = 0.05
 
@@ -115,7 +116,7 @@ class Watch:
         self.before_exit: Callable[[str], None] | None = None
         self._rank, self._size, self._dead_after_s, self._signals = rank, size, dead_after_s, signals
         self._host = socket.gethostname()
-        self._beat_s = min(_BEAT_S, dead_after_s / 4)
+        self._beat_s = min(max(_POLL_S, size / _BEATS_PER_S), dead_after_s / 4)
         self._requests: SimpleQueue[Message] = SimpleQueue()
         self._ear, self._mouth = socket.socketpair()
         self._ear.setblocking(False)

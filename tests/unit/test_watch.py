@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from hybridflow.errors import DataError, DeadlineError
 from hybridflow.observe.doing import doing, now
 from hybridflow.observe.timeline import Timeline
-from hybridflow.parallel.cause import Cause, Place, cause_of, own_place, tell_cause, tell_places
+from hybridflow.parallel.cause import Cause, Place, cause_of, own_place, place_of, tell_cause, tell_places
 from hybridflow.parallel.hub import Hub
 from hybridflow.parallel.links import Link, listen
 from hybridflow.parallel.process import is_running, kill, own_process
@@ -223,6 +224,19 @@ def test_place_names_the_line_of_ours_and_the_innermost():
     thread.start()
     thread.join(20)
     assert "test_watch.py:" in found["line"] and "threading.py:" in found["line"].split(" > ")[1]
+
+
+def test_place_of_an_exception_is_where_the_first_was_raised():
+    def wait():
+        raise RuntimeError("gloo: gone")
+
+    try:
+        try:
+            wait()
+        except RuntimeError as error:
+            raise DeadlineError("lost contact") from error
+    except DeadlineError as error:
+        assert re.fullmatch(r"test_watch.py:\d+ wait", place_of(error, "n").line)
 
 
 def test_process_that_runs_is_told_from_stopped_gone_and_another():

@@ -351,3 +351,33 @@ def test_one_rank_alone_has_no_port():
 def test_only_this_machine_reaches_the_port_of_a_job_on_it():
     with listen("127.0.0.1", 1) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
+
+
+STUCK = """
+import os, threading
+from hybridflow.errors import DataError
+from hybridflow.observe import rank_log
+from hybridflow.parallel.watch import Watch
+
+def fill(descriptor):
+    os.set_blocking(descriptor, False)
+    try:
+        while True:
+            os.write(descriptor, bytes(1 << 12))
+    except BlockingIOError:
+        os.set_blocking(descriptor, True)
+
+watch = Watch(None, rank=0, size=1, address="", dead_after_s=20)
+rank_log._log_fd = os.pipe()[1]
+watch.before_exit = lambda line: threading.Event().wait()
+fill(rank_log._log_fd)
+fill(2)
+watch.fail(DataError("mend line 3"))
+"""
+
+
+def test_neither_console_nor_log_that_hang_hold_up_the_end():
+    began = time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", STUCK], stderr=subprocess.PIPE) as child:
+        assert child.wait(60) == 2
+        assert time.monotonic() - began < 30

@@ -125,8 +125,11 @@ def own_place(host: str) -> Place:
 
 
 def place_of(error: Exception, host: str) -> Place:
-    """Where an exception was raised."""
-    trace = error.__traceback__
+    """Where an exception was raised, or the one that it was made from."""
+    first: BaseException = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    trace = first.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return Place(host=host, doing=was_doing(error), line=_lines(trace.tb_frame if trace is not None else None))

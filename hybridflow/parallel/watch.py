@@ -50,7 +50,8 @@ from hybridflow.parallel.process import Process, is_running, kill, own_process
 from hybridflow.parallel.signals import CaughtSignals
 
 _POLL_S = 0.5
-_BEAT_S = 2.0
+_BEATS_PER_S = 256
+"""Of all ranks together, so that rank 0 is not kept busy."""
 
 _GATHER_S = 0.05
 
@@ -62,11 +63,11 @@ _SETTLE_S = 0.5
 _LEAVE_S = 1.0
 """Where the hub is gone, so long the ranks that say nothing leave later than the one that tells of it."""
 
-_LAST_WORDS_S = 5.0
+_LAST_WORDS_S = 2.0
 """So long flushing output, and what else is to be done before a failed process ends, may take."""
 
 _NOTE_S = 1.0
-"""So long a line for the log may take: a file system that hangs may be what this thread has to end."""
+"""So long lines for the console or the log may take: a file system that hangs may be what this thread has to end."""
 
 
 class MeetingPlace(Protocol):
@@ -115,7 +116,7 @@ class Watch:
         self.before_exit: Callable[[str], None] | None = None
         self._rank, self._size, self._dead_after_s, self._signals = rank, size, dead_after_s, signals
         self._host = socket.gethostname()
-        self._beat_s = min(_BEAT_S, dead_after_s / 4)
+        self._beat_s = min(max(_POLL_S, size / _BEATS_PER_S), dead_after_s / 4)
         self._requests: SimpleQueue[Message] = SimpleQueue()
         self._ear, self._mouth = socket.socketpair()
         self._ear.setblocking(False)
@@ -161,12 +162,12 @@ class Watch:
         """End all ranks' processes, this one too, with the status of the first cause, which is told once."""
         cause = cause_of(error, self._rank, self._host)
         trace = "".join(traceback.format_exception(error)).rstrip()
-        note(f"failed in {cause.doing}\n{trace}")
+        _within(_NOTE_S, note, f"failed in {cause.doing}\n{trace}")
         self._failed_at = place_of(error, self._host)
         self._request({"failure": asdict(cause)})
         # It ends this process, unless the job has ended in order before.
         self._thread.join()
-        tell(tell_cause(cause))
+        _within(_NOTE_S, tell, tell_cause(cause))
         self._leave(cause)
 
     def close(self) -> None:
@@ -216,7 +217,7 @@ class Watch:
                     self._judge_hub(self._links[0])
         except Exception as error:
             cause = cause_of(error, self._rank, self._host)
-            tell(tell_cause(cause))
+            _within(_NOTE_S, tell, tell_cause(cause))
             self._leave(cause)
         if self._hub is not None:
             for link in self._links.values():
@@ -330,7 +331,7 @@ class Watch:
             self._cause = Cause(**message["end"])
             place = self._place()
             self._to_hub({"place": asdict(place)})
-            _within(_LAST_WORDS_S / 2, _note_end, self._cause, place)
+            _within(_NOTE_S, _note_end, self._cause, place)
         elif "exit" in message and self._cause is not None:
             self._leave(self._cause)
         elif "bye" in message:
@@ -376,7 +377,7 @@ class Watch:
             )
             if self._rank == self._deputy:
                 _within(_LAST_WORDS_S, tell, "\n".join([tell_cause(cause), *tell_places({self._rank: self._place()})]))
-            _within(_LAST_WORDS_S / 2, _note_end, cause, self._place())
+            _within(_NOTE_S, _note_end, cause, self._place())
             if link.is_open and self._host == self._hub_host:
                 # A launcher may wait for each of its ranks, also for one that is stopped.
                 kill(self._hub_process)
@@ -424,7 +425,7 @@ def _within(limit_s: float, act: Callable[..., None], *args: Any) -> None:
 
 
 def _show(text: str) -> None:
-    _within(_LAST_WORDS_S / 2, tell, text)
+    _within(_NOTE_S, tell, text)
     _within(_NOTE_S, note, text)
 
 

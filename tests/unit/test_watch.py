@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from hybridflow.errors import DataError, DeadlineError
 from hybridflow.observe.doing import doing, now
 from hybridflow.observe.timeline import Timeline
-from hybridflow.parallel.cause import Cause, Place, cause_of, own_place, tell_cause, tell_places
+from hybridflow.parallel.cause import Cause, Place, cause_of, own_place, place_of, tell_cause, tell_places
 from hybridflow.parallel.hub import Hub
 from hybridflow.parallel.links import Link, listen
 from hybridflow.parallel.process import is_running, kill, own_process
@@ -225,6 +226,19 @@ def test_place_names_the_line_of_ours_and_the_innermost():
     assert "test_watch.py:" in found["line"] and "threading.py:" in found["line"].split(" > ")[1]
 
 
+def test_place_of_an_exception_is_where_the_first_was_raised():
+    def wait():
+        raise RuntimeError("gloo: gone")
+
+    try:
+        try:
+            wait()
+        except RuntimeError as error:
+            raise DeadlineError("lost contact") from error
+    except DeadlineError as error:
+        assert re.fullmatch(r"test_watch.py:\d+ wait", place_of(error, "n").line)
+
+
 def test_process_that_runs_is_told_from_stopped_gone_and_another():
     child = subprocess.Popen([sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"], stdout=-1)
     child.stdout.readline()
@@ -337,3 +351,33 @@ def test_one_rank_alone_has_no_port():
 def test_only_this_machine_reaches_the_port_of_a_job_on_it():
     with listen("127.0.0.1", 1) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
+
+
+STUCK = """
+import os, threading
+from hybridflow.errors import DataError
+from hybridflow.observe import rank_log
+from hybridflow.parallel.watch import Watch
+
+def fill(descriptor):
+    os.set_blocking(descriptor, False)
+    try:
+        while True:
+            os.write(descriptor, bytes(1 << 12))
+    except BlockingIOError:
+        os.set_blocking(descriptor, True)
+
+watch = Watch(None, rank=0, size=1, address="", dead_after_s=20)
+rank_log._log_fd = os.pipe()[1]
+watch.before_exit = lambda line: threading.Event().wait()
+fill(rank_log._log_fd)
+fill(2)
+watch.fail(DataError("mend line 3"))
+"""
+
+
+def test_neither_console_nor_log_that_hang_hold_up_the_end():
+    began = time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", STUCK], stderr=subprocess.PIPE) as child:
+        assert child.wait(60) == 2
+        assert time.monotonic() - began < 30

@@ -112,6 +112,8 @@ def test_slurm_texts_that_are_broken_or_empty_give_what_they_hold():
     down = slurm.check_slurm({}, "scontrol ended with status 1: Unable to contact slurm controller")
     assert down[0].verdict == PROBLEM and "munge" in down[0].remedy
     assert slurm.check_slurm({}, "absent")[0].verdict == OK
+    none = "scontrol ended with status 1: scontrol: fatal: Could not establish a configuration source"
+    assert slurm.check_slurm({}, none)[0].verdict == NOTE
 
 
 def test_slurm_records_keep_spaces_and_equal_signs():

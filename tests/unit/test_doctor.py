@@ -432,6 +432,9 @@ def test_a_slow_network_card_is_told_from_a_slow_link():
     nodes = compare.with_network([node(name) for name in hosts], card)
     assert [finding.name for finding in compare.slow_nodes(nodes)] == ["n2"]
     assert compare.slow_pairs(nodes, card, {}) == []
+    # Among three, a good node has one good pair and one with the slow node.
+    three = {("n1", "n2"): 3e9, ("n1", "n3"): 10e9, ("n2", "n3"): 3e9}
+    assert [found.name for found in compare.slow_nodes(compare.with_network(nodes[:3], three))] == ["n2"]
     link = {**pairs, ("n2", "n3"): 3e9}
     nodes = compare.with_network([node(name) for name in hosts], link)
     assert compare.slow_nodes(nodes) == []

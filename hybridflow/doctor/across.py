@@ -68,7 +68,7 @@ def node_name() -> str:
 
 
 def look_across(
-    start: Start, directory: Path, own_checks: Callable[[], list[Finding]], deadlines: Deadlines
+    start: Start, directory: Path, own_checks: Callable[[bool], list[Finding]], deadlines: Deadlines
 ) -> tuple[Board, Allocation | None]:
     """Check this node beside the others. Returns where the ranks speak, and on rank 0 what all found, None elsewhere.
 
@@ -77,7 +77,7 @@ def look_across(
     Args:
         start: Which rank this is.
         directory: Of the run.
-        own_checks: The checks of one machine.
+        own_checks: The checks of one machine; called with whether there are several nodes.
         deadlines: Of the waits.
 
     Raises:
@@ -95,7 +95,7 @@ def look_across(
     hosts = {int(rank): host for rank, host in members.items()}
     try:
         if start.rank in hosts:
-            report = _own_report(hosts[start.rank], clock_s, directory, token, own_checks)
+            report = _own_report(hosts[start.rank], clock_s, directory, token, lambda: own_checks(len(hosts) > 1))
             board.put(f"report/{start.rank}", report_to_dict(report))
         if start.rank == 0:
             told = board.collect({rank: f"report/{rank}" for rank in hosts}, deadlines.report_s)

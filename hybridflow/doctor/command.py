@@ -150,7 +150,7 @@ def _run_across(arguments: argparse.Namespace, start: Start) -> int:
     from hybridflow.doctor.across import Deadlines, leave, look_across
 
     directory = arguments.directory
-    board, found = look_across(start, directory, lambda: check_machine(directory, of_many=start.size > 1), Deadlines())
+    board, found = look_across(start, directory, lambda of_many: check_machine(directory, of_many=of_many), Deadlines())
     status = DONE
     if found is not None:
         status = _tell(found, as_json=arguments.json)

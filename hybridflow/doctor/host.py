@@ -158,7 +158,7 @@ def name_finding(name: str, addresses: Sequence[str], listed: Sequence[Interface
     elif all(_is_loopback(address) for address in addresses):
         value, verdict = f"{name} is {shown}, the loopback: other nodes cannot reach it", PROBLEM if of_many else NOTE
         remedy = (
-            f"for jobs of several nodes take the line of {name} with 127.0.1.1 out of /etc/hosts, or set "
+            f"for jobs of several nodes take the line of {name} with {addresses[0]} out of /etc/hosts, or set "
             f"GLOO_SOCKET_IFNAME={real}"
         )
     elif has_network and not {each.address for each in listed} & set(addresses) and "." in addresses[0]:

@@ -77,6 +77,16 @@ def check_slurm(config: Mapping[str, str], failure: str) -> list[Finding]:
     """
     if failure == "absent":
         return [Finding(area=AREA, name="Slurm", value="not on this machine: hybridflow launch local or mpi")]
+    if "configuration source" in failure:
+        return [
+            Finding(
+                area=AREA,
+                name="Slurm",
+                value="its programs are here, and no cluster: " + failure,
+                verdict=NOTE,
+                remedy="on a node of a cluster, set SLURM_CONF or ask the site",
+            )
+        ]
     if failure:
         return [
             Finding(

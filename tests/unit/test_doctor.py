@@ -112,6 +112,8 @@ def test_slurm_texts_that_are_broken_or_empty_give_what_they_hold():
     down = slurm.check_slurm({}, "scontrol ended with status 1: Unable to contact slurm controller")
     assert down[0].verdict == PROBLEM and "munge" in down[0].remedy
     assert slurm.check_slurm({}, "absent")[0].verdict == OK
+    none = "scontrol ended with status 1: scontrol: fatal: Could not establish a configuration source"
+    assert slurm.check_slurm({}, none)[0].verdict == NOTE
 
 
 def test_slurm_records_keep_spaces_and_equal_signs():
@@ -430,6 +432,9 @@ def test_a_slow_network_card_is_told_from_a_slow_link():
     nodes = compare.with_network([node(name) for name in hosts], card)
     assert [finding.name for finding in compare.slow_nodes(nodes)] == ["n2"]
     assert compare.slow_pairs(nodes, card, {}) == []
+    # Among three, a good node has one good pair and one with the slow node.
+    three = {("n1", "n2"): 3e9, ("n1", "n3"): 10e9, ("n2", "n3"): 3e9}
+    assert [found.name for found in compare.slow_nodes(compare.with_network(nodes[:3], three))] == ["n2"]
     link = {**pairs, ("n2", "n3"): 3e9}
     nodes = compare.with_network([node(name) for name in hosts], link)
     assert compare.slow_nodes(nodes) == []

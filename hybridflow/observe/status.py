@@ -167,12 +167,13 @@ def _progress(run_dir: Path, kept: _Values, summary: _Values) -> dict[str, Any]:
     phases = [phase_seconds(row.numbers()) for row in recent]
     names = dict.fromkeys(name for each in phases for name in each)
     last = rows[-1] if rows else kept
-    steps = kept.integer("steps")
+    step, steps = last.integer("step"), kept.integer("steps")
     accuracies = [row.number("validation/accuracy") for row in rows]
     accuracies.append(summary.number("accuracy_after_rl"))
     known = [each for each in accuracies if each is not None]
     return {
-        "step": last.integer("step"),
+        # A job that has just begun has not told of any.
+        "step": 0 if steps is not None and step is None else step,
         "steps": summary.integer("steps") if steps is None else steps,
         "reward": last.number("reward/mean"),
         "accuracy": known[-1] if known else None,
@@ -201,7 +202,8 @@ def _of_starts(run_dir: Path, starts: list[StartRecord], now_s: float) -> dict[s
         "ranks": start.ranks,
         "hosts": start.hosts,
         "job_id": start.job_id,
-        "cause": start.detail or None,
+        # As it stands on top of a log, without the name of the program.
+        "cause": None if not start.detail else start.detail.removeprefix("hybridflow: "),
         "logs": str(logs) if logs.is_dir() else None,
     }
 

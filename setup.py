@@ -19,7 +19,7 @@ setup(
     packages=[*find_packages(include=["hybridflow", "hybridflow.*"]), "hybridflow.launch", "hybridflow.slurm"],
     # A top-level module named launch would collide with others, so both folders are installed inside the package.
     package_dir={"hybridflow.launch": "launch", "hybridflow.slurm": "slurm"},
-    package_data={"hybridflow.launch": ["recipes/*.yaml"], "hybridflow.slurm": ["*.sbatch"]},
+    package_data={"hybridflow.launch": ["recipes/*.yaml"], "hybridflow.slurm": ["*.sbatch", "*.sh"]},
     entry_points={"console_scripts": ["hybridflow = hybridflow.cli:main"]},
     install_requires=[
         "torch>=2.6",

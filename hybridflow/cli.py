@@ -20,8 +20,10 @@ from hybridflow import __version__
 from hybridflow.checkpoint.convert.command import add_convert
 from hybridflow.checkpoint.look import add_commands
 from hybridflow.config import Recipe, find_recipe, load_recipe, recipe_for_ranks
+from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import DONE, REQUEUE, exit_status
+from hybridflow.launch.command import add_launch, add_slurm_options, batch_file, request_of
 from hybridflow.observe.doing import doing
 from hybridflow.observe.rank_log import tell
 from hybridflow.observe.status_command import add_status
@@ -44,6 +46,7 @@ _EXAMPLES = """examples:
   srun --ntasks 4 hybridflow train quickstart
   hybridflow train quickstart --resume
   hybridflow status runs/quickstart
+  hybridflow launch slurm quickstart --time 30 --print
   hybridflow plan job split
   hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
 
@@ -125,12 +128,16 @@ def _parser() -> argparse.ArgumentParser:
     plans = plan.add_subparsers(required=True, metavar="WHAT")
     job = plans.add_parser(
         "job",
-        help="which rank calls what, and the compiled schedule",
-        description="Print rank × role × calls for every rank, and the program of the job. Starts no process and "
+        help="which rank calls what, the compiled schedule, and the memory of each rank",
+        description="Print rank × role × calls for every rank, the program of the job, and the memory that each needs. "
+        "With --script, check it against the site settings and print the batch file too. Starts no process and "
         "imports no torch.",
     )
     _add_recipe(job)
-    job.add_argument("--mermaid", action="store_true", help="print one step as a mermaid flowchart instead")
+    what = job.add_mutually_exclusive_group()
+    what.add_argument("--mermaid", action="store_true", help="print one step as a mermaid flowchart instead")
+    what.add_argument("--script", action="store_true", help="print the batch file of `hybridflow launch slurm` too")
+    add_slurm_options(job)
     job.set_defaults(run=_plan_job)
     reshard = plans.add_parser(
         "reshard",
@@ -142,9 +149,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_reshard(reshard)
     reshard.set_defaults(run=_plan_reshard, recipe=None, overrides=())
+    add_launch(commands)
     add_convert(commands)
     add_commands(commands)
     add_status(commands)
+    add_doctor(commands)
     return parser
 
 
@@ -190,17 +199,23 @@ def _plan_job(arguments: argparse.Namespace) -> int:
 
         plan = plan_job(recipe)
         print(mermaid(plan.train, plan.meshes))
-    else:
-        _print_plan(recipe)
+        return 0
+    _print_plan(recipe)
+    if arguments.script:
+        # Last, so that what does not fit can be looked up above.
+        print(f"\nbatch file\n{batch_file(request_of(arguments))}", end="")
     return 0
 
 
 def _print_plan(recipe: Recipe) -> None:
     from hybridflow.dataflow.render import plan_table
+    from hybridflow.mapping.memory import job_memory, memory_summary, memory_table
     from hybridflow.trainer.plan import placement_warnings, plan_job
 
     plan = plan_job(recipe)
     print(plan_table(plan.whole, plan.meshes, recipe.cluster.ranks))
+    memory = job_memory(recipe, plan.meshes)
+    print(f"\nmemory of each rank, estimated\n{memory_table(memory)}\n{memory_summary(memory)}")
     for warning in placement_warnings(plan.meshes):
         print(f"hybridflow: {warning}", file=sys.stderr)
 
@@ -343,7 +358,7 @@ def _train_rank(recipe: Recipe, start: Start, signals: CaughtSignals, *, resume:
 
     cluster, store, watch = recipe.cluster, None, None
     try:
-        with doing("start"), lost_contact("the job", tuple(range(start.size)), cluster.deadline_s):
+        with lost_contact("the job", tuple(range(start.size)), cluster.deadline_s):
             store = open_store(start, start_deadline_s=cluster.start_deadline_s)
             world = join_world(start, store, deadline_s=cluster.deadline_s, start_deadline_s=cluster.start_deadline_s)
             world.watch = watch = Watch(
@@ -354,11 +369,11 @@ def _train_rank(recipe: Recipe, start: Start, signals: CaughtSignals, *, resume:
                 dead_after_s=cluster.dead_after_s,
                 signals=signals,
             )
-        with lost_contact("the job", tuple(range(start.size)), cluster.deadline_s):
             is_done = train(recipe, world, resume=resume)
             with doing("the end of the job"):
                 world.close()
                 watch.close()
+                signals.ignore()
     except Exception as error:
         if watch is not None:
             watch.fail(error)

@@ -61,23 +61,30 @@ def run_local(
             _kill(ranks)
 
 
-def _start(command: Sequence[str], num_ranks: int, threads_per_rank: int) -> list[subprocess.Popen[bytes]]:
-    shared = {
+def local_environment(rank: int, num_ranks: int, threads_per_rank: int, port: int) -> dict[str, str]:
+    """The variables that tell a rank of this machine its place."""
+    return {
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(threads_per_rank),
         # Ranks of one machine speak to each other over the loopback interface, which nobody else can reach.
         **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else {}),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
     }
+
+
+def _start(command: Sequence[str], num_ranks: int, threads_per_rank: int) -> list[subprocess.Popen[bytes]]:
+    port = _free_port()
     die_with_parent = _die_with_parent()
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(num_ranks):
             process = subprocess.Popen(
                 command,
-                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**os.environ, **local_environment(rank, num_ranks, threads_per_rank, port)},
                 stdin=subprocess.DEVNULL,
                 # A session of its own: Ctrl-C reaches a rank through us, once; what it starts can be killed with it.
                 start_new_session=True,

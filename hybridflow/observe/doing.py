@@ -9,10 +9,14 @@ from contextlib import contextmanager
 _open: list[tuple[str, float]] = []
 """What the main thread does, and since when; outermost first."""
 
+_between = "start"
+
 
 @contextmanager
 def doing(name: str) -> Iterator[None]:
     """Say what the body of a ``with`` does; an exception that leaves it takes the words along."""
+    global _between
+    _between = "the work between calls"
     _open.append((name, time.time()))
     try:
         yield
@@ -28,7 +32,7 @@ def now() -> str:
     """The innermost piece of work, with the outermost around it: ``actor.update (train step 3)``."""
     names = [name for name, _ in _open[:]]
     if not names:
-        return "nothing in particular"
+        return _between
     return names[-1] if len(names) == 1 else f"{names[-1]} ({names[0]})"
 
 

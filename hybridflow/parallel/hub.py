@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from hybridflow.observe.rank_log import note, tell
 from hybridflow.parallel.cause import Cause, Place, lost_rank, tell_cause, tell_places
 from hybridflow.parallel.links import Message
+from hybridflow.parallel.process import Process
 
 _SETTLE_S = 0.5
 """From a closed connection to a lost rank: a launcher that ends all ranks has ended this one too by then."""
@@ -25,7 +25,9 @@ class _Rank:
     doing: str = "start"
     is_here: bool = False
     has_left: bool = False
+    process: Process = (0, 0)
     heard_s: float = 0.0
+    looked_s: float = 0.0
     closed_s: float | None = None
 
 
@@ -34,28 +36,41 @@ class Hub:
 
     Args:
         host: Of rank 0.
+        process: Of rank 0.
         size: Ranks of the job.
         dead_after_s: A rank that is silent for so long is lost, in seconds.
+        to: Sends a message to a rank, which may be this one.
         to_all: Sends a message to every rank, this one included.
+        tell: Shows a person what ended the job.
     """
 
-    def __init__(self, *, host: str, size: int, dead_after_s: float, to_all: Callable[[Message], None]) -> None:
-        self._dead_after_s, self._to_all = dead_after_s, to_all
+    def __init__(
+        self,
+        *,
+        host: str,
+        process: Process,
+        size: int,
+        dead_after_s: float,
+        to: Callable[[int, Message], None],
+        to_all: Callable[[Message], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._dead_after_s, self._to, self._to_all, self._show = dead_after_s, to, to_all, tell
         self._ranks = [_Rank() for _ in range(size)]
-        self._ranks[0].host, self._ranks[0].is_here = host, True
+        self._ranks[0] = _Rank(host=host, process=process, is_here=True)
         self._stop: str | None = None
         self._suspects: list[tuple[float, Cause]] = []
         self._cause: Cause | None = None
         self._places: dict[int, Place] = {}
         self._tell_by_s = 0.0
 
-    def welcome(self, rank: int, host: str, now_s: float) -> None:
+    def welcome(self, rank: int, host: str, process: Process, now_s: float) -> None:
         """A rank has come."""
-        found = self._ranks[rank]
-        found.host, found.is_here, found.heard_s = host, True, now_s
+        first = self._ranks[0]
+        self._ranks[rank] = _Rank(host=host, process=process, is_here=True, heard_s=now_s)
         if all(each.is_here for each in self._ranks):
-            others = [number for number, each in enumerate(self._ranks) if each.host != self._ranks[0].host]
-            self._to_all({"deputy": others[0] if others else 1, "host": self._ranks[0].host})
+            others = [number for number, each in enumerate(self._ranks) if each.host != first.host]
+            self._to_all({"deputy": others[0] if others else 1, "host": first.host, "process": first.process})
 
     def heard(self, rank: int, now_s: float) -> None:
         """A rank lives."""
@@ -79,6 +94,8 @@ class Hub:
             self._suspects.append((now_s + (_GRACE_S if cause.kind == "waited" else 0.0), cause))
         elif "place" in message:
             self._places[rank] = Place(**message["place"])
+        elif "seen" in message:
+            self.heard(int(message["seen"]), now_s)
         elif "bye" in message:
             found.has_left = True
 
@@ -89,12 +106,14 @@ class Hub:
     def turn(self, now_s: float) -> None:
         """Act on what the time brings: a lost rank, the first cause, the end of all."""
         if self._cause is None:
+            self._look_at_silent(now_s)
             self._find_cause(now_s)
         elif now_s >= self._tell_by_s or all(
             number in self._places or each.has_left or each.closed_s is not None
             for number, each in enumerate(self._ranks)
         ):
             self._tell(self._cause)
+            self._end_silent(now_s)
             self._to_all({"exit": self._cause.status})
 
     def _find_cause(self, now_s: float) -> None:
@@ -119,6 +138,35 @@ class Hub:
             self._tell_by_s = now_s + _GATHER_S
             self._to_all({"end": asdict(self._cause)})
 
+    def _look_at_silent(self, now_s: float) -> None:
+        """Ask another rank of its node whether the process of a silent one runs: a long call may hold its Python."""
+        for number, each in enumerate(self._ranks):
+            quiet_s, every_s = now_s - each.heard_s, self._dead_after_s / 8
+            if number == 0 or each.has_left or quiet_s < self._dead_after_s / 2 or now_s < each.looked_s + every_s:
+                continue
+            each.looked_s = now_s
+            mate = self._mate(number, now_s)
+            if mate is not None:
+                self._to(mate, {"look": number, "process": each.process})
+
+    def _end_silent(self, now_s: float) -> None:
+        """Have those killed that do not end by themselves: a launcher may wait for each of its ranks."""
+        for number, each in enumerate(self._ranks):
+            if number not in self._places and not each.has_left and each.closed_s is None:
+                mate = self._mate(number, now_s)
+                if mate is not None:
+                    self._to(mate, {"kill": each.process})
+
+    def _mate(self, number: int, now_s: float) -> int | None:
+        """Another rank of the same node that answers."""
+        each = self._ranks[number]
+        for mate, other in enumerate(self._ranks):
+            is_there = other.is_here and not other.has_left and other.closed_s is None
+            answers = mate == 0 or now_s - other.heard_s < self._dead_after_s / 2
+            if mate != number and is_there and answers and each.is_here and other.host == each.host:
+                return mate
+        return None
+
     def _is_lost(self, number: int, each: _Rank, now_s: float) -> bool:
         if number == 0 or each.has_left:
             return False
@@ -134,5 +182,4 @@ class Hub:
             }
             others = {number: place for number, place in {**silent, **self._places}.items() if number != cause.rank}
             text = "\n".join([text, *tell_places(others)])
-        note(text)
-        tell(text)
+        self._show(text)

@@ -22,7 +22,6 @@ class Link:
 
     def __init__(self, connection: socket.socket, now_s: float = 0.0) -> None:
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.is_open = True
         self.heard_s = now_s
         self._connection = connection
@@ -40,14 +39,16 @@ class Link:
 
     def flush(self) -> bool:
         """Send what the connection takes. Returns whether nothing is left."""
-        while self.is_open and self._outgoing:
+        while self._outgoing:
             try:
                 sent = self._connection.send(self._outgoing)
             except (BlockingIOError, InterruptedError):
-                self.is_open = len(self._outgoing) <= _LARGEST_BACKLOG_BYTES
-                break
+                if len(self._outgoing) <= _LARGEST_BACKLOG_BYTES:
+                    break
+                self._outgoing = b""
             except OSError:
-                self.is_open = False
+                # What the other end said before it went can still be read; that tells of its end, too.
+                self._outgoing = b""
             else:
                 self._outgoing = self._outgoing[sent:]
         return not self._outgoing

@@ -173,6 +173,18 @@ class MpiLink:
         _wait(requests, name, peers, self._deadline_s)
 
 
+def library_version() -> str:
+    """Which MPI library mpi4py has found, in its own words on one line. Starts MPI.
+
+    Raises:
+        ImportError: There is no MPI library.
+        RuntimeError: Likewise.
+    """
+    from mpi4py import MPI
+
+    return " ".join(MPI.Get_library_version().strip("\0 \n").split())
+
+
 def reads_gpu_memory() -> bool:
     """Whether the MPI library takes addresses of a GPU's memory: by MPI 4.1's word for it, else by its own function."""
     from mpi4py import MPI

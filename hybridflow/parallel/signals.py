@@ -38,3 +38,11 @@ class CaughtSignals:
         ready, _, _ = select.select([self._reader], [], [], timeout_s)
         numbers = os.read(self._reader, 4096) if ready else b""
         return tuple(signal.Signals(number) for number in numbers if number in STOP_SIGNALS)
+
+    def ignore(self) -> None:
+        """From now on the stop signals do nothing.
+
+        Python gives them back their deadly meaning while it ends, and a second one then would change a job's status.
+        """
+        for each in STOP_SIGNALS:
+            signal.signal(each, signal.SIG_IGN)

@@ -25,10 +25,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from hybridflow.errors import DeadlineError
 from hybridflow.observe.doing import now
@@ -46,10 +46,13 @@ from hybridflow.parallel.cause import (
 )
 from hybridflow.parallel.hub import Hub
 from hybridflow.parallel.links import Link, Message, listen
+from hybridflow.parallel.process import Process, is_running, kill, own_process
 from hybridflow.parallel.signals import CaughtSignals
 
 _POLL_S = 0.5
 _BEAT_S = 2.0
+
+_GATHER_S = 0.05
 
 _CONNECT_S = 30.0
 
@@ -61,6 +64,9 @@ _LEAVE_S = 1.0
 
 _LAST_WORDS_S = 5.0
 """So long flushing output, and what else is to be done before a failed process ends, may take."""
+
+_NOTE_S = 1.0
+"""So long a line for the log may take: a file system that hangs may be what this thread has to end."""
 
 
 class MeetingPlace(Protocol):
@@ -118,12 +124,26 @@ class Watch:
         self._doing = ""
         self._links: dict[int, Link] = {}
         self._strangers: list[Link] = []
+        self._ready: set[int] = set()
         self._listener: socket.socket | None = None
-        self._hub = (
-            Hub(host=self._host, size=size, dead_after_s=dead_after_s, to_all=self._to_all) if rank == 0 else None
-        )
+        self._process = own_process()
+        self._hub: Hub | None = None
+        if rank == 0:
+            self._hub = Hub(
+                host=self._host,
+                process=self._process,
+                size=size,
+                dead_after_s=dead_after_s,
+                to=self._to,
+                to_all=self._to_all,
+                tell=_show,
+            )
         # Which rank speaks when rank 0 is gone, and what is then known of rank 0.
         self._deputy, self._hub_host, self._hub_doing = 1, address, "start"
+        self._hub_process: Process = (0, 0)
+        self._looked_s = 0.0
+        self._store = store
+        self._question: threading.Thread | None = None
         self._cause: Cause | None = None
         self._failed_at: Place | None = None
         self._leave_at_s = self._goodbye_s = float("inf")
@@ -177,7 +197,8 @@ class Watch:
                 "nodes of a job must be able to connect to any port of each other"
             ) from error
         self._links[0] = Link(connection)
-        self._links[0].send({"hello": self._rank, "secret": self._secret, "host": self._host})
+        hello = {"hello": self._rank, "secret": self._secret, "host": self._host, "process": self._process}
+        self._links[0].send(hello)
 
     def _run(self) -> None:
         """The thread."""
@@ -210,11 +231,14 @@ class Watch:
             if reader is not None:
                 poll.register(reader, select.POLLIN)
         poll.poll(min(_POLL_S, self._beat_s) * 1000)
+        # What many ranks say is read at one go.
+        time.sleep(_GATHER_S)
+        self._ready = {descriptor for descriptor, _ in poll.poll(0)}
         self._clock_s += min(time.monotonic() - began_s, 2 * _POLL_S)
         with contextlib.suppress(BlockingIOError):
             self._ear.recv(4096)
         for signal in self._signals.wait(0) if self._signals is not None else ():
-            note(f"received {signal.name}")
+            _within(_NOTE_S, note, f"received {signal.name}")
             self._requests.put({"stop": f"received {signal.name}"})
 
     def _take_requests(self) -> None:
@@ -231,6 +255,12 @@ class Watch:
         else:
             self._links[0].send(message)
 
+    def _to(self, rank: int, message: Message) -> None:
+        if rank == self._rank:
+            self._take_order(message)
+        else:
+            self._links[rank].send(message)
+
     def _to_all(self, message: Message) -> None:
         for link in self._links.values():
             link.send(message)
@@ -239,6 +269,8 @@ class Watch:
     def _listen(self) -> None:
         """Take what has come from others."""
         for rank, link in list(self._links.items()):
+            if link.fileno() not in self._ready:
+                continue
             heard_s = link.heard_s
             for message in link.receive(self._clock_s):
                 if self._hub is not None:
@@ -261,8 +293,10 @@ class Watch:
                 self._strangers.append(Link(listener.accept()[0], self._clock_s))
         for link in self._strangers[:]:
             messages: list[Message] = []
-            with contextlib.suppress(ValueError, RecursionError):
+            try:
                 messages = link.receive(self._clock_s)
+            except (ValueError, RecursionError):
+                link.close()
             if not messages and link.is_open and self._clock_s < link.heard_s + _CONNECT_S:
                 continue
             self._strangers.remove(link)
@@ -273,7 +307,7 @@ class Watch:
                 link.close()
                 continue
             self._links[rank] = link
-            self._hub.welcome(rank, str(hello["host"]), self._clock_s)
+            self._hub.welcome(rank, str(hello["host"]), _process(hello["process"]), self._clock_s)
             for message in messages[1:]:
                 self._hub.take(rank, message, self._clock_s)
 
@@ -281,19 +315,22 @@ class Watch:
         """Act on what the hub says to all."""
         if "stop" in message:
             self.stop_reason = str(message["stop"])
-            note(f"asked to stop: {self.stop_reason}")
+            _within(_NOTE_S, note, f"asked to stop: {self.stop_reason}")
         elif "deputy" in message:
             self._deputy, self._hub_host = int(message["deputy"]), str(message["host"])
+            self._hub_process = _process(message["process"])
+        elif "look" in message:
+            if is_running(_process(message["process"])):
+                self._to_hub({"seen": message["look"]})
+        elif "kill" in message:
+            kill(_process(message["kill"]))
         elif "doing" in message:
             self._hub_doing = str(message["doing"])
         elif "end" in message:
             self._cause = Cause(**message["end"])
             place = self._place()
-            note(
-                f"the job ends: {tell_cause(self._cause)}\n"
-                f"this rank is in {place.doing}, at {place.line}\n{all_stacks()}"
-            )
             self._to_hub({"place": asdict(place)})
+            _within(_LAST_WORDS_S / 2, _note_end, self._cause, place)
         elif "exit" in message and self._cause is not None:
             self._leave(self._cause)
         elif "bye" in message:
@@ -323,6 +360,7 @@ class Watch:
             elif self._clock_s >= link.heard_s + self._dead_after_s:
                 self._leave_at_s = self._clock_s
             else:
+                self._look_at_hub(link)
                 return
             self._leave_at_s += 0.0 if self._rank == self._deputy else _LEAVE_S
         if self._clock_s < self._leave_at_s:
@@ -336,20 +374,38 @@ class Watch:
                 is_closed=not link.is_open,
                 dead_after_s=self._dead_after_s,
             )
-            text = "\n".join([tell_cause(cause), *tell_places({self._rank: self._place()})])
-            note(f"{text}\n{all_stacks()}")
             if self._rank == self._deputy:
-                tell(text)
+                _within(_LAST_WORDS_S, tell, "\n".join([tell_cause(cause), *tell_places({self._rank: self._place()})]))
+            _within(_LAST_WORDS_S / 2, _note_end, cause, self._place())
+            if link.is_open and self._host == self._hub_host:
+                # A launcher may wait for each of its ranks, also for one that is stopped.
+                kill(self._hub_process)
         self._leave(cause)
+
+    def _look_at_hub(self, link: Link) -> None:
+        """A long call may hold the Python of a rank 0 that is silent; the store is answered without it."""
+        is_quiet = self._clock_s >= link.heard_s + self._dead_after_s / 2
+        if not is_quiet or self._clock_s < self._looked_s + self._dead_after_s / 8:
+            return
+        self._looked_s = self._clock_s
+        if self._host == self._hub_host:
+            if is_running(self._hub_process):
+                link.heard_s = self._clock_s
+        elif self._question is None or not self._question.is_alive():
+            self._question = threading.Thread(target=self._ask_store, args=(link,), daemon=True)
+            self._question.start()
+
+    def _ask_store(self, link: Link) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.get("hub")
+            link.heard_s = self._clock_s
 
     def _place(self) -> Place:
         return self._failed_at or own_place(self._host)
 
     def _leave(self, cause: Cause) -> NoReturn:
         """End this process, whatever its other threads wait for."""
-        thread = threading.Thread(target=self._last_words, args=(tell_cause(cause).splitlines()[0],), daemon=True)
-        thread.start()
-        thread.join(_LAST_WORDS_S)
+        _within(_LAST_WORDS_S, self._last_words, tell_cause(cause).splitlines()[0])
         os._exit(cause.status)
 
     def _last_words(self, line: str) -> None:
@@ -358,3 +414,24 @@ class Watch:
                 stream.flush()
         if self.before_exit is not None:
             self.before_exit(line)
+
+
+def _within(limit_s: float, act: Callable[..., None], *args: Any) -> None:
+    """Do something that may hang, and go on when it does."""
+    thread = threading.Thread(target=act, args=args, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+def _show(text: str) -> None:
+    _within(_LAST_WORDS_S / 2, tell, text)
+    _within(_NOTE_S, note, text)
+
+
+def _note_end(cause: Cause, place: Place) -> None:
+    note(f"the job ends: {tell_cause(cause)}\nthis rank is in {place.doing}, at {place.line}\n{all_stacks()}")
+
+
+def _process(numbers: Sequence[int]) -> Process:
+    pid, began = numbers
+    return int(pid), int(began)

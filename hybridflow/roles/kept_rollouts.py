@@ -5,9 +5,9 @@
     <run_dir>/rollouts/all.h5
 
 A response is used again where its step, and the weights that sampled it, are the same. The weights are told apart by a
-fingerprint: a random one at the beginning of a run, from then on the hash of the one before and of what the update
-measured, to the last bit. It is part of each checkpoint. So all that was sampled since is found again by a run that
-takes the same way bit for bit, and what the checkpoint's own weights have sampled by any.
+fingerprint: at the beginning of a run one of where they come from, or a random one; from then on the hash of the one
+before and of what the update measured, to the last bit. It is part of each checkpoint. So all that was sampled since is
+found again by a run that takes the same way bit for bit, and what the checkpoint's own weights have sampled by any.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from hybridflow.checkpoint.store import Checkpoint
 from hybridflow.data.rollout_log import LogHeader, LogName, LogWriter, Sampled, list_logs, read_log
 from hybridflow.errors import WriteError
 from hybridflow.roles.job import Job
@@ -31,42 +32,30 @@ from hybridflow.rollout.generate import Request, Response
 _FOLDER, _LOGS = "rollouts", "log"
 
 
-class Lineage(NamedTuple):
-    """What a checkpoint knows of the rollouts that it needs no more.
-
-    Attributes:
-        step: Of the checkpoint.
-        start: Of the run, that saved it.
-        fingerprint: Of its weights.
-    """
-
-    step: int
-    start: str
-    fingerprint: str
-
-
 class KeptRollouts:
     """This rank's part of them. Made on all ranks, which is collective.
 
     Args:
         job: The job.
         start: Tells this start of the run from others.
-        step: Of the checkpoint that the run goes on from; None: it is a new one, which removes what is there.
-        state: What ``state`` was at that checkpoint; None: it had none.
+        fingerprint: Of the weights with which it begins.
+        checkpoint: That it goes on from; None: there is none.
     """
 
-    def __init__(self, job: Job, start: str, step: int | None, state: Mapping[str, str] | None) -> None:
+    def __init__(self, job: Job, start: str, fingerprint: str, checkpoint: Checkpoint | None) -> None:
         self._job, self._start, self._rank = job, start, job.world.rank
         self._folder = Path(job.recipe.run_dir) / _FOLDER
         self._logs = self._folder / _LOGS
-        self._saved = step
-        # Without a state nothing that is there can be told to belong to the checkpoint.
-        self._before = None if step is None or state is None else Lineage(step, state["start"], state["fingerprint"])
-        self._fingerprint = start if self._before is None else self._before.fingerprint
+        self._fingerprint = fingerprint
+        self._saved = None if checkpoint is None else checkpoint.step
+        # The start that saved it, and up to which step what that start sampled is the run's.
+        self._before: tuple[str, int] | None = None
+        if checkpoint is not None and "rollouts" in checkpoint.state:
+            self._before = checkpoint.state["rollouts"]["start"], checkpoint.step
         self._written: list[LogName] = []
         everyone = job.world.coordinator(job.meshes["job"].ranks)
         # One looks: of a directory that another node has just changed each might see something else.
-        found = everyone.decide("rollouts of earlier starts", self._look(step) if everyone.is_lead else None)
+        found = everyone.decide("rollouts of earlier starts", self._look() if everyone.is_lead else None)
         self._left = [LogName(*name) for name in found]
 
     def state(self) -> dict[str, str]:
@@ -151,18 +140,22 @@ class KeptRollouts:
         for line in archive.join_segments(self._folder):
             print(line, flush=True)
 
-    def _look(self, step: int | None) -> list[LogName]:
+    def _look(self) -> list[LogName]:
         """The logs that are there, once what does not belong to the run, at this step, is removed."""
         names = list_logs(self._logs)
         try:
-            archive.drop_segments(self._folder, after=step)
-            if step is None:
-                for name in names:
-                    (self._logs / str(name)).unlink()
-                names = []
+            archive.drop_segments(self._folder, after=self._saved)
+            is_of_run = self._saved is not None or any(self._is_first(name) for name in names)
         except OSError as error:
-            raise WriteError(f"{self._folder}: an earlier run's rollouts cannot be removed: {error}") from error
-        return names
+            raise _not_removed(self._folder, error) from error
+        if not is_of_run:
+            remove_logs(Path(self._job.recipe.run_dir))
+        return names if is_of_run else []
+
+    def _is_first(self, name: LogName) -> bool:
+        """Whether the weights with which this run begins have sampled it."""
+        log = read_log(self._logs / str(name)) if name.step == 1 else None
+        return log is not None and log.header == self._header(1)
 
     def _read(self, names: list[LogName], step: int, requests: list[Request]) -> Iterator[Sampled]:
         wanted = {(request.draw, request.index) for request in requests}
@@ -191,8 +184,7 @@ class KeptRollouts:
         """Whether the run took the way on which this was sampled: no later start went back before it."""
         if name.start == self._start:
             return True
-        before = self._before
-        return before is not None and name.start == before.start and name.step <= before.step
+        return self._before is not None and name.start == self._before[0] and name.step <= self._before[1]
 
     def _archive(self, names: list[LogName]) -> None:
         """A segment for each rank that wrote; what has one already, its writer killed since, is left out."""
@@ -213,6 +205,24 @@ class KeptRollouts:
             archive.write_segment(
                 self._folder, archive.SegmentName(chosen[0].step, chosen[-1].step, rank), rows, prompts
             )
+
+
+def remove_logs(run_dir: Path) -> None:
+    """Remove what earlier starts of a run have sampled. For one rank, before others look.
+
+    Raises:
+        WriteError: The file system refuses.
+    """
+    folder = run_dir / _FOLDER / _LOGS
+    try:
+        for name in list_logs(folder):
+            (folder / str(name)).unlink()
+    except OSError as error:
+        raise _not_removed(folder, error) from error
+
+
+def _not_removed(folder: Path, error: OSError) -> WriteError:
+    return WriteError(f"{folder}: what an earlier run has left cannot be removed: {error}; remove it by hand")
 
 
 def _to_text(response: Sampled) -> list[Any]:

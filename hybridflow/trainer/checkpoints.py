@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import secrets
 import time
@@ -22,6 +23,7 @@ from hybridflow.checkpoint.training_state import Shares, load_model, load_traini
 from hybridflow.config import Recipe
 from hybridflow.errors import CheckpointError
 from hybridflow.roles.job import Job
+from hybridflow.roles.kept_rollouts import remove_logs
 from hybridflow.roles.pretrained import travelling
 from hybridflow.sections import to_dict
 
@@ -68,10 +70,12 @@ class Begin(NamedTuple):
     Attributes:
         checkpoint: What it goes on from; None: it is a new one.
         token: Tells this start of the job from others that use the same store.
+        fingerprint: Tells the actor's weights from others that the run has had, see ``roles.kept_rollouts``.
     """
 
     checkpoint: Checkpoint | None
     token: str
+    fingerprint: str
 
 
 def begin(job: Job, *, resume: bool) -> Begin:
@@ -85,7 +89,7 @@ def begin(job: Job, *, resume: bool) -> Begin:
         CheckpointError: The checkpoint is damaged, or belongs to another recipe; names what differs. On all ranks.
     """
     everyone, run_dir = job.world.coordinator(job.meshes["job"].ranks), Path(job.recipe.run_dir)
-    problem, step, token = None, None, ""
+    problem, step, token, fingerprint = None, None, "", ""
     if everyone.is_lead:
         token = secrets.token_hex(8)
         try:
@@ -95,10 +99,14 @@ def begin(job: Job, *, resume: bool) -> Begin:
                 for role in found.roles:
                     open_role(found, role)
                 step = found.step
+            fingerprint = _fingerprint(job, found, token)
             clear_leftovers(run_dir)
+            if not resume:
+                remove_logs(run_dir)
         except CheckpointError as error:
             problem = str(error)
-    problem, step, token = everyone.decide("where the run begins", [problem, step, token])
+    begun = everyone.decide("where the run begins", [problem, step, token, fingerprint])
+    problem, step, token, fingerprint = begun
     if problem is not None:
         raise CheckpointError(problem)
     checkpoint = load_latest(run_dir) if step is not None else None
@@ -107,7 +115,34 @@ def begin(job: Job, *, resume: bool) -> Begin:
             f"{checkpoint.path}: rank {job.world.rank} finds this as the latest, the lowest rank one of step {step}; "
             "set run_dir to a directory on a file system that all ranks share"
         )
-    return Begin(checkpoint, token)
+    return Begin(checkpoint, token, fingerprint)
+
+
+def _fingerprint(job: Job, checkpoint: Checkpoint | None, token: str) -> str:
+    """Of the weights with which a start begins.
+
+    The checkpoint knows its own. Before the first one a run that needs no warm start begins with the same weights each
+    time: those of the recipe and of the files that it names. All else that decides what is sampled is told as well,
+    since there is no checkpoint to hold the recipe against. What cannot be told is taken for new.
+    """
+    recipe = job.recipe
+    if checkpoint is not None:
+        return str(checkpoint.state.get("rollouts", {}).get("fingerprint", token))
+    if recipe.warm_start is not None:
+        return token
+    first = ("model.path", "model.init_std")
+    told: list[Any] = [
+        [key, value]
+        for key, value in _keys("", to_dict(recipe))
+        if any(f"{key}.".startswith(f"{held}.") for held in _MUST_MATCH) and (key not in _MAY_DIFFER or key in first)
+    ]
+    told += [job.train.source.sha256, hashlib.sha256(job.tokenizer.path.read_bytes()).hexdigest()]
+    if recipe.model.path is not None:
+        path = Path(recipe.model.path)
+        # Too long to be read for this; what replaces a file has another time.
+        files = [(str(file), file.stat()) for file in sorted(path.rglob("*") if path.is_dir() else [path])]
+        told += [[name, status.st_size, status.st_mtime_ns] for name, status in files]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def load(job: Job, roles: Mapping[str, Any], checkpoint: Checkpoint) -> None:

@@ -154,8 +154,8 @@ class Trainer:
         self._start = start.checkpoint
         self._saved_step = None if start.checkpoint is None else start.checkpoint.step
         self._stopping = stopping
-        step, saved = (None, None) if self._start is None else (self._start.step, self._start.state.get("rollouts"))
-        self._rollouts = self.roles["actor"].kept = KeptRollouts(job, start.token, step, saved)
+        self._rollouts = KeptRollouts(job, start.token, start.fingerprint, self._start)
+        self.roles["actor"].kept = self._rollouts
         self._checkpoints = checkpoints.Checkpoints(job, self.roles, start)
         self.summary: dict[str, Any] = {"name": recipe.name, "algorithm": recipe.algorithm, "ranks": job.world.size}
         self.job = job

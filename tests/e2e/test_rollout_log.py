@@ -158,6 +158,7 @@ def test_samples_of_other_weights_are_not_used(runs, tmp_path):
     assert [rows[0][3][name] for name in names] != [rows[1][3][name] for name in names]
 
 
+@pytest.mark.slow
 def test_a_log_that_was_torn_or_spoiled_gives_what_is_whole(runs, tmp_path):
     whole, killed = runs
     folder = tmp_path / "torn"
@@ -180,6 +181,7 @@ def test_a_log_that_was_torn_or_spoiled_gives_what_is_whole(runs, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_going_back_to_an_earlier_checkpoint_takes_its_later_samples_out(runs, tmp_path):
     whole, _ = runs
     folder = tmp_path / "back"
@@ -188,6 +190,55 @@ def test_going_back_to_an_earlier_checkpoint_takes_its_later_samples_out(runs, t
     done = fork_ranks([*RUN, "trainer.steps=3", "--resume"], folder, hook=noting)
     assert set(done.codes) == {0} and done.err == "", done.err
     assert archived(folder) == {key: value for key, value in sampled(whole).items() if key[0] <= 3}
+
+
+NEW = ["train", "tiny.yaml", "trainer.steps=2", "warm_start=null", "trainer.mini_batch_size=8"]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """Without a warm start: a run in one go, and one that was killed in its second step, before any checkpoint."""
+
+    def kill(rank):
+        add = LogWriter.add
+
+        def add_or_die(self, responses):
+            if rank == 1 and "step-000002" in str(self._path):
+                os.kill(os.getpid(), signal.SIGKILL)
+            add(self, responses)
+
+        LogWriter.add = add_or_die
+
+    whole, killed = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("killed")
+    for folder, hook in ((whole, noting), (killed, kill)):
+        write_recipe(folder)
+        done = fork_ranks(NEW, folder, hook=hook)
+        assert (set(done.codes) == {0}) == (folder == whole), done.err
+    assert not (killed / "run/checkpoints/latest").exists()
+    return whole, killed
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--resume"], {1: 1.0, 2: 1.0}),
+        ([], {}),
+        pytest.param(["--resume", "rollout.temperature=0.9"], {}, marks=pytest.mark.slow),
+        pytest.param(["--resume", "actor.update={dp: 2}", "actor.rollout={tp: 2}"], {1: 1.0}, marks=pytest.mark.slow),
+        pytest.param(["--resume", "seed=5"], {}, marks=pytest.mark.slow),
+    ],
+)
+def test_before_the_first_checkpoint_the_same_recipe_finds_its_samples(first, argv, expected, tmp_path):
+    whole, killed = first
+    folder = tmp_path / "again"
+    shutil.copytree(killed, folder)
+    assert len(logs(folder)) > 2
+    done = fork_ranks([*NEW, *argv], folder, hook=noting)
+    assert set(done.codes) == {0} and done.err == "", done.err
+    assert reused(folder) == expected and logs(folder) == {}
+    if argv == ["--resume"]:
+        assert lasting_metrics(folder / "run") == lasting_metrics(whole / "run")
+        assert sampled(folder) == sampled(whole)
 
 
 def test_log_that_cannot_be_written_ends_the_job(tmp_path):

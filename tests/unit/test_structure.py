@@ -24,7 +24,7 @@ ORDER = [
         "config",
     ),
     *("parallel", "algorithms", "observe", "dataflow", "reshard", "data", "models", "checkpoint"),
-    *("rollout", "roles", "mapping", "trainer", "launch", "cli", "__main__"),
+    *("rollout", "roles", "mapping", "trainer", "doctor", "launch", "cli", "__main__"),
 ]
 
 # Imported on login nodes and before ranks start: none may bring in torch or MPI.
@@ -42,6 +42,7 @@ LIGHT = [
         "parallel.signals",
         "parallel.links",
         "parallel.cause",
+        "parallel.process",
         "parallel.hub",
         "parallel.watch",
         "observe.doing",
@@ -58,9 +59,19 @@ LIGHT = [
         "data.fast",
         "data.tokenizer",
         "data.prompts",
+        "doctor.command",
+        "doctor.compare",
+        "doctor.rounds",
         "data.rollout_log",
+        "mapping.memory",
         "launch",
         "launch.local",
+        "launch.site",
+        "launch.batch",
+        "launch.checks",
+        "launch.snapshot",
+        "launch.submit",
+        "launch.command",
         "cli",
     ),
 ]

@@ -1,0 +1,178 @@
+"""The command ``hybridflow doctor``. Light at import: a login node may have no torch that works."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.doctor.files import check_directory
+from hybridflow.doctor.finding import PROBLEM, Finding, worst
+from hybridflow.doctor.gpus import check_gpus
+from hybridflow.doctor.guard import run_checks
+from hybridflow.doctor.host import check_host, check_network
+from hybridflow.doctor.message_passing import check_mpi
+from hybridflow.doctor.report import as_dict, as_text
+from hybridflow.doctor.slurm import check_slurm, in_step, read_config
+from hybridflow.doctor.software import check_software
+from hybridflow.exit_status import DONE, REQUEST
+from hybridflow.parallel.start import Start, find_start
+
+if TYPE_CHECKING:
+    from hybridflow.doctor.across import Allocation
+
+_CHECKS_S = 120.0
+_SRUN_S = 1800.0
+
+# What a job asks for each of its own tasks is not for one that is alone on its node.
+_OF_THE_JOBS_TASKS = tuple(
+    f"SLURM_{name}"
+    for name in (
+        *("NTASKS", "NPROCS", "CPUS_PER_TASK", "GPUS_PER_TASK", "TRES_PER_TASK", "MEM_PER", "DISTRIBUTION"),
+        *("STEP", "PROCID", "LOCALID"),
+    )
+)
+
+_EXAMPLES = """examples:
+  hybridflow doctor
+  hybridflow doctor runs/sums
+  hybridflow doctor --json | jq '.findings[] | select(.verdict != "ok")'
+  sbatch --nodes=4 --wrap 'hybridflow doctor --nodes runs'
+  srun --nodes=4 --ntasks-per-node=1 hybridflow doctor --nodes runs
+  torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint node1:29400 -m hybridflow doctor --nodes --json
+
+exit status: 0 nothing found that would stop a run, 2 a problem that will stop it or slow it down, or arguments that
+  make no sense, 1 a failure of hybridflow itself
+"""
+
+
+def add_doctor(commands: Any) -> None:
+    """Add it to the sub-commands of a parser."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="what this machine or allocation has, what will be used, and what is in the way",
+        description="Look at software, GPUs, MPI, the run directory, the machine, its network and Slurm, and name "
+        "each problem with its remedy. With --nodes do so on every node of the allocation, measure each, and name what "
+        "is slow, silent or different; started plainly inside a Slurm job it starts itself on all its nodes.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor.add_argument(
+        "directory",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="where runs are to be kept (default: here)",
+    )
+    doctor.add_argument("--nodes", action="store_true", help="all nodes of the allocation, measured and compared")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=run, recipe=None, overrides=())
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the checks, print the report and return the exit status."""
+    if not arguments.nodes:
+        findings = check_machine(arguments.directory, of_many=False)
+        _print(as_dict(findings) if arguments.json else as_text(findings))
+        return _status(findings)
+    start = find_start()
+    if "SLURM_JOB_ID" in os.environ and not in_step(os.environ) and start.launcher == "alone":
+        return _start_on_all_nodes(arguments)
+    return _run_across(arguments, start)
+
+
+def check_machine(directory: Path, *, of_many: bool) -> list[Finding]:
+    """All checks of one machine.
+
+    Args:
+        directory: Of the run.
+        of_many: The machine is one of several nodes.
+    """
+    config, failure = read_config()
+    return run_checks(
+        {
+            "software": check_software,
+            "GPUs": check_gpus,
+            "MPI": lambda: check_mpi(config.get("MpiDefault", "")),
+            "run directory": lambda: check_directory(directory),
+            "machine": check_host,
+            "network": lambda: check_network(of_many=of_many),
+            "Slurm": lambda: check_slurm(config, failure),
+        },
+        _CHECKS_S,
+    )
+
+
+def srun_command(environ: Mapping[str, str], words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """What starts one task on each node of this job with all that the job has there, and its environment.
+
+    ``--overlap``: also beside a run that is going on.
+    """
+    number = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))
+    kept = {name: value for name, value in environ.items() if not name.startswith(_OF_THE_JOBS_TASKS)}
+    options = [f"--nodes={number}", f"--ntasks={number}", "--ntasks-per-node=1", "--overlap", "--mem=0"]
+    options += ["--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0", "--wait=0"]
+    return ["srun", *options, sys.executable, "-m", "hybridflow", *words], kept
+
+
+def _start_on_all_nodes(arguments: argparse.Namespace) -> int:
+    words = ["doctor", "--nodes", *(["--json"] if arguments.json else []), str(arguments.directory.resolve())]
+    command, environ = srun_command(os.environ, words)
+    try:
+        status = subprocess.run(command, env=environ, timeout=_SRUN_S, check=False).returncode
+    except FileNotFoundError:
+        return _complain("srun is not on PATH; load the site's Slurm module, or start with mpirun or torchrun")
+    except subprocess.TimeoutExpired:
+        return _complain(f"srun did not end within {_SRUN_S:g} s; see `squeue --steps` and `sinfo -R`")
+    if status not in (DONE, REQUEST):
+        first = environ.get("SLURM_JOB_NODELIST", "the job")
+        return _complain(
+            f"srun ended with status {status} and maybe without a report, see above; a node of {first} does not take "
+            "tasks, or the first node is not reached by the others: see `sinfo -R`, and try with --exclude=NODE"
+        )
+    return status
+
+
+def _complain(text: str) -> int:
+    print(f"hybridflow: doctor --nodes: {text}", file=sys.stderr, flush=True)
+    return REQUEST
+
+
+def _run_across(arguments: argparse.Namespace, start: Start) -> int:
+    from hybridflow.doctor.across import Deadlines, leave, look_across
+
+    directory = arguments.directory
+    board, found = look_across(start, directory, lambda: check_machine(directory, of_many=start.size > 1), Deadlines())
+    status = DONE
+    if found is not None:
+        status = _tell(found, as_json=arguments.json)
+    status = leave(board, start, status, Deadlines())
+    sys.stdout.flush()
+    if start.size > 1 and status != DONE:
+        os._exit(status)  # no interpreter shutdown: it could wait for nodes that are gone
+    return status
+
+
+def _tell(found: Allocation, *, as_json: bool) -> int:
+    from hybridflow.doctor.compare import merge_findings
+
+    findings = [*merge_findings(found.reports), *found.findings]
+    if as_json:
+        _print(as_dict(findings, found.reports, found.pairs))
+    else:
+        _print(as_text(findings, found.reports))
+    return _status(findings)
+
+
+def _print(report: str | dict[str, Any]) -> None:
+    print(report if isinstance(report, str) else json.dumps(report, indent=2, ensure_ascii=False), flush=True)
+
+
+def _status(findings: list[Finding]) -> int:
+    return REQUEST if worst(findings) == PROBLEM else DONE

@@ -1,0 +1,200 @@
+"""The run directory: which file system it is on, how much room, how fast, and whether it does what runs need of it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_bytes
+
+AREA = "run directory"
+
+NETWORK = frozenset(
+    {
+        *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "ceph", "wekafs", "panfs", "pvfs2", "orangefs"),
+        *("afs", "cifs", "smb3", "9p", "virtiofs", "fuse.glusterfs", "fuse.ceph", "fuse.ceph-fuse", "fuse.dfuse"),
+        *("fuse.sshfs", "fuse.juicefs", "fuse.quobyte", "fuse.beegfs"),
+    }
+)
+"""Kinds that several nodes can share."""
+
+VOLATILE = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+"""Kinds that are gone with the node."""
+
+_LITTLE_ROOM_BYTES = 10 * 2**30
+_PROBE_BYTES = 64 * 2**20
+_SLOW_BYTES_PER_S = 50 * 2**20
+_SLOW_SYNC_S = 0.5
+_FEW_FILES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mount:
+    """A line of /proc/mounts.
+
+    Attributes:
+        source: Device or server.
+        point: Where it is mounted.
+        kind: Type of the file system.
+        options: Its options.
+    """
+
+    source: str
+    point: str
+    kind: str
+    options: tuple[str, ...]
+
+
+def parse_mounts(text: str) -> list[Mount]:
+    r"""The lines of /proc/mounts, in which a space in a path stands as ``\040``."""
+    mounts = []
+    for line in text.splitlines():
+        words = line.split(" ")
+        if len(words) >= 4:
+            source, point, kind, options = (re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), w) for w in words[:4])
+            mounts.append(Mount(source=source, point=point, kind=kind, options=tuple(options.split(","))))
+    return mounts
+
+
+def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
+    """The mount that an absolute path without links lies on: the longest point; of equal ones the last, on top."""
+    best = None
+    for mount in mounts:
+        inside = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
+        if inside and (best is None or len(mount.point) >= len(best.point)):
+            best = mount
+    return best
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What a probe of writing measured.
+
+    Attributes:
+        bytes_per_s: Of one large file, synced.
+        sync_s: Seconds to make one small file last.
+        has_locks: Files can be locked.
+    """
+
+    bytes_per_s: float
+    sync_s: float
+    has_locks: bool
+
+
+def check_directory(directory: Path) -> list[Finding]:
+    """Kind, room and speed of the file system below the run directory, or below the nearest parent that is there."""
+    real = directory.resolve()
+    there = next(path for path in (real, *real.parents) if path.is_dir())
+    mount = mount_of(str(there), parse_mounts(Path("/proc/mounts").read_text(encoding="utf-8", errors="replace")))
+    findings = [mount_finding(str(real), mount)]
+    room = os.statvfs(there)
+    findings.append(room_finding(room.f_bavail * room.f_frsize, room.f_favail if room.f_files else None))
+    try:
+        findings += written_findings(write_probe(there))
+    except OSError as error:
+        findings.append(
+            Finding(
+                area=AREA,
+                name="writing",
+                value=f"{there}: cannot be written: {error.strerror}",
+                verdict=PROBLEM,
+                remedy="choose a directory that is yours, and look at your quota",
+            )
+        )
+    return findings
+
+
+def mount_finding(path: str, mount: Mount | None) -> Finding:
+    """Which kind of file system the directory is on."""
+    value, verdict, remedy = f"{path}, unknown", NOTE, ""
+    if mount is not None:
+        value, verdict = f"{path}, {mount.kind} at {mount.point}", OK
+        if "ro" in mount.options:
+            value, verdict, remedy = f"{value}, read-only", PROBLEM, "choose a directory that can be written"
+        elif mount.kind in VOLATILE:
+            value, verdict = f"{value}: in memory, gone with the node", NOTE
+            remedy = "put the run directory (run_dir) on a disk, or its checkpoints are lost with the node"
+        elif mount.kind in NETWORK:
+            value += ": of the network"
+        else:
+            value += ": of this machine, or a kind not known here"
+            remedy = "a job of several nodes needs a directory that all of them see; --nodes tests it"
+    return Finding(area=AREA, name="file system", value=value, verdict=verdict, remedy=remedy)
+
+
+def room_finding(free_bytes: int, free_files: int | None) -> Finding:
+    """Whether there is room."""
+    value, verdict, remedy = f"{format_bytes(free_bytes)} free", OK, ""
+    if free_bytes < _LITTLE_ROOM_BYTES:
+        verdict, remedy = (
+            NOTE,
+            "make room: a checkpoint takes 12 to 14 bytes a parameter, and trainer.keep_last of them stay",
+        )
+    if free_files is not None and free_files < _FEW_FILES:
+        value, verdict = f"{value}, {free_files} more files", NOTE
+        remedy = "few inodes are left: delete small files, or ask for more"
+    return Finding(area=AREA, name="room", value=value, verdict=verdict, remedy=remedy)
+
+
+def write_probe(directory: Path, num_bytes: int = _PROBE_BYTES) -> Written:
+    """Write a large file and a small one, sync both, try a lock, and remove them.
+
+    Raises:
+        OSError: The file system refuses, and says why.
+    """
+    path = directory / f".hybridflow-doctor-{uuid.uuid4().hex}"
+    piece = os.urandom(4 * 2**20)  # what compresses well would measure the compression
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        start = time.monotonic()
+        left = num_bytes
+        while left > 0:
+            left -= os.write(descriptor, piece[:left])
+        os.fsync(descriptor)
+        large_s = time.monotonic() - start
+        start = time.monotonic()
+        os.pwrite(descriptor, b"hybridflow", 0)
+        os.fsync(descriptor)
+        sync_s = time.monotonic() - start
+        has_locks = False
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_locks = True
+    finally:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+    return Written(bytes_per_s=num_bytes / max(large_s, 1e-9), sync_s=sync_s, has_locks=has_locks)
+
+
+def written_findings(written: Written) -> list[Finding]:
+    """What the measured writing means for a run."""
+    is_slow, lags = written.bytes_per_s < _SLOW_BYTES_PER_S, written.sync_s > _SLOW_SYNC_S
+    return [
+        Finding(
+            area=AREA,
+            name="writing, synced",
+            value=f"{written.bytes_per_s / 1e6:.0f} MB/s from one process",
+            verdict=NOTE if is_slow else OK,
+            remedy="saves take long on it: look for a scratch file system for run_dir" if is_slow else "",
+        ),
+        Finding(
+            area=AREA,
+            name="sync of a small write",
+            value=f"{written.sync_s * 1e3:.1f} ms",
+            verdict=NOTE if lags else OK,
+            remedy="each finished rollout and each checkpoint waits for it" if lags else "",
+        ),
+        Finding(
+            area=AREA,
+            name="locks",
+            value="work" if written.has_locks else "are refused",
+            verdict=OK if written.has_locks else PROBLEM,
+            remedy="" if written.has_locks else "HDF5 files need HDF5_USE_FILE_LOCKING=FALSE there: set it in the job",
+        ),
+    ]

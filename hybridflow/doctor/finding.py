@@ -1,0 +1,42 @@
+"""One thing that was looked at, and what it means for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What was found.
+
+    Attributes:
+        area: Which part of the report it belongs to.
+        name: What was looked at.
+        value: What was found there, and what follows for a run.
+        verdict: ``"ok"``; ``"note"``: worth knowing; ``"problem"``: a run stops, or is slowed down by it.
+        remedy: What to do about it; empty where nothing is to be done.
+    """
+
+    area: str
+    name: str
+    value: str
+    verdict: str = OK
+    remedy: str = ""
+
+
+def worst(findings: Iterable[Finding]) -> str:
+    """The worst verdict among them; ``"ok"`` of none."""
+    found = {finding.verdict for finding in findings}
+    return next((verdict for verdict in (PROBLEM, NOTE) if verdict in found), OK)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Such as ``24.0 GiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB" if num_bytes < 1024 else f"{num_bytes / 1024:.1f} TiB"

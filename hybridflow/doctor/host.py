@@ -1,0 +1,224 @@
+"""The machine: cores, memory limits, shared memory, its own name, its network interfaces."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import resource
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_bytes
+
+AREA, NETWORK = "machine", "network"
+
+_SMALL_SHARED_BYTES = 2**30
+_FEW_OPEN_FILES = 4096
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """A network interface.
+
+    Attributes:
+        name: Its name.
+        address: Its IPv4 address; empty without one.
+        is_up: It carries.
+    """
+
+    name: str
+    address: str
+    is_up: bool
+
+
+def check_host() -> list[Finding]:
+    """Cores, limits and shared memory."""
+    room = os.statvfs("/dev/shm")
+    has_fabric = any(Path("/sys/class/infiniband").glob("*"))
+    return [
+        cores_finding(os.cpu_count() or 1, sorted(os.sched_getaffinity(0)), os.environ),
+        shared_memory_finding(room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize),
+        memlock_finding(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_fabric=has_fabric),
+        open_files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+    ]
+
+
+def cores_finding(num_cores: int, usable: Sequence[int], environ: Mapping[str, str]) -> Finding:
+    """How many cores this process may use."""
+    value, verdict, remedy = f"{len(usable)} of {num_cores} usable", OK, ""
+    tasks = environ.get("SLURM_NTASKS_PER_NODE", "1")
+    if "SLURM_STEP_ID" in environ and len(usable) == 1 < num_cores and tasks == "1":
+        verdict, remedy = NOTE, "the task is bound to one core: give --cpus-per-task, to sbatch and to srun"
+    threads = environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > len(usable):
+        value, verdict = f"{value}, and OMP_NUM_THREADS={threads}", NOTE
+        remedy = "threads would take turns on the same cores: lower it, or give --cpus-per-task"
+    return Finding(area=AREA, name="cores", value=value, verdict=verdict, remedy=remedy)
+
+
+def shared_memory_finding(total_bytes: int, free_bytes: int) -> Finding:
+    """The size of /dev/shm, by which the ranks of a node share weights, and through which NCCL and MPI speak."""
+    is_small = free_bytes < _SMALL_SHARED_BYTES
+    return Finding(
+        area=AREA,
+        name="/dev/shm",
+        value=f"{format_bytes(free_bytes)} free of {format_bytes(total_bytes)}",
+        verdict=PROBLEM if is_small else OK,
+        remedy="give the container more (docker --shm-size=16g; apptainer and enroot take the node's), or remove what "
+        "dead jobs left there"
+        if is_small
+        else "",
+    )
+
+
+def memlock_finding(limit: int, *, has_fabric: bool) -> Finding:
+    """Whether memory can be locked, which InfiniBand needs."""
+    is_free = limit == resource.RLIM_INFINITY
+    shown = "unlimited" if is_free else format_bytes(limit)
+    remedy = (
+        "InfiniBand's transfers lock memory: have LimitMEMLOCK=infinity set for slurmd, and "
+        "PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
+    )
+    return Finding(
+        area=AREA,
+        name="ulimit -l (locked memory)",
+        value=shown,
+        verdict=PROBLEM if has_fabric and not is_free else OK,
+        remedy=remedy if has_fabric and not is_free else "",
+    )
+
+
+def open_files_finding(soft: int, hard: int) -> Finding:
+    """Whether enough files and connections can be open."""
+    few = soft != resource.RLIM_INFINITY and soft < _FEW_OPEN_FILES
+    return Finding(
+        area=AREA,
+        name="ulimit -n (open files)",
+        value="unlimited" if soft == resource.RLIM_INFINITY else str(soft),
+        verdict=NOTE if few else OK,
+        remedy=f"many ranks need many connections: ulimit -n {'1048576' if hard < 0 else hard}" if few else "",
+    )
+
+
+def check_network(*, of_many: bool) -> list[Finding]:
+    """How this machine's name resolves, and which interfaces there are and will be used.
+
+    Args:
+        of_many: It is one of several nodes, which must reach it by its name.
+    """
+    name = socket.gethostname()
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+    except OSError:
+        addresses = ()
+    listed = interfaces()
+    findings = [name_finding(name, addresses, listed, of_many=of_many), interfaces_finding(listed)]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if os.environ.get(variable):
+            findings.append(chosen_finding(variable, os.environ[variable], listed))
+    return findings + fabric_findings(Path("/sys/class/infiniband"))
+
+
+def interfaces() -> list[Interface]:
+    """The network interfaces of this machine."""
+    found = []
+    for _, name in socket.if_nameindex():
+        address = ""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            address = socket.inet_ntoa(reply[20:24])
+        state = "unknown"
+        with contextlib.suppress(OSError):
+            state = Path(f"/sys/class/net/{name}/operstate").read_text(encoding="ascii").strip()
+        # The loopback and some virtual ones say "unknown" although they carry.
+        found.append(
+            Interface(name=name, address=address, is_up=state == "up" or (state == "unknown" and address != ""))
+        )
+    return found
+
+
+def name_finding(name: str, addresses: Sequence[str], listed: Sequence[Interface], *, of_many: bool) -> Finding:
+    """Whether this machine's own name leads to an address at which others reach it: gloo listens there."""
+    has_network = any(each.is_up and each.address and not _is_loopback(each.address) for each in listed)
+    real = next(
+        (each.name for each in listed if each.is_up and each.address and not _is_loopback(each.address)), "eth0"
+    )
+    shown = ", ".join(addresses)
+    value, verdict, remedy = f"{name} is {shown}", OK, ""
+    if not addresses:
+        value, verdict = f"{name} does not resolve", PROBLEM
+        remedy = f"add it to /etc/hosts or DNS, or set GLOO_SOCKET_IFNAME={real}"
+    elif all(_is_loopback(address) for address in addresses):
+        value, verdict = f"{name} is {shown}, the loopback: other nodes cannot reach it", PROBLEM if of_many else NOTE
+        remedy = (
+            f"for jobs of several nodes take the line of {name} with 127.0.1.1 out of /etc/hosts, or set "
+            f"GLOO_SOCKET_IFNAME={real}"
+        )
+    elif has_network and not {each.address for each in listed} & set(addresses) and "." in addresses[0]:
+        value, verdict = f"{value}, which is no address of this machine", PROBLEM if of_many else NOTE
+        remedy = f"correct /etc/hosts or DNS, or set GLOO_SOCKET_IFNAME={real}"
+    return Finding(area=NETWORK, name="own name", value=value, verdict=verdict, remedy=remedy)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.split("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def interfaces_finding(listed: Sequence[Interface]) -> Finding:
+    """Which interfaces carry."""
+    carrying = [f"{each.name} {each.address}" for each in listed if each.is_up and each.address]
+    many = len([each for each in listed if each.is_up and each.address and not _is_loopback(each.address)]) > 1
+    return Finding(
+        area=NETWORK,
+        name="interfaces",
+        value=", ".join(carrying) or "none carries",
+        verdict=OK if carrying else NOTE,
+        remedy="NCCL chooses by itself among them; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name another"
+        if many
+        else "",
+    )
+
+
+def chosen_finding(variable: str, value: str, listed: Sequence[Interface]) -> Finding:
+    """Whether a variable that chooses an interface names one that is there. NCCL takes prefixes, ``=`` and ``^``."""
+    names = [name for name in value.lstrip("^=").split(",") if name]
+    exact = variable.startswith("GLOO") or value.startswith("=")
+    matching = [each for each in listed if any(each.name == n if exact else each.name.startswith(n) for n in names)]
+    excludes = value.startswith("^") and not variable.startswith("GLOO")
+    usable = excludes or any(each.is_up for each in matching)
+    return Finding(
+        area=NETWORK,
+        name=variable,
+        value=value if usable else f"{value}, and no such interface carries",
+        verdict=OK if usable else PROBLEM,
+        remedy="" if usable else f"unset it, or name one of {', '.join(each.name for each in listed if each.is_up)}",
+    )
+
+
+def fabric_findings(root: Path) -> list[Finding]:
+    """The ports of InfiniBand or RoCE, which NCCL uses where they are active."""
+    findings = []
+    for port in sorted(root.glob("*/ports/*")):
+        state = (port / "state").read_text(encoding="ascii").strip()
+        rate = (port / "rate").read_text(encoding="ascii").strip()
+        active = "ACTIVE" in state
+        findings.append(
+            Finding(
+                area=NETWORK,
+                name=f"{port.parts[-3]} port {port.name}",
+                value=f"{state}, {rate}",
+                verdict=OK if active else NOTE,
+                remedy="" if active else "if other nodes have it active, leave this one out (--exclude)",
+            )
+        )
+    return findings

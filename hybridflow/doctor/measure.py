@@ -1,0 +1,83 @@
+"""How fast this node is: products of matrices and copies on each GPU, or on the CPU; and messages to another node."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+_MEASURE_S = 1.0
+_CPU_SIZE, _GPU_SIZE = 1024, 8192
+_CPU_COPY_BYTES, _GPU_COPY_BYTES = 256 * 2**20, 2**30
+_MESSAGE_BYTES = 16 * 2**20
+_MESSAGES = 5
+
+
+def devices() -> list[torch.device]:
+    """All GPUs that this process sees, else the CPU."""
+    if torch.cuda.is_available():
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [torch.device("cpu")]
+
+
+def use_all_cores() -> None:
+    """Let products use every core that this process may use, whatever number of threads a launcher has set."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+
+
+def matmul_flops_per_s(device: torch.device) -> float:
+    """Of a product of square matrices: bf16 on a GPU, fp32 on a CPU. The median over a second, as a job would get."""
+    on_gpu = device.type == "cuda"
+    size, dtype = (_GPU_SIZE, torch.bfloat16) if on_gpu else (_CPU_SIZE, torch.float32)
+    one, other = (torch.full((size, size), 0.5, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(one)
+    return 2.0 * size**3 / _median_s(lambda: torch.mm(one, other, out=out), device)
+
+
+def memory_bytes_per_s(device: torch.device) -> float:
+    """Read and written together, of a copy from the device's memory to the same memory."""
+    num_bytes = _GPU_COPY_BYTES if device.type == "cuda" else _CPU_COPY_BYTES
+    source, target = (torch.ones(num_bytes // 4, device=device) for _ in range(2))
+    return 2.0 * num_bytes / _median_s(lambda: target.copy_(source), device)
+
+
+def _median_s(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, the median of as many as go into the time, after one that is not counted."""
+
+    def timed() -> float:
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    timed()
+    end, taken = time.monotonic() + _MEASURE_S, [timed()]
+    while time.monotonic() < end:
+        taken.append(timed())
+    return statistics.median(taken)
+
+
+def pair_bytes_per_s(peer: int, device: torch.device) -> float:
+    """Bytes that go each way in a second while both ranks of a pair send at once: the median of some messages.
+
+    Collective: this rank and ``peer``.
+
+    Raises:
+        RuntimeError: The peer is gone, or silent for longer than the process group waits.
+    """
+    sent, received = (torch.ones(_MESSAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    taken = []
+    for _ in range(1 + _MESSAGES):  # the first one connects
+        start = time.perf_counter()
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)])
+        for work in works:
+            work.wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return _MESSAGE_BYTES / statistics.median(taken[1:])

@@ -1,0 +1,198 @@
+"""Slurm: its version, its settings that matter to a long job, its partitions' limits, and those of the own job."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+
+from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding
+from hybridflow.doctor.guard import try_tool
+from hybridflow.exit_status import REQUEUE
+
+AREA = "Slurm"
+
+_FIRST_PSEUDO_STEP = 0xFFFFFFFA
+"""From here on numbers of steps stand for the interactive shell of a job, its batch script and the like."""
+
+_SHORT_S = 30
+_NULL = ("", "(null)", "None", "N/A")
+
+
+def in_step(environ: Mapping[str, str]) -> bool:
+    """Whether ``srun`` started this process, rather than a batch script or the shell of an interactive job."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < _FIRST_PSEUDO_STEP
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """What ``scontrol show config`` printed, by key."""
+    lines = (line.partition("=") for line in text.splitlines())
+    return {key.strip(): value.strip() for key, equals, value in lines if equals and re.fullmatch(r"[\w\[\]]+\s*", key)}
+
+
+def parse_records(text: str) -> list[dict[str, str]]:
+    """What ``scontrol show … -o`` printed: a record for each line, of words ``Key=value`` whose values may hold ``=``.
+
+    A value with spaces runs on until the next ``Key=``.
+    """
+    records = []
+    for line in text.splitlines():
+        pairs = re.findall(r"(?:^|\s)([A-Z][\w/:]*)=((?:(?!\s[A-Z][\w/:]*=).)*)", line)
+        if pairs:
+            records.append({key: value.strip() for key, value in pairs})
+    return records
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of Slurm's ``[days-]hours:minutes:seconds``; infinite for UNLIMITED and what cannot be read."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if match is None:
+        return float("inf")
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+
+def leading_number(text: str) -> float | None:
+    """Such as 30 of ``30 sec``; None where none stands."""
+    match = re.match(r"\d+", text)
+    return float(match[0]) if match else None
+
+
+def read_config() -> tuple[dict[str, str], str]:
+    """Slurm's settings; and why there are none, empty if there are."""
+    if not shutil.which("scontrol"):
+        return {}, "absent"
+    text, failure = try_tool(["scontrol", "show", "config"])
+    return parse_config(text), failure
+
+
+def check_slurm(config: Mapping[str, str], failure: str) -> list[Finding]:
+    """Slurm as this machine sees it.
+
+    Args:
+        config: From ``read_config``.
+        failure: Likewise.
+    """
+    if failure == "absent":
+        return [Finding(area=AREA, name="Slurm", value="not on this machine: hybridflow launch local or mpi")]
+    if failure:
+        return [
+            Finding(
+                area=AREA,
+                name="controller",
+                value=f"does not answer: {failure}",
+                verdict=PROBLEM,
+                remedy="is slurmctld up (scontrol ping), SLURM_CONF right, and munge running here?",
+            )
+        ]
+    partitions, _ = try_tool(["scontrol", "show", "partition", "-o"])
+    findings = config_findings(config) + partition_findings(parse_records(partitions), config)
+    if "SLURM_JOB_ID" in os.environ:
+        job, _ = try_tool(["scontrol", "show", "job", os.environ["SLURM_JOB_ID"], "-o"])
+        findings += job_findings(parse_records(job))
+    return findings
+
+
+def config_findings(config: Mapping[str, str]) -> list[Finding]:
+    """Which settings of the cluster matter to a job that is to be saved, requeued and begun again."""
+
+    def found(name: str, value: str, is_fine: bool, remedy: str) -> Finding:
+        return Finding(
+            area=AREA, name=name, value=value, verdict=OK if is_fine else NOTE, remedy="" if is_fine else remedy
+        )
+
+    version, kill_wait = config.get("SLURM_VERSION", "unknown"), leading_number(config.get("KillWait", ""))
+    wait, requeue = leading_number(config.get("WaitTime", "")), config.get("JobRequeue", "")
+    requeue_exit = config.get("RequeueExit", "")
+    findings = [Finding(area=AREA, name="version", value=version)]
+    findings += [Finding(area=AREA, name="MpiDefault", value=config.get("MpiDefault", "unknown"))]
+    if kill_wait is not None:
+        findings.append(
+            found(
+                "KillWait",
+                f"{kill_wait:g} s between TERM and KILL at the time limit",
+                kill_wait >= _SHORT_S,
+                "a save may take longer: ask for an earlier signal, #SBATCH --signal=B:USR1@300",
+            )
+        )
+    if requeue:
+        findings.append(
+            found(
+                "JobRequeue",
+                "jobs may be requeued" if requeue == "1" else "jobs are not requeued by default",
+                requeue == "1",
+                "add #SBATCH --requeue, or a preempted or failed job does not come back",
+            )
+        )
+    named = str(REQUEUE) in re.split(r"[,\s]+", requeue_exit)
+    findings.append(Finding(area=AREA, name="RequeueExit", value=f"{REQUEUE} is {'' if named else 'not '}in it"))
+    if wait is not None:
+        findings.append(
+            found(
+                "WaitTime",
+                f"{wait:g} s" + ("" if wait == 0 else " after the first task ends srun kills the others"),
+                wait == 0,
+                "start with srun --wait=0: ranks that a fallback does not use leave early",
+            )
+        )
+    if config.get("KillOnBadExit", "0") != "0":
+        findings.append(
+            found("KillOnBadExit", "1", False, "start with srun --kill-on-bad-exit=0: it hides the ranks' own status")
+        )
+    expire = re.search(r"cred_expire=(\d+)", config.get("AuthInfo", ""))
+    waits = int(expire[1]) if expire else 120
+    shown = "" if expire else ", where the site has not set cred_expire"
+    findings.append(Finding(area=AREA, name="requeue", value=f"a requeued job waits {waits + 1} s or more{shown}"))
+    silent = leading_number(config.get("SlurmdTimeout", ""))
+    if silent is not None:
+        findings.append(
+            Finding(area=AREA, name="SlurmdTimeout", value=f"{silent:g} s until a silent node counts as down")
+        )
+    return findings
+
+
+def partition_findings(records: Sequence[Mapping[str, str]], config: Mapping[str, str]) -> list[Finding]:
+    """Time limits and preemption of each partition."""
+    findings = []
+    for record in records:
+        name = f"partition {record.get('PartitionName', '?')}"
+        mode = record.get("PreemptMode", "OFF")
+        grace = leading_number(record.get("GraceTime", "")) or 0
+        nodes = f"{record.get('TotalNodes', '?')} nodes, at most {record.get('MaxNodes', '?')} a job"
+        value = f"{record.get('State', '?')}, {nodes}, time {record.get('DefaultTime')} up to {record.get('MaxTime')}"
+        verdict, remedy = OK, ""
+        if config.get("PreemptType", "preempt/none") != "preempt/none" and mode not in ("OFF", *_NULL):
+            value += f", preemption {mode} with GraceTime {grace:g} s"
+            if mode == "REQUEUE" and grace < _SHORT_S:
+                verdict, remedy = NOTE, "a preempted job has no time to save: save often (trainer.save_every)"
+            elif mode != "REQUEUE":
+                verdict, remedy = NOTE, f"a preempted job meets {mode}: only REQUEUE lets it go on from its last save"
+        elif record.get("State", "UP") != "UP":
+            verdict, remedy = NOTE, "no job starts there now"
+        findings.append(Finding(area=AREA, name=name, value=value, verdict=verdict, remedy=remedy))
+    return findings
+
+
+def job_findings(records: Sequence[Mapping[str, str]]) -> list[Finding]:
+    """The limits of the own job, or of each component of a heterogeneous one."""
+    findings = []
+    for record in records:
+        value = (
+            f"{record.get('NumNodes', '?')} nodes ({record.get('NodeList', '?')}), partition "
+            f"{record.get('Partition', '?')}, time limit {record.get('TimeLimit', '?')}, "
+            f"ends {record.get('EndTime', '?')}, restarts {record.get('Restarts', '0')}"
+        )
+        lasting = record.get("Requeue", "1") == "1"
+        is_batch = record.get("BatchFlag", "0") != "0"
+        findings.append(
+            Finding(
+                area=AREA,
+                name=f"this job {record.get('JobId', '?')}",
+                value=value + ("" if lasting or not is_batch else ", not to be requeued"),
+                verdict=OK if lasting or not is_batch else NOTE,
+                remedy="" if lasting or not is_batch else "submit with sbatch --requeue",
+            )
+        )
+    return findings

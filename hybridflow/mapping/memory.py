@@ -1,0 +1,300 @@
+"""How much memory of its accelerator each rank of a job needs, before a job is there. No torch.
+
+Weights, gradients and optimizer state are counted tensor by tensor and are exact, but for the padding of the buffers
+that gradients are reduced in, and what it shifts between the replicas of a mixture of experts. Caches and activations
+are upper bounds from the formulas below. What is not counted: the CUDA context and the buffers of NCCL, and what the
+allocator loses between blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from hybridflow.config import Optimizer, Recipe
+from hybridflow.families.model import Model
+from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.parallel.mesh import DeviceMesh, format_ranks
+from hybridflow.reshard.holdings import WeightHoldings
+from hybridflow.reshard.optimizer import OptimizerHoldings
+from hybridflow.reshard.plan import aliases, held_bytes, shares_storage
+from hybridflow.reshard.report import format_bytes
+from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec
+
+PREFILL_TOKENS = 8192
+"""As ``rollout.generate`` has it, which a login node cannot import."""
+
+CHUNK_TOKENS = 1024
+"""As ``models.log_probs`` has it."""
+
+_FP32_BYTES = ITEM_BYTES["fp32"]
+_LARGEST_GROUPS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshMemory:
+    """What a rank has of one model, in bytes.
+
+    Attributes:
+        mesh: Name of the mesh, as in ``plan job``.
+        weights: Parameters; of ``actor.rollout`` only those that it does not share with ``actor.update``.
+        gradients: Summed in fp32.
+        optimizer: Two moments, and fp32 weights where the model's own are not.
+        cache: Keys and values of the sequences being decoded.
+        activations: Most that forward and backward passes keep at one time, logits included.
+    """
+
+    mesh: str
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    cache: int = 0
+    activations: int = 0
+
+    @property
+    def kept(self) -> int:
+        """What stays from call to call."""
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """What a rank needs of all models that it hosts, in bytes.
+
+    Attributes:
+        meshes: In the order of the job's meshes.
+        rollout: While responses are generated and scored.
+        update: While models learn.
+    """
+
+    meshes: tuple[MeshMemory, ...]
+    rollout: int
+    update: int
+
+    @property
+    def peak(self) -> int:
+        """The larger of the two phases."""
+        return max(self.rollout, self.update)
+
+
+def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMemory, ...]:
+    """What each rank of a job needs, by rank.
+
+    Args:
+        recipe: The recipe.
+        meshes: Of its models, as ``config.role_meshes`` gives them; others are passed over.
+    """
+    names = [name for name in ("actor.update", "actor.rollout", "critic", "reference", "reward") if name in meshes]
+    if recipe.reward.model is None:
+        names = [name for name in names if name != "reward"]
+    found: dict[int, list[MeshMemory]] = {rank: [] for rank in range(recipe.cluster.ranks)}
+    for name in names:
+        model = with_vocabulary(recipe, name)
+        spec = model_spec(shape_of(model, _vocab_size(model)), has_value_head=name in ("critic", "reward"))
+        needed: dict[object, MeshMemory] = {}
+        for rank in meshes[name].ranks:
+            place = meshes[name].coordinate(rank)
+            # Tensor-parallel peers hold equally much; of the rollout they share unequally much with their update.
+            update = meshes["actor.update"]
+            shared = update.coordinate(rank) if rank in update else None
+            key = (place.pp, place.tp, shared) if name == "actor.rollout" else (place.pp, place.dp)
+            if key not in needed:
+                needed[key] = _mesh_memory(recipe, model, spec, meshes, name, rank)
+            found[rank].append(needed[key])
+    return tuple(_together(tuple(parts), recipe.actor.offload) for parts in found.values())
+
+
+def with_vocabulary(recipe: Recipe, name: str) -> Model:
+    """The settings of a role's model with the size of its vocabulary; of a tokenizer yet to be trained, the largest."""
+    model = recipe.model_of(name)
+    return replace(model, vocab_size=recipe.tokenizer.vocab_size) if model.vocab_size is None else model
+
+
+def _vocab_size(model: Model) -> int:
+    assert model.vocab_size is not None, "put in by with_vocabulary"
+    return model.vocab_size
+
+
+def _mesh_memory(
+    recipe: Recipe, model: Model, spec: ModelSpec, meshes: Mapping[str, DeviceMesh], name: str, rank: int
+) -> MeshMemory:
+    mesh = meshes[name]
+    weights = held_bytes(spec, WeightHoldings(spec, mesh), rank)
+    if name == "actor.rollout":
+        return MeshMemory(
+            mesh=name,
+            weights=_own_bytes(spec, meshes["actor.update"], mesh, rank),
+            cache=cache_bytes(recipe, model, mesh),
+            activations=_passing_bytes(model, mesh, rank, max(PREFILL_TOKENS, _longest_prompt(recipe))),
+        )
+    tokens = max(recipe.trainer.micro_batch_tokens, recipe.model.max_context)
+    has_value_head = name in ("critic", "reward")
+    if name in ("reference", "reward"):
+        return MeshMemory(
+            mesh=name,
+            weights=weights,
+            activations=_passing_bytes(model, mesh, rank, tokens)
+            + _output_bytes(model, mesh, rank, tokens, has_value_head=has_value_head, copies=1),
+        )
+    settings = recipe.actor.optimizer if name == "actor.update" or recipe.critic is None else recipe.critic.optimizer
+    return MeshMemory(
+        mesh=name,
+        weights=weights,
+        gradients=gradient_bytes(weights, model),
+        optimizer=optimizer_bytes(spec, mesh, rank, model, settings),
+        activations=training_bytes(model, mesh, rank, tokens)
+        + _output_bytes(model, mesh, rank, tokens, has_value_head=has_value_head, copies=2),
+    )
+
+
+def _together(parts: tuple[MeshMemory, ...], is_offloaded: bool) -> RankMemory:
+    """Models on one rank compute one after the other: what they keep adds up, what passes does not."""
+    kept = sum(part.kept for part in parts if part.mesh != "actor.rollout")
+    away = sum(part.gradients + part.optimizer for part in parts if part.mesh == "actor.update" and is_offloaded)
+    own = sum(part.weights for part in parts if part.mesh == "actor.rollout")
+    passing = {part.mesh: part.cache + part.activations for part in parts}
+    in_rollout = [passing.pop(mesh, 0) for mesh in ("actor.rollout", "reward")]
+    return RankMemory(
+        meshes=parts,
+        rollout=kept - away + own + max(in_rollout),
+        update=kept + max(passing.values(), default=0),
+    )
+
+
+def _own_bytes(spec: ModelSpec, update: DeviceMesh, rollout: DeviceMesh, rank: int) -> int:
+    """Of the rollout's weights those that are not views of the update's."""
+    if shares_storage(update, rollout):
+        return 0
+    target = WeightHoldings(spec, rollout)
+    shared = aliases(spec, WeightHoldings(spec, update), target, rank)
+    return sum(
+        math.prod(region.local_shape) * ITEM_BYTES[tensor.dtype]
+        for tensor in spec.tensors
+        if tensor.name not in shared
+        for region in target.regions(tensor, rank)
+    )
+
+
+def gradient_bytes(weight_bytes: int, model: Model) -> int:
+    """A gradient in fp32 for each weight."""
+    return weight_bytes // ITEM_BYTES[model.dtype] * _FP32_BYTES
+
+
+def optimizer_bytes(spec: ModelSpec, mesh: DeviceMesh, rank: int, model: Model, settings: Optimizer) -> int:
+    """Adam's state on a rank: two fp32 numbers for each element that it steps, three where weights are not fp32.
+
+    Distributed, a rank steps its range of the buffer in which gradients are reduced; else all that it holds.
+    """
+    kinds = 2 if model.dtype == "fp32" else 3
+    if settings.distributed:
+        holdings = OptimizerHoldings(spec, mesh)
+        ranges = (holdings.flat_range(tensor, rank) for tensor in spec.tensors)
+        elements = sum(dealt.stop - dealt.start for dealt in ranges if dealt is not None)
+    else:
+        elements = held_bytes(spec, WeightHoldings(spec, mesh), rank) // ITEM_BYTES[model.dtype]
+    return kinds * _FP32_BYTES * elements
+
+
+def cache_bytes(recipe: Recipe, model: Model, mesh: DeviceMesh) -> int:
+    """Keys and values of ``rollout.max_concurrent`` sequences, each as long as the context."""
+    layers, groups = model.num_layers // mesh.layout.pp, max(1, model.query_groups // mesh.layout.tp)
+    tokens = recipe.rollout.max_concurrent * model.max_context
+    return 2 * layers * tokens * groups * model.head_size * ITEM_BYTES[model.dtype]
+
+
+def training_bytes(model: Model, mesh: DeviceMesh, rank: int, tokens: int) -> int:
+    """What the layers of a stage keep for the backward pass, of micro-batches of so many tokens.
+
+    In 1F1B stage ``s`` of ``pp`` has ``pp - s`` micro-batches under way. Nothing is computed twice, and the activations
+    between the layers are not cut over the tensor-parallel ranks.
+    """
+    stages = mesh.layout.pp
+    under_way = stages - mesh.coordinate(rank).pp
+    return under_way * tokens * (model.num_layers // stages) * _layer_bytes(model, mesh.layout.tp)
+
+
+def _layer_bytes(model: Model, tp: int) -> int:
+    """What a layer keeps of each token.
+
+    In elements: input and output of its two norms, ``4 h`` (``6 h`` with norms behind the blocks), where a kernel fuses
+    them as on a GPU; sine and cosine of the rotation, ``4 d``; of the attention, with ``q`` and ``kv`` columns of query
+    and key, the projections, rotated query and key, what the kernel takes and gives, and the context:
+    ``5 (q + kv) / tp``; of the feed-forward block gate and up, the activated gate, up once more, and the product,
+    ``5 f / tp``, for each expert that a token goes to.
+    """
+    queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
+    whole = (6 if model.post_norms else 4) * model.hidden_size + 4 * model.head_size
+    experts = 1 if model.num_experts is None else model.experts_per_token
+    cut = 5 * (queries + keys + experts * model.ffn_hidden_size)
+    return (whole - (-cut // tp)) * ITEM_BYTES[model.dtype]
+
+
+def _passing_bytes(model: Model, mesh: DeviceMesh, rank: int, tokens: int) -> int:
+    """Most that is there at one time of a forward pass of which nothing is kept: what one layer makes."""
+    return tokens * _layer_bytes(model, mesh.layout.tp)
+
+
+def _output_bytes(model: Model, mesh: DeviceMesh, rank: int, tokens: int, *, has_value_head: bool, copies: int) -> int:
+    """The logits, as often as they are there at one time, and four fp32 chunks of them, on the last stage."""
+    if mesh.coordinate(rank).pp != mesh.layout.pp - 1:
+        return 0
+    columns = 1 if has_value_head else -(-_vocab_size(model) // mesh.layout.tp)
+    logits = copies * tokens * columns * ITEM_BYTES[model.dtype]
+    return logits + 4 * min(tokens, CHUNK_TOKENS) * columns * _FP32_BYTES
+
+
+def _longest_prompt(recipe: Recipe) -> int:
+    return recipe.model.max_context - recipe.rollout.max_new_tokens
+
+
+def memory_table(memory: Sequence[RankMemory]) -> str:
+    """Ranks × models × bytes, ranks with the same figures in one row, those that need the most first."""
+    groups: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    for rank, needed in enumerate(memory):
+        groups.setdefault(_rows(needed), []).append(rank)
+    order = sorted(groups, key=lambda rows: -max(memory[rank].peak for rank in groups[rows]))
+    shown = order if len(order) <= _LARGEST_GROUPS else [*order[: _LARGEST_GROUPS - 1], order[-1]]
+    lines: list[tuple[str, ...]] = [
+        ("ranks", "mesh", "weights", "gradients", "optimizer", "cache", "activations", "rollout", "update")
+    ]
+    for rows in shown:
+        named = format_ranks(groups[rows])
+        if len(named) > 40:
+            named = f"{named[:30].rpartition(',')[0]},… ({len(groups[rows])})"
+        lines += [(named if index == 0 else "", *row) for index, row in enumerate(rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    table = ["  ".join(map(_pad, line, widths, range(len(widths)))).rstrip() for line in lines]
+    if len(order) > len(shown):
+        table.insert(-len(order[-1]), f"… {len(order) - len(shown)} more groups of ranks, each between these")
+    return "\n".join(table)
+
+
+def _pad(cell: str, width: int, column: int) -> str:
+    return cell.ljust(width) if column < 2 else cell.rjust(width)
+
+
+def _rows(needed: RankMemory) -> tuple[tuple[str, ...], ...]:
+    size = partial(_size, "–")
+    rows = []
+    for index, part in enumerate(needed.meshes):
+        figures = part.weights, part.gradients, part.optimizer, part.cache, part.activations
+        totals = ("", "") if index else (format_bytes(needed.rollout), format_bytes(needed.update))
+        rows.append((part.mesh, *map(size, figures), *totals))
+    return tuple(rows) or (("none", *[""] * 7),)
+
+
+def _size(none: str, number: int) -> str:
+    return format_bytes(number) if number else none
+
+
+def memory_summary(memory: Sequence[RankMemory]) -> str:
+    """The ranks that need the most and the least, and what the estimate leaves out."""
+    order = sorted(range(len(memory)), key=lambda rank: memory[rank].peak)
+    least, most = order[0], max(order, key=lambda rank: (memory[rank].peak, -rank))
+    return (
+        f"most on rank {most}: {format_bytes(memory[most].peak)}; least on rank {least}: "
+        f"{format_bytes(memory[least].peak)}\n"
+        "rollout, update: all models of the rank in that phase; without the CUDA context, NCCL and fragmentation"
+    )

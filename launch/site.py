@@ -1,0 +1,198 @@
+"""What is particular to a cluster: account, partition, modules, container. One YAML file, read once by each launch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from hybridflow.errors import ConfigError
+from hybridflow.sections import Bounds, Count, CountOrZero, Positive, parse_yaml, read_section, to_dict
+
+SITE_FILE = Path("~/.config/hybridflow/site.yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """The container that every rank runs in.
+
+    Attributes:
+        kind: ``apptainer`` puts ``apptainer exec`` before the command; ``pyxis`` gives ``srun`` the options of
+            NVIDIA's plugin, which uses Enroot.
+        image: A file, or whatever else the container's command takes.
+        mounts: ``HOST:CONTAINER`` or ``HOST`` each; the working directory and the run directory are there in any case.
+    """
+
+    kind: Literal["none", "apptainer", "pyxis"] = "none"
+    image: str | None = None
+    mounts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A cluster, as ``hybridflow launch slurm`` asks it for a job. What is left out is not asked for.
+
+    Attributes:
+        account: Whom the hours are charged to.
+        partition: Where jobs run; ``--partition`` of the command goes before.
+        qos: Quality of service.
+        constraint: Features that nodes must have.
+        time: Time limit of a job in Slurm's words, quoted (``"24:00:00"``); ``--time`` of the command goes before.
+        ranks_per_node: Ranks on each node; null: those of the recipe's ``cluster.ranks_per_node``, else one for each
+            GPU, else all on one node.
+        gpus_per_node: GPUs of a node; 0: none is asked for.
+        gpu_type: As in ``gpu:TYPE:8``, where a cluster has several.
+        gpu_option: Which of sbatch's options asks for GPUs; ``none`` where whole nodes come with theirs.
+        gpu_memory_gb: Memory of a GPU in GB; a job that needs more is refused before it is submitted.
+        cpus_per_task: CPU cores of each rank; null: the recipe's ``cluster.threads_per_rank``.
+        memory: Host memory of a node in Slurm's words (``"0"``: all of it); null: the cluster's default.
+        exclusive: Whether nodes are shared with nobody.
+        mpi: Which of ``srun --mpi`` starts ranks that are to find each other through MPI.
+        modules: What ``module load`` is given, one after the other.
+        setup: Lines of shell that run before the job, on its first node; one that fails ends it.
+        container: What ranks run in.
+        options: Further options of sbatch, each ``--name`` or ``--name=value``.
+        signal_lead_s: How long before its time limit a job is told to save and stop, in seconds.
+    """
+
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    time: str | None = None
+    ranks_per_node: Count | None = None
+    gpus_per_node: CountOrZero = 0
+    gpu_type: str | None = None
+    gpu_option: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    gpu_memory_gb: Positive | None = None
+    cpus_per_task: Count | None = None
+    memory: str | None = None
+    exclusive: bool = False
+    mpi: Literal["none", "pmi2", "pmix"] = "none"
+    modules: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    container: Container = Container()
+    options: tuple[str, ...] = ()
+    signal_lead_s: Annotated[int, Bounds(low=1, high=65535)] = 120
+
+
+def load_site(file: Path | None) -> Site:
+    """The settings of a file; without one those of ``SITE_FILE``, and where that is absent too the defaults.
+
+    Raises:
+        ConfigError: The file cannot be read, or a setting is unknown, ill-typed or at odds with another.
+    """
+    path = SITE_FILE.expanduser() if file is None else file
+    if file is None and not path.exists():
+        return Site()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    values = parse_yaml(text, str(path))
+    site = read_section(Site, _with_text(values, str(path)), source=str(path))
+    check_site(site, str(path))
+    return site
+
+
+def _with_text(values: Any, source: str) -> Any:
+    """The values of a file; an empty one has none. Refuses a time that YAML took for a number."""
+    if values is None:
+        return {}
+    if isinstance(values, dict) and type(values.get("time")) is int:
+        raise ConfigError(
+            f"{source}: time: YAML reads what stands there as the number {values['time']}; put it in quotes, as in "
+            'time: "24:00:00"'
+        )
+    return values
+
+
+def check_site(site: Site, source: str) -> None:
+    """Refuse what cannot stand in a line of a batch file, and settings that contradict each other.
+
+    Raises:
+        ConfigError: There is such a setting.
+    """
+    for key, value in texts(to_dict(site)):
+        check_line(value, f"{source}: {key}")
+        if value.strip() == "":
+            raise ConfigError(f"{source}: {key}: is empty; leave the key out")
+    container = site.container
+    if (container.kind == "none") != (container.image is None):
+        raise ConfigError(
+            f"{source}: container.kind={container.kind} with container.image={container.image!r}; give both, or neither"
+        )
+    for mount in container.mounts:
+        check_mount(mount, f"{source}: container.mounts")
+    for option in site.options:
+        if re.match(r"--[a-z][a-z0-9-]*(=|$)", option) is None:
+            raise ConfigError(f"{source}: options: {option!r}: expected --name or --name=value")
+    if site.gpus_per_node and site.ranks_per_node is not None and site.ranks_per_node > site.gpus_per_node:
+        raise ConfigError(
+            f"{source}: ranks_per_node={site.ranks_per_node} is more than gpus_per_node={site.gpus_per_node}; each "
+            "rank has a GPU of its own, lower the first"
+        )
+
+
+def check_line(value: str, what: str) -> None:
+    """Refuse text that would not stay within its line of a batch file.
+
+    Raises:
+        ConfigError: It has a line break or another control character.
+    """
+    strange = next((character for character in value if not character.isprintable()), None)
+    if strange is not None:
+        raise ConfigError(f"{what}: {value!r} has the character {strange!r}, which no batch file can hold; remove it")
+
+
+def check_mount(mount: str, what: str) -> None:
+    """Refuse a mount that a container's command would read as two.
+
+    Raises:
+        ConfigError: It has a comma, or more colons than mounts have.
+    """
+    if "," in mount or mount.count(":") > 2:
+        raise ConfigError(f"{what}: {mount!r}: a path with a comma or a colon cannot be mounted; use another path")
+
+
+def texts(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in nested dicts and lists, with its dotted key."""
+    items = values.items() if isinstance(values, dict) else ()
+    for key, value in items:
+        if isinstance(value, str):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, dict):
+            yield from texts(value, f"{prefix}{key}.")
+        elif isinstance(value, list | tuple):
+            yield from ((f"{prefix}{key}[{index}]", item) for index, item in enumerate(value) if isinstance(item, str))
+
+
+def seconds_of(limit: str, what: str) -> int:
+    """A time limit in Slurm's words, in seconds.
+
+    Raises:
+        ConfigError: It is none of minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
+            days-hours:minutes:seconds; or it is 0.
+    """
+    match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", limit)
+    if match is None:
+        raise ConfigError(
+            f"{what}: {limit!r} is no time limit; expected for instance 24:00:00 (hours), 1-12 (a day and 12 hours) or "
+            "90 (minutes)"
+        )
+    days, *rest = match.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    # Without days, the first number is minutes unless there are three.
+    units = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
+    total = int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
+    if total == 0:
+        raise ConfigError(f"{what}: {limit!r} is no time at all; for no limit Slurm has its partitions' own")
+    return total
+
+
+def absolute(path: str | Path) -> Path:
+    """A path that means the same in the job; links stay as they are."""
+    return Path(os.path.abspath(path))

@@ -1,0 +1,177 @@
+"""Handing a batch file to Slurm, and following what becomes of it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridflow.errors import ConfigError, DeadlineError
+
+_SBATCH_DEADLINE_S = 120.0
+_SCONTROL_DEADLINE_S = 60.0
+_SILENCE_DEADLINE_S = 600.0
+"""How long Slurm's controller may be away before a job is no longer followed."""
+
+_POLL_S = 2.0
+
+_GOING_ON = (
+    *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING"),
+    *("REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "STAGE_OUT", "RESV_DEL_HOLD", "POWER_UP_NODE"),
+)
+
+
+def submit(batch: Path) -> str:
+    """Submit a batch file and return the job's number.
+
+    Raises:
+        ConfigError: This machine has no sbatch, or Slurm refuses the job.
+        DeadlineError: Slurm does not answer.
+    """
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "no sbatch on this machine; launch from a login node of the cluster, see the batch file with --print, or "
+            "use `hybridflow launch local`"
+        )
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", str(batch)],
+            capture_output=True,
+            text=True,
+            timeout=_SBATCH_DEADLINE_S,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(
+            f"sbatch did not answer within {_SBATCH_DEADLINE_S:g} s; see `squeue --me` whether the job is there"
+        ) from None
+    if done.returncode != 0:
+        said = " ".join(done.stderr.replace("sbatch: ", "").split())
+        raise ConfigError(f"Slurm refuses the job: {said}; {_remedy(said)}")
+    # The name of the cluster may follow.
+    return done.stdout.strip().partition(";")[0]
+
+
+_REMEDIES = {
+    "account": "set account and partition in the site settings (`sacctmgr show associations user=$USER`)",
+    "partition": "set partition in the site settings, or give --partition (`sinfo -s` lists them)",
+    "qos": "set qos in the site settings (`sacctmgr show qos`)",
+    "time limit": "give a shorter --time (`sinfo -o '%P %l'` shows the limits)",
+    "node": "ask for what a node has: gpus_per_node, gpu_type, cpus_per_task, ranks_per_node, memory (`sinfo -Nel`)",
+}
+
+
+def _remedy(said: str) -> str:
+    return next(
+        (remedy for word, remedy in _REMEDIES.items() if word in said.lower()),
+        "change the site settings or the command accordingly",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """What Slurm says of a job.
+
+    Attributes:
+        state: Slurm's word, such as ``RUNNING``.
+        reason: Why it is so.
+        nodes: Where it runs.
+        status: Exit status, 128 + the signal where a signal ended it.
+    """
+
+    state: str
+    reason: str
+    nodes: str
+    status: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come."""
+        return self.state not in _GOING_ON
+
+    def __str__(self) -> str:
+        where = f" on {self.nodes}" if self.nodes not in ("", "(null)") else ""
+        return f"{self.state}{where}" + (f" ({self.reason})" if self.reason != "None" else "")
+
+
+def parse_state(text: str) -> JobState:
+    """Read a line of ``scontrol show job --oneliner``."""
+
+    def value(key: str) -> str:
+        match = re.search(rf"(?:^|\s){key}=(\S*)", text)
+        return "" if match is None else match[1]
+
+    status, _, signal = value("ExitCode").partition(":")
+    return JobState(
+        state=value("JobState"),
+        reason=value("Reason"),
+        nodes=value("NodeList"),
+        status=128 + int(signal) if signal not in ("", "0") else int(status or 0),
+    )
+
+
+def job_state(job_id: str) -> JobState | None:
+    """What Slurm says of a job; None where it does not answer or knows it no more."""
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", "job", "--oneliner", job_id],
+            capture_output=True,
+            text=True,
+            timeout=_SCONTROL_DEADLINE_S,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return parse_state(done.stdout) if done.returncode == 0 and "JobState=" in done.stdout else None
+
+
+def follow(job_id: str, log: Path) -> int:
+    """Print a job's log as it grows, and changes of its state on standard error, until the job is over.
+
+    A requeued job is followed further.
+
+    Returns:
+        The job's exit status; 1 where Slurm ended it without one.
+
+    Raises:
+        DeadlineError: Slurm was away for too long; the job may go on.
+    """
+    place, last, seen = 0, "", time.monotonic()
+    while True:
+        state = job_state(job_id)
+        place = _print_new(log, place)
+        if state is None:
+            if time.monotonic() - seen > _SILENCE_DEADLINE_S:
+                raise DeadlineError(
+                    f"job {job_id}: Slurm has told nothing for {_SILENCE_DEADLINE_S:g} s; the job may go on, its log "
+                    f"is {log}"
+                )
+        else:
+            seen = time.monotonic()
+            if str(state) != last:
+                last = str(state)
+                print(f"job {job_id}: {last}", file=sys.stderr, flush=True)
+            if state.is_over:
+                _print_new(log, place)
+                return 0 if state.state == "COMPLETED" else state.status or 1
+        time.sleep(_POLL_S)
+
+
+def _print_new(log: Path, place: int) -> int:
+    """Print what a log has from a place on; return where it ends now."""
+    try:
+        with log.open("rb") as file:
+            file.seek(place)
+            content = file.read()
+    except FileNotFoundError:
+        return place
+    sys.stdout.flush()
+    sys.stdout.buffer.write(content)
+    sys.stdout.buffer.flush()
+    return place + len(content)

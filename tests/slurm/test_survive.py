@@ -1,0 +1,129 @@
+"""What a run survives on a real Slurm: signals, time limits, preemption, the death of a rank or a node, scancel.
+
+All go on from the checkpoint of step 1, and end with the curve of a run that nothing has interrupted.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hybridflow.observe.starts import StartRecord, read_starts
+from tests.e2e.commands import fork_ranks, lasting_metrics
+from tests.slurm.jobs import SCRIPTS, output, steps
+from tests.slurm.processes import rank_processes
+from tests.slurm_cluster import SlurmCluster
+
+STEPS = 6
+ARGUMENTS = ("tiny.yaml", f"trainer.steps={STEPS}")
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture(scope="module")
+def curve(first_step: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """What the run's metrics are if nothing happens to it."""
+    folder = Path(shutil.copytree(first_step, tmp_path_factory.mktemp("uninterrupted") / "job"))
+    done = fork_ranks(["train", *ARGUMENTS, "--resume"], folder, num_ranks=4)
+    assert done.codes == (0,) * 4, done.err
+    return lasting_metrics(folder / "run")
+
+
+def test_a_signal_saves_and_requeues(cluster, folder, curve):
+    job = begin(cluster, folder)
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    finish(cluster, folder, job, restarts=1)
+    assert lasting_metrics(folder / "run") == curve
+    stopped, last = starts(folder)
+    assert (stopped.outcome, last.outcome) == ("requeue", "finished") and "USR1" in (stopped.detail or "")
+    assert last.step is not None and last.step >= 2 and last.restart_count == 1
+
+
+@pytest.mark.slow
+def test_the_time_limit_saves_and_requeues(cluster, folder, curve):
+    # A step takes more than two of these, five steps more than the limit; Slurm's shortest is a minute.
+    job = begin(cluster, folder, "--time=2", "--signal=B:USR1@20", reward_s=10.0)
+    ended = cluster.wait_for_end(job, within_s=400)
+    assert ended["JobState"] == "COMPLETED" and int(ended["Restarts"]) >= 1, output(cluster, job)
+    assert lasting_metrics(folder / "run") == curve
+    # A slow machine needs more than two turns.
+    assert {start.outcome for start in starts(folder)[:-1]} == {"requeue"} and starts(folder)[-1].outcome == "finished"
+
+
+@pytest.mark.parametrize("grace_s", [0, 40])
+def test_preemption_requeues(cluster, folder, curve, grace_s):
+    cluster.run("scontrol", "update", "PartitionName=low", f"GraceTime={grace_s}")
+    job = begin(cluster, folder, "--partition=low", script="train_preemptible.sbatch")
+    urgent = cluster.sbatch("--partition=high", "--nodes=4", "--exclusive", "--wrap=true", cwd=folder)
+    cluster.wait_for_end(urgent, within_s=90)
+    finish(cluster, folder, job, restarts=1)
+    assert lasting_metrics(folder / "run") == curve
+    preempted, last = starts(folder)
+    # Without a grace time there is Slurm's KillWait, which may be too short to save.
+    assert preempted.outcome == "requeue" or not grace_s
+    assert last.outcome == "finished" and last.step is not None and last.step >= 2
+
+
+def test_a_killed_rank_begins_again_in_the_allocation(cluster, folder, curve):
+    job = begin(cluster, folder)
+    first = rank_processes(cluster, job)
+    first[1].kill()
+    cluster.wait_for(lambda: not any(rank.is_alive() for rank in first.values()), within_s=30, what="the ranks' end")
+    finish(cluster, folder, job, restarts=0)
+    assert lasting_metrics(folder / "run") == curve
+    assert [start.outcome for start in starts(folder)] == ["failed", "finished"]
+
+
+def test_a_dead_node_leaves_a_smaller_job(cluster, folder):
+    job = begin(cluster, folder)
+    first, last = cluster.run("scontrol", "show", "hostnames", cluster.job(job)["NodeList"]).split()
+    cluster.kill_node(last)
+    finish(cluster, folder, job, restarts=0)
+    whole, smaller = starts(folder)
+    assert (whole.ranks, smaller.ranks, smaller.outcome) == (4, 2, "finished")
+    assert whole.layouts is not None and smaller.layouts is not None
+    assert (whole.layouts["actor.update"], smaller.layouts["actor.update"]) == ("tp2.dp2", "tp2")
+    assert steps(folder) == list(range(1, STEPS + 1)), output(cluster, job)
+
+
+def test_without_its_first_node_a_job_begins_anew(cluster, folder, curve):
+    job = begin(cluster, folder)
+    cluster.kill_node(cluster.job(job)["BatchHost"])
+    finish(cluster, folder, job, restarts=1)
+    assert lasting_metrics(folder / "run") == curve
+
+
+def test_scancel_leaves_a_checkpoint_and_no_job(cluster, folder, curve):
+    job = begin(cluster, folder)
+    cluster.run("scancel", job)
+    ended = cluster.wait_for_end(job, within_s=60)
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), output(cluster, job)
+    assert starts(folder)[0].outcome == "requeue"
+    done = fork_ranks(["train", *ARGUMENTS, "--resume"], folder, num_ranks=4)
+    assert done.codes == (0,) * 4, done.err
+    assert lasting_metrics(folder / "run") == curve
+    assert cluster.job(job)["JobState"] == "CANCELLED"
+
+
+def begin(
+    cluster: SlurmCluster, folder: Path, *options: str, script: str = "train.sbatch", reward_s: float = 0.25
+) -> str:
+    """Submit the job on two nodes; it has done step 2, and is within another, when this returns."""
+    size = ("--nodes=2", "--ntasks-per-node=2")
+    environ = {"REWARD_S": str(reward_s)}
+    job = cluster.sbatch(*size, *options, str(SCRIPTS / script), *ARGUMENTS, cwd=folder, env=environ)
+    cluster.wait_for(lambda: steps(folder)[1:], within_s=120, what="step 2")
+    return job
+
+
+def finish(cluster: SlurmCluster, folder: Path, job: str, *, restarts: int, within_s: float = 150) -> None:
+    """Wait for the job's end, which must be a good one after so many of Slurm's restarts."""
+    ended = cluster.wait_for_end(job, within_s=within_s)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", str(restarts)), output(cluster, job)
+
+
+def starts(folder: Path) -> list[StartRecord]:
+    """The starts of the job, without the one that made the checkpoint of step 1."""
+    return read_starts(folder / "run")[1:]

@@ -7,9 +7,9 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,22 +21,18 @@ from hybridflow.checkpoint.convert.command import add_convert
 from hybridflow.checkpoint.look import add_commands
 from hybridflow.config import Recipe, find_recipe, load_recipe
 from hybridflow.errors import ConfigError, HybridflowError
-from hybridflow.parallel.start import find_start, rank_hint
+from hybridflow.exit_status import exit_status
+from hybridflow.observe.doing import doing
+from hybridflow.observe.rank_log import tell
+from hybridflow.parallel.cause import cause_of, tell_cause
+from hybridflow.parallel.signals import CaughtSignals
+from hybridflow.parallel.start import find_start, is_launched, rank_hint
 
 if TYPE_CHECKING:
     from hybridflow.parallel.mesh import DeviceMesh
     from hybridflow.parallel.start import Start
     from hybridflow.reshard.report import Bandwidth
     from hybridflow.reshard.spec import ModelSpec
-
-USER_ERROR = 2
-"""Exit status after an error that has been explained on stderr."""
-
-FAILURE = 1
-"""Exit status after a failure of ours, with a traceback on stderr."""
-
-_EXPLAINED = (HybridflowError, OSError)
-"""Errors whose message is enough for a user; an OSError names its file."""
 
 _AFTER_RANK_0_S = 3.0
 
@@ -49,7 +45,8 @@ _EXAMPLES = """examples:
   hybridflow plan job split
   hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
 
-exit status: 0 done, 2 an error that was explained, 1 a failure of hybridflow itself,
+exit status: 0 done, 1 a rank was lost or a failure of hybridflow itself: beginning again may help, 2 an error in what
+  was asked for, 3 a damaged checkpoint, 4 what cannot be written, 75 saved and to be begun again,
   128 + the signal where a signal ended it
 """
 
@@ -69,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HybridflowError as error:
         if arguments.recipe is None or _speaks(arguments.recipe):
             print(f"hybridflow: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
+        return exit_status(error)
 
 
 def _speaks(recipe: str) -> bool:
@@ -305,6 +302,8 @@ def _reshard_header(name: str, model: ModelSpec, source: DeviceMesh, target: Dev
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    # As early as can be: a signal that comes before ends the rank, and with it the job.
+    signals = CaughtSignals() if is_launched() and not arguments.dry_run else None
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
         _print_plan(recipe)
@@ -317,10 +316,10 @@ def _train(arguments: argparse.Namespace) -> int:
         plan_job(recipe)  # what does not fit is said before ranks are started
         command = ["train", arguments.recipe, *arguments.overrides, *(["--resume"] if arguments.resume else [])]
         return run_local(command, num_ranks=recipe.cluster.ranks, threads_per_rank=recipe.cluster.threads_per_rank)
-    return _train_rank(recipe, start, resume=arguments.resume)
+    return _train_rank(recipe, start, CaughtSignals() if signals is None else signals, resume=arguments.resume)
 
 
-def _train_rank(recipe: Recipe, start: Start, *, resume: bool) -> int:
+def _train_rank(recipe: Recipe, start: Start, signals: CaughtSignals, *, resume: bool) -> int:
     """One rank's part of a job: whatever goes wrong ends the process at once, and is told by one rank alone."""
     # A reward function may lie in the working directory, also for the console script.
     sys.path.insert(0, os.getcwd())
@@ -330,33 +329,33 @@ def _train_rank(recipe: Recipe, start: Start, *, resume: bool) -> int:
     warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from hybridflow.parallel.failure import lost_contact, tell_once
+    from hybridflow.parallel.watch import Watch
     from hybridflow.parallel.world import join_world, open_store
     from hybridflow.trainer.trainer import train
 
-    cluster, store = recipe.cluster, None
+    cluster, store, watch = recipe.cluster, None, None
     try:
-        store = open_store(start, start_deadline_s=cluster.start_deadline_s)
         with lost_contact("the job", tuple(range(start.size)), cluster.deadline_s):
+            store = open_store(start, start_deadline_s=cluster.start_deadline_s)
             world = join_world(start, store, deadline_s=cluster.deadline_s, start_deadline_s=cluster.start_deadline_s)
+            world.watch = watch = Watch(
+                world.new_store("watch"),
+                rank=start.rank,
+                size=start.size,
+                address=start.address,
+                dead_after_s=cluster.dead_after_s,
+                signals=signals,
+            )
             train(recipe, world, resume=resume)
-            world.close()
+            with doing("the end of the job"):
+                world.close()
+                watch.close()
     except Exception as error:
-        failure = error
-        tell_once(failure, lambda: _tell(failure, start.rank), store, start.rank)
+        if watch is not None:
+            watch.fail(error)
+        cause = cause_of(error, start.rank, socket.gethostname())
+        tell_once(error, lambda: tell(tell_cause(cause)), store, start.rank)
         sys.stdout.flush()
         # No interpreter shutdown: it could wait for ranks that are gone.
-        os._exit(USER_ERROR if isinstance(failure, _EXPLAINED) else FAILURE)
+        os._exit(cause.status)
     return 0
-
-
-def _tell(error: Exception, rank: int) -> None:
-    """Print an error of a rank: a message for what was foreseen, else the traceback."""
-    if isinstance(error, _EXPLAINED):
-        print(f"hybridflow: rank {rank}: {error}", file=sys.stderr, flush=True)
-    else:
-        traceback.print_exception(error)
-        print(
-            f"hybridflow: rank {rank} failed, see above; this is an error of hybridflow's own",
-            file=sys.stderr,
-            flush=True,
-        )

@@ -12,8 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-REPORTED = 2
-"""Exit status of a rank whose error a person has already been told of."""
+from hybridflow.exit_status import FAILURE, REQUEST, REQUEUE, SOURCE, TARGET
+from hybridflow.parallel.signals import STOP_SIGNALS
+
+_TOLD = (FAILURE, REQUEST, SOURCE, TARGET, REQUEUE)
+"""Exit statuses of ranks that have told a person why."""
 
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
@@ -24,32 +27,36 @@ def run_local(
     *,
     num_ranks: int,
     threads_per_rank: int = 1,
-    grace_s: float = 10.0,
+    end_s: float = 15.0,
+    save_s: float = 60.0,
     program: Sequence[str] = (sys.executable, "-m", "hybridflow"),
 ) -> int:
     """Run a command as ``num_ranks`` processes of this machine, and wait for all of them.
 
-    The ranks write to this process's output. When one exits non-zero or is killed, the others get SIGTERM and, after
-    ``grace_s``, SIGKILL; one line on standard error says which rank it was, unless its exit status is ``REPORTED``.
-    SIGINT and SIGTERM of this process go to every rank, with the same grace; a second one ends them at once. The ranks
-    die with this process however it ends. There is no deadline for the whole: a rank's own waits have theirs.
+    The ranks write to this process's output. When one exits non-zero or is killed, the others see it themselves and
+    end, and what is left after ``end_s`` is killed; one line on standard error says which rank it was, unless its exit
+    status is one of those with which ranks tell their own errors. SIGTERM, SIGUSR1 and SIGUSR2 of this process ask the
+    ranks to save and end, for which they have ``save_s``; SIGINT ends them at once, as a second signal of any kind
+    does. The ranks die with this process however it ends. There is no deadline for the whole: a rank's own waits have
+    theirs.
 
     Args:
         argv: Arguments of the program.
         num_ranks: Processes to start; each finds its place in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
             MASTER_ADDR and MASTER_PORT.
         threads_per_rank: CPU threads of each (OMP_NUM_THREADS).
-        grace_s: Seconds between SIGTERM and SIGKILL.
+        end_s: Seconds that the others have to end once a rank has failed.
+        save_s: Seconds that the ranks have to save and end once they are asked to.
         program: What to start.
 
     Returns:
         0 if every rank exited with 0; else the exit status of the rank that failed first; 128 + the signal where a
-        signal ended that rank or this process.
+        signal ended that rank, or this process before the ranks could end by themselves.
     """
     with _caught_signals() as received:
         ranks = _start([*program, *argv], num_ranks, threads_per_rank)
         try:
-            return _watch(ranks, received, grace_s)
+            return _watch(ranks, received, end_s, save_s)
         finally:
             _kill(ranks)
 
@@ -83,25 +90,23 @@ def _start(command: Sequence[str], num_ranks: int, threads_per_rank: int) -> lis
     return ranks
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]], received: list[int], grace_s: float) -> int:
-    """Wait for every rank; from the first failure or signal on, for no longer than ``grace_s``."""
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], received: list[int], end_s: float, save_s: float) -> int:
+    """Wait for every rank; from the first failure or signal on, not for ever."""
     status = 0
-    kill_at = float("inf")
+    kill_at_s = float("inf")
     forwarded = 0
     while any(rank.poll() is None for rank in ranks):
         if len(received) > forwarded:
-            if forwarded:
-                break
+            if forwarded or received[0] == signal.SIGINT:
+                return 128 + received[0]
             forwarded = len(received)
-            status = 128 + received[0]
-            kill_at = time.monotonic() + grace_s
+            kill_at_s = min(kill_at_s, time.monotonic() + save_s)
             _signal(ranks, received[0])
         elif status == 0 and (failed := _first_failure(ranks)) is not None:
             status = _report(failed, ranks[failed].returncode, len(ranks))
-            kill_at = time.monotonic() + grace_s
-            _signal(ranks, signal.SIGTERM)
-        elif time.monotonic() > kill_at:
-            break
+            kill_at_s = min(kill_at_s, time.monotonic() + end_s)
+        elif time.monotonic() > kill_at_s:
+            return status or 128 + received[0]
         time.sleep(_POLL_S)
     if status == 0 and (failed := _first_failure(ranks)) is not None:
         status = _report(failed, ranks[failed].returncode, len(ranks))
@@ -116,7 +121,7 @@ def _first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
 
 def _report(index: int, returncode: int, num_ranks: int) -> int:
     """Say which rank failed unless it has said so itself; return the exit status of the whole."""
-    if returncode == REPORTED:
+    if returncode in _TOLD:
         return returncode
     if returncode > 0:
         what, status = f"exited with status {returncode}; if it said why, that is above", returncode
@@ -124,7 +129,7 @@ def _report(index: int, returncode: int, num_ranks: int) -> int:
         what, status = f"was killed by {signal.Signals(-returncode).name}", 128 - returncode
         if -returncode == signal.SIGKILL:
             what += "; if nobody did so, memory ran out: use a smaller trainer.micro_batch_tokens, or fewer ranks"
-    others = ", the other ranks were ended" if num_ranks > 1 else ""
+    others = "; the other ranks are ended" if num_ranks > 1 else ""
     print(f"error: rank {index} {what}{others}", file=sys.stderr, flush=True)
     return status
 
@@ -148,11 +153,11 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in a list instead of ending on them."""
+    """Collect SIGINT and what asks a job to stop in a list instead of ending on them."""
     received: list[int] = []
     before = {
         signum: signal.signal(signum, lambda number, _frame: received.append(number))
-        for signum in (signal.SIGINT, signal.SIGTERM)
+        for signum in (signal.SIGINT, *STOP_SIGNALS)
     }
     try:
         yield received

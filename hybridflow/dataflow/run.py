@@ -23,6 +23,7 @@ from hybridflow.dataflow.schedule import (
     walk,
 )
 from hybridflow.errors import GraphError
+from hybridflow.observe.doing import doing
 from hybridflow.observe.timeline import Timeline
 from hybridflow.parallel.failure import lost_contact
 from hybridflow.parallel.layout import ParallelLayout
@@ -107,7 +108,8 @@ class Executor:
                         self._roles[instruction.role].enter_phase(instruction.phase)
                 case Loop():
                     while value := self._decide(instruction):
-                        self._run(instruction.body, dict(scope), {**decided, instruction.decision: value})
+                        with doing(_turn(instruction, value)):
+                            self._run(instruction.body, dict(scope), {**decided, instruction.decision: value})
                 case Branch():
                     value = self._decide(instruction)
                     body = instruction.then if value else instruction.otherwise
@@ -177,3 +179,9 @@ class Executor:
                 if instruction.decision not in self._decisions:
                     known = ", ".join(self._decisions) or "none"
                     raise GraphError(f"{describe(instruction)}: nothing decides it; the decisions are {known}")
+
+
+def _turn(loop: Loop, value: Any) -> str:
+    """A turn of a loop, in words: ``train step 3``."""
+    name = loop.decision.replace("_", " ")
+    return f"{name} {value['step']}" if isinstance(value, dict) and "step" in value else name

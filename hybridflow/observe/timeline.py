@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple
 
+from hybridflow.observe.doing import doing
+
 
 class Span(NamedTuple):
     """A stretch of time: what kind of work, which piece of it, and how long in seconds."""
@@ -19,7 +21,7 @@ class Span(NamedTuple):
 class Timeline:
     """The spans of one step on one rank, in the order in which they ended.
 
-    A span costs about a microsecond and does not wait for a GPU: on one, synchronise where the time matters.
+    A span costs microseconds and does not wait for a GPU: on one, synchronise where the time matters.
 
     Attributes:
         spans: What was measured since the last :meth:`reset`.
@@ -30,7 +32,7 @@ class Timeline:
 
     @contextmanager
     def span(self, kind: str, name: str) -> Iterator[None]:
-        """Measure the body of a ``with``, also when it raises.
+        """Measure the body of a ``with``, also when it raises, and say that it is what this rank does.
 
         Args:
             kind: What :meth:`totals` adds up by, such as ``rollout``, ``update``, ``move``.
@@ -38,7 +40,8 @@ class Timeline:
         """
         start = perf_counter()
         try:
-            yield
+            with doing(name):
+                yield
         finally:
             self.spans.append(Span(kind, name, perf_counter() - start))
 

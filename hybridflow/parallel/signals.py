@@ -26,6 +26,12 @@ class CaughtSignals:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for each in STOP_SIGNALS:
             signal.signal(each, lambda number, frame: None)
+            # Libraries in the middle of a call need not know.
+            signal.siginterrupt(each, False)
+
+    def fileno(self) -> int:
+        """For a selector, which finds it ready when ``wait`` has something to tell."""
+        return self._reader
 
     def wait(self, timeout_s: float) -> tuple[signal.Signals, ...]:
         """The stop signals that have come, at once if there are any, after ``timeout_s`` if none comes. Any thread."""

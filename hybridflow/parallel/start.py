@@ -113,6 +113,12 @@ def find_start(environ: Mapping[str, str] | None = None) -> Start:
     return _checked(step, env) if step is not None and step.size > 1 else Start(launcher="alone")
 
 
+def is_launched(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a launcher started this process as a rank, as far as variables tell."""
+    env = os.environ if environ is None else environ
+    return any(name in env for name in ("RANK", *MPI_RANK_VARIABLES, "SLURM_STEP_ID"))
+
+
 def rank_hint(environ: Mapping[str, str] | None = None) -> int:
     """This process's rank as far as variables tell, without asking MPI; 0 when alone."""
     env = os.environ if environ is None else environ

@@ -21,6 +21,7 @@ from hybridflow.parallel.start import Start
 
 if TYPE_CHECKING:
     from hybridflow.parallel.mpi import MpiLink
+    from hybridflow.parallel.watch import Watch
 
 _FOUND = "hybridflow/found"
 """What rank 0 found when the ranks met."""
@@ -50,6 +51,7 @@ class World:
         device: Where this rank's models live.
         deadline_s: Longest wait for another rank, in seconds.
         uses_mpi: MPI started the job.
+        watch: The watch over all ranks; None: nobody watches.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class World:
         self.device = device
         self.deadline_s = deadline_s
         self.uses_mpi = uses_mpi
+        self.watch: Watch | None = None
         self._store = store
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._coordinators: dict[tuple[int, ...], Coordinator] = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.launch.local import REPORTED, run_local
+from hybridflow.launch.local import run_local
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,8 +20,8 @@ PRELUDE = (
 )
 
 
-def run(code, *, num_ranks=3, grace_s=5.0, argv=()):
-    return run_local(argv, num_ranks=num_ranks, grace_s=grace_s, program=[sys.executable, "-c", PRELUDE + code])
+def run(code, *, num_ranks=3, end_s=5.0, argv=()):
+    return run_local(argv, num_ranks=num_ranks, end_s=end_s, program=[sys.executable, "-c", PRELUDE + code])
 
 
 @pytest.fixture(autouse=True)
@@ -72,25 +72,31 @@ def test_output_of_the_ranks_is_ours(capfd):
 @pytest.mark.parametrize(
     ("death", "status", "says"),
     [
-        ("sys.exit(3)", 3, "error: rank 1 exited with status 3; if it said why, that is above, the other ranks were"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "error: rank 1 was killed by SIGSEGV, the other ranks"),
+        ("sys.exit(9)", 9, "error: rank 1 exited with status 9; if it said why, that is above; the other ranks are"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "error: rank 1 was killed by SIGSEGV; the other ranks"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "error: rank 1 was killed by SIGKILL; if nobody did so, memory"),
-        (f"sys.exit({REPORTED})", REPORTED, ""),
+        *((f"sys.exit({status})", status, "") for status in (1, 2, 3, 4, 75)),
     ],
 )
 def test_one_rank_that_fails_ends_all_with_one_line(none_left, capfd, death, status, says):
     start = time.monotonic()
-    assert run(f"if rank == 1: {death}\ntime.sleep(60)") == status
+    assert run(f"if rank == 1: {death}\ntime.sleep(60)", end_s=0.3) == status
     assert time.monotonic() - start < 5
     errors = capfd.readouterr().err
     assert errors.startswith(says) and errors.count("\n") == (says != "")
 
 
-def test_rank_that_ignores_sigterm_is_killed_after_the_grace(none_left):
+def test_others_have_time_to_end_by_themselves(none_left, capfd):
+    code = "if rank == 1: sys.exit(3)\ntime.sleep(0.5); print('said by', rank); sys.exit(3)"
+    assert run(code, end_s=30.0) == 3
+    assert sorted(capfd.readouterr().out.splitlines()) == ["said by 0", "said by 2"]
+
+
+def test_rank_that_does_not_end_is_killed(none_left):
     code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'deaf{rank}', 'w')\n"
     code += "while rank == 0 and not os.path.exists('deaf1'): time.sleep(0.01)\n"
     start = time.monotonic()
-    assert run(code + "if rank == 0: sys.exit(4)\ntime.sleep(60)", num_ranks=2, grace_s=0.5) == 4
+    assert run(code + "if rank == 0: sys.exit(4)\ntime.sleep(60)", num_ranks=2, end_s=0.5) == 4
     assert 0.5 < time.monotonic() - start < 10
 
 
@@ -109,13 +115,13 @@ def test_what_a_rank_started_ends_with_it(none_left):
 PARENT = """
 import sys
 from hybridflow.launch.local import run_local
-sys.exit(run_local([], num_ranks=2, grace_s=float(sys.argv[1]), program=[sys.executable, "-c", sys.argv[2]]))
+sys.exit(run_local([], num_ranks=2, save_s=float(sys.argv[1]), program=[sys.executable, "-c", sys.argv[2]]))
 """
 
 
-def start_parent(tmp_path, code, grace_s="5"):
+def start_parent(tmp_path, code, save_s="60"):
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, grace_s, PRELUDE + code + "\nopen(f'up{rank}', 'w')\ntime.sleep(60)"]
+        [sys.executable, "-c", PARENT, save_s, PRELUDE + code + "\nopen(f'up{rank}', 'w')\ntime.sleep(60)"]
     )
     deadline = time.monotonic() + 20
     while not all((tmp_path / f"up{rank}").exists() for rank in range(2)):
@@ -124,17 +130,33 @@ def start_parent(tmp_path, code, grace_s="5"):
     return parent
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_signals_reach_every_rank(none_left, tmp_path, signum):
-    code = f"def seen(*_):\n    open(f'seen{{rank}}', 'w')\n    sys.exit(0)\nsignal.signal({int(signum)}, seen)"
-    parent = start_parent(tmp_path, code)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("status", [0, 75])
+def test_ranks_are_asked_to_save_and_say_how_it_went(none_left, tmp_path, signum, status):
+    code = f"def seen(*_):\n    open(f'seen{{rank}}', 'w')\n    sys.exit({status})\n"
+    parent = start_parent(tmp_path, code + f"signal.signal({int(signum)}, seen)")
     parent.send_signal(signum)
-    assert parent.wait(10) == 128 + signum
+    assert parent.wait(10) == status
     assert all((tmp_path / f"seen{rank}").exists() for rank in range(2))
 
 
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
+
+
+def test_ranks_that_do_not_save_in_time_are_killed(none_left, tmp_path):
+    parent = start_parent(tmp_path, DEAF, save_s="0.3")
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(5) == 128 + signal.SIGTERM
+
+
+def test_ctrl_c_ends_the_ranks_at_once(none_left, tmp_path):
+    parent = start_parent(tmp_path, DEAF)
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(5) == 128 + signal.SIGINT
+
+
 def test_second_signal_ends_deaf_ranks_at_once(none_left, tmp_path):
-    parent = start_parent(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)", grace_s="60")
+    parent = start_parent(tmp_path, DEAF)
     parent.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     assert parent.poll() is None

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 # Each imports only from those before it. Geometry comes before config, which checks a recipe's layouts against its
 # ranks and orders the ranks of the rollout; so does what reads a model's settings from a directory that a recipe names.
 ORDER = [
-    *("errors", "exit_status", "sections", "parallel.layout", "parallel.mesh"),
+    *("errors", "exit_status", "sections", "observe.doing", "observe.rank_log", "parallel.layout", "parallel.mesh"),
     *(
         "families",
         "reshard.spec",
@@ -38,6 +38,14 @@ LIGHT = [
         "parallel.layout",
         "parallel.mesh",
         "parallel.start",
+        "parallel.signals",
+        "parallel.links",
+        "parallel.cause",
+        "parallel.process",
+        "parallel.hub",
+        "parallel.watch",
+        "observe.doing",
+        "observe.rank_log",
     ),
     *("dataflow.graph", "dataflow.schedule", "dataflow.compiler", "reshard.plan", "reshard.optimizer"),
     *("reshard.report", "reshard.draw"),

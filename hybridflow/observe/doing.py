@@ -1,0 +1,45 @@
+"""What this rank's main thread is doing, in words, for whoever has to tell of a failure. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_open: list[str] = []
+"""Of the main thread, outermost first."""
+
+_between = "start"
+
+
+@contextmanager
+def doing(name: str) -> Iterator[None]:
+    """Say what the body of a ``with`` does; an exception that leaves it takes the words along."""
+    global _between
+    _between = "the work between calls"
+    _open.append(name)
+    try:
+        yield
+    except BaseException as error:
+        # Where it was raised is known here alone: whoever tells of it stands outside.
+        error.__dict__.setdefault("hybridflow_doing", now())
+        raise
+    finally:
+        _open.pop()
+
+
+def now() -> str:
+    """The innermost piece of work, with the outermost around it: ``actor.update (train step 3)``."""
+    names = _open[:]
+    if not names:
+        return _between
+    return names[-1] if len(names) == 1 else f"{names[-1]} ({names[0]})"
+
+
+def was_doing(error: BaseException) -> str:
+    """What was being done when an exception, or the one that it came from, was raised; else what is being done."""
+    found: BaseException | None = error
+    words = now()
+    while found is not None:
+        words = found.__dict__.get("hybridflow_doing", words)
+        found = found.__cause__ or found.__context__
+    return words

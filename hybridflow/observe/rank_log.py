@@ -1,0 +1,82 @@
+"""A rank's own log, and the console that all share: the lowest rank's output, which Slurm writes to the job's file.
+
+Until the log is opened everything goes to the console. Then every rank but the lowest writes its output, and that of
+the libraries in it, to ``logs/NUMBER/rank-RANK.log`` of the run. No torch.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+LOGS_DIR = "logs"
+
+_MOST_EARLY_NOTES = 200
+
+_console_fds = (1, 2)
+_log_fd: int | None = None
+_early_notes: list[str] = []
+
+
+def rank_log_path(run_dir: Path, start_number: int, rank: int) -> Path:
+    """Where a rank logs in a start of a run, the first being number 1."""
+    return run_dir / LOGS_DIR / f"{start_number:04d}" / f"rank-{rank:05d}.log"
+
+
+def open_rank_log(run_dir: Path, start_number: int, rank: int) -> Path:
+    """Open this rank's log, once per process. Rank 0 keeps the console, and notes events in its log.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    global _console_fds, _log_fd
+    path = rank_log_path(run_dir, start_number, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _log_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    for line in _early_notes:
+        _write(_log_fd, line)
+    _early_notes.clear()
+    if rank != 0:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            if isinstance(stream, io.TextIOWrapper):
+                # A file is written in blocks otherwise, the last of which a kill would take along.
+                stream.reconfigure(line_buffering=True)
+        # The descriptors themselves, so that what C++ and NCCL print comes along.
+        _console_fds = (os.dup(1), os.dup(2))
+        os.dup2(_log_fd, 1)
+        os.dup2(_log_fd, 2)
+    return path
+
+
+def say(text: str) -> None:
+    """Print a line on the job's console, from whichever rank."""
+    if _console_fds[0] == 1:
+        print(text, flush=True)
+    else:
+        _write(_console_fds[0], f"{text}\n")
+
+
+def tell(text: str) -> None:
+    """Print lines about an error on the job's console, from whichever rank and thread."""
+    _write(_console_fds[1], f"{text}\n")
+
+
+def note(text: str) -> None:
+    """Add lines to this rank's log, the first with the time; before the log is open they are kept for it."""
+    time = datetime.now(timezone.utc).isoformat(sep=" ", timespec="milliseconds").replace("+00:00", "Z")
+    line = f"{time} {text}\n"
+    if _log_fd is None:
+        _early_notes[:] = [*_early_notes[-_MOST_EARLY_NOTES:], line]
+    else:
+        _write(_log_fd, line)
+
+
+def _write(descriptor: int, text: str) -> None:
+    """Write all of it, at once if the file takes it, past the buffers that a stuck thread may hold."""
+    left = text.encode(errors="backslashreplace")
+    while left:
+        left = left[os.write(descriptor, left) :]

@@ -1,0 +1,165 @@
+"""What ended a job, and where its ranks were then, in words. No torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
+
+from hybridflow.errors import DeadlineError, HybridflowError
+from hybridflow.exit_status import FAILURE, exit_status
+from hybridflow.observe.doing import now, was_doing
+from hybridflow.parallel.mesh import format_ranks
+
+_MOST_PLACES = 32
+"""Groups of ranks in a report; the logs have them all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """Why a job ends.
+
+    Attributes:
+        kind: ``explained``: an error for the user to act on; ``ours``: a bug; ``lost``: a rank is gone or silent;
+            ``waited``: a rank waited in vain for another, which may know more.
+        rank: Whose failure it is.
+        host: Its node.
+        doing: What the rank was doing.
+        text: The message, or the traceback.
+        status: With which every rank exits.
+    """
+
+    kind: str
+    rank: int
+    host: str
+    doing: str
+    text: str
+    status: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        host: Its node.
+        doing: What it is doing.
+        line: The line of code that its main thread is at; empty: the rank does not answer.
+    """
+
+    host: str
+    doing: str
+    line: str
+
+
+def cause_of(error: Exception, rank: int, host: str) -> Cause:
+    """The failure of this rank, as an exception tells it."""
+    kind = "waited" if isinstance(error, DeadlineError) else "ours"
+    text, status = str(error), exit_status(error)
+    # An OSError names its file; what it stopped is the job, which may do better on another node.
+    if isinstance(error, OSError):
+        kind, status = "explained", FAILURE
+    elif isinstance(error, HybridflowError) and kind == "ours":
+        kind = "explained"
+    elif kind == "ours":
+        text = "".join(traceback.format_exception(error)).rstrip()
+    return Cause(kind=kind, rank=rank, host=host, doing=was_doing(error), text=text, status=status)
+
+
+def lost_rank(rank: int, host: str, doing: str, *, is_closed: bool, dead_after_s: float) -> Cause:
+    """The failure of a rank that cannot tell of it.
+
+    Args:
+        rank: Which.
+        host: Its node.
+        doing: What it said last that it was doing.
+        is_closed: Its connection closed; else it was silent for ``dead_after_s``.
+        dead_after_s: In seconds.
+    """
+    if is_closed:
+        what = "its connection closed: it was killed, or left; if nobody killed it, memory ran out on its node"
+    else:
+        what = (
+            f"no sign of life for {dead_after_s:g} s: its node or network is down, or it was stopped; if it was only "
+            "busy in one long call of a library, raise cluster.dead_after_s"
+        )
+    return Cause(kind="lost", rank=rank, host=host, doing=doing, text=what, status=FAILURE)
+
+
+def tell_cause(cause: Cause) -> str:
+    """A cause as the console shows it: one line, or a traceback between two."""
+    who = f"hybridflow: rank {cause.rank} on {cause.host}"
+    if cause.kind == "lost":
+        return f"{who} was lost, last seen in {cause.doing}: {cause.text}"
+    if cause.kind == "ours":
+        end = "hybridflow: this is an error of hybridflow's own"
+        return f"{who} failed in {cause.doing}:\n{cause.text}\n{end}"
+    return f"{who}, in {cause.doing}: {cause.text}"
+
+
+def tell_places(places: Mapping[int, Place]) -> list[str]:
+    """A line for all ranks that are at the same place, the fewest first: who is alone there is likely in trouble."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, place in sorted(places.items()):
+        groups.setdefault((place.line, place.doing), []).append(rank)
+    lines = []
+    for (line, doing), ranks in sorted(groups.items(), key=lambda item: (item[0][0] != "", len(item[1]), item[1])):
+        hosts = list(dict.fromkeys(places[rank].host for rank in ranks))
+        where = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more nodes" if len(hosts) > 4 else "")
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
+        what = f"in {doing}, at {line}" if line else f"no answer, last seen in {doing}"
+        lines.append(f"  {who} on {where}: {what}")
+    if len(lines) > _MOST_PLACES:
+        lines = [*lines[:_MOST_PLACES], f"  and {len(lines) - _MOST_PLACES} more places, which the ranks' logs have"]
+    return lines
+
+
+def own_place(host: str) -> Place:
+    """Where this process's main thread is; for another thread to ask."""
+    return Place(host=host, doing=now(), line=_lines(sys._current_frames().get(threading.main_thread().ident or 0)))
+
+
+def place_of(error: Exception, host: str) -> Place:
+    """Where an exception was raised, or the one that it was made from."""
+    first: BaseException = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    trace = first.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return Place(host=host, doing=was_doing(error), line=_lines(trace.tb_frame if trace is not None else None))
+
+
+def _lines(frame: FrameType | None) -> str:
+    """The innermost line that is not a library's, then the innermost: ``rewards.py:12 score > parser.py:8 parse``."""
+    lines: list[str] = []
+    while frame is not None:
+        path, is_own = frame.f_code.co_filename, _is_own(frame.f_code.co_filename)
+        if is_own or not lines:
+            lines.append(f"{os.path.basename(path)}:{frame.f_lineno} {frame.f_code.co_name}")
+        if is_own:
+            break
+        frame = frame.f_back
+    return " > ".join(reversed(lines)) or "no line"
+
+
+def _is_own(path: str) -> bool:
+    """Whether a file is hybridflow's or its user's."""
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    is_library = path.startswith("<") or any(path.startswith(folder + os.sep) for folder in libraries)
+    return path.startswith(here + os.sep) or not is_library
+
+
+def all_stacks() -> str:
+    """The stacks of every thread of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)).rstrip()
+        for ident, frame in sys._current_frames().items()
+    )

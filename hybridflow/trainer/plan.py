@@ -52,13 +52,16 @@ class JobPlan:
 
 
 def placement_warnings(meshes: Mapping[str, DeviceMesh]) -> tuple[str, ...]:
-    """What is possible but slow in where the models lie, in words, one for each mesh that it is true of."""
+    """What is possible but slow in where the models lie, in words."""
+    across: dict[tuple[int, int], list[str]] = {}
+    for mesh in meshes.values():
+        if mesh.spans_nodes("tp"):
+            across.setdefault((mesh.layout.tp, mesh.ranks_per_node), []).append(mesh.name)
     return tuple(
-        f"{mesh.name}: tp={mesh.layout.tp} reaches beyond the {mesh.ranks_per_node} consecutive ranks that share a "
-        "node, and tensor-parallel ranks exchange activations in every layer; choose a tp and an order of ranks that "
-        "fit in a node, or, if nodes are larger, set cluster.ranks_per_node"
-        for mesh in meshes.values()
-        if mesh.spans_nodes("tp")
+        f"{', '.join(names)}: tensor-parallel groups of {tp} reach across nodes (ranks on each: {per_node}), and exchange "
+        f"activations in every layer; choose a tp that divides {per_node} and ranks that begin with a node, or set "
+        "cluster.ranks_per_node if nodes are larger"
+        for (tp, per_node), names in across.items()
     )
 
 

@@ -2,9 +2,13 @@
 
 import multiprocessing
 import os
+import shutil
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -12,10 +16,11 @@ import torch.distributed as dist
 from hybridflow.errors import LayoutError
 from hybridflow.parallel import world as world_module
 from hybridflow.parallel.start import Start
-from hybridflow.parallel.world import check_nodes, join_world, open_store
+from hybridflow.parallel.world import check_nodes, find_device, join_world, open_store
 
 DEADLINE_S = 3.0
 JOINED = "joined"
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
 def make_starts(hosts, *, per_node, port=None, **changes):
@@ -160,3 +165,33 @@ def test_ranks_that_do_not_fill_one_node_after_the_other(hosts, per_node, launch
 @pytest.mark.parametrize(("hosts", "per_node"), [("a", 1), ("aabb", 2), ("aaaabb", 2), ("aaab", 1), ("aaaa", 2)])
 def test_ranks_that_do(hosts, per_node):
     check_nodes(Start(launcher="slurm", size=len(hosts), ranks_per_node=per_node), hosts)
+
+
+@pytest.mark.parametrize(("num_visible", "local_rank", "index"), [(1, 0, 0), (1, 3, 0), (4, 3, 3), (8, 2, 2)])
+def test_a_rank_takes_the_gpu_that_it_alone_sees_or_that_of_its_place(monkeypatch, num_visible, local_rank, index):
+    chosen = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_visible)
+    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    assert str(find_device(local_rank)) == f"cuda:{index}" and [str(each) for each in chosen] == [f"cuda:{index}"]
+
+
+IN_VAIN = """
+import os, time
+from hybridflow.parallel import mpi
+mpi._START_DEADLINE_S = 2.0
+if os.environ["PMI_RANK"] == "1":
+    time.sleep(60)
+mpi.find_place()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun beside python or in PATH")
+def test_a_rank_that_never_comes_to_mpis_own_start_is_not_waited_for():
+    begun = time.monotonic()
+    done = subprocess.run(
+        [MPIRUN, "-n", "2", sys.executable, "-c", IN_VAIN], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode != 0 and "Timeout (0:00:02" in done.stderr and "in find_place" in done.stderr, done.stderr
+    assert time.monotonic() - begun < 50

@@ -21,7 +21,7 @@ class Span(NamedTuple):
 class Timeline:
     """The spans of one step on one rank, in the order in which they ended.
 
-    A span costs microseconds and does not wait for a GPU: on one, synchronise where the time matters.
+    A span costs about a microsecond and does not wait for a GPU: on one, synchronise where the time matters.
 
     Attributes:
         spans: What was measured since the last :meth:`reset`.

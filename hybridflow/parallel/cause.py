@@ -102,6 +102,12 @@ def tell_cause(cause: Cause) -> str:
     return f"{who}, in {cause.doing}: {cause.text}"
 
 
+def in_a_line(cause: Cause) -> str:
+    """A cause without its traceback: of that the last line, which names the error."""
+    first, *rest = tell_cause(cause).splitlines()
+    return f"{first} {cause.text.splitlines()[-1]}" if cause.kind == "ours" and rest else first
+
+
 def tell_places(places: Mapping[int, Place]) -> list[str]:
     """A line for all ranks that are at the same place, the fewest first: who is alone there is likely in trouble."""
     groups: dict[tuple[str, str], list[int]] = {}
@@ -157,9 +163,12 @@ def _is_own(path: str) -> bool:
 
 
 def all_stacks() -> str:
-    """The stacks of every thread of this process."""
+    """The stacks of this process's threads, the main thread's first, without that of the thread that asks."""
+    frames, main = sys._current_frames(), threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    others = [ident for ident in frames if ident not in (main, threading.get_ident())]
     return "\n".join(
-        f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)).rstrip()
-        for ident, frame in sys._current_frames().items()
+        f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frames[ident])).rstrip()
+        for ident in (main, *others)
+        if ident in frames
     )

@@ -38,6 +38,7 @@ from hybridflow.parallel.cause import (
     Place,
     all_stacks,
     cause_of,
+    in_a_line,
     lost_rank,
     own_place,
     place_of,
@@ -406,7 +407,7 @@ class Watch:
 
     def _leave(self, cause: Cause) -> NoReturn:
         """End this process, whatever its other threads wait for."""
-        _within(_LAST_WORDS_S, self._last_words, tell_cause(cause).splitlines()[0])
+        _within(_LAST_WORDS_S, self._last_words, in_a_line(cause))
         os._exit(cause.status)
 
     def _last_words(self, line: str) -> None:
@@ -430,7 +431,7 @@ def _show(text: str) -> None:
 
 
 def _note_end(cause: Cause, place: Place) -> None:
-    note(f"the job ends: {tell_cause(cause)}\nthis rank is in {place.doing}, at {place.line}\n{all_stacks()}")
+    note(f"the job ends: {in_a_line(cause)}\nthis rank is in {place.doing}, at {place.line}\n{all_stacks()}")
 
 
 def _process(numbers: Sequence[int]) -> Process:

@@ -17,6 +17,7 @@ from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.run import Executor, Replicated
 from hybridflow.dataflow.schedule import project
 from hybridflow.errors import LayoutError
+from hybridflow.observe.doing import doing
 from hybridflow.observe.rank_log import open_rank_log, say
 from hybridflow.observe.starts import add_end
 from hybridflow.parallel.megatron import rank_sets
@@ -72,9 +73,12 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
     open_rank_log(run_dir, started.number, world.rank)
     if world.watch is not None:
         world.watch.before_exit = lambda cause: note_failure(run_dir, started.number, world.rank, cause)
-    job = open_job(recipe, world, plan)
-    start = checkpoints.begin(job, resume=resume)
-    is_done = Trainer(replace(job, is_resumed=start.checkpoint is not None), plan, start, stopping, record).run()
+    with doing("reading data and making models"):
+        job = open_job(recipe, world, plan)
+        start = checkpoints.begin(job, resume=resume)
+        job = replace(job, is_resumed=start.checkpoint is not None)
+        trainer = Trainer(job, plan, start, stopping, record)
+    is_done = trainer.run()
     if world.rank == 0:
         add_end(run_dir, started.number, "finished" if is_done else "requeue", stopping.reason or "", stopping.save_s)
     return is_done

@@ -25,7 +25,7 @@ def test_help_shows_examples_and_exit_statuses(tmp_path):
     for argv in (["--help"], ["train", "--help"]):
         done = run_command(argv, tmp_path)
         assert done.codes == (0,) and all(example in done.out for example in examples())
-        assert re.search(r"exit status: 0 done.* 2 an error that was explained.* 1 a failure", done.out, re.DOTALL)
+        assert re.search(r"exit status: 0 done.* 1 a rank was lost.* 2 an error.* 75 saved", done.out, re.DOTALL)
 
 
 def test_settings_stand_on_both_sides_of_an_option():

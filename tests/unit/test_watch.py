@@ -16,7 +16,17 @@ import pytest
 from hybridflow.errors import DataError, DeadlineError
 from hybridflow.observe.doing import doing, now
 from hybridflow.observe.timeline import Timeline
-from hybridflow.parallel.cause import Cause, Place, cause_of, own_place, place_of, tell_cause, tell_places
+from hybridflow.parallel.cause import (
+    Cause,
+    Place,
+    all_stacks,
+    cause_of,
+    in_a_line,
+    own_place,
+    place_of,
+    tell_cause,
+    tell_places,
+)
 from hybridflow.parallel.hub import Hub
 from hybridflow.parallel.links import Link, listen
 from hybridflow.parallel.process import is_running, kill, own_process
@@ -203,6 +213,7 @@ def test_causes_by_kind():
     assert ours.status == 1 and lines[0] == "hybridflow: rank 1 on n1 failed in actor.update (train step 3):"
     assert lines[1].startswith("Traceback") and lines[-2] == "KeyError: 'a bug'"
     assert lines[-1] == "hybridflow: this is an error of hybridflow's own"
+    assert in_a_line(ours) == f"{lines[0]} KeyError: 'a bug'" and in_a_line(explained) == tell_cause(explained)
 
 
 def test_what_is_being_done_ends_with_it():
@@ -224,6 +235,19 @@ def test_place_names_the_line_of_ours_and_the_innermost():
     thread.start()
     thread.join(20)
     assert "test_watch.py:" in found["line"] and "threading.py:" in found["line"].split(" > ")[1]
+
+
+def test_stacks_are_of_all_threads_but_the_one_that_asks():
+    found, asked = [], threading.Event()
+
+    def ask():
+        found.append(all_stacks())
+        asked.set()
+
+    threading.Thread(target=ask, name="asker").start()
+    assert asked.wait(20)
+    assert found[0].startswith("thread MainThread:\n") and "test_stacks_are_of_all" in found[0]
+    assert "thread asker" not in found[0]
 
 
 def test_place_of_an_exception_is_where_the_first_was_raised():

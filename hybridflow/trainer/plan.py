@@ -58,9 +58,9 @@ def placement_warnings(meshes: Mapping[str, DeviceMesh]) -> tuple[str, ...]:
         if mesh.spans_nodes("tp"):
             across.setdefault((mesh.layout.tp, mesh.ranks_per_node), []).append(mesh.name)
     return tuple(
-        f"{', '.join(names)}: tensor-parallel groups of {tp} reach across nodes (ranks on each: {per_node}) and exchange "
-        f"activations in every layer; choose a tp that divides {per_node} and ranks that begin with a node, or set "
-        "cluster.ranks_per_node if nodes are larger"
+        f"{', '.join(names)}: tensor-parallel groups of {tp} reach across nodes (ranks on each: {per_node}), and "
+        f"exchange activations in every layer; choose a tp that divides {per_node} and ranks that begin with a node, "
+        "or set cluster.ranks_per_node if nodes are larger"
         for (tp, per_node), names in across.items()
     )
 

@@ -106,6 +106,7 @@ def test_a_rank_that_is_slow_is_waited_for():
     assert run(make_starts("ab", per_node=1), delays={1: 1.5}) == [JOINED] * 2
 
 
+@pytest.mark.slow
 def test_rank_0_that_did_not_come_is_told_with_its_node_and_port():
     starts = make_starts("ab", per_node=1)
     (said,) = run(starts[1:])

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -44,6 +45,8 @@ def main() -> int:
     if missing := missing_programs():
         print(f"no Slurm here: {', '.join(missing)} not found; tests/slurm.sh installs it on Debian", file=sys.stderr)
         return 2
+    # What megatron-core and torch say about themselves.
+    warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
     plain_s, slurm_s = [], []
     with tempfile.TemporaryDirectory() as made, SlurmCluster(num_nodes=2) as cluster:
         first = Path(made, "first")

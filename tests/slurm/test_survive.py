@@ -6,6 +6,7 @@ All go on from the checkpoint of step 1, and end with the curve of a run that no
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,13 @@ pytestmark = pytest.mark.slurm
 @pytest.fixture(scope="module")
 def curve(first_step: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """What the run's metrics are if nothing happens to it."""
-    folder = Path(shutil.copytree(first_step, tmp_path_factory.mktemp("uninterrupted") / "job"))
-    done = fork_ranks(["train", *ARGUMENTS, "--resume"], folder, num_ranks=4)
+    return uninterrupted(first_step, tmp_path_factory.mktemp("uninterrupted"), ARGUMENTS)
+
+
+def uninterrupted(first_step: Path, empty: Path, arguments: Sequence[str]) -> list[dict[str, float]]:
+    """The metrics of a run that goes on from the checkpoint of step 1, to its end."""
+    folder = Path(shutil.copytree(first_step, empty / "job"))
+    done = fork_ranks(["train", *arguments, "--resume"], folder, num_ranks=4)
     assert done.codes == (0,) * 4, done.err
     return lasting_metrics(folder / "run")
 
@@ -42,14 +48,16 @@ def test_a_signal_saves_and_requeues(cluster, folder, curve):
 
 
 @pytest.mark.slow
-def test_the_time_limit_saves_and_requeues(cluster, folder, curve):
-    # A step takes more than two of these, five steps more than the limit; Slurm's shortest is a minute.
-    job = begin(cluster, folder, "--time=2", "--signal=B:USR1@20", reward_s=10.0)
-    ended = cluster.wait_for_end(job, within_s=400)
+def test_the_time_limit_saves_and_requeues(cluster, folder, first_step, tmp_path):
+    # 19 steps of 6 s, and two minutes. Steps are short, so that also on a slow machine each turn makes some.
+    arguments = ("tiny.yaml", "trainer.steps=20")
+    options = ("--nodes=2", "--ntasks-per-node=2", "--time=2", "--signal=B:USR1@20", str(SCRIPTS / "train.sbatch"))
+    job = cluster.sbatch(*options, *arguments, cwd=folder, env={"REWARD_S": "3"})
+    ended = cluster.wait_for_end(job, within_s=900)
     assert ended["JobState"] == "COMPLETED" and int(ended["Restarts"]) >= 1, output(cluster, job)
-    assert lasting_metrics(folder / "run") == curve
-    # A slow machine needs more than two turns.
-    assert {start.outcome for start in starts(folder)[:-1]} == {"requeue"} and starts(folder)[-1].outcome == "finished"
+    *stopped, last = [start.outcome for start in starts(folder)]
+    assert set(stopped) == {"requeue"} and last == "finished"
+    assert lasting_metrics(folder / "run") == uninterrupted(first_step, tmp_path, arguments)
 
 
 @pytest.mark.parametrize("grace_s", [0, 40])

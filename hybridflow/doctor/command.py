@@ -7,21 +7,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.doctor.files import check_directory
 from hybridflow.doctor.finding import PROBLEM, Finding, worst
 from hybridflow.doctor.gpus import check_gpus
-from hybridflow.doctor.guard import run_checks
+from hybridflow.doctor.guard import run_checks, try_tool
 from hybridflow.doctor.host import check_host, check_network
 from hybridflow.doctor.message_passing import check_mpi
 from hybridflow.doctor.report import as_dict, as_text
-from hybridflow.doctor.slurm import check_slurm, in_step, read_config
+from hybridflow.doctor.slurm import check_slurm, in_step, parse_records, read_config
 from hybridflow.doctor.software import check_software
 from hybridflow.exit_status import DONE, REQUEST
-from hybridflow.parallel.start import Start, find_start
+from hybridflow.parallel.start import Start, expand_node_list, find_start
 
 if TYPE_CHECKING:
     from hybridflow.doctor.across import Allocation
@@ -109,21 +109,47 @@ def check_machine(directory: Path, *, of_many: bool) -> list[Finding]:
     )
 
 
-def srun_command(environ: Mapping[str, str], words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """What starts one task on each node of this job with all that the job has there, and its environment.
+def srun_command(
+    environ: Mapping[str, str], nodes: Sequence[str], words: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """What starts one task on each of these nodes with all that the job has there, and its environment.
 
     ``--overlap``: also beside a run that is going on.
     """
-    number = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))
+    number = len(nodes)
     kept = {name: value for name, value in environ.items() if not name.startswith(_OF_THE_JOBS_TASKS)}
-    options = [f"--nodes={number}", f"--ntasks={number}", "--ntasks-per-node=1", "--overlap", "--mem=0"]
-    options += ["--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0", "--wait=0"]
+    options = [
+        f"--nodes={number}",
+        f"--ntasks={number}",
+        f"--nodelist={','.join(nodes)}",
+        "--ntasks-per-node=1",
+        "--overlap",
+        "--mem=0",
+    ]
+    options += ["--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0", "--wait=0", "--immediate=120"]
     return ["srun", *options, sys.executable, "-m", "hybridflow", *words], kept
+
+
+def nodes_left(listed: Sequence[str], jobs: Sequence[Mapping[str, str]]) -> tuple[list[str], list[str]]:
+    """The nodes of a job that it still has, and those that it has lost; a step on lost ones would wait for them.
+
+    Args:
+        listed: The nodes that the job began with.
+        jobs: Slurm's records of it now, one for each component; none: Slurm does not tell.
+    """
+    now = {
+        node for job in jobs if job.get("NodeList", "(null)") != "(null)" for node in expand_node_list(job["NodeList"])
+    }
+    left = [node for node in listed if node in now] if now else list(listed)
+    return left, [node for node in listed if node not in left]
 
 
 def _start_on_all_nodes(arguments: argparse.Namespace) -> int:
     words = ["doctor", "--nodes", *(["--json"] if arguments.json else []), str(arguments.directory.resolve())]
-    command, environ = srun_command(os.environ, words)
+    listed = expand_node_list(os.environ.get("SLURM_JOB_NODELIST", ""))
+    text, _ = try_tool(["scontrol", "show", "job", os.environ["SLURM_JOB_ID"], "-o"])
+    nodes, lost = nodes_left(listed, parse_records(text))
+    command, environ = srun_command(os.environ, nodes, words)
     try:
         status = subprocess.run(command, env=environ, timeout=_SRUN_S, check=False).returncode
     except FileNotFoundError:
@@ -136,6 +162,8 @@ def _start_on_all_nodes(arguments: argparse.Namespace) -> int:
             f"srun ended with status {status} and maybe without a report, see above; a node of {first} does not take "
             "tasks, or the first node is not reached by the others: see `sinfo -R`, and try with --exclude=NODE"
         )
+    if lost:
+        return _complain(f"the job has lost {', '.join(lost)}, which the report above leaves out: see `sinfo -R`")
     return status
 
 

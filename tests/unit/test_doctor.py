@@ -12,7 +12,7 @@ import pytest
 
 from hybridflow import cli
 from hybridflow.doctor import compare, files, gpus, guard, host, message_passing, report, slurm, software
-from hybridflow.doctor.command import srun_command
+from hybridflow.doctor.command import nodes_left, srun_command
 from hybridflow.doctor.compare import NodeReport
 from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_bytes, worst
 from hybridflow.doctor.rounds import partner, tournament
@@ -149,12 +149,18 @@ def test_srun_gets_one_task_on_each_node_whatever_the_job_asked_for():
         "SLURM_GPUS_PER_TASK": "1",
         "SLURM_JOB_ID": "7",
     }
-    command, kept = srun_command(
-        {**environ, "HOME": "/h", "SLURM_STEP_ID": "4294967290"}, ["doctor", "--nodes", "/a b"]
-    )
-    assert command[0] == "srun" and command[-4:] == ["hybridflow", "doctor", "--nodes", "/a b"]
-    assert {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1"} < set(command) and sys.executable in command
+    words = ["doctor", "--nodes", "/a b"]
+    command, kept = srun_command({**environ, "HOME": "/h", "SLURM_STEP_ID": "4294967290"}, ["n1", "n2", "n4"], words)
+    assert command[0] == "srun" and command[-4:] == ["hybridflow", *words] and sys.executable in command
+    assert {"--nodes=3", "--nodelist=n1,n2,n4", "--ntasks=3", "--ntasks-per-node=1"} < set(command)
     assert kept == {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "7", "HOME": "/h"}
+
+
+def test_a_job_is_not_looked_at_on_nodes_that_it_has_lost():
+    listed = ["n1", "n2", "n3"]
+    assert nodes_left(listed, [{"NodeList": "n[1,3]"}]) == (["n1", "n3"], ["n2"])
+    assert nodes_left(listed, [{"NodeList": "n1"}, {"NodeList": "n[2-3]"}]) == (listed, [])
+    assert nodes_left(listed, []) == nodes_left(listed, [{"NodeList": "(null)"}]) == (listed, [])
 
 
 # ---- MPI

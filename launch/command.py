@@ -7,14 +7,14 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config import load_recipe, role_meshes
-from hybridflow.errors import ConfigError, HybridflowError
-from hybridflow.exit_status import DONE, exit_status
+from hybridflow.errors import ConfigError
+from hybridflow.exit_status import DONE
 from hybridflow.launch.batch import BatchJob, render_batch
 from hybridflow.launch.checks import Request, check_job, site_of
 from hybridflow.launch.local import local_environment, run_local
@@ -65,7 +65,7 @@ def add_launch(commands: Any) -> None:
     slurm.add_argument("--parsable", action="store_true", help="print the number of the job and nothing else")
     slurm.add_argument("--follow", action="store_true", help="print the job's log until it is over; exit as it does")
     slurm.add_argument("--installed", action="store_true", help="run the installed hybridflow instead of a copy of it")
-    slurm.set_defaults(run=_explained(_slurm))
+    slurm.set_defaults(run=_slurm)
     for kind, run, text in (
         ("local", _local, "as processes of this machine, as `hybridflow train` does by itself"),
         ("mpi", _mpi, "with mpirun"),
@@ -78,20 +78,7 @@ def add_launch(commands: Any) -> None:
             parser.add_argument(
                 "--hostfile", type=Path, metavar="FILE", help="hosts, as the MPI's own mpirun takes them"
             )
-        parser.set_defaults(run=_explained(run))
-
-
-def _explained(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """A command whose errors are told, and whose status tells which kind they are of."""
-
-    def explained(arguments: argparse.Namespace) -> int:
-        try:
-            return run(arguments)
-        except HybridflowError as error:
-            print(f"hybridflow: {error}", file=sys.stderr, flush=True)
-            return exit_status(error)
-
-    return explained
+        parser.set_defaults(run=run)
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the parts of docs/ that are made from the code: a recipe's keys, the plan and picture of a step, a reshard.
+"""Write the parts of docs/ that are made from the code: keys of recipes and sites, plan and picture of a step, plans.
 
 Examples:
   python tools/write_docs.py
@@ -22,6 +22,7 @@ from typing import Any
 from hybridflow import cli
 from hybridflow.config import Recipe
 from hybridflow.errors import DataError, HybridflowError
+from hybridflow.launch.site import Site
 from hybridflow.sections import describe
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -35,7 +36,8 @@ def main() -> int:
     stale = []
     try:
         for name, part in (
-            ("recipes", recipe_keys()),
+            ("recipes", ("keys", keys_of(Recipe))),
+            ("slurm", ("keys", keys_of(Site))),
             ("architecture", plan()),
             ("architecture", picture()),
             ("reshard", reshard()),
@@ -92,14 +94,14 @@ def output(*command: str) -> str:
     return printed.getvalue()
 
 
-def recipe_keys() -> tuple[str, str]:
-    """A table for each section of a recipe: key, what it takes, default, meaning."""
+def keys_of(whole: type) -> str:
+    """A table for each section of a recipe or of site settings: key, what it takes, default, meaning."""
     places: dict[type, list[str]] = {}
-    for kind, key in sections(Recipe, ""):
+    for kind, key in sections(whole, ""):
         places.setdefault(kind, []).append(key)
     lines = []
     for kind, keys in places.items():
-        heading = ", ".join(f"`{key}`" for key in keys) if kind is not Recipe else "The whole"
+        heading = ", ".join(f"`{key}`" for key in keys) if kind is not whole else "The whole"
         lines += ["", f"### {heading}", as_markdown((inspect.getdoc(kind) or "").splitlines()[0]), ""]
         lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
         meanings = attributes(kind)
@@ -107,7 +109,7 @@ def recipe_keys() -> tuple[str, str]:
             if field.name not in meanings:
                 raise DataError(f"{kind.__name__}.{field.name}: the docstring does not say what it means; add it")
             lines.append(row(kind, field, meanings[field.name], keys))
-    return "keys", "\n".join(lines[1:])
+    return "\n".join(lines[1:])
 
 
 def row(kind: type, field: Any, meaning: str, places: list[str]) -> str:

@@ -61,8 +61,10 @@ class KeyValueCache:
 
     def keep(self, slots: Tensor) -> None:
         """Drop all sequences but those in ``slots`` (``[kept]``), which become slots 0 and up."""
-        self.keys = [keys[slots] for keys in self.keys]
-        self.values = [values[slots] for values in self.values]
+        for layer in range(len(self.keys)):
+            # One after the other, so that never more than a layer is there twice.
+            self.keys[layer] = self.keys[layer][slots]
+            self.values[layer] = self.values[layer][slots]
 
 
 class PackedAttention:

@@ -15,6 +15,7 @@ from hybridflow import cli
 from hybridflow.checkpoint.convert import command as convert_command
 from hybridflow.config import recipe_from_dict
 from hybridflow.doctor import command as doctor_command
+from hybridflow.launch.site import load_site
 from hybridflow.observe import status_command
 from hybridflow.trainer.step_metrics import PHASE_OF
 
@@ -63,6 +64,17 @@ def test_commands_are_understood_and_their_recipes_are_valid(command, capsys):
     words = shlex.split(command)
     words = words[words.index("hybridflow") + 1 :]
     assert cli.main([*words, "--dry-run"] if words[0] == "train" else words) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("hybridflow launch ")])
+def test_launches_are_understood(command):
+    assert cli._parse(shlex.split(command)[1:]).run.__module__ == "hybridflow.launch.command"
+
+
+def test_example_of_site_settings_is_valid(tmp_path):
+    (example,) = blocks(PAGES["docs/slurm.md"], "yaml")
+    (tmp_path / "site.yaml").write_text(example)
+    assert load_site(tmp_path / "site.yaml").time == "24:00:00"
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if re.search(r"\bhybridflow convert\b", line)])

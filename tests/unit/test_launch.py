@@ -245,13 +245,3 @@ def test_unsuitable_python_is_refused(clone):
     status, calls, errors = clone("launch/quickstart.sh", TOO_OLD="1")
     assert (status, calls) == (2, [])
     assert "is not Python 3.10 to 3.13; install one and set PYTHON" in errors
-
-
-def test_batch_script_starts_the_ranks_with_srun(tmp_path, monkeypatch):
-    srun = tmp_path / "srun"
-    srun.write_text('#!/bin/sh\nprintf "%s|" "$@"; exit 9\n')
-    srun.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    script = ["bash", str(ROOT / "slurm/train.sbatch"), "grpo", "name=a b"]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert done.returncode == 9 and done.stdout == "--kill-on-bad-exit=1|hybridflow|train|grpo|name=a b|"

@@ -92,7 +92,9 @@ def test_prompt_longer_than_the_context_is_named_by_line(folder):
 
 def test_data_that_cannot_be_made_is_told_by_the_rank_that_makes_it(folder):
     done = fork_ranks(["train", "tiny.yaml", "data.arithmetic.max_operand=3"], folder)
-    done.complains_once("hybridflow: rank 0 on ", ", in reading data and making models", "arithmetic: num_train=200", "make only 10")
+    done.complains_once(
+        "hybridflow: rank 0 on ", ", in reading data and making models", "arithmetic: num_train=200", "make only 10"
+    )
 
 
 REWARDS = """

@@ -58,6 +58,9 @@ _GATHER_S = 0.05
 
 _CONNECT_S = 30.0
 
+_MOST_STRANGERS = 64
+"""So many who know no secret may be heard at one time, so that a port scan does not take all of a process's files."""
+
 _SETTLE_S = 0.5
 """From the hub's end to this rank's: a launcher that ends all ranks has ended this one too by then."""
 
@@ -290,8 +293,9 @@ class Watch:
     def _meet_strangers(self, listener: socket.socket) -> None:
         """Let in who knows the secret; whoever else can reach this port is sent away."""
         assert self._hub is not None
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            while True:
+        # None that is there yet, or no file left for it: then it waits outside, as do more than the ranks could be.
+        with contextlib.suppress(OSError):
+            while len(self._strangers) < self._size + _MOST_STRANGERS:
                 self._strangers.append(Link(listener.accept()[0], self._clock_s))
         for link in self._strangers[:]:
             messages: list[Message] = []

@@ -353,10 +353,12 @@ def _train_rank(recipe: Recipe, start: Start, signals: CaughtSignals, *, resume:
     warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from hybridflow.parallel.failure import lost_contact, tell_once
+    from hybridflow.parallel.process import allow_many_files
     from hybridflow.parallel.watch import Watch
     from hybridflow.parallel.world import join_world, open_store
     from hybridflow.trainer.trainer import train
 
+    allow_many_files()
     cluster, store, watch = recipe.cluster, None, None
     try:
         with lost_contact("the job", tuple(range(start.size)), cluster.deadline_s):

@@ -284,6 +284,31 @@ def test_process_that_runs_is_told_from_stopped_gone_and_another():
     assert not is_running((child.pid, began))
 
 
+RANK = """
+import resource
+from hybridflow.cli import main
+from hybridflow.parallel import world
+
+limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, limit[1]))
+
+def open_store(*_, **__):
+    print(resource.getrlimit(resource.RLIMIT_NOFILE) == (limit[1], limit[1]), flush=True)
+    raise OSError("enough was seen")
+
+world.open_store = open_store
+main(["train", "quickstart"])
+"""
+
+
+def test_a_rank_may_open_all_the_files_that_the_system_lets_it(tmp_path):
+    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", RANK], capture_output=True, text=True, cwd=tmp_path, env=environ, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "True\n"), done.stderr
+
+
 def pair():
     one, other = socket.socketpair()
     return Link(one), other

@@ -12,10 +12,13 @@ from typing import NamedTuple
 
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.config import Recipe
-from hybridflow.errors import ConfigError, HybridflowError
+from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_starts, read_starts
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.mesh import DeviceMesh
+
+
+_PROBLEMS: Mapping[str, type[Exception]] = {each.__name__: each for each in (ConfigError, CheckpointError)}
 
 
 class Started(NamedTuple):
@@ -36,6 +39,7 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
     Raises:
         ConfigError: Slurm has begun this job again and again from the same checkpoint. On all ranks.
         CheckpointError: ``latest`` does not hold the name of a checkpoint. On all ranks.
+        OSError: The file system refuses. On all ranks.
     """
     hosts = tuple(dict.fromkeys(everyone.gather(socket.gethostname(), "hosts of the ranks")))
     problem, kind, number, earlier = "", "", 0, []
@@ -49,11 +53,12 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
             number = record.number
             if earlier or record.restart_count:
                 print(_describe(record), flush=True)
-        except (HybridflowError, OSError) as error:
+        except (ConfigError, CheckpointError, OSError) as error:
             problem, kind = str(error), type(error).__name__
     problem, kind, number = everyone.decide("the number of this start", [problem, kind, number])
     if problem:
-        raise (ConfigError if kind == "ConfigError" else HybridflowError)(problem)
+        # Each has an exit status of its own: begun again is what the file system refused, which may be better then.
+        raise _PROBLEMS.get(kind, OSError)(problem)
     return Started(number, tuple(earlier))
 
 

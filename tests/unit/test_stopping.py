@@ -5,8 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from hybridflow.config import load_recipe
+from hybridflow.errors import HybridflowError
+from hybridflow.exit_status import FAILURE, REQUEST, SOURCE
 from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_starts, read_starts
+from hybridflow.parallel.cause import cause_of
+from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.trainer import stopping
+from hybridflow.trainer.starting import note_start
 from hybridflow.trainer.stopping import Stopping
 
 
@@ -116,3 +122,25 @@ def test_starts_of_the_same_job_from_the_same_step_are_idle():
     assert idle_starts(records, job_id="7", step=20) == []
     assert idle_starts(records, job_id="8", step=10) == []
     assert idle_starts([*records, start(5, 10, "finished")], job_id="7", step=10) == []
+
+
+def test_what_keeps_a_start_from_being_noted_has_its_own_status(tmp_path, monkeypatch):
+    alone, recipe = Coordinator(0, (0,), None), load_recipe("quickstart", [f"run_dir={tmp_path / 'run'}"])
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/latest").write_text("../elsewhere")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+    def status():
+        with pytest.raises((HybridflowError, OSError)) as caught:
+            note_start(recipe, {}, alone)
+        return cause_of(caught.value, 0, "n").status
+
+    assert status() == SOURCE
+    (tmp_path / "run/checkpoints/latest").unlink()
+    (tmp_path / "run/starts.jsonl").mkdir()
+    # A file system may do better next time.
+    assert status() == FAILURE
+    (tmp_path / "run/starts.jsonl").rmdir()
+    for number in (1, 2, 3):
+        assert note_start(recipe, {}, alone).number == number
+    assert status() == REQUEST

@@ -147,10 +147,14 @@ class LogWriter:
         """
         self._meanwhile.shutdown()
         try:
+            # A disk tells of what it has lost once, maybe to the thread.
+            for each in self._syncing:
+                each.result()
             self._sync()
-            os.close(self._file)
         except OSError as error:
             raise self._refused(error) from error
+        finally:
+            os.close(self._file)
 
     def __enter__(self) -> LogWriter:
         return self

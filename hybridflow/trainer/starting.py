@@ -17,7 +17,6 @@ from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_star
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.mesh import DeviceMesh
 
-
 _PROBLEMS: Mapping[str, type[Exception]] = {each.__name__: each for each in (ConfigError, CheckpointError)}
 
 

@@ -155,6 +155,22 @@ def test_a_refusal_of_the_disk_is_told_by_the_next_call(tmp_path, monkeypatch):
         writer.close()
 
 
+def test_what_the_disk_tells_once_is_not_forgotten(tmp_path, monkeypatch):
+    errors = [OSError(5, "Input/output error")]
+
+    def refuse_once(_):
+        if errors:
+            raise errors.pop()
+
+    writer = LogWriter(tmp_path / "a.log", HEADER)
+    monkeypatch.setattr("hybridflow.data.rollout_log.os.fsync", refuse_once)
+    writer.add(RESPONSES)
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(WriteError, match="a.log: cannot be written: .*Input/output"):
+        writer.close()
+    assert len(os.listdir("/proc/self/fd")) == num_open - 1
+
+
 def test_names_tell_what_is_inside(tmp_path):
     names = [LogName(12, "3fab", 3), LogName(2, "00ff", 100000), LogName(1234567, "0", 0)]
     assert str(names[0]) == "step-000012-start-3fab-rank-00003.log"

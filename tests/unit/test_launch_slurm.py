@@ -446,7 +446,7 @@ def test_memory_is_checked_against_the_sites_gpus(on_a_login_node, capsys):
 
 def test_tensor_parallel_groups_over_nodes_are_warned_of(on_a_login_node, capsys):
     assert cli.main([*QUICK, "cluster.ranks_per_node=1", "--print"]) == 0
-    assert "hybridflow: warning: actor.update: tp=2 reaches beyond the 1 consecutive ranks" in capsys.readouterr().err
+    assert "tensor-parallel groups of 2 reach across nodes (ranks on each: 1)" in capsys.readouterr().err
 
 
 def test_a_launch_that_cannot_be_kept_leaves_nothing(tmp_path):

@@ -21,7 +21,6 @@ import atexit
 import contextlib
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -32,6 +31,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
+
+from hybridflow.parallel.scontrol import parse_records
 
 Found = TypeVar("Found")
 
@@ -224,8 +225,7 @@ class SlurmCluster:
 
     def jobs(self, job: str) -> list[dict[str, str]]:
         """What ``scontrol show job`` tells: one for each task of an array and each component of a heterogeneous job."""
-        lines = self.run("scontrol", "show", "job", "--oneliner", job).splitlines()
-        return [_fields(line) for line in lines if line.strip()]
+        return parse_records(self.run("scontrol", "show", "job", "--oneliner", job))
 
     def job(self, job: str) -> dict[str, str]:
         """What ``scontrol show job`` tells of a job, or of the first of several."""
@@ -505,12 +505,6 @@ def _free_ports(number: int) -> list[int]:
         if len(ports) == number:
             return ports
     raise RuntimeError(f"fewer than {number} free TCP ports among 1000 from 10240 to 19999")
-
-
-def _fields(line: str) -> dict[str, str]:
-    """``Key=value`` pairs of one line of scontrol, whose values may hold spaces and equal signs."""
-    parts = re.split(r"(?:^|\s)([A-Z][A-Za-z_:/]*)=", line)
-    return {name: value.strip() for name, value in zip(parts[1::2], parts[2::2], strict=True)}
 
 
 def _bridge_name(folder: Path) -> str:

@@ -57,18 +57,6 @@ def _silent(area: str, deadline_s: float) -> Finding:
     )
 
 
-def run_tool(argv: Sequence[str], *, environ: Mapping[str, str] | None = None, deadline_s: float = TOOL_S) -> str:
-    """The standard output of a program.
-
-    Raises:
-        ToolError: It is not there, failed or did not end in time; says which.
-    """
-    text, failure = try_tool(argv, environ=environ, deadline_s=deadline_s)
-    if failure:
-        raise ToolError(failure)
-    return text
-
-
 def try_tool(
     argv: Sequence[str], *, environ: Mapping[str, str] | None = None, deadline_s: float = TOOL_S
 ) -> tuple[str, str]:
@@ -103,7 +91,3 @@ def _ending(status: int) -> str:
         return f"was ended by {signal.Signals(-status).name}"
     except ValueError:
         return f"was ended by signal {-status}"
-
-
-class ToolError(Exception):
-    """A program that a check runs failed; the check says what follows."""

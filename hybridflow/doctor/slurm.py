@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding
 from hybridflow.doctor.guard import try_tool
 from hybridflow.exit_status import REQUEUE
+from hybridflow.parallel.scontrol import parse_records
 
 AREA = "Slurm"
 
@@ -30,28 +31,6 @@ def parse_config(text: str) -> dict[str, str]:
     """What ``scontrol show config`` printed, by key."""
     lines = (line.partition("=") for line in text.splitlines())
     return {key.strip(): value.strip() for key, equals, value in lines if equals and re.fullmatch(r"[\w\[\]]+\s*", key)}
-
-
-def parse_records(text: str) -> list[dict[str, str]]:
-    """What ``scontrol show … -o`` printed: a record for each line, of words ``Key=value`` whose values may hold ``=``.
-
-    A value with spaces runs on until the next ``Key=``.
-    """
-    records = []
-    for line in text.splitlines():
-        pairs = re.findall(r"(?:^|\s)([A-Z][\w/:]*)=((?:(?!\s[A-Z][\w/:]*=).)*)", line)
-        if pairs:
-            records.append({key: value.strip() for key, value in pairs})
-    return records
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of Slurm's ``[days-]hours:minutes:seconds``; infinite for UNLIMITED and what cannot be read."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if match is None:
-        return float("inf")
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
 def leading_number(text: str) -> float | None:

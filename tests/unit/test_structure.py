@@ -40,6 +40,8 @@ LIGHT = [
         "parallel.mesh",
         "parallel.start",
         "parallel.signals",
+        "parallel.scontrol",
+        "parallel.job_end",
         "parallel.links",
         "parallel.cause",
         "parallel.process",

@@ -86,59 +86,48 @@ def check_slurm(config: Mapping[str, str], failure: str) -> list[Finding]:
 
 def config_findings(config: Mapping[str, str]) -> list[Finding]:
     """Which settings of the cluster matter to a job that is to be saved, requeued and begun again."""
+    findings = [
+        Finding(area=AREA, name="version", value=config.get("SLURM_VERSION", "unknown")),
+        Finding(area=AREA, name="MpiDefault", value=config.get("MpiDefault", "unknown")),
+    ]
 
-    def found(name: str, value: str, is_fine: bool, remedy: str) -> Finding:
-        return Finding(
-            area=AREA, name=name, value=value, verdict=OK if is_fine else NOTE, remedy="" if is_fine else remedy
-        )
+    def note(name: str, value: str, is_fine: bool = True, remedy: str = "") -> None:
+        findings.append(Finding(area=AREA, name=name, value=value).unless(is_fine, NOTE, remedy))
 
-    version, kill_wait = config.get("SLURM_VERSION", "unknown"), leading_number(config.get("KillWait", ""))
-    wait, requeue = leading_number(config.get("WaitTime", "")), config.get("JobRequeue", "")
-    requeue_exit = config.get("RequeueExit", "")
-    findings = [Finding(area=AREA, name="version", value=version)]
-    findings += [Finding(area=AREA, name="MpiDefault", value=config.get("MpiDefault", "unknown"))]
+    kill_wait, wait, silent = (
+        leading_number(config.get(name, "")) for name in ("KillWait", "WaitTime", "SlurmdTimeout")
+    )
     if kill_wait is not None:
-        findings.append(
-            found(
-                "KillWait",
-                f"{kill_wait:g} s between TERM and KILL at the time limit",
-                kill_wait >= _SHORT_S,
-                "a save may take longer: ask for an earlier signal, #SBATCH --signal=B:USR1@300",
-            )
+        note(
+            "KillWait",
+            f"{kill_wait:g} s between TERM and KILL at the time limit",
+            kill_wait >= _SHORT_S,
+            "a save may take longer: ask for an earlier signal, #SBATCH --signal=B:USR1@300",
         )
+    requeue = config.get("JobRequeue", "")
     if requeue:
-        findings.append(
-            found(
-                "JobRequeue",
-                "jobs may be requeued" if requeue == "1" else "jobs are not requeued by default",
-                requeue == "1",
-                "add #SBATCH --requeue, or a preempted or failed job does not come back",
-            )
+        note(
+            "JobRequeue",
+            "jobs may be requeued" if requeue == "1" else "jobs are not requeued by default",
+            requeue == "1",
+            "add #SBATCH --requeue, or a preempted or failed job does not come back",
         )
-    named = str(REQUEUE) in re.split(r"[,\s]+", requeue_exit)
-    findings.append(Finding(area=AREA, name="RequeueExit", value=f"{REQUEUE} is {'' if named else 'not '}in it"))
+    is_named = str(REQUEUE) in re.split(r"[,\s]+", config.get("RequeueExit", ""))
+    note("RequeueExit", f"{REQUEUE} is {'' if is_named else 'not '}in it")
     if wait is not None:
-        findings.append(
-            found(
-                "WaitTime",
-                f"{wait:g} s" + ("" if wait == 0 else " after the first task ends srun kills the others"),
-                wait == 0,
-                "start with srun --wait=0: ranks that a fallback does not use leave early",
-            )
+        note(
+            "WaitTime",
+            f"{wait:g} s" + ("" if wait == 0 else " after the first task ends srun kills the others"),
+            wait == 0,
+            "start with srun --wait=0: ranks that a fallback does not use leave early",
         )
     if config.get("KillOnBadExit", "0") != "0":
-        findings.append(
-            found("KillOnBadExit", "1", False, "start with srun --kill-on-bad-exit=0: it hides the ranks' own status")
-        )
+        note("KillOnBadExit", "1", False, "start with srun --kill-on-bad-exit=0: it hides the ranks' own status")
     expire = re.search(r"cred_expire=(\d+)", config.get("AuthInfo", ""))
-    waits = int(expire[1]) if expire else 120
     shown = "" if expire else ", where the site has not set cred_expire"
-    findings.append(Finding(area=AREA, name="requeue", value=f"a requeued job waits {waits + 1} s or more{shown}"))
-    silent = leading_number(config.get("SlurmdTimeout", ""))
+    note("requeue", f"a requeued job waits {(int(expire[1]) if expire else 120) + 1} s or more{shown}")
     if silent is not None:
-        findings.append(
-            Finding(area=AREA, name="SlurmdTimeout", value=f"{silent:g} s until a silent node counts as down")
-        )
+        note("SlurmdTimeout", f"{silent:g} s until a silent node counts as down")
     return findings
 
 
@@ -173,15 +162,11 @@ def job_findings(records: Sequence[Mapping[str, str]]) -> list[Finding]:
             f"{record.get('Partition', '?')}, time limit {record.get('TimeLimit', '?')}, "
             f"ends {record.get('EndTime', '?')}, restarts {record.get('Restarts', '0')}"
         )
-        lasting = record.get("Requeue", "1") == "1"
-        is_batch = record.get("BatchFlag", "0") != "0"
-        findings.append(
-            Finding(
-                area=AREA,
-                name=f"this job {record.get('JobId', '?')}",
-                value=value + ("" if lasting or not is_batch else ", not to be requeued"),
-                verdict=OK if lasting or not is_batch else NOTE,
-                remedy="" if lasting or not is_batch else "submit with sbatch --requeue",
-            )
+        is_fine = record.get("Requeue", "1") == "1" or record.get("BatchFlag", "0") == "0"
+        found = Finding(
+            area=AREA,
+            name=f"this job {record.get('JobId', '?')}",
+            value=value + ("" if is_fine else ", not to be requeued"),
         )
+        findings.append(found.unless(is_fine, NOTE, "submit with sbatch --requeue"))
     return findings

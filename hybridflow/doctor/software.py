@@ -66,7 +66,7 @@ def check_software() -> list[Finding]:
         *_base(),
         *torch_findings(found),
         megatron_finding(found),
-        *map(lambda name: optional(name, found), OPTIONAL),
+        *(optional(name, found) for name in OPTIONAL),
     ]
 
 
@@ -79,9 +79,7 @@ def _base() -> list[Finding]:
             area=area,
             name="Python",
             value=f"{platform.python_version()}, {sys.executable}",
-            verdict=OK if supported else PROBLEM,
-            remedy="" if supported else "use a Python from 3.10 to 3.13",
-        ),
+        ).unless(supported, PROBLEM, "use a Python from 3.10 to 3.13"),
     ]
 
 
@@ -142,10 +140,10 @@ def _cuda_findings(found: Mapping[str, Any]) -> list[Finding]:
                 area="GPUs",
                 name=f"GPU {gpu['index']} in torch",
                 value=f"{shown}: a product of matrices fails: {failure}" if failure else shown,
-                verdict=PROBLEM if failure else OK,
-                remedy="another process may hold it, or torch was built without kernels for it; see nvidia-smi"
-                if failure
-                else "",
+            ).unless(
+                not failure,
+                PROBLEM,
+                "another process may hold it, or torch was built without kernels for it; see nvidia-smi",
             )
         )
     return findings

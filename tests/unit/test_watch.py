@@ -31,6 +31,7 @@ from hybridflow.parallel.hub import Hub
 from hybridflow.parallel.links import Link, listen
 from hybridflow.parallel.process import is_running, kill, own_process
 from hybridflow.parallel.watch import Watch
+from tests.waiting import wait_until
 
 
 class Job:
@@ -267,7 +268,7 @@ def test_process_that_runs_is_told_from_stopped_gone_and_another():
     child = subprocess.Popen([sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"], stdout=-1)
     child.stdout.readline()
     try:
-        code = f"from hybridflow.parallel.process import _state; print(*_state({child.pid}))"
+        code = f"from hybridflow.parallel.process import find_process; print(*find_process({child.pid}))"
         began = int(subprocess.check_output([sys.executable, "-c", code], text=True).split()[1])
         assert is_running((child.pid, began)) and is_running(own_process())
         assert not is_running((child.pid, began + 1))
@@ -335,13 +336,6 @@ class Memory:
         return self._values[key]
 
 
-def until(condition, within_s=20.0):
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_ranks_share_a_stop_and_leave_in_order_and_strangers_are_sent_away():
     store = Memory()
     watches = [Watch(store, rank=rank, size=3, address="127.0.0.1", dead_after_s=20) for rank in range(3)]
@@ -353,7 +347,7 @@ def test_ranks_share_a_stop_and_leave_in_order_and_strangers_are_sent_away():
                 assert stranger.recv(10) == b""
     assert secret not in repr(watches[0].stop_reason)
     watches[2].ask_stop("was asked nicely")
-    until(lambda: all(watch.stop_reason is not None for watch in watches))
+    wait_until(lambda: all(watch.stop_reason is not None for watch in watches))
     assert {watch.stop_reason for watch in watches} == {f"rank 2 on {socket.gethostname()} was asked nicely"}
     leaving = threading.Thread(target=watches[0].close)
     leaving.start()
@@ -367,7 +361,7 @@ def test_ranks_share_a_stop_and_leave_in_order_and_strangers_are_sent_away():
 def test_one_rank_alone_has_no_port():
     watch = Watch(Memory(), rank=0, size=1, address="", dead_after_s=20)
     watch.ask_stop("time is up")
-    until(lambda: watch.stop_reason is not None)
+    wait_until(lambda: watch.stop_reason is not None)
     assert watch.stop_reason == f"rank 0 on {socket.gethostname()} time is up"
     watch.close()
 

@@ -13,14 +13,14 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from hybridflow.doctor import compare, measure
 from hybridflow.doctor.board import Board
-from hybridflow.doctor.compare import NodeReport, report_from_dict, report_to_dict
+from hybridflow.doctor.compare import NodeReport, report_from_dict
 from hybridflow.doctor.files import write_probe
 from hybridflow.doctor.finding import Finding
 from hybridflow.doctor.network import Talk, speak
@@ -96,7 +96,7 @@ def look_across(
     try:
         if start.rank in hosts:
             report = _own_report(hosts[start.rank], clock_s, directory, token, lambda: own_checks(len(hosts) > 1))
-            board.put(f"report/{start.rank}", report_to_dict(report))
+            board.put(f"report/{start.rank}", asdict(report))
         if start.rank == 0:
             told = board.collect({rank: f"report/{rank}" for rank in hosts}, deadlines.report_s)
             reports = {rank: report_from_dict(each) for rank, each in told.items()}

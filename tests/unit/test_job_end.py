@@ -1,11 +1,10 @@
 """When Slurm ends a job: from what it left in the environment, and from what it answers."""
 
-import stat
-
 import pytest
 
 from hybridflow.parallel.job_end import end_of, find_job_end
 from hybridflow.parallel.scontrol import parse_records
+from tests.programs import put_program
 
 # As Slurm 22.05.8 prints it, shortened.
 SHOWN = (
@@ -34,9 +33,7 @@ def scontrol(tmp_path, monkeypatch):
     """A directory on PATH for a program of that name, which prints a text."""
 
     def install(text, status=0):
-        path = tmp_path / "scontrol"
-        path.write_text(f"#!/bin/sh\necho '{text}'\nexit {status}\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        put_program(tmp_path / "scontrol", f"echo '{text}'\nexit {status}")
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     return install

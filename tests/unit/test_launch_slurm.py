@@ -24,6 +24,7 @@ from hybridflow.launch.submit import job_state
 from hybridflow.mapping.memory import RankMemory
 from hybridflow.parallel.scontrol import parse_records
 from hybridflow.sections import to_dict
+from tests.programs import put_program
 
 RECORDS = Path(__file__).parent / "records"
 # What a shell, sbatch or srun could take for something else.
@@ -329,11 +330,6 @@ def on_a_login_node(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     put_program(tmp_path / "bin/sbatch", 'printf "%s\\n" "$@" > sbatch.seen; echo "4711;alps"')
     return tmp_path
-
-
-def put_program(path, line):
-    path.write_text(f"#!/bin/bash\n{line}\n")
-    path.chmod(0o755)
 
 
 QUICK = ["launch", "slurm", "quickstart", "trainer.steps=3", "--time", "30"]

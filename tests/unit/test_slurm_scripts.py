@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import put_program
+
 SCRIPTS = Path(__file__).parents[2] / "slurm"
 
 # Each call is a line, its words between bars. An id counts up; the job that is asked for runs; srun ends as it is told.
-NOTE = r"""#!/bin/bash
+NOTE = r"""
 name=${0##*/}
 { printf '%s' "$name"; printf '|%s' "$@"; echo; } >> "$LOG"
 case $name in
@@ -23,10 +25,8 @@ esac
 @pytest.fixture
 def call(tmp_path):
     """Runs a script in a folder of its own; returns its status, the calls it made, and what it complained of."""
-    (tmp_path / "bin").mkdir()
     for name in ("sbatch", "scontrol", "srun"):
-        (tmp_path / "bin" / name).write_text(NOTE)
-        (tmp_path / "bin" / name).chmod(0o755)
+        put_program(tmp_path / "bin" / name, NOTE)
 
     def run(script, *argv, **environ):
         log = tmp_path / "log"

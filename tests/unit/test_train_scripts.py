@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import put_program
+
 SLURM = Path(__file__).parents[2] / "slurm"
 NAMES = ("train.sbatch", "train_preemptible.sbatch")
 
@@ -70,10 +72,8 @@ JOB = {
 @pytest.fixture
 def run(tmp_path):
     """Runs train.sbatch while the ranks end with these statuses; returns its status, the steps, whether it requeued."""
-    (tmp_path / "bin").mkdir()
     for name, text in FAKES.items():
-        (tmp_path / "bin" / name).write_text("#!/bin/bash" + text if text[0] == "\n" else "#!/bin/bash\n" + text)
-        (tmp_path / "bin" / name).chmod(0o755)
+        put_program(tmp_path / "bin" / name, text)
 
     def run(*statuses, argv=("tiny.yaml",), up="n1 n2 n3", state="RUNNING", **environ):
         (tmp_path / "statuses").write_text("".join(f"{status}\n" for status in statuses))

@@ -19,7 +19,9 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import json
 import os
+import pwd
 import random
 import shutil
 import signal
@@ -32,6 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from hybridflow.parallel.process import find_process, own_process
 from hybridflow.parallel.scontrol import parse_records
 
 Found = TypeVar("Found")
@@ -51,6 +54,9 @@ _PREFIX = "hf-slurm-"
 _MARK = "HYBRIDFLOW_TEST_CLUSTER"
 _NODE_MARK = "HYBRIDFLOW_TEST_NODE"
 _NODE_PORT = 6818
+_OWN_SPACES = ("--uts", "--mount", "--ipc", "--net", "--pid", "--fork", "--mount-proc")
+"""What a node has of its own, in ``unshare``'s words."""
+
 _ARP_MS = 100
 """A node that is gone is "no route to host" after three times this, instead of after 3 s."""
 
@@ -118,7 +124,7 @@ class SlurmCluster:
         atexit.register(self.stop)
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_FOLDERS))
         self.folder.chmod(0o755)
-        (self.folder / "owner").write_text(f"{os.getpid()} {_start_time(os.getpid())}")
+        (self.folder / "owner").write_text(json.dumps(own_process()))
         self.env = self._environment()
         try:
             self._ports = _free_ports(1 + len(self.nodes))
@@ -363,7 +369,7 @@ class SlurmCluster:
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{controller} {host}", *names, ""]))
 
     def _slurm_conf(self, host: str, controller: str) -> str:
-        folder, user = self.folder, _user_name()
+        folder, user = self.folder, pwd.getpwuid(os.getuid()).pw_name
         nodes = [
             f"NodeName={node} NodeHostname={node if self.isolation == 'net' else host} "
             f"NodeAddr={self._address(node)} Port={_NODE_PORT if self.isolation == 'net' else port} "
@@ -430,8 +436,7 @@ class SlurmCluster:
                 folder=self.folder, node=node, address=self._address(node), controller=self._subnet, arp_ms=_ARP_MS
             )
         )
-        spaces = ["--uts", "--mount", "--ipc", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        daemon = self._spawn(node, ["unshare", *spaces, "bash", str(script)])
+        daemon = self._spawn(node, ["unshare", *_OWN_SPACES, "--kill-child", "bash", str(script)])
         own, its = Path("/proc/self/ns/net"), Path(f"/proc/{daemon.pid}/ns/net")
         # Until it has a network of its own, its process may still be setpriv.
         self._await_daemon(node, lambda: os.readlink(its) != os.readlink(own))
@@ -470,20 +475,17 @@ def _search_path() -> str:
     return f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/bin:/bin"
 
 
-def _user_name() -> str:
-    return subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
-
-
 def find_isolation() -> str:
     """``"net"`` if a node of that kind can be made here."""
     attempt = "hostname x && mount -t tmpfs shm /dev/shm && mount --bind /dev/null /etc/hosts"
-    attempt += (
-        " && ip link add br0 type bridge && ip link add veth0 type veth peer name veth1 && ip link set veth0 master br0"
-    )
-    spaces = ["--uts", "--mount", "--ipc", "--net", "--pid", "--fork", "--mount-proc"]
+    attempt += " && ip link add br0 type bridge && ip link add veth0 type veth peer name veth1"
+    attempt += " && ip link set veth0 master br0"
     with contextlib.suppress(FileNotFoundError):
         done = subprocess.run(
-            ["unshare", *spaces, "sh", "-c", attempt], env={"PATH": _search_path()}, capture_output=True, check=False
+            ["unshare", *_OWN_SPACES, "sh", "-c", attempt],
+            env={"PATH": _search_path()},
+            capture_output=True,
+            check=False,
         )
         return "plain" if done.returncode or os.getuid() else "net"
     return "plain"
@@ -511,21 +513,13 @@ def _bridge_name(folder: Path) -> str:
     return "hf" + folder.name.removeprefix(_PREFIX)
 
 
-def _start_time(pid: int) -> str:
-    """When a process started, in the kernel's count; tells it from a later one of the same id."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return "gone"
-
-
 def _remove_stale() -> None:
     """Remove what clusters have left whose processes were killed."""
     for folder in _FOLDERS.glob(f"{_PREFIX}*"):
         # Of another user, or made and removed by somebody else at this moment.
         with contextlib.suppress(OSError, ValueError):
-            pid, start_time = (folder / "owner").read_text().split()
-            if folder.stat().st_uid == os.getuid() and _start_time(int(pid)) != start_time:
+            pid, began = json.loads((folder / "owner").read_text())
+            if folder.stat().st_uid == os.getuid() and find_process(pid) != (pid, began):
                 _remove(folder)
 
 

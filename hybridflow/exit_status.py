@@ -20,7 +20,6 @@ TARGET = 4
 DIFFERENT = 5
 """Two checkpoints that were compared are not equal."""
 
-
 REQUEUE = 75
 """All is saved, and there is more to do: begin the job again. ``EX_TEMPFAIL`` of ``sysexits.h``."""
 

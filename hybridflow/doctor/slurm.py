@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding
-from hybridflow.doctor.guard import try_tool
 from hybridflow.exit_status import REQUEUE
 from hybridflow.parallel.scontrol import parse_records
+from hybridflow.programs import try_program
 
 AREA = "Slurm"
 
@@ -43,7 +43,7 @@ def read_config() -> tuple[dict[str, str], str]:
     """Slurm's settings; and why there are none, empty if there are."""
     if not shutil.which("scontrol"):
         return {}, "absent"
-    text, failure = try_tool(["scontrol", "show", "config"])
+    text, failure = try_program(["scontrol", "show", "config"])
     return parse_config(text), failure
 
 
@@ -76,10 +76,10 @@ def check_slurm(config: Mapping[str, str], failure: str) -> list[Finding]:
                 remedy="is slurmctld up (scontrol ping), SLURM_CONF right, and munge running here?",
             )
         ]
-    partitions, _ = try_tool(["scontrol", "show", "partition", "-o"])
+    partitions, _ = try_program(["scontrol", "show", "partition", "-o"])
     findings = config_findings(config) + partition_findings(parse_records(partitions), config)
     if "SLURM_JOB_ID" in os.environ:
-        job, _ = try_tool(["scontrol", "show", "job", os.environ["SLURM_JOB_ID"], "-o"])
+        job, _ = try_program(["scontrol", "show", "job", os.environ["SLURM_JOB_ID"], "-o"])
         findings += job_findings(parse_records(job))
     return findings
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import hybridflow
 from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding
-from hybridflow.doctor.guard import try_tool
+from hybridflow.programs import try_program
 
 MEGATRON = "0.16.1"
 """The release that our code is written against; setup.py pins it."""
@@ -40,7 +40,7 @@ def probe(parts: tuple[str, ...], deadline_s: float = 100.0) -> dict[str, Any]:
     environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     source = str(Path(hybridflow.__file__).parents[1])
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (source, environ.get("PYTHONPATH", ""))))
-    text, failure = try_tool(
+    text, failure = try_program(
         [sys.executable, "-m", "hybridflow.doctor.probe", *parts], environ=environ, deadline_s=deadline_s
     )
     return {**merge_lines(text), "failure": failure}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+
+from hybridflow.programs import try_program
 
 
 def parse_records(text: str) -> list[dict[str, str]]:
@@ -26,18 +27,8 @@ def show_job(job_id: str, *, deadline_s: float = 20.0) -> list[dict[str, str]]:
 
     Empty where Slurm does not answer, knows the job no more, or is not there, as in some containers.
     """
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", "job", "--oneliner", job_id],
-            # Times are printed as the clock of this zone shows them.
-            env={**os.environ, "TZ": "UTC", "SLURM_TIME_FORMAT": "standard"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=deadline_s,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return parse_records(done.stdout)
+    # Times are printed as the clock of this zone shows them.
+    environ = {**os.environ, "TZ": "UTC", "SLURM_TIME_FORMAT": "standard"}
+    command = ["scontrol", "show", "job", "--oneliner", job_id]
+    text, failure = try_program(command, environ=environ, deadline_s=deadline_s)
+    return [] if failure else parse_records(text)

@@ -17,6 +17,7 @@ from hybridflow.doctor.compare import NodeReport
 from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_bytes, worst
 from hybridflow.doctor.rounds import partner, tournament
 from hybridflow.parallel.scontrol import parse_records
+from hybridflow.programs import try_program
 
 # As Slurm 22.05.8 printed them, shortened.
 CONFIG = """Configuration data as of 2026-11-21T14:13:07
@@ -382,13 +383,13 @@ def test_a_check_that_raises_or_hangs_holds_nothing_up():
 
 def test_programs_that_fail_crash_hang_or_are_not_there():
     run = [sys.executable, "-c"]
-    assert guard.try_tool([*run, "print('a')"]) == ("a\n", "")
-    out, failure = guard.try_tool([*run, "import os; print('a', flush=True); os.kill(os.getpid(), 11)"])
+    assert try_program([*run, "print('a')"]) == ("a\n", "")
+    out, failure = try_program([*run, "import os; print('a', flush=True); os.kill(os.getpid(), 11)"])
     assert out == "a\n" and "SIGSEGV" in failure
-    assert "status 3" in guard.try_tool([*run, "import sys; print('why', file=sys.stderr); sys.exit(3)"])[1]
-    out, failure = guard.try_tool([*run, "import time; print('a', flush=True); time.sleep(60)"], deadline_s=3.0)
+    assert "status 3" in try_program([*run, "import sys; print('why', file=sys.stderr); sys.exit(3)"])[1]
+    out, failure = try_program([*run, "import time; print('a', flush=True); time.sleep(60)"], deadline_s=3.0)
     assert out == "a\n" and "did not end" in failure
-    assert "cannot be run" in guard.try_tool(["/nowhere/tool"])[1]
+    assert "cannot be run" in try_program(["/nowhere/tool"])[1]
 
 
 # ---- nodes

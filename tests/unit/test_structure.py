@@ -12,7 +12,16 @@ ROOT = Path(__file__).parents[2]
 # Each imports only from those before it. Geometry comes before config, which checks a recipe's layouts against its
 # ranks and orders the ranks of the rollout; so does what reads a model's settings from a directory that a recipe names.
 ORDER = [
-    *("errors", "exit_status", "sections", "observe.doing", "observe.rank_log", "parallel.layout", "parallel.mesh"),
+    *(
+        "errors",
+        "exit_status",
+        "programs",
+        "sections",
+        "observe.doing",
+        "observe.rank_log",
+        "parallel.layout",
+        "parallel.mesh",
+    ),
     *(
         "families",
         "reshard.spec",
@@ -31,6 +40,8 @@ ORDER = [
 LIGHT = [
     *(
         "errors",
+        "exit_status",
+        "programs",
         "sections",
         "families.tables",
         "families.config_json",

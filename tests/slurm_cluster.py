@@ -54,6 +54,9 @@ _PREFIX = "hf-slurm-"
 _MARK = "HYBRIDFLOW_TEST_CLUSTER"
 _NODE_MARK = "HYBRIDFLOW_TEST_NODE"
 _NODE_PORT = 6818
+_CPUS_PER_NODE = 8
+"""What a node claims, whatever the machine has; jobs share a node unless ``--exclusive``."""
+
 _OWN_SPACES = ("--uts", "--mount", "--ipc", "--net", "--pid", "--fork", "--mount-proc")
 """What a node has of its own, in ``unshare``'s words."""
 
@@ -76,28 +79,17 @@ class SlurmCluster:
         env: Environment for clients such as sbatch, and so of jobs.
     """
 
-    def __init__(
-        self,
-        *,
-        num_nodes: int = 4,
-        cpus_per_node: int = 8,
-        preempt_grace_s: int = 0,
-        isolation: str | None = None,
-    ) -> None:
+    def __init__(self, *, num_nodes: int = 4, isolation: str | None = None) -> None:
         """Choose a size; ``start`` starts it.
 
         Args:
             num_nodes: At most 64.
-            cpus_per_node: What each node claims, whatever the machine has; jobs share a node unless ``--exclusive``.
-            preempt_grace_s: From a preempted job's SIGTERM to its end.
             isolation: None: ``"net"`` where that works.
         """
         self.nodes = tuple(f"node{index}" for index in range(1, num_nodes + 1))
         self.isolation = find_isolation() if isolation is None else isolation
         self.folder = Path()
         self.env: dict[str, str] = {}
-        self._cpus_per_node = cpus_per_node
-        self._preempt_grace_s = preempt_grace_s
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._bridge = ""
         self._subnet = ""
@@ -153,20 +145,17 @@ class SlurmCluster:
             _remove(self.folder)
             self.folder = Path()
 
-    def kill_node(self, node: str, *, down: bool = True) -> None:
+    def kill_node(self, node: str) -> None:
         """End a node as a power failure does: its daemon, its steps and their tasks at once.
 
-        Args:
-            node: Its name.
-            down: Tell the controller; left to itself, it takes up to a minute to find out.
+        The controller is told; left to itself, it takes up to a minute to find out.
         """
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait(timeout=30)
         if self.isolation == "plain":
             _kill_marked(self.folder, node)
-        if down:
-            self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=killed by a test")
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=killed by a test")
 
     def start_node(self, node: str) -> None:
         """Boot a node that was killed; returns when jobs may use it."""
@@ -185,7 +174,7 @@ class SlurmCluster:
                     if node in self._daemons:
                         self.kill_node(node)
                 self._await_no_job(within_s=60)
-        self.run("scontrol", "update", "partitionname=low", f"gracetime={self._preempt_grace_s}")
+        self.run("scontrol", "update", "partitionname=low", "gracetime=0")
         for node in self.nodes:
             if node not in self._daemons or self._daemons[node].poll() is not None:
                 self._spawn_node(node)
@@ -373,7 +362,7 @@ class SlurmCluster:
         nodes = [
             f"NodeName={node} NodeHostname={node if self.isolation == 'net' else host} "
             f"NodeAddr={self._address(node)} Port={_NODE_PORT if self.isolation == 'net' else port} "
-            f"CPUs={self._cpus_per_node} RealMemory=64000 State=UNKNOWN"
+            f"CPUs={_CPUS_PER_NODE} RealMemory=64000 State=UNKNOWN"
             for node, port in zip(self.nodes, self._ports[1:], strict=True)
         ]
         return "\n".join(
@@ -418,8 +407,7 @@ class SlurmCluster:
                 "MessageTimeout=10",
                 "TCPTimeout=2",
                 *nodes,
-                "PartitionName=low Nodes=ALL Default=YES DefaultTime=30 PriorityTier=1 PreemptMode=REQUEUE "
-                f"GraceTime={self._preempt_grace_s}",
+                "PartitionName=low Nodes=ALL Default=YES DefaultTime=30 PriorityTier=1 PreemptMode=REQUEUE GraceTime=0",
                 "PartitionName=high Nodes=ALL DefaultTime=30 PriorityTier=100 PreemptMode=OFF",
                 "",
             ]

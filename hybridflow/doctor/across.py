@@ -31,6 +31,9 @@ from hybridflow.parallel.world import open_store
 
 _LEAVE_S = 5.0
 
+_SEEN_S = 10.0
+"""So late a network's file system may show what another node wrote."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Deadlines:
@@ -168,9 +171,9 @@ def _hide_token(directory: Path, token: str) -> None:
             (directory / token).unlink()
 
 
-def _sees(directory: Path, token: str, patience_s: float = 10.0) -> bool:
-    """Whether the file of the first node comes into sight; a network's file system may show it late."""
-    end = time.monotonic() + patience_s
+def _sees(directory: Path, token: str) -> bool:
+    """Whether the file of the first node comes into sight."""
+    end = time.monotonic() + _SEEN_S
     while token:
         with contextlib.suppress(OSError):
             os.listdir(directory)  # has NFS ask its server again

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 import hybridflow
 from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding
+from hybridflow.observe.files import json_objects
 from hybridflow.programs import try_program
 
 MEGATRON = "0.16.1"
@@ -49,13 +49,8 @@ def probe(parts: tuple[str, ...], deadline_s: float = 100.0) -> dict[str, Any]:
 def merge_lines(text: str) -> dict[str, Any]:
     """The JSON objects of a probe's lines as one; lines that libraries print in between are passed over."""
     merged: dict[str, Any] = {}
-    for line in text.splitlines():
-        try:
-            part = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(part, dict):
-            merged.update(part)
+    for part in json_objects(text.splitlines()):
+        merged.update(part)
     return merged
 
 

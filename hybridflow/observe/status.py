@@ -5,7 +5,6 @@ What a kill has cut short, or nobody understands, counts as absent: a status say
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -16,6 +15,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from hybridflow.errors import DataError
+from hybridflow.observe.files import json_objects
 from hybridflow.observe.metrics import METRICS_FILE, phase_seconds
 from hybridflow.observe.report import SUMMARY_FILE
 from hybridflow.observe.starts import STARTS_FILE, StartRecord, read_starts
@@ -252,11 +252,7 @@ def _read(path: Path) -> str:
 
 
 def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return next(json_objects([text]), {})
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
@@ -268,5 +264,4 @@ def _last_rows(path: Path) -> list[dict[str, Any]]:
             lines = file.read().decode(errors="replace").split("\n")[:-1]
     except (FileNotFoundError, IsADirectoryError):
         return []
-    rows = [_object(line) for line in lines]
-    return [row for row in rows if _Values(row).integer("step") is not None]
+    return [row for row in json_objects(lines) if _Values(row).integer("step") is not None]

@@ -36,8 +36,9 @@ def run_local(
     The ranks write to this process's output. When one exits non-zero or is killed, the others see it themselves and
     end, and what is left after ``end_s`` is killed; one line on standard error says which rank it was, unless its exit
     status is one of those with which ranks tell their own errors. SIGTERM, SIGUSR1 and SIGUSR2 of this process ask the
-    ranks to save and end, for which they have ``save_s``; SIGINT ends them at once, as a second signal of any kind
-    does. The ranks die with this process however it ends. There is no deadline for the whole: a rank's own waits have
+    ranks to save and end, for which they have ``save_s``; SIGINT ends them at once, as a second SIGTERM does. SIGUSR1
+    and SIGUSR2 may come again and again, as from a batch script that cannot know whether the first arrived. The ranks
+    die with this process however it ends. There is no deadline for the whole: a rank's own waits have
     theirs.
 
     Args:
@@ -101,12 +102,12 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], received: list[int], end_s:
     """Wait for every rank; from the first failure or signal on, not for ever."""
     status = 0
     kill_at_s = float("inf")
-    forwarded = 0
+    is_asked = False
     while any(rank.poll() is None for rank in ranks):
-        if len(received) > forwarded:
-            if forwarded or received[0] == signal.SIGINT:
-                return 128 + received[0]
-            forwarded = len(received)
+        if signal.SIGINT in received or received.count(signal.SIGTERM) > 1:
+            return 128 + received[0]
+        if received and not is_asked:
+            is_asked = True
             kill_at_s = min(kill_at_s, time.monotonic() + save_s)
             _signal(ranks, received[0])
         elif status == 0 and (failed := _first_failure(ranks)) is not None:

@@ -58,6 +58,9 @@ _GATHER_S = 0.05
 
 _CONNECT_S = 30.0
 
+_MOST_STRANGERS = 64
+"""So many who know no secret may be heard at one time, so that a port scan does not take all of a process's files."""
+
 _LEAVE_S = 1.0
 """Where the hub is gone, so long the ranks that say nothing leave later than the one that tells of it."""
 
@@ -287,8 +290,9 @@ class Watch:
     def _meet_strangers(self, listener: socket.socket) -> None:
         """Let in who knows the secret; whoever else can reach this port is sent away."""
         assert self._hub is not None
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            while True:
+        # None that is there yet, or no file left for it: then it waits outside, as do more than the ranks could be.
+        with contextlib.suppress(OSError):
+            while len(self._strangers) < self._size + _MOST_STRANGERS:
                 self._strangers.append(Link(listener.accept()[0], self._clock_s))
         for link in self._strangers[:]:
             messages: list[Message] = []

@@ -52,9 +52,8 @@ class Profiler:
         """The step ends: write its trace, if there is one. A disk that refuses ends no training."""
         if self._running is None:
             return
-        (step, running), self._running = self._running, None
-        running.stop()
-        self._timeline.mark = _nvtx if self._has_gpu else None
+        step, running = self._running
+        self.drop()
         path = self._folder / f"step-{step:06d}-rank-{self._rank:05d}.json.gz"
         aside = path.with_name(f".{path.name.removesuffix('.json.gz')}.tmp.json.gz")
         try:
@@ -67,6 +66,13 @@ class Profiler:
             print(f"hybridflow: rank {self._rank}: {path}: not written: {error}", file=sys.stderr, flush=True)
         else:
             print(f"rank {self._rank}: wrote {path}", flush=True)
+
+    def drop(self) -> None:
+        """Leave a step that was broken off without a trace. A process that ends while it is traced crashes."""
+        if self._running is not None:
+            (_, running), self._running = self._running, None
+            running.stop()
+            self._timeline.mark = _nvtx if self._has_gpu else None
 
 
 @contextlib.contextmanager

@@ -88,7 +88,8 @@ class Record:
         return metrics
 
     def finish(self, step: int, *, is_done: bool) -> None:
-        """Close the files; of a run that is done, write the summary and draw how it learned."""
+        """Close the files; of a run that is done, write the summary and draw how it learned. On all ranks."""
+        self._profiler.drop()
         if self._log is None or self._status is None:
             return
         self._log.close()

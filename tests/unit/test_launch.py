@@ -152,6 +152,23 @@ def test_second_signal_ends_deaf_ranks_at_once(none_left, tmp_path):
     assert parent.wait(5) == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize("first", [signal.SIGUSR1, signal.SIGTERM])
+def test_ranks_that_are_asked_again_go_on_saving(none_left, tmp_path, first):
+    code = "def seen(*_):\n    open(f'seen{rank}', 'w')\n    while not os.path.exists('saved'): time.sleep(0.01)\n"
+    parent = start_parent(tmp_path, code + f"    sys.exit(75)\nsignal.signal({int(first)}, seen)")
+    parent.send_signal(first)
+    while not all((tmp_path / f"seen{rank}").exists() for rank in range(2)):
+        assert parent.poll() is None
+        time.sleep(0.02)
+    # As train.sbatch does every few seconds, which cannot know whether the first has come.
+    for _ in range(3):
+        parent.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+        assert parent.poll() is None
+    (tmp_path / "saved").touch()
+    assert parent.wait(10) == 75
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends children with their parent")
 def test_ranks_die_with_a_killed_parent(none_left, tmp_path):
     parent = start_parent(tmp_path, "")

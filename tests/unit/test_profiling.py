@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch.profiler import profile
 
 from hybridflow.config import load_recipe
 from hybridflow.observe.timeline import Timeline
@@ -57,12 +58,23 @@ def test_a_disk_that_refuses_ends_no_training(
     assert trace_steps(tmp_path, "profile.steps=[2]") == [NAME]
 
 
-def test_a_step_that_was_broken_off_leaves_no_trace(tmp_path: Path):
-    recipe = load_recipe("quickstart", [f"run_dir={tmp_path}", "profile.steps=[1]"])
-    profiler = Profiler(recipe, 0, Timeline())
-    profiler.begin(1)
-    del profiler
-    assert list(tmp_path.iterdir()) == []
-    # Another can begin.
-    with profile():
-        torch.ones(3) + 1
+BROKEN_OFF = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from hybridflow.config import load_recipe
+from hybridflow.trainer.record import Record
+
+recipe = load_recipe("quickstart", [f"run_dir={sys.argv[1]}", "profile.steps=[3]", "profile.ranks=[1]"])
+record = Record(recipe, SimpleNamespace(rank=1, size=2), 1)
+record.begin_step(2, None)
+record.finish(2, is_done=False)
+"""
+
+
+def test_a_job_that_stops_in_a_step_that_is_traced_ends_in_order_and_without_a_trace(tmp_path: Path):
+    run = tmp_path / "run"
+    done = subprocess.run([sys.executable, "-c", BROKEN_OFF, str(run)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not run.exists()

@@ -107,6 +107,18 @@ def test_begins_again_where_that_helps(call, tmp_path, script, status):
     assert found == status and calls == ([] if status in (0, 2, 3, 4) else again[:1])
 
 
+@pytest.mark.parametrize("script", ["sweep.sbatch", "hetjob.sbatch"])
+def test_what_fails_early_each_time_is_not_requeued_for_ever(call, tmp_path, script):
+    (tmp_path / "lr.txt").write_text("a=1\nb=1\n")
+    argv = ["tiny.yaml", "lr.txt"] if script == "sweep.sbatch" else ["tiny.yaml"]
+    ends = {}
+    for status in (1, 75, 127, 137):
+        environ = {"STATUS": str(status), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3", **ARRAY}
+        found, (_, *calls), _ = call(script, *argv, **environ)
+        ends[status] = found, len(calls)
+    assert ends == {1: (1, 0), 75: (75, 2), 127: (127, 0), 137: (137, 2)}
+
+
 def test_pipeline_submits_five_jobs_that_wait_for_each_other(call, tmp_path):
     status, calls, _ = call("pipeline.sh", "my.yaml", "models/a b", "out", "seed=$(touch bad)")
     assert status == 0 and (tmp_path / "out").is_dir() and not (tmp_path / "bad").exists()

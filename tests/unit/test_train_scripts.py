@@ -44,12 +44,17 @@ FAKES = {
 case "$*" in
     *" hybridflow train "*)
         printf '%s|' "$@" >> trains; echo >> trains
-        read -r status < statuses; sed -i 1d statuses
+        read -r status left < statuses; sed -i 1d statuses
+        [ ! "$left" ] || tr ' ' '\n' <<<"$left" > up
         [ "$status" != hang ] || exec /bin/sleep 600
         exit "$status" ;;
     *SLURMD_NODENAME*) cat up ;;
 esac""",
     "scontrol": r"""
+[ "$1" = listpids ] || [ "$1 $2" = "show hostnames" ] || {
+    read -r away < away
+    [ "$away" = 0 ] || { echo $((away - 1)) > away; exit 1; }
+}
 case "$*" in
     "show hostnames "*) tr , '\n' <<<"$3" ;;
     "show job -o 7") echo "JobId=7 JobState=$STATE Reason=None" ;;
@@ -75,7 +80,8 @@ def run(tmp_path):
     for name, text in FAKES.items():
         put_program(tmp_path / "bin" / name, text)
 
-    def run(*statuses, argv=("tiny.yaml",), up="n1 n2 n3", state="RUNNING", **environ):
+    def run(*statuses, argv=("tiny.yaml",), up="n1 n2 n3", state="RUNNING", away="0", **environ):
+        (tmp_path / "away").write_text(away + "\n")
         (tmp_path / "statuses").write_text("".join(f"{status}\n" for status in statuses))
         (tmp_path / "up").write_text(up.replace(" ", "\n") + "\n")
         (tmp_path / "trains").write_text("")
@@ -112,6 +118,24 @@ def test_a_lost_node_is_left_out(run):
     status, steps, is_requeued = run(1, 137, 0, up="n1 n3")
     assert (status, len(steps), is_requeued) == (0, 3, False)
     assert steps[1][:4] == steps[2][:4] == ["--nodes=2", "--nodelist=n1,n3", "--ntasks=4", "--ntasks-per-node=2"]
+
+
+def test_what_fails_early_each_time_on_the_same_nodes_ends_the_job(run):
+    assert run(127, 127, 127, 127, 0)[::2] == (127, False)
+    # A rank that was killed, or a node that is gone, says nothing of the next time.
+    assert run(1, 1, 1, 137, 1, 1, 1, 0)[0] == 0
+    status, steps, is_requeued = run(1, 1, "1 n1 n2", 1, 1, 1, 0)
+    assert (status, len(steps), is_requeued) == (0, 7, False)
+
+
+def test_where_no_node_answers_it_is_not_requeued_for_ever(run):
+    status, steps, is_requeued = run(1, up="", SLURM_RESTART_COUNT="3")
+    assert (status, len(steps), is_requeued) == (1, 1, False)
+    assert run(137, up="", SLURM_RESTART_COUNT="3")[::2] == (75, True)
+
+
+def test_a_controller_that_is_away_for_a_moment_is_asked_again(run):
+    assert run(75, away="3")[::2] == (75, True)
 
 
 def test_srun_does_not_wait_for_a_silent_node_when_the_ranks_here_have_ended(run):

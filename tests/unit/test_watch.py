@@ -358,6 +358,42 @@ def test_ranks_share_a_stop_and_leave_in_order_and_strangers_are_sent_away():
     assert not leaving.is_alive()
 
 
+CROWD = """
+import resource, socket, sys
+from hybridflow.parallel.watch import Watch
+from tests.unit.test_watch import Memory
+from tests.waiting import wait_until
+
+store, num_strangers, spare = Memory(), int(sys.argv[1]), int(sys.argv[2])
+hub = Watch(store, rank=0, size=100, address="127.0.0.1", dead_after_s=60)
+hub._size = 2
+port = int(store.get("hub").decode().split()[0])
+crowd = [socket.socket() for _ in range(num_strangers)]
+used = crowd[-1].fileno()
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, used + spare))
+for stranger in crowd:
+    stranger.connect(("127.0.0.1", port))
+wait_until(lambda: len(hub._strangers) == min(66, spare - 1) or not hub._thread.is_alive())
+for turn in range(2):
+    crowd.pop().close()
+    wait_until(lambda: hub._strangers and hub._thread.is_alive())
+assert len(hub._strangers) <= 66
+for stranger in crowd:
+    stranger.close()
+wait_until(lambda: not hub._strangers)
+rank = Watch(store, rank=1, size=2, address="127.0.0.1", dead_after_s=60)
+rank.ask_stop("heard all the same")
+wait_until(lambda: hub.stop_reason is not None)
+"""
+
+
+@pytest.mark.parametrize(("num_strangers", "spare_files"), [(30, 20), (90, 400)])
+def test_a_crowd_of_strangers_neither_ends_the_job_nor_takes_all_files(num_strangers, spare_files):
+    command = [sys.executable, "-c", CROWD, str(num_strangers), str(spare_files)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_one_rank_alone_has_no_port():
     watch = Watch(Memory(), rank=0, size=1, address="", dead_after_s=20)
     watch.ask_stop("time is up")

@@ -166,7 +166,7 @@ def open_store(start: Start, *, start_deadline_s: float) -> dist.Store:
     Raises:
         DeadlineError: It cannot be reached, or another program has its port.
     """
-    if start.size == 1 and not start.agent_store:
+    if start.launcher == "alone":
         return dist.HashStore()
     is_keeper = start.rank == 0 and not start.agent_store
     try:
@@ -193,6 +193,27 @@ def open_store(start: Start, *, start_deadline_s: float) -> dist.Store:
             f"share, or MASTER_PORT with a port that is open between them; {_INTERFACES}"
         ) from error
     return dist.PrefixStore(start.name, store)
+
+
+def stand_by(start: Start, *, start_deadline_s: float) -> None:
+    """Return when the job is over, on a rank that it does not use.
+
+    A launcher may end all ranks some time after the first has left, as ``srun --wait`` does.
+
+    Args:
+        start: Which rank this is, from ``find_start``.
+        start_deadline_s: Longest wait for where the others meet, in seconds.
+
+    Raises:
+        DeadlineError: It cannot be reached.
+    """
+    if start.agent_store:  # torchrun waits for all, and keeps its store meanwhile
+        return
+    store = open_store(start, start_deadline_s=start_deadline_s)
+    with contextlib.suppress(dist.DistNetworkError):  # rank 0 has left
+        while True:
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait(["hybridflow/nobody sets this"], timedelta(hours=1))
 
 
 def _listen(start: Start) -> int:

@@ -163,7 +163,7 @@ class Trainer:
         self._checkpoints.finish()
         self._rollouts.end_save()
         # Where the ranks meet is kept by one of them, which stays until all have seen the checkpoint complete.
-        shares = self._everyone.gather(self._take_metrics(), "the end of the job")
+        shares = self._everyone.gather(self._take_metrics(), "the last checkpoint")
         self._stopping.learn(merge_metrics(shares))
         self._finish()
         return self._stopping.reason is None
@@ -317,14 +317,17 @@ class Trainer:
         return metrics
 
     def _finish(self) -> None:
+        """Write what is known at the end. Collective: all ranks, which leave together."""
         self._record.finish(self.step, is_done=self._stopping.reason is None)
-        if self.job.world.rank > 0:
-            return
-        if self.job.recipe.rollout.archive:
-            self._rollouts.join()
-        if self._stopping.reason is not None:
-            done = "nothing was saved before" if self._saved_step is None else f"saved after step {self._saved_step}"
-            print(f"stopped: {self._stopping.reason}; {done}, begin again with --resume", flush=True)
+        if self.job.world.rank == 0:
+            if self.job.recipe.rollout.archive:
+                self._rollouts.join()
+            if self._stopping.reason is not None:
+                done = (
+                    "nothing was saved before" if self._saved_step is None else f"saved after step {self._saved_step}"
+                )
+                print(f"stopped: {self._stopping.reason}; {done}, begin again with --resume", flush=True)
+        self._everyone.barrier("the end of the job")
 
 
 def _is_due(step: int, every: int) -> bool:

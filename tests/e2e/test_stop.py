@@ -166,13 +166,23 @@ def test_with_fewer_ranks_the_fallback_goes_on(tmp_path, unbroken):
     assert read_starts(tmp_path / "run")[1].layouts["actor.update"] == "tp1.pp1.dp1"
 
 
-def test_ranks_that_no_layout_uses_leave_at_once(tmp_path):
+def test_ranks_that_no_layout_uses_leave_when_the_job_is_over(tmp_path):
     write_recipe(tmp_path)
     with (tmp_path / "tiny.yaml").open("a") as file:
         file.write(FALLBACK)
     done = fork_ranks([*RUN, "trainer.steps=1"], tmp_path, num_ranks=3)
     assert done.codes == (0, 0, 0), done.err
     assert read_starts(tmp_path / "run")[0].ranks == 2
+
+
+def test_of_two_ranks_one_stands_by_while_the_other_trains(tmp_path):
+    write_recipe(tmp_path)
+    with (tmp_path / "tiny.yaml").open("a") as file:
+        file.write(FALLBACK)
+    one = ["cluster.ranks=1", "actor.update={}", "actor.rollout={}"]
+    done = fork_ranks([*RUN, *one, "trainer.steps=1"], tmp_path)
+    assert done.codes == (0, 0), done.err
+    assert read_starts(tmp_path / "run")[0].ranks == 1
 
 
 LONG = [*RUN, "model.max_context=120", "rollout.max_new_tokens=100", "trainer.steps=3", "trainer.global_batch_size=32"]

@@ -105,7 +105,7 @@ def first_and_train(world: World, values: dict[str, Any]) -> tuple[dict[str, Any
                 (values_of,) = column.columns.values()
                 found[role] = (values_of.values if isinstance(values_of, Ragged) else values_of).numpy()
     trainer.run()
-    return found, dict(trainer.summary)
+    return found, dict(trainer._record.summary)
 
 
 def their_log_probs(path: Path) -> numpy.ndarray:

@@ -57,7 +57,7 @@ def test_the_time_limit_saves_and_requeues(cluster, folder, first_step, tmp_path
     assert ended["JobState"] == "COMPLETED" and int(ended["Restarts"]) >= 1, output(cluster, job)
     *stopped, last = [start.outcome for start in starts(folder)]
     assert set(stopped) == {"requeue"} and last == "finished"
-    assert lasting_metrics(folder / "run") == uninterrupted(first_step, tmp_path, arguments)
+    assert lasting_metrics(folder / "run") == uninterrupted(first_step, tmp_path / "uninterrupted", arguments)
 
 
 @pytest.mark.parametrize("grace_s", [0, 40])

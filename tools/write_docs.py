@@ -117,8 +117,16 @@ def row(kind: type, field: Any, meaning: str, places: list[str]) -> str:
     hint = typing.get_type_hints(kind, include_extras=True)[field.name]
     inner = section_of(hint)
     if inner is not None:
-        takes = "a section or null" if type(None) in typing.get_args(hint) else "a section"
-        default = "required" if field.default is dataclasses.MISSING else "null" if field.default is None else "its own"
+        is_list = typing.get_origin(hint) is tuple
+        takes = (
+            "a list of sections"
+            if is_list
+            else "a section or null"
+            if type(None) in typing.get_args(hint)
+            else "a section"
+        )
+        defaults = {dataclasses.MISSING: "required", None: "null", (): "`[]`"}
+        default = next((text for value, text in defaults.items() if field.default is value), "its own")
     else:
         takes = re.sub(r"like (\S+)", r"like `\1`", describe(hint))
         default = "required" if field.default is dataclasses.MISSING else f"`{in_yaml(field.default)}`"

@@ -23,7 +23,7 @@ from hybridflow.config import Recipe, find_recipe, load_recipe, recipe_for_ranks
 from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import DONE, REQUEUE, exit_status
-from hybridflow.launch.command import add_launch, add_slurm_options, batch_file, request_of
+from hybridflow.launch.command import add_launch, add_recipe, add_slurm_options, batch_file, request_of, train_here
 from hybridflow.observe.doing import doing
 from hybridflow.observe.rank_log import tell
 from hybridflow.observe.status_command import add_status
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_recipe(train)
+    add_recipe(train)
     train.add_argument("--resume", action="store_true", help="go on from the run's latest checkpoint, if there is one")
     train.add_argument("--dry-run", action="store_true", help="check the recipe, print the plan, and stop")
     train.set_defaults(run=_train)
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         "With --script, check it against the site settings and print the batch file too. Starts no process and "
         "imports no torch.",
     )
-    _add_recipe(job)
+    add_recipe(job)
     what = job.add_mutually_exclusive_group()
     what.add_argument("--mermaid", action="store_true", help="print one step as a mermaid flowchart instead")
     what.add_argument("--script", action="store_true", help="print the batch file of `hybridflow launch slurm` too")
@@ -185,11 +185,6 @@ def _add_reshard(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     parser.add_argument("--draw", metavar="FILE.png", help="draw who holds what, and what moves")
-
-
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a YAML file, or the name of a shipped recipe such as quickstart")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
 
 
 def _plan_job(arguments: argparse.Namespace) -> int:
@@ -329,12 +324,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return 0
     start = find_start()
     if start.launcher == "alone" and recipe.cluster.ranks > 1:
-        from hybridflow.launch.local import run_local
-        from hybridflow.trainer.plan import plan_job
-
-        plan_job(recipe)  # what does not fit is said before ranks are started
-        command = ["train", arguments.recipe, *arguments.overrides, *(["--resume"] if arguments.resume else [])]
-        return run_local(command, num_ranks=recipe.cluster.ranks, threads_per_rank=recipe.cluster.threads_per_rank)
+        return train_here(recipe, arguments)
     if start.launcher != "alone":
         recipe = recipe_for_ranks(arguments.recipe, arguments.overrides, start.size)
         if start.rank >= recipe.cluster.ranks:

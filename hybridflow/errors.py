@@ -5,7 +5,7 @@ A message names what was given, what is allowed, and what to change. A bug of ou
 
 
 class HybridflowError(Exception):
-    """Base of all errors below; the command line prints its message without a traceback and exits 2."""
+    """Base of all errors below; the command line prints its message without a traceback."""
 
 
 class ConfigError(HybridflowError):

@@ -6,7 +6,7 @@ from hybridflow.errors import CheckpointError, DeadlineError, HybridflowError, W
 
 DONE = 0
 FAILURE = 1
-"""Of ours: a bug, with a traceback; or a rank that was lost. Beginning again may help."""
+"""A bug, with a traceback; a rank that was lost; a wait that passed its deadline. Beginning again may help."""
 
 REQUEST = 2
 """Arguments that contradict each other, a family or a feature that is not known here."""
@@ -19,7 +19,6 @@ TARGET = 4
 
 DIFFERENT = 5
 """Two checkpoints that were compared are not equal."""
-
 
 REQUEUE = 75
 """All is saved, and there is more to do: begin the job again. ``EX_TEMPFAIL`` of ``sysexits.h``."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config import load_recipe, role_meshes
+from hybridflow.config import Recipe, load_recipe
 from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.launch.batch import BatchJob, render_batch
@@ -22,6 +22,7 @@ from hybridflow.launch.site import SITE_FILE, absolute
 from hybridflow.launch.snapshot import next_folder, write_snapshot
 from hybridflow.launch.submit import follow, submit
 from hybridflow.observe.files import replace_file
+from hybridflow.trainer.plan import plan_job
 
 EXAMPLES = """examples:
   hybridflow launch slurm ppo-70b --time 24:00:00 --print
@@ -54,7 +55,7 @@ def add_launch(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_recipe(slurm)
+    add_recipe(slurm)
     add_slurm_options(slurm)
     slurm.add_argument(
         "--print",
@@ -71,7 +72,7 @@ def add_launch(commands: Any) -> None:
         ("mpi", _mpi, "with mpirun"),
     ):
         parser = kinds.add_parser(kind, help=f"start it {text}", description=f"Start a recipe {text}.")
-        _add_recipe(parser)
+        add_recipe(parser)
         parser.add_argument("--resume", action="store_true", help="go on from the run's latest checkpoint, if any")
         parser.add_argument("--print", dest="prints", action="store_true", help="print the commands and start nothing")
         if kind == "mpi":
@@ -81,7 +82,8 @@ def add_launch(commands: Any) -> None:
         parser.set_defaults(run=run)
 
 
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add the recipe and its overrides."""
     parser.add_argument("recipe", help="a YAML file, or the name of a shipped recipe such as quickstart")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
 
@@ -163,28 +165,39 @@ def as_kept(job: BatchJob, folder: Path, *, with_code: bool) -> BatchJob:
     return replace(job, recipe=folder / "recipe.yaml", code=folder / "code" if with_code else None)
 
 
-def _command(arguments: argparse.Namespace) -> list[str]:
+def _train_words(arguments: argparse.Namespace) -> list[str]:
     return ["train", arguments.recipe, *arguments.overrides, *(["--resume"] if arguments.resume else [])]
+
+
+def train_here(recipe: Recipe, arguments: argparse.Namespace) -> int:
+    """Train a recipe on ranks that are processes of this machine. Returns their exit status.
+
+    Raises:
+        HybridflowError: It does not fit its ranks, which are not started.
+    """
+    plan_job(recipe)
+    ranks, threads = recipe.cluster.ranks, recipe.cluster.threads_per_rank
+    return run_local(_train_words(arguments), num_ranks=ranks, threads_per_rank=threads)
 
 
 def _local(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    role_meshes(recipe)  # what does not fit is said before ranks are started
-    ranks, threads = recipe.cluster.ranks, recipe.cluster.threads_per_rank
     if not arguments.prints:
-        return run_local(_command(arguments), num_ranks=ranks, threads_per_rank=threads)
+        return train_here(recipe, arguments)
+    plan_job(recipe)
+    ranks, threads = recipe.cluster.ranks, recipe.cluster.threads_per_rank
     for rank in range(ranks):
         # A free port is found when they start.
         variables = local_environment(rank, ranks, threads, port=29500)
         words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-        print(" ".join(words), shlex.join([sys.executable, "-m", "hybridflow", *_command(arguments)]))
+        print(" ".join(words), shlex.join([sys.executable, "-m", "hybridflow", *_train_words(arguments)]))
     return DONE
 
 
 def _mpi(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    role_meshes(recipe)
-    command = mpi_command(_command(arguments), recipe.cluster.ranks, arguments.hostfile)
+    plan_job(recipe)
+    command = mpi_command(_train_words(arguments), recipe.cluster.ranks, arguments.hostfile)
     if arguments.prints:
         print(shlex.join(command))
         return DONE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ from hybridflow.config import Recipe
 from hybridflow.errors import WriteError
 from hybridflow.launch.site import Site
 from hybridflow.observe.files import replace_file, sync_path
+from hybridflow.programs import try_program
 from hybridflow.sections import to_dict
 
-_GIT_DEADLINE_S = 20.0
 _KEPT = (".py", ".yaml", ".sbatch", ".sh", ".typed")
 
 
@@ -91,17 +90,10 @@ def git_state(folder: Path) -> dict[str, str] | None:
     """The commit of a clone and what differs from it; None where the package is in no clone, or there is no git."""
     found = {}
     for key, command in (("commit", ("rev-parse", "HEAD")), ("changed", ("status", "--porcelain", "--", str(folder)))):
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(folder), *command],
-                capture_output=True,
-                text=True,
-                timeout=_GIT_DEADLINE_S,
-                check=True,
-            )
-        except (OSError, subprocess.SubprocessError):
+        text, failure = try_program(["git", "-C", str(folder), *command])
+        if failure:
             return None
-        found[key] = done.stdout.rstrip()
+        found[key] = text.rstrip()
     return found
 
 

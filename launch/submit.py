@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybridflow.errors import ConfigError, DeadlineError
+from hybridflow.parallel.scontrol import show_job
 
 _SBATCH_DEADLINE_S = 120.0
 _SCONTROL_DEADLINE_S = 60.0
@@ -99,36 +100,18 @@ class JobState:
         return f"{self.state}{where}" + (f" ({self.reason})" if self.reason != "None" else "")
 
 
-def parse_state(text: str) -> JobState:
-    """Read a line of ``scontrol show job --oneliner``."""
-
-    def value(key: str) -> str:
-        match = re.search(rf"(?:^|\s){key}=(\S*)", text)
-        return "" if match is None else match[1]
-
-    status, _, signal = value("ExitCode").partition(":")
+def job_state(records: Sequence[Mapping[str, str]]) -> JobState | None:
+    """What the first of Slurm's records of a job says; None: there is none."""
+    job = records[0] if records else {}
+    if "JobState" not in job:
+        return None
+    status, _, signal = job.get("ExitCode", "").partition(":")
     return JobState(
-        state=value("JobState"),
-        reason=value("Reason"),
-        nodes=value("NodeList"),
+        state=job["JobState"],
+        reason=job.get("Reason", ""),
+        nodes=job.get("NodeList", ""),
         status=128 + int(signal) if signal not in ("", "0") else int(status or 0),
     )
-
-
-def job_state(job_id: str) -> JobState | None:
-    """What Slurm says of a job; None where it does not answer or knows it no more."""
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", "job", "--oneliner", job_id],
-            capture_output=True,
-            text=True,
-            timeout=_SCONTROL_DEADLINE_S,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return parse_state(done.stdout) if done.returncode == 0 and "JobState=" in done.stdout else None
 
 
 def follow(job_id: str, log: Path) -> int:
@@ -144,7 +127,7 @@ def follow(job_id: str, log: Path) -> int:
     """
     place, last, seen = 0, "", time.monotonic()
     while True:
-        state = job_state(job_id)
+        state = job_state(show_job(job_id, deadline_s=_SCONTROL_DEADLINE_S))
         place = _print_new(log, place)
         if state is None:
             if time.monotonic() - seen > _SILENCE_DEADLINE_S:

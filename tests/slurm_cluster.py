@@ -19,9 +19,10 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import json
 import os
+import pwd
 import random
-import re
 import shutil
 import signal
 import socket
@@ -32,6 +33,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
+
+from hybridflow.parallel.process import find_process, own_process
+from hybridflow.parallel.scontrol import parse_records
 
 Found = TypeVar("Found")
 
@@ -50,6 +54,12 @@ _PREFIX = "hf-slurm-"
 _MARK = "HYBRIDFLOW_TEST_CLUSTER"
 _NODE_MARK = "HYBRIDFLOW_TEST_NODE"
 _NODE_PORT = 6818
+_CPUS_PER_NODE = 8
+"""What a node claims, whatever the machine has; jobs share a node unless ``--exclusive``."""
+
+_OWN_SPACES = ("--uts", "--mount", "--ipc", "--net", "--pid", "--fork", "--mount-proc")
+"""What a node has of its own, in ``unshare``'s words."""
+
 _ARP_MS = 100
 """A node that is gone is "no route to host" after three times this, instead of after 3 s."""
 
@@ -69,28 +79,17 @@ class SlurmCluster:
         env: Environment for clients such as sbatch, and so of jobs.
     """
 
-    def __init__(
-        self,
-        *,
-        num_nodes: int = 4,
-        cpus_per_node: int = 8,
-        preempt_grace_s: int = 0,
-        isolation: str | None = None,
-    ) -> None:
+    def __init__(self, *, num_nodes: int = 4, isolation: str | None = None) -> None:
         """Choose a size; ``start`` starts it.
 
         Args:
             num_nodes: At most 64.
-            cpus_per_node: What each node claims, whatever the machine has; jobs share a node unless ``--exclusive``.
-            preempt_grace_s: From a preempted job's SIGTERM to its end.
             isolation: None: ``"net"`` where that works.
         """
         self.nodes = tuple(f"node{index}" for index in range(1, num_nodes + 1))
         self.isolation = find_isolation() if isolation is None else isolation
         self.folder = Path()
         self.env: dict[str, str] = {}
-        self._cpus_per_node = cpus_per_node
-        self._preempt_grace_s = preempt_grace_s
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._bridge = ""
         self._subnet = ""
@@ -117,7 +116,7 @@ class SlurmCluster:
         atexit.register(self.stop)
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_FOLDERS))
         self.folder.chmod(0o755)
-        (self.folder / "owner").write_text(f"{os.getpid()} {_start_time(os.getpid())}")
+        (self.folder / "owner").write_text(json.dumps(own_process()))
         self.env = self._environment()
         try:
             self._ports = _free_ports(1 + len(self.nodes))
@@ -146,20 +145,17 @@ class SlurmCluster:
             _remove(self.folder)
             self.folder = Path()
 
-    def kill_node(self, node: str, *, down: bool = True) -> None:
+    def kill_node(self, node: str) -> None:
         """End a node as a power failure does: its daemon, its steps and their tasks at once.
 
-        Args:
-            node: Its name.
-            down: Tell the controller; left to itself, it takes up to a minute to find out.
+        The controller is told; left to itself, it takes up to a minute to find out.
         """
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait(timeout=30)
         if self.isolation == "plain":
             _kill_marked(self.folder, node)
-        if down:
-            self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=killed by a test")
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=killed by a test")
 
     def start_node(self, node: str) -> None:
         """Boot a node that was killed; returns when jobs may use it."""
@@ -178,7 +174,7 @@ class SlurmCluster:
                     if node in self._daemons:
                         self.kill_node(node)
                 self._await_no_job(within_s=60)
-        self.run("scontrol", "update", "partitionname=low", f"gracetime={self._preempt_grace_s}")
+        self.run("scontrol", "update", "partitionname=low", "gracetime=0")
         for node in self.nodes:
             if node not in self._daemons or self._daemons[node].poll() is not None:
                 self._spawn_node(node)
@@ -224,8 +220,7 @@ class SlurmCluster:
 
     def jobs(self, job: str) -> list[dict[str, str]]:
         """What ``scontrol show job`` tells: one for each task of an array and each component of a heterogeneous job."""
-        lines = self.run("scontrol", "show", "job", "--oneliner", job).splitlines()
-        return [_fields(line) for line in lines if line.strip()]
+        return parse_records(self.run("scontrol", "show", "job", "--oneliner", job))
 
     def job(self, job: str) -> dict[str, str]:
         """What ``scontrol show job`` tells of a job, or of the first of several."""
@@ -363,11 +358,11 @@ class SlurmCluster:
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{controller} {host}", *names, ""]))
 
     def _slurm_conf(self, host: str, controller: str) -> str:
-        folder, user = self.folder, _user_name()
+        folder, user = self.folder, pwd.getpwuid(os.getuid()).pw_name
         nodes = [
             f"NodeName={node} NodeHostname={node if self.isolation == 'net' else host} "
             f"NodeAddr={self._address(node)} Port={_NODE_PORT if self.isolation == 'net' else port} "
-            f"CPUs={self._cpus_per_node} RealMemory=64000 State=UNKNOWN"
+            f"CPUs={_CPUS_PER_NODE} RealMemory=64000 State=UNKNOWN"
             for node, port in zip(self.nodes, self._ports[1:], strict=True)
         ]
         return "\n".join(
@@ -412,8 +407,7 @@ class SlurmCluster:
                 "MessageTimeout=10",
                 "TCPTimeout=2",
                 *nodes,
-                "PartitionName=low Nodes=ALL Default=YES DefaultTime=30 PriorityTier=1 PreemptMode=REQUEUE "
-                f"GraceTime={self._preempt_grace_s}",
+                "PartitionName=low Nodes=ALL Default=YES DefaultTime=30 PriorityTier=1 PreemptMode=REQUEUE GraceTime=0",
                 "PartitionName=high Nodes=ALL DefaultTime=30 PriorityTier=100 PreemptMode=OFF",
                 "",
             ]
@@ -430,8 +424,7 @@ class SlurmCluster:
                 folder=self.folder, node=node, address=self._address(node), controller=self._subnet, arp_ms=_ARP_MS
             )
         )
-        spaces = ["--uts", "--mount", "--ipc", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        daemon = self._spawn(node, ["unshare", *spaces, "bash", str(script)])
+        daemon = self._spawn(node, ["unshare", *_OWN_SPACES, "--kill-child", "bash", str(script)])
         own, its = Path("/proc/self/ns/net"), Path(f"/proc/{daemon.pid}/ns/net")
         # Until it has a network of its own, its process may still be setpriv.
         self._await_daemon(node, lambda: os.readlink(its) != os.readlink(own))
@@ -470,20 +463,17 @@ def _search_path() -> str:
     return f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/bin:/bin"
 
 
-def _user_name() -> str:
-    return subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
-
-
 def find_isolation() -> str:
     """``"net"`` if a node of that kind can be made here."""
     attempt = "hostname x && mount -t tmpfs shm /dev/shm && mount --bind /dev/null /etc/hosts"
-    attempt += (
-        " && ip link add br0 type bridge && ip link add veth0 type veth peer name veth1 && ip link set veth0 master br0"
-    )
-    spaces = ["--uts", "--mount", "--ipc", "--net", "--pid", "--fork", "--mount-proc"]
+    attempt += " && ip link add br0 type bridge && ip link add veth0 type veth peer name veth1"
+    attempt += " && ip link set veth0 master br0"
     with contextlib.suppress(FileNotFoundError):
         done = subprocess.run(
-            ["unshare", *spaces, "sh", "-c", attempt], env={"PATH": _search_path()}, capture_output=True, check=False
+            ["unshare", *_OWN_SPACES, "sh", "-c", attempt],
+            env={"PATH": _search_path()},
+            capture_output=True,
+            check=False,
         )
         return "plain" if done.returncode or os.getuid() else "net"
     return "plain"
@@ -507,22 +497,8 @@ def _free_ports(number: int) -> list[int]:
     raise RuntimeError(f"fewer than {number} free TCP ports among 1000 from 10240 to 19999")
 
 
-def _fields(line: str) -> dict[str, str]:
-    """``Key=value`` pairs of one line of scontrol, whose values may hold spaces and equal signs."""
-    parts = re.split(r"(?:^|\s)([A-Z][A-Za-z_:/]*)=", line)
-    return {name: value.strip() for name, value in zip(parts[1::2], parts[2::2], strict=True)}
-
-
 def _bridge_name(folder: Path) -> str:
     return "hf" + folder.name.removeprefix(_PREFIX)
-
-
-def _start_time(pid: int) -> str:
-    """When a process started, in the kernel's count; tells it from a later one of the same id."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return "gone"
 
 
 def _remove_stale() -> None:
@@ -530,8 +506,8 @@ def _remove_stale() -> None:
     for folder in _FOLDERS.glob(f"{_PREFIX}*"):
         # Of another user, or made and removed by somebody else at this moment.
         with contextlib.suppress(OSError, ValueError):
-            pid, start_time = (folder / "owner").read_text().split()
-            if folder.stat().st_uid == os.getuid() and _start_time(int(pid)) != start_time:
+            pid, began = json.loads((folder / "owner").read_text())
+            if folder.stat().st_uid == os.getuid() and find_process(pid) != (pid, began):
                 _remove(folder)
 
 

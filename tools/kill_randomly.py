@@ -31,9 +31,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.observe.starts import StartRecord, read_starts
+from hybridflow.parallel.process import is_running
+from hybridflow.parallel.process import kill as kill_process
 from tests.e2e.commands import lasting_metrics, run_command
-from tests.slurm.jobs import SCRIPTS, output, steps, write_job
-from tests.slurm.processes import rank_processes
+from tests.slurm.jobs import SCRIPTS, output, rank_processes, steps, write_job
 from tests.slurm_cluster import ENDED, SlurmCluster, missing_programs
 
 NUM_RANKS = 4
@@ -141,20 +142,20 @@ def _kill_one(
 ) -> Kill | None:
     """Kill a rank of the present start, at its moment; None: the start or the job ended before."""
     ranks = rank_processes(cluster, job)
-    if len(ranks) < NUM_RANKS or not all(rank.is_alive() for rank in ranks.values()):
+    if len(ranks) < NUM_RANKS or not all(map(is_running, ranks.values())):
         return None
     victim = choice.randrange(NUM_RANKS)
     if max(steps(folder), default=0) >= moment:
         time.sleep(choice.uniform(0, _WITHIN_START_S))
-    while max(steps(folder), default=0) < int(moment) and ranks[victim].is_alive():
+    while max(steps(folder), default=0) < int(moment) and is_running(ranks[victim]):
         time.sleep(0.02)
     # Somewhere within the step, and not where its metrics are written.
     time.sleep(choice.uniform(0, 1))
     step, starts = max(steps(folder), default=0), read_starts(folder / "run")
     saved = latest_step(folder / "run")
-    if not ranks[victim].is_alive():
+    if not is_running(ranks[victim]):
         return None
-    ranks[victim].kill()
+    kill_process(ranks[victim])
     number = max((start.number for start in starts), default=0)
     now_s = time.time()
     return Kill(at_s=now_s - began_s, unix_s=now_s, rank=victim, start=number, step=step, saved=saved)

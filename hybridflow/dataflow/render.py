@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hybridflow.dataflow.schedule import Branch, Call, Instruction, Loop, Move, bodies, describe, walk
+from hybridflow.observe.table import format_table
 from hybridflow.parallel.mesh import DeviceMesh, format_ranks
 
 
@@ -23,9 +24,7 @@ def plan_table(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh
     for tasks, ranks in work.items():
         for index, task in enumerate(tasks or (("idle", "", ""),)):
             rows.append((format_ranks(ranks) if index == 0 else "", *task))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*table, "", "program", *_lines(program, meshes, "  ")])
+    return "\n".join([*format_table(rows), "", "program", *_lines(program, meshes, "  ")])
 
 
 def mermaid(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh]) -> str:

@@ -13,14 +13,14 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from hybridflow.doctor import compare, measure
 from hybridflow.doctor.board import Board
-from hybridflow.doctor.compare import NodeReport, report_from_dict, report_to_dict
+from hybridflow.doctor.compare import NodeReport, report_from_dict
 from hybridflow.doctor.files import write_probe
 from hybridflow.doctor.finding import Finding
 from hybridflow.doctor.network import Talk, speak
@@ -30,6 +30,9 @@ from hybridflow.parallel.start import Start
 from hybridflow.parallel.world import open_store
 
 _LEAVE_S = 5.0
+
+_SEEN_S = 10.0
+"""So late a network's file system may show what another node wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,7 @@ def look_across(
     try:
         if start.rank in hosts:
             report = _own_report(hosts[start.rank], clock_s, directory, token, lambda: own_checks(len(hosts) > 1))
-            board.put(f"report/{start.rank}", report_to_dict(report))
+            board.put(f"report/{start.rank}", asdict(report))
         if start.rank == 0:
             told = board.collect({rank: f"report/{rank}" for rank in hosts}, deadlines.report_s)
             reports = {rank: report_from_dict(each) for rank, each in told.items()}
@@ -168,9 +171,9 @@ def _hide_token(directory: Path, token: str) -> None:
             (directory / token).unlink()
 
 
-def _sees(directory: Path, token: str, patience_s: float = 10.0) -> bool:
-    """Whether the file of the first node comes into sight; a network's file system may show it late."""
-    end = time.monotonic() + patience_s
+def _sees(directory: Path, token: str) -> bool:
+    """Whether the file of the first node comes into sight."""
+    end = time.monotonic() + _SEEN_S
     while token:
         with contextlib.suppress(OSError):
             os.listdir(directory)  # has NFS ask its server again

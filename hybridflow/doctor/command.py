@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.doctor.files import check_directory
 from hybridflow.doctor.finding import PROBLEM, Finding, worst
 from hybridflow.doctor.gpus import check_gpus
-from hybridflow.doctor.guard import run_checks, try_tool
+from hybridflow.doctor.guard import run_checks
 from hybridflow.doctor.host import check_host, check_network
 from hybridflow.doctor.message_passing import check_mpi
 from hybridflow.doctor.report import as_dict, as_text
-from hybridflow.doctor.slurm import check_slurm, in_step, parse_records, read_config
+from hybridflow.doctor.slurm import check_slurm, in_step, read_config
 from hybridflow.doctor.software import check_software
 from hybridflow.exit_status import DONE, REQUEST
+from hybridflow.parallel.scontrol import show_job
 from hybridflow.parallel.start import Start, expand_node_list, find_start
 
 if TYPE_CHECKING:
@@ -147,8 +148,7 @@ def nodes_left(listed: Sequence[str], jobs: Sequence[Mapping[str, str]]) -> tupl
 def _start_on_all_nodes(arguments: argparse.Namespace) -> int:
     words = ["doctor", "--nodes", *(["--json"] if arguments.json else []), str(arguments.directory.resolve())]
     listed = expand_node_list(os.environ.get("SLURM_JOB_NODELIST", ""))
-    text, _ = try_tool(["scontrol", "show", "job", os.environ["SLURM_JOB_ID"], "-o"])
-    nodes, lost = nodes_left(listed, parse_records(text))
+    nodes, lost = nodes_left(listed, show_job(os.environ["SLURM_JOB_ID"]))
     command, environ = srun_command(os.environ, nodes, words)
     try:
         status = subprocess.run(command, env=environ, timeout=_SRUN_S, check=False).returncode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding
@@ -55,13 +55,8 @@ class NodeReport:
     errors: tuple[str, ...] = ()
 
 
-def report_to_dict(report: NodeReport) -> dict[str, Any]:
-    """As it stands in JSON."""
-    return asdict(report)
-
-
 def report_from_dict(found: Mapping[str, Any]) -> NodeReport:
-    """What ``report_to_dict`` made."""
+    """A report out of what ``asdict`` and JSON have made of it."""
     findings = tuple(Finding(**finding) for finding in found["findings"])
     lists = {name: tuple(found[name]) for name in ("gpus", "errors")}
     return NodeReport(**{**found, **lists, "findings": findings})

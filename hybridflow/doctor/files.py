@@ -174,27 +174,18 @@ def write_probe(directory: Path, num_bytes: int = _PROBE_BYTES) -> Written:
 
 def written_findings(written: Written) -> list[Finding]:
     """What the measured writing means for a run."""
-    is_slow, lags = written.bytes_per_s < _SLOW_BYTES_PER_S, written.sync_s > _SLOW_SYNC_S
     return [
         Finding(
-            area=AREA,
-            name="writing, synced",
-            value=f"{written.bytes_per_s / 1e6:.0f} MB/s from one process",
-            verdict=NOTE if is_slow else OK,
-            remedy="saves take long on it: look for a scratch file system for run_dir" if is_slow else "",
+            area=AREA, name="writing, synced", value=f"{written.bytes_per_s / 1e6:.0f} MB/s from one process"
+        ).unless(
+            written.bytes_per_s >= _SLOW_BYTES_PER_S,
+            NOTE,
+            "saves take long on it: look for a scratch file system for run_dir",
         ),
-        Finding(
-            area=AREA,
-            name="sync of a small write",
-            value=f"{written.sync_s * 1e3:.1f} ms",
-            verdict=NOTE if lags else OK,
-            remedy="each finished rollout and each checkpoint waits for it" if lags else "",
+        Finding(area=AREA, name="sync of a small write", value=f"{written.sync_s * 1e3:.1f} ms").unless(
+            written.sync_s <= _SLOW_SYNC_S, NOTE, "each finished rollout and each checkpoint waits for it"
         ),
-        Finding(
-            area=AREA,
-            name="locks",
-            value="work" if written.has_locks else "are refused",
-            verdict=OK if written.has_locks else PROBLEM,
-            remedy="" if written.has_locks else "HDF5 files need HDF5_USE_FILE_LOCKING=FALSE there: set it in the job",
+        Finding(area=AREA, name="locks", value="work" if written.has_locks else "are refused").unless(
+            written.has_locks, PROBLEM, "HDF5 files need HDF5_USE_FILE_LOCKING=FALSE there: set it in the job"
         ),
     ]

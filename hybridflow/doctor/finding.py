@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
@@ -25,6 +25,10 @@ class Finding:
     value: str
     verdict: str = OK
     remedy: str = ""
+
+    def unless(self, is_fine: bool, verdict: str, remedy: str) -> Finding:
+        """This finding where all is fine; else with another verdict and a remedy."""
+        return self if is_fine else replace(self, verdict=verdict, remedy=remedy)
 
 
 def worst(findings: Iterable[Finding]) -> str:

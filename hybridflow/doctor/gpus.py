@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding
-from hybridflow.doctor.guard import try_tool
+from hybridflow.programs import try_program
 
 AREA = "GPUs"
 
@@ -94,7 +94,7 @@ def check_gpus() -> list[Finding]:
         ]
     if tool is None:
         return [Finding(area=AREA, name="GPUs", value="none; the CPU is used")]
-    text, failure = try_tool([tool, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"])
+    text, failure = try_program([tool, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"])
     return gpu_findings(parse_smi(text), failure, is_hidden=hidden)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from hybridflow.doctor.finding import NOTE, PROBLEM, Finding
 
 Check = Callable[[], Sequence[Finding]]
-
-TOOL_S = 20.0
-"""Longest wait for a tool of the system."""
 
 
 def run_checks(checks: Mapping[str, Check], deadline_s: float) -> list[Finding]:
@@ -55,55 +49,3 @@ def _silent(area: str, deadline_s: float) -> Finding:
         verdict=PROBLEM,
         remedy="something hangs: a file server, a driver or a daemon; try by hand what this area looks at",
     )
-
-
-def run_tool(argv: Sequence[str], *, environ: Mapping[str, str] | None = None, deadline_s: float = TOOL_S) -> str:
-    """The standard output of a program.
-
-    Raises:
-        ToolError: It is not there, failed or did not end in time; says which.
-    """
-    text, failure = try_tool(argv, environ=environ, deadline_s=deadline_s)
-    if failure:
-        raise ToolError(failure)
-    return text
-
-
-def try_tool(
-    argv: Sequence[str], *, environ: Mapping[str, str] | None = None, deadline_s: float = TOOL_S
-) -> tuple[str, str]:
-    """The standard output of a program, as far as it came, and why there is no more; empty if it ended well."""
-    name = os.path.basename(argv[0])
-    try:
-        done = subprocess.run(
-            argv,
-            env=None if environ is None else dict(environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=deadline_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        written = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else ""
-        return written, f"{name} did not end within {deadline_s:g} s"
-    except OSError as error:
-        return "", f"{name} cannot be run: {error.strerror}"
-    if done.returncode == 0:
-        return done.stdout, ""
-    said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "and said nothing")
-    return done.stdout, f"{name} {_ending(done.returncode)}: {said.strip()[:300]}"
-
-
-def _ending(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"was ended by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was ended by signal {-status}"
-
-
-class ToolError(Exception):
-    """A program that a check runs failed; the check says what follows."""

@@ -64,45 +64,34 @@ def cores_finding(num_cores: int, usable: Sequence[int], environ: Mapping[str, s
 
 def shared_memory_finding(total_bytes: int, free_bytes: int) -> Finding:
     """The size of /dev/shm, by which the ranks of a node share weights, and through which NCCL and MPI speak."""
-    is_small = free_bytes < _SMALL_SHARED_BYTES
-    return Finding(
-        area=AREA,
-        name="/dev/shm",
-        value=f"{format_bytes(free_bytes)} free of {format_bytes(total_bytes)}",
-        verdict=PROBLEM if is_small else OK,
-        remedy="give the container more (docker --shm-size=16g; apptainer and enroot take the node's), or remove what "
-        "dead jobs left there"
-        if is_small
-        else "",
+    value = f"{format_bytes(free_bytes)} free of {format_bytes(total_bytes)}"
+    return Finding(area=AREA, name="/dev/shm", value=value).unless(
+        free_bytes >= _SMALL_SHARED_BYTES,
+        PROBLEM,
+        "give the container more (docker --shm-size=16g; apptainer and enroot take the node's), or remove what dead "
+        "jobs left there",
     )
 
 
 def memlock_finding(limit: int, *, has_fabric: bool) -> Finding:
     """Whether memory can be locked, which InfiniBand needs."""
     is_free = limit == resource.RLIM_INFINITY
-    shown = "unlimited" if is_free else format_bytes(limit)
-    remedy = (
+    value = "unlimited" if is_free else format_bytes(limit)
+    return Finding(area=AREA, name="ulimit -l (locked memory)", value=value).unless(
+        is_free or not has_fabric,
+        PROBLEM,
         "InfiniBand's transfers lock memory: have LimitMEMLOCK=infinity set for slurmd, and "
-        "PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
-    )
-    return Finding(
-        area=AREA,
-        name="ulimit -l (locked memory)",
-        value=shown,
-        verdict=PROBLEM if has_fabric and not is_free else OK,
-        remedy=remedy if has_fabric and not is_free else "",
+        "PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
     )
 
 
 def open_files_finding(soft: int, hard: int) -> Finding:
     """Whether enough files and connections can be open."""
-    few = soft != resource.RLIM_INFINITY and soft < _FEW_OPEN_FILES
-    return Finding(
-        area=AREA,
-        name="ulimit -n (open files)",
-        value="unlimited" if soft == resource.RLIM_INFINITY else str(soft),
-        verdict=NOTE if few else OK,
-        remedy=f"many ranks need many connections: ulimit -n {'1048576' if hard < 0 else hard}" if few else "",
+    is_free = soft == resource.RLIM_INFINITY
+    return Finding(area=AREA, name="ulimit -n (open files)", value="unlimited" if is_free else str(soft)).unless(
+        is_free or soft >= _FEW_OPEN_FILES,
+        NOTE,
+        f"many ranks need many connections: ulimit -n {'1048576' if hard < 0 else hard}",
     )
 
 
@@ -146,10 +135,8 @@ def interfaces() -> list[Interface]:
 
 def name_finding(name: str, addresses: Sequence[str], listed: Sequence[Interface], *, of_many: bool) -> Finding:
     """Whether this machine's own name leads to an address at which others reach it: gloo listens there."""
-    has_network = any(each.is_up and each.address and not _is_loopback(each.address) for each in listed)
-    real = next(
-        (each.name for each in listed if each.is_up and each.address and not _is_loopback(each.address)), "eth0"
-    )
+    outward = _outward(listed)
+    real = outward[0].name if outward else "eth0"
     shown = ", ".join(addresses)
     value, verdict, remedy = f"{name} is {shown}", OK, ""
     if not addresses:
@@ -161,10 +148,15 @@ def name_finding(name: str, addresses: Sequence[str], listed: Sequence[Interface
             f"for jobs of several nodes take the line of {name} with {addresses[0]} out of /etc/hosts, or set "
             f"GLOO_SOCKET_IFNAME={real}"
         )
-    elif has_network and not {each.address for each in listed} & set(addresses) and "." in addresses[0]:
+    elif outward and not {each.address for each in listed} & set(addresses) and "." in addresses[0]:
         value, verdict = f"{value}, which is no address of this machine", PROBLEM if of_many else NOTE
         remedy = f"correct /etc/hosts or DNS, or set GLOO_SOCKET_IFNAME={real}"
     return Finding(area=NETWORK, name="own name", value=value, verdict=verdict, remedy=remedy)
+
+
+def _outward(listed: Sequence[Interface]) -> list[Interface]:
+    """Those that carry to other machines."""
+    return [each for each in listed if each.is_up and each.address and not _is_loopback(each.address)]
 
 
 def _is_loopback(address: str) -> bool:
@@ -177,14 +169,13 @@ def _is_loopback(address: str) -> bool:
 def interfaces_finding(listed: Sequence[Interface]) -> Finding:
     """Which interfaces carry."""
     carrying = [f"{each.name} {each.address}" for each in listed if each.is_up and each.address]
-    many = len([each for each in listed if each.is_up and each.address and not _is_loopback(each.address)]) > 1
     return Finding(
         area=NETWORK,
         name="interfaces",
         value=", ".join(carrying) or "none carries",
         verdict=OK if carrying else NOTE,
         remedy="NCCL chooses by itself among them; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name another"
-        if many
+        if len(_outward(listed)) > 1
         else "",
     )
 
@@ -196,12 +187,9 @@ def chosen_finding(variable: str, value: str, listed: Sequence[Interface]) -> Fi
     matching = [each for each in listed if any(each.name == n if exact else each.name.startswith(n) for n in names)]
     excludes = value.startswith("^") and not variable.startswith("GLOO")
     usable = excludes or any(each.is_up for each in matching)
-    return Finding(
-        area=NETWORK,
-        name=variable,
-        value=value if usable else f"{value}, and no such interface carries",
-        verdict=OK if usable else PROBLEM,
-        remedy="" if usable else f"unset it, or name one of {', '.join(each.name for each in listed if each.is_up)}",
+    shown = value if usable else f"{value}, and no such interface carries"
+    return Finding(area=NETWORK, name=variable, value=shown).unless(
+        usable, PROBLEM, f"unset it, or name one of {', '.join(each.name for each in listed if each.is_up)}"
     )
 
 
@@ -211,14 +199,8 @@ def fabric_findings(root: Path) -> list[Finding]:
     for port in sorted(root.glob("*/ports/*")):
         state = (port / "state").read_text(encoding="ascii").strip()
         rate = (port / "rate").read_text(encoding="ascii").strip()
-        active = "ACTIVE" in state
+        found = Finding(area=NETWORK, name=f"{port.parts[-3]} port {port.name}", value=f"{state}, {rate}")
         findings.append(
-            Finding(
-                area=NETWORK,
-                name=f"{port.parts[-3]} port {port.name}",
-                value=f"{state}, {rate}",
-                verdict=OK if active else NOTE,
-                remedy="" if active else "if other nodes have it active, leave this one out (--exclude)",
-            )
+            found.unless("ACTIVE" in state, NOTE, "if other nodes have it active, leave this one out (--exclude)")
         )
     return findings

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.doctor.finding import NOTE, OK, Finding
-from hybridflow.doctor.guard import try_tool
 from hybridflow.doctor.software import probe
+from hybridflow.programs import try_program
 
 AREA = "MPI"
 
@@ -54,7 +54,7 @@ def check_mpi(mpi_default: str = "") -> list[Finding]:
     plugins: tuple[str, ...] = ()
     if shutil.which("srun"):
         # Older releases print the list on standard error.
-        text, failure = try_tool(["bash", "-c", "srun --mpi=list 2>&1"])
+        text, failure = try_program(["bash", "-c", "srun --mpi=list 2>&1"])
         plugins = parse_mpi_list("" if failure else text)
     return mpi_findings(probe(("mpi",), deadline_s=40.0), plugins, mpi_default)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hybridflow.doctor.compare import SPEEDS, NodeReport, ratios
 from hybridflow.doctor.finding import OK, PROBLEM, Finding, worst
+from hybridflow.observe.table import format_table
 
 _WIDTH = 120
 
@@ -58,10 +59,7 @@ def _table(nodes: Sequence[NodeReport]) -> list[str]:
             row += [f"{node.speeds[speed] / size:.4g}" if known else "-"]
             row += [f"{shares[speed][node.host]:.2f}" if node.host in shares[speed] else "-"]
         rows.append([*row, node.device])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return [f"  {line}" for line in format_table(rows)]
 
 
 def as_dict(

@@ -6,14 +6,14 @@ MAX_ROUNDS = 15
 """Up to 16 nodes each meets each; of more, each meets this many others."""
 
 
-def tournament(num_nodes: int, max_rounds: int = MAX_ROUNDS) -> list[list[tuple[int, int]]]:
+def tournament(num_nodes: int) -> list[list[tuple[int, int]]]:
     """Rounds of disjoint pairs, so that no node has two partners at once, and no pair meets twice.
 
     The circle method: one place is fixed, the others turn by one each round. With an odd number one node rests.
     """
     places = list(range(num_nodes)) + ([-1] if num_nodes % 2 else [])
     rounds = []
-    for _ in range(min(len(places) - 1, max_rounds)):
+    for _ in range(min(len(places) - 1, MAX_ROUNDS)):
         half = len(places) // 2
         pairs = zip(places[:half], reversed(places[half:]), strict=True)
         rounds.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])

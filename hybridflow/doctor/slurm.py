@@ -8,8 +8,9 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding
-from hybridflow.doctor.guard import try_tool
 from hybridflow.exit_status import REQUEUE
+from hybridflow.parallel.scontrol import parse_records
+from hybridflow.programs import try_program
 
 AREA = "Slurm"
 
@@ -32,28 +33,6 @@ def parse_config(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, equals, value in lines if equals and re.fullmatch(r"[\w\[\]]+\s*", key)}
 
 
-def parse_records(text: str) -> list[dict[str, str]]:
-    """What ``scontrol show … -o`` printed: a record for each line, of words ``Key=value`` whose values may hold ``=``.
-
-    A value with spaces runs on until the next ``Key=``.
-    """
-    records = []
-    for line in text.splitlines():
-        pairs = re.findall(r"(?:^|\s)([A-Z][\w/:]*)=((?:(?!\s[A-Z][\w/:]*=).)*)", line)
-        if pairs:
-            records.append({key: value.strip() for key, value in pairs})
-    return records
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of Slurm's ``[days-]hours:minutes:seconds``; infinite for UNLIMITED and what cannot be read."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if match is None:
-        return float("inf")
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
-
-
 def leading_number(text: str) -> float | None:
     """Such as 30 of ``30 sec``; None where none stands."""
     match = re.match(r"\d+", text)
@@ -64,7 +43,7 @@ def read_config() -> tuple[dict[str, str], str]:
     """Slurm's settings; and why there are none, empty if there are."""
     if not shutil.which("scontrol"):
         return {}, "absent"
-    text, failure = try_tool(["scontrol", "show", "config"])
+    text, failure = try_program(["scontrol", "show", "config"])
     return parse_config(text), failure
 
 
@@ -97,69 +76,58 @@ def check_slurm(config: Mapping[str, str], failure: str) -> list[Finding]:
                 remedy="is slurmctld up (scontrol ping), SLURM_CONF right, and munge running here?",
             )
         ]
-    partitions, _ = try_tool(["scontrol", "show", "partition", "-o"])
+    partitions, _ = try_program(["scontrol", "show", "partition", "-o"])
     findings = config_findings(config) + partition_findings(parse_records(partitions), config)
     if "SLURM_JOB_ID" in os.environ:
-        job, _ = try_tool(["scontrol", "show", "job", os.environ["SLURM_JOB_ID"], "-o"])
+        job, _ = try_program(["scontrol", "show", "job", os.environ["SLURM_JOB_ID"], "-o"])
         findings += job_findings(parse_records(job))
     return findings
 
 
 def config_findings(config: Mapping[str, str]) -> list[Finding]:
     """Which settings of the cluster matter to a job that is to be saved, requeued and begun again."""
+    findings = [
+        Finding(area=AREA, name="version", value=config.get("SLURM_VERSION", "unknown")),
+        Finding(area=AREA, name="MpiDefault", value=config.get("MpiDefault", "unknown")),
+    ]
 
-    def found(name: str, value: str, is_fine: bool, remedy: str) -> Finding:
-        return Finding(
-            area=AREA, name=name, value=value, verdict=OK if is_fine else NOTE, remedy="" if is_fine else remedy
-        )
+    def note(name: str, value: str, is_fine: bool = True, remedy: str = "") -> None:
+        findings.append(Finding(area=AREA, name=name, value=value).unless(is_fine, NOTE, remedy))
 
-    version, kill_wait = config.get("SLURM_VERSION", "unknown"), leading_number(config.get("KillWait", ""))
-    wait, requeue = leading_number(config.get("WaitTime", "")), config.get("JobRequeue", "")
-    requeue_exit = config.get("RequeueExit", "")
-    findings = [Finding(area=AREA, name="version", value=version)]
-    findings += [Finding(area=AREA, name="MpiDefault", value=config.get("MpiDefault", "unknown"))]
+    kill_wait, wait, silent = (
+        leading_number(config.get(name, "")) for name in ("KillWait", "WaitTime", "SlurmdTimeout")
+    )
     if kill_wait is not None:
-        findings.append(
-            found(
-                "KillWait",
-                f"{kill_wait:g} s between TERM and KILL at the time limit",
-                kill_wait >= _SHORT_S,
-                "a save may take longer: ask for an earlier signal, #SBATCH --signal=B:USR1@300",
-            )
+        note(
+            "KillWait",
+            f"{kill_wait:g} s between TERM and KILL at the time limit",
+            kill_wait >= _SHORT_S,
+            "a save may take longer: ask for an earlier signal, #SBATCH --signal=B:USR1@300",
         )
+    requeue = config.get("JobRequeue", "")
     if requeue:
-        findings.append(
-            found(
-                "JobRequeue",
-                "jobs may be requeued" if requeue == "1" else "jobs are not requeued by default",
-                requeue == "1",
-                "add #SBATCH --requeue, or a preempted or failed job does not come back",
-            )
+        note(
+            "JobRequeue",
+            "jobs may be requeued" if requeue == "1" else "jobs are not requeued by default",
+            requeue == "1",
+            "add #SBATCH --requeue, or a preempted or failed job does not come back",
         )
-    named = str(REQUEUE) in re.split(r"[,\s]+", requeue_exit)
-    findings.append(Finding(area=AREA, name="RequeueExit", value=f"{REQUEUE} is {'' if named else 'not '}in it"))
+    is_named = str(REQUEUE) in re.split(r"[,\s]+", config.get("RequeueExit", ""))
+    note("RequeueExit", f"{REQUEUE} is {'' if is_named else 'not '}in it")
     if wait is not None:
-        findings.append(
-            found(
-                "WaitTime",
-                f"{wait:g} s" + ("" if wait == 0 else " after the first task ends srun kills the others"),
-                wait == 0,
-                "start with srun --wait=0: ranks that a fallback does not use leave early",
-            )
+        note(
+            "WaitTime",
+            f"{wait:g} s" + ("" if wait == 0 else " after the first task ends srun kills the others"),
+            wait == 0 or wait >= 10,
+            "start with srun --wait=30: ranks leave together, but not within a second",
         )
     if config.get("KillOnBadExit", "0") != "0":
-        findings.append(
-            found("KillOnBadExit", "1", False, "start with srun --kill-on-bad-exit=0: it hides the ranks' own status")
-        )
+        note("KillOnBadExit", "1", False, "start with srun --kill-on-bad-exit=0: it hides the ranks' own status")
     expire = re.search(r"cred_expire=(\d+)", config.get("AuthInfo", ""))
-    waits = int(expire[1]) if expire else 120
     shown = "" if expire else ", where the site has not set cred_expire"
-    findings.append(Finding(area=AREA, name="requeue", value=f"a requeued job waits {waits + 1} s or more{shown}"))
-    silent = leading_number(config.get("SlurmdTimeout", ""))
+    note("requeue", f"a requeued job waits {(int(expire[1]) if expire else 120) + 1} s or more{shown}")
     if silent is not None:
-        findings.append(
-            Finding(area=AREA, name="SlurmdTimeout", value=f"{silent:g} s until a silent node counts as down")
-        )
+        note("SlurmdTimeout", f"{silent:g} s until a silent node counts as down")
     return findings
 
 
@@ -194,15 +162,11 @@ def job_findings(records: Sequence[Mapping[str, str]]) -> list[Finding]:
             f"{record.get('Partition', '?')}, time limit {record.get('TimeLimit', '?')}, "
             f"ends {record.get('EndTime', '?')}, restarts {record.get('Restarts', '0')}"
         )
-        lasting = record.get("Requeue", "1") == "1"
-        is_batch = record.get("BatchFlag", "0") != "0"
-        findings.append(
-            Finding(
-                area=AREA,
-                name=f"this job {record.get('JobId', '?')}",
-                value=value + ("" if lasting or not is_batch else ", not to be requeued"),
-                verdict=OK if lasting or not is_batch else NOTE,
-                remedy="" if lasting or not is_batch else "submit with sbatch --requeue",
-            )
+        is_fine = record.get("Requeue", "1") == "1" or record.get("BatchFlag", "0") == "0"
+        found = Finding(
+            area=AREA,
+            name=f"this job {record.get('JobId', '?')}",
+            value=value + ("" if is_fine else ", not to be requeued"),
         )
+        findings.append(found.unless(is_fine, NOTE, "submit with sbatch --requeue"))
     return findings

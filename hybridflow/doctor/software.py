@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import sys
@@ -18,7 +17,8 @@ from typing import Any
 
 import hybridflow
 from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding
-from hybridflow.doctor.guard import try_tool
+from hybridflow.observe.files import json_objects
+from hybridflow.programs import try_program
 
 MEGATRON = "0.16.1"
 """The release that our code is written against; setup.py pins it."""
@@ -40,7 +40,7 @@ def probe(parts: tuple[str, ...], deadline_s: float = 100.0) -> dict[str, Any]:
     environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     source = str(Path(hybridflow.__file__).parents[1])
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (source, environ.get("PYTHONPATH", ""))))
-    text, failure = try_tool(
+    text, failure = try_program(
         [sys.executable, "-m", "hybridflow.doctor.probe", *parts], environ=environ, deadline_s=deadline_s
     )
     return {**merge_lines(text), "failure": failure}
@@ -49,13 +49,8 @@ def probe(parts: tuple[str, ...], deadline_s: float = 100.0) -> dict[str, Any]:
 def merge_lines(text: str) -> dict[str, Any]:
     """The JSON objects of a probe's lines as one; lines that libraries print in between are passed over."""
     merged: dict[str, Any] = {}
-    for line in text.splitlines():
-        try:
-            part = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(part, dict):
-            merged.update(part)
+    for part in json_objects(text.splitlines()):
+        merged.update(part)
     return merged
 
 
@@ -66,7 +61,7 @@ def check_software() -> list[Finding]:
         *_base(),
         *torch_findings(found),
         megatron_finding(found),
-        *map(lambda name: optional(name, found), OPTIONAL),
+        *(optional(name, found) for name in OPTIONAL),
     ]
 
 
@@ -79,9 +74,7 @@ def _base() -> list[Finding]:
             area=area,
             name="Python",
             value=f"{platform.python_version()}, {sys.executable}",
-            verdict=OK if supported else PROBLEM,
-            remedy="" if supported else "use a Python from 3.10 to 3.13",
-        ),
+        ).unless(supported, PROBLEM, "use a Python from 3.10 to 3.13"),
     ]
 
 
@@ -142,10 +135,10 @@ def _cuda_findings(found: Mapping[str, Any]) -> list[Finding]:
                 area="GPUs",
                 name=f"GPU {gpu['index']} in torch",
                 value=f"{shown}: a product of matrices fails: {failure}" if failure else shown,
-                verdict=PROBLEM if failure else OK,
-                remedy="another process may hold it, or torch was built without kernels for it; see nvidia-smi"
-                if failure
-                else "",
+            ).unless(
+                not failure,
+                PROBLEM,
+                "another process may hold it, or torch was built without kernels for it; see nvidia-smi",
             )
         )
     return findings

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from hybridflow.config import Recipe
 from hybridflow.families.model import Model
 from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.observe.table import format_table
 from hybridflow.parallel.mesh import DeviceMesh, format_ranks
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.optimizer import OptimizerHoldings
@@ -298,29 +299,19 @@ def memory_table(memory: Sequence[RankMemory]) -> str:
         if len(named) > 40:
             named = f"{named[:30].rpartition(',')[0]},… ({len(groups[rows])})"
         lines += [(named if index == 0 else "", *row) for index, row in enumerate(rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    table = ["  ".join(map(_pad, line, widths, range(len(widths)))).rstrip() for line in lines]
+    table = format_table(lines, num_left=2)
     if len(order) > len(shown):
         table.insert(-len(order[-1]), f"… {len(order) - len(shown)} more groups of ranks, each between these")
     return "\n".join(table)
 
 
-def _pad(cell: str, width: int, column: int) -> str:
-    return cell.ljust(width) if column < 2 else cell.rjust(width)
-
-
 def _rows(needed: RankMemory) -> tuple[tuple[str, ...], ...]:
-    size = functools.partial(_size, "–")
     rows = []
     for index, part in enumerate(needed.meshes):
         figures = part.weights, part.gradients, part.optimizer, part.cache, part.activations
         totals = ("", "") if index else (format_bytes(needed.rollout), format_bytes(needed.update))
-        rows.append((part.mesh, *map(size, figures), *totals))
+        rows.append((part.mesh, *(format_bytes(number) if number else "–" for number in figures), *totals))
     return tuple(rows) or (("none", *[""] * 7),)
-
-
-def _size(none: str, number: int) -> str:
-    return format_bytes(number) if number else none
 
 
 def memory_summary(memory: Sequence[RankMemory]) -> str:

@@ -1,13 +1,18 @@
-"""Replacing a file so that a reader, or a job killed at any moment, finds the old one or the new one, whole."""
+"""Files that a job may be killed over: replaced in one piece, and read as far as they are whole."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write the content aside, sync it, then rename it over ``path``. One writer per path.
+    """Write the content aside, sync it, then rename it over ``path``, so that a reader finds the old or the new one.
+
+    One writer per path.
 
     Raises:
         OSError: The disk refused; ``path`` is as it was.
@@ -37,3 +42,14 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def json_objects(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The texts that are a JSON object each; others, such as a line that a kill has cut short, are passed over."""
+    for text in texts:
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            yield value

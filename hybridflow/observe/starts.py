@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.observe.files import sync_path
+from hybridflow.observe.files import json_objects, sync_path
 
 STARTS_FILE = "starts.jsonl"
 
@@ -64,25 +64,18 @@ def read_starts(run_dir: Path) -> list[StartRecord]:
     """The starts of a run, in order; lines that were cut short by a kill, or that nobody understands, are left out."""
     path = run_dir / STARTS_FILE
     found: dict[int, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else ():
-        row = _understood(line)
-        if row is not None:
-            found[row["number"]] = found.get(row["number"], {}) | row
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for row in filter(_is_understood, json_objects(text.split("\n"))):
+        known = {key: row[key] for key in StartRecord.__dataclass_fields__ if key in row}
+        found[row["number"]] = found.get(row["number"], {}) | known
     whole = (row for row in found.values() if None not in (row.get("began_s"), row.get("ranks")) and "step" in row)
     return [StartRecord(**{**row, "hosts": tuple(row.get("hosts") or ())}) for row in whole]
 
 
-def _understood(line: str) -> dict[str, Any] | None:
-    """What is known of a line; None: it is cut short, or a value is none of its key's."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict) or row.get("number") is None:
-        return None
-    kept = {key: row[key] for key in StartRecord.__dataclass_fields__ if key in row}
-    is_right = all(_is_one(kept[key], kinds) for key, kinds in _KINDS.items() if kept.get(key) is not None)
-    return kept if is_right and all(isinstance(host, str) for host in kept.get("hosts") or ()) else None
+def _is_understood(row: Mapping[str, Any]) -> bool:
+    """Whether a line is of a start, and each value one of its key's."""
+    is_right = all(_is_one(row[key], kinds) for key, kinds in _KINDS.items() if row.get(key) is not None)
+    return is_right and row.get("number") is not None and all(isinstance(host, str) for host in row.get("hosts") or ())
 
 
 def _is_one(value: object, kinds: tuple[type, ...]) -> bool:

@@ -5,7 +5,6 @@ What a kill has cut short, or nobody understands, counts as absent: a status say
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -16,6 +15,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from hybridflow.errors import DataError
+from hybridflow.observe.files import json_objects
 from hybridflow.observe.metrics import METRICS_FILE, phase_seconds
 from hybridflow.observe.report import SUMMARY_FILE
 from hybridflow.observe.starts import STARTS_FILE, StartRecord, read_starts
@@ -114,15 +114,20 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
         raise DataError(f"{run_dir}: holds no run (none of {', '.join(names)}); give the run_dir of a recipe")
     starts = read_starts(run_dir)
     start = starts[-1] if starts else None
-    kept = _Values(_object(_read(run_dir / STATUS_FILE)))
-    # What an earlier start left there says nothing of this one.
-    is_kept = start is None or (kept.number("time_s") or 0.0) >= start.began_s
-    state = _state(start, kept, is_kept=is_kept, now_s=now_s)
+    told = kept = _Values(_object(_read(run_dir / STATUS_FILE)))
+    if start is not None and (told.number("time_s") or 0.0) < start.began_s:
+        # What an earlier start left there says nothing of this one.
+        kept = _Values({})
+    sign_s = kept.number("time_s")
+    has_told = sign_s is not None
+    if sign_s is None and start is not None:
+        sign_s = start.began_s
+    state = _state(start, None if sign_s is None else now_s - sign_s, has_told=has_told)
     summary = _Values(_object(_read(run_dir / SUMMARY_FILE)))
     if start is None and summary.integer("steps") is not None:
         state = "finished"
     # Else a summary may be that of an earlier start, which was asked for fewer steps.
-    progress = _progress(run_dir, kept, summary if state == "finished" else _Values({}))
+    progress = _progress(run_dir, told, summary if state == "finished" else _Values({}))
     saved = re.fullmatch(r"step_([0-9]{6,18})", _read(latest).strip())
     left_s = None
     if progress.get("step_s") is not None and progress["steps"] is not None and state != "finished":
@@ -130,11 +135,11 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
     return RunStatus(
         run=str(run_dir),
         state=state,
-        doing=kept.text("doing") if is_kept and state in ("running", "silent") else None,
-        doing_age_s=_age(kept.number("doing_since_s"), kept.number("time_s") or now_s) if is_kept else None,
-        sign_age_s=_age(_sign_s(start, kept, is_kept=is_kept), now_s),
+        doing=kept.text("doing") if state in ("running", "silent") else None,
+        doing_age_s=_age(kept.number("doing_since_s"), now_s if sign_s is None else sign_s),
+        sign_age_s=_age(sign_s, now_s),
         left_s=left_s,
-        job_left_s=_job_left_s(kept, now_s) if is_kept and state == "running" else None,
+        job_left_s=_job_left_s(kept, now_s) if state == "running" else None,
         saved_step=None if saved is None else int(saved[1]),
         saved_age_s=None if saved is None else _age(latest.stat().st_mtime, now_s),
         **progress,
@@ -142,17 +147,13 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
     )
 
 
-def _state(start: StartRecord | None, kept: _Values, *, is_kept: bool, now_s: float) -> State:
+def _state(start: StartRecord | None, silent_s: float | None, *, has_told: bool) -> State:
+    """How the last start stands, which has told of itself or not, and was silent for so long."""
     if start is not None and start.outcome in ("finished", "requeue", "failed"):
         return start.outcome  # type: ignore[return-value]  # mypy does not narrow text to its literals
-    sign_s = _sign_s(start, kept, is_kept=is_kept)
-    if sign_s is None or now_s - sign_s > SILENT_AFTER_S:
+    if silent_s is None or silent_s > SILENT_AFTER_S:
         return "silent"
-    return "running" if is_kept else "starting"
-
-
-def _sign_s(start: StartRecord | None, kept: _Values, *, is_kept: bool) -> float | None:
-    return kept.number("time_s") if is_kept or start is None else start.began_s
+    return "running" if has_told else "starting"
 
 
 def _job_left_s(kept: _Values, now_s: float) -> float | None:
@@ -160,14 +161,14 @@ def _job_left_s(kept: _Values, now_s: float) -> float | None:
     return None if end_s is None else max(0.0, end_s - now_s)
 
 
-def _progress(run_dir: Path, kept: _Values, summary: _Values) -> dict[str, Any]:
+def _progress(run_dir: Path, told: _Values, summary: _Values) -> dict[str, Any]:
     """What was learned, how far it is, and how quickly."""
     rows = [_Values(row) for row in _last_rows(run_dir / METRICS_FILE)]
     recent = [row for row in rows[-_RECENT_STEPS:] if row.number("time/step_s") is not None]
     phases = [phase_seconds(row.numbers()) for row in recent]
     names = dict.fromkeys(name for each in phases for name in each)
-    last = rows[-1] if rows else kept
-    step, steps = last.integer("step"), kept.integer("steps")
+    last = rows[-1] if rows else told
+    step, steps = last.integer("step"), told.integer("steps")
     accuracies = [row.number("validation/accuracy") for row in rows]
     accuracies.append(summary.number("accuracy_after_rl"))
     known = [each for each in accuracies if each is not None]
@@ -251,11 +252,7 @@ def _read(path: Path) -> str:
 
 
 def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return next(json_objects([text]), {})
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
@@ -267,5 +264,4 @@ def _last_rows(path: Path) -> list[dict[str, Any]]:
             lines = file.read().decode(errors="replace").split("\n")[:-1]
     except (FileNotFoundError, IsADirectoryError):
         return []
-    rows = [_object(line) for line in lines]
-    return [row for row in rows if _Values(row).integer("step") is not None]
+    return [row for row in json_objects(lines) if _Values(row).integer("step") is not None]

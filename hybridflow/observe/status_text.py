@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridflow.observe.status import RunStatus
+from hybridflow.observe.table import format_table
 
 _STATES = {"silent": "no sign of life", "requeue": "saved and stopped, to be begun again"}
 _LONGEST_CELL = 48
@@ -33,11 +34,7 @@ def as_text(status: RunStatus) -> str:
 def as_table(statuses: Sequence[RunStatus]) -> str:
     """Several runs, a row for each."""
     head = ("run", "state", "step", "reward", "tokens/s", "s/step", "left", "saved", "restarts", "doing or cause")
-    rows = [head, *(_row(status) for status in statuses)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join(format_table([head, *map(_row, statuses)]))
 
 
 def duration(seconds: float) -> str:

@@ -9,8 +9,9 @@ from hybridflow.parallel.cause import Cause, Place, lost_rank, tell_cause, tell_
 from hybridflow.parallel.links import Message
 from hybridflow.parallel.process import Process
 
-_SETTLE_S = 0.5
-"""From a closed connection to a lost rank: a launcher that ends all ranks has ended this one too by then."""
+SETTLE_S = 0.5
+"""From a closed connection to a lost rank, be it rank 0 or another: a launcher that ends all ranks has ended this one
+too by then."""
 
 _GRACE_S = 2.0
 """So long the cause is waited for once a rank has waited in vain for others: one of them may know why."""
@@ -171,7 +172,7 @@ class Hub:
         if number == 0 or each.has_left:
             return False
         if each.closed_s is not None:
-            return now_s >= each.closed_s + _SETTLE_S
+            return now_s >= each.closed_s + SETTLE_S
         return now_s >= each.heard_s + self._dead_after_s
 
     def _tell(self, cause: Cause) -> None:

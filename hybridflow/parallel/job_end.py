@@ -5,11 +5,10 @@ from __future__ import annotations
 import calendar
 import os
 import re
-import subprocess
 import time
 from collections.abc import Mapping
 
-_ANSWERS_S = 20.0
+from hybridflow.parallel.scontrol import show_job
 
 
 def find_job_end(environ: Mapping[str, str] | None = None, *, is_fresh: bool = False) -> float | None:
@@ -25,30 +24,14 @@ def find_job_end(environ: Mapping[str, str] | None = None, *, is_fresh: bool = F
     told = env.get("SLURM_JOB_END_TIME", "")
     if told.isdigit() and not is_fresh:
         return float(told)
-    asked = _ask(env["SLURM_JOB_ID"])
+    jobs = show_job(env["SLURM_JOB_ID"])
+    asked = end_of(jobs[0]) if jobs else None
     return asked if asked is not None else float(told) if told.isdigit() else None
 
 
-def _ask(job_id: str) -> float | None:
-    """What ``scontrol`` says; None where it does not run, as in some containers, or does not answer."""
-    try:
-        shown = subprocess.run(
-            ["scontrol", "show", "job", "--oneliner", job_id],
-            # Times are printed as the clock of this zone shows them.
-            env={**os.environ, "TZ": "UTC", "SLURM_TIME_FORMAT": "standard"},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_ANSWERS_S,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
+def end_of(job: Mapping[str, str]) -> float | None:
+    """The end time in a record of ``show_job``, as Unix time in seconds; None where it is unknown."""
+    text = job.get("EndTime", "")
+    if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", text) is None:
         return None
-    return parse_end_time(shown)
-
-
-def parse_end_time(shown: str) -> float | None:
-    """The end time in a line of ``scontrol show job``, in UTC, as Unix time in seconds; None where it is unknown."""
-    match = re.search(r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\b", shown)
-    if match is None:
-        return None
-    return float(calendar.timegm(time.strptime(match[1], "%Y-%m-%dT%H:%M:%S")))
+    return float(calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%S")))

@@ -113,17 +113,6 @@ class DeviceMesh:
         """Whether some ranks that differ only along ``axes`` are on different nodes."""
         return any(len({self.node(rank) for rank in group}) > 1 for group in self.groups(*axes))
 
-    def sub_mesh(self, name: str, ranks: tuple[int, ...], layout: ParallelLayout | None = None) -> DeviceMesh:
-        """A named mesh over some of these ranks; without a layout, one data-parallel replica on each rank.
-
-        Raises:
-            LayoutError: A rank is not in this mesh, or the layout does not fill the ranks.
-        """
-        for rank in ranks:
-            self.coordinate(rank)
-        layout = layout if layout is not None else ParallelLayout(dp=len(ranks))
-        return DeviceMesh(name=name, layout=layout, ranks=ranks, ranks_per_node=self.ranks_per_node)
-
 
 def format_ranks(ranks: list[int]) -> str:
     """Ascending ranks with runs shortened: ``0-3,6``."""

@@ -30,7 +30,13 @@ def allow_many_files() -> None:
 
 def own_process() -> Process:
     """This process, for others to look at."""
-    return os.getpid(), (_state(os.getpid()) or ("", 0))[1]
+    return find_process(os.getpid()) or (os.getpid(), 0)
+
+
+def find_process(pid: int) -> Process | None:
+    """The process that has an id now; None: there is none, or the system does not tell."""
+    found = _state(pid)
+    return None if found is None else (pid, found[1])
 
 
 def is_running(process: Process) -> bool:

@@ -45,7 +45,7 @@ from hybridflow.parallel.cause import (
     tell_cause,
     tell_places,
 )
-from hybridflow.parallel.hub import Hub
+from hybridflow.parallel.hub import SETTLE_S, Hub
 from hybridflow.parallel.links import Link, Message, listen
 from hybridflow.parallel.process import Process, is_running, kill, own_process
 from hybridflow.parallel.signals import CaughtSignals
@@ -60,9 +60,6 @@ _CONNECT_S = 30.0
 
 _MOST_STRANGERS = 64
 """So many who know no secret may be heard at one time, so that a port scan does not take all of a process's files."""
-
-_SETTLE_S = 0.5
-"""From the hub's end to this rank's: a launcher that ends all ranks has ended this one too by then."""
 
 _LEAVE_S = 1.0
 """Where the hub is gone, so long the ranks that say nothing leave later than the one that tells of it."""
@@ -362,7 +359,7 @@ class Watch:
             return
         if self._leave_at_s == float("inf"):
             if not link.is_open:
-                self._leave_at_s = self._clock_s + _SETTLE_S
+                self._leave_at_s = self._clock_s + SETTLE_S
             elif self._clock_s >= link.heard_s + self._dead_after_s:
                 self._leave_at_s = self._clock_s
             else:

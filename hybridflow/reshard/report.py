@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from hybridflow.observe.table import format_table
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.holdings import Holdings
 from hybridflow.reshard.messages import divide
@@ -348,14 +349,7 @@ def as_text(found: ReshardReport, bandwidth: Bandwidth) -> str:
         ("  buckets", "", "", format_bytes(found.buckets), "", "", ""),
         ("messages of a rank, about", *map(str, found.messages), "", ""),
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
-    return "\n".join([line.rstrip() for line in lines] + ["", _time(found, bandwidth)])
+    return "\n".join([*format_table(rows, num_left=1), "", _time(found, bandwidth)])
 
 
 def _row(label: str, spread: Spread, found: int | None = None, limit: int | None = None) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ def fork_ranks(
             soon as the others have ended.
     """
     start = time.monotonic()
-    port = _free_port()
+    port = free_port()
     ranks = tuple(range(num_ranks)) if start_only is None else tuple(start_only)
     children = [_fork_rank(list(argv), folder, rank, num_ranks, port, hook) for rank in ranks]
     codes = _wait(children, start + within_s)
@@ -177,7 +177,8 @@ def _wait(children: list[int], deadline: float) -> tuple[int, ...]:
     return tuple(codes[child] for child in children)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

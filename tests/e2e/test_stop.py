@@ -18,6 +18,7 @@ from hybridflow.rollout.generate import Generator
 from hybridflow.trainer import stopping
 from hybridflow.trainer.stopping import Stopping
 from tests.e2e.commands import fork_ranks, lasting_metrics, write_recipe
+from tests.waiting import wait_until
 
 RUN = ["train", "tiny.yaml", "trainer.steps=4"]
 
@@ -25,10 +26,7 @@ RUN = ["train", "tiny.yaml", "trainer.steps=4"]
 def ask(job, signum):
     """Send this process a signal, and wait until the watch has heard of it."""
     os.kill(os.getpid(), signum)
-    end_s = time.monotonic() + 30
-    while job.world.watch.stop_reason is None:
-        assert time.monotonic() < end_s, "the watch did not hear of the signal"
-        time.sleep(0.01)
+    wait_until(lambda: job.world.watch.stop_reason is not None, what="the watch hears of the signal")
 
 
 def asking(call, at, signum, *, on_rank=1):

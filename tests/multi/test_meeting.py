@@ -17,6 +17,7 @@ from hybridflow.errors import LayoutError
 from hybridflow.parallel import world as world_module
 from hybridflow.parallel.start import Start
 from hybridflow.parallel.world import check_nodes, find_device, join_world, open_store
+from tests.e2e.commands import free_port
 
 DEADLINE_S = 3.0
 JOINED = "joined"
@@ -31,12 +32,6 @@ def make_starts(hosts, *, per_node, port=None, **changes):
     )
     port = free_port() if port is None else port
     return [replace(start, rank=rank, port=port, **changes) for rank in range(size)]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def begin(starts, nodes=None, delays=None):

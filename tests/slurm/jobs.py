@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from pathlib import Path
 
+import yaml
+
+from hybridflow.observe.metrics import read_metrics
+from hybridflow.parallel.process import Process, find_process, is_running
+from tests.e2e.commands import RECIPE as TWO_RANKS
 from tests.e2e.commands import fork_ranks
 from tests.slurm_cluster import SlurmCluster
 
 SCRIPTS = Path(__file__).parents[2] / "slurm"
 
-RECIPE = """
-name: tiny
-algorithm: grpo
-cluster: {ranks: 4, deadline_s: 60, start_deadline_s: 120}
-model: {num_layers: 2, hidden_size: 16, ffn_hidden_size: 32, num_attention_heads: 2, max_context: 24}
-data:
-  train: data/train.jsonl
-  held_out: data/held_out.jsonl
-  arithmetic: {num_train: 200, num_held_out: 8, max_operand: 99, mistake_share: 0.5}
-run_dir: run
-warm_start: {steps: 2, batch_size: 8, lr: 1.0e-2}
-actor:
-  update: {tp: 2, dp: 2}
-  rollout: {dp: 4}
-  optimizer: {lr: 1.0e-2}
-reward: {function: "rewards:score"}
-rollout: {max_new_tokens: 4, group_size: 2}
-trainer: {steps: 3, global_batch_size: 8, mini_batch_size: 4, save_every: 1}
-fallbacks:
-  - {ranks: 2, overrides: ["actor.update={tp: 2}", "actor.rollout={dp: 2}"]}
-"""
+RECIPE = yaml.safe_dump(
+    {
+        **yaml.safe_load(TWO_RANKS),
+        "cluster": {"ranks": 4, "deadline_s": 60, "start_deadline_s": 120},
+        "actor": {"update": {"tp": 2, "dp": 2}, "rollout": {"dp": 4}, "optimizer": {"lr": 1e-2}},
+        "trainer": {"steps": 3, "global_batch_size": 8, "mini_batch_size": 4, "save_every": 1},
+        "fallbacks": [{"ranks": 2, "overrides": ["actor.update={tp: 2}", "actor.rollout={dp: 2}"]}],
+    }
+)
 
 # Scores differ within every group. Each takes REWARD_S seconds, for a test that needs steps to last.
 REWARDS = """
@@ -66,13 +59,26 @@ def output(cluster: SlurmCluster, job: str) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
-    """The rows of a job's ``metrics.jsonl``, also of a row that is being written: without it."""
-    path = folder / "run/metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
 def steps(folder: Path) -> list[int]:
     """Numbers of the training steps whose metrics are there."""
-    return [int(row["step"]) for row in metrics(folder) if "actor/loss" in row]
+    if not (folder / "run/metrics.jsonl").exists():
+        return []
+    return [int(row["step"]) for row in read_metrics(folder / "run") if "actor/loss" in row]
+
+
+def rank_processes(cluster: SlurmCluster, job: str) -> dict[int, Process]:
+    """The job's ranks that run now, all nodes being on this machine: rank -> process."""
+    wanted = {f"SLURM_CONF={cluster.env['SLURM_CONF']}", f"SLURM_JOB_ID={job}"}
+    found = {}
+    for path in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            # srun has the same arguments behind another program.
+            argv = (path / "cmdline").read_bytes().decode(errors="replace").split("\0") if path.name.isdigit() else []
+            if "train" not in argv or not Path(argv[0]).name.startswith("python"):
+                continue
+            environ = (path / "environ").read_bytes().decode(errors="replace").split("\0")
+            process = find_process(int(path.name))
+            if process is not None and is_running(process) and wanted <= set(environ):
+                rank = next(int(each.partition("=")[2]) for each in environ if each.startswith("SLURM_PROCID="))
+                found[rank] = process
+    return found

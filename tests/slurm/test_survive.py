@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from hybridflow.observe.starts import StartRecord, read_starts
+from hybridflow.parallel.process import is_running, kill
 from tests.e2e.commands import fork_ranks, lasting_metrics
-from tests.slurm.jobs import SCRIPTS, output, steps
-from tests.slurm.processes import rank_processes
+from tests.slurm.jobs import SCRIPTS, output, rank_processes, steps
 from tests.slurm_cluster import SlurmCluster
 
 STEPS = 6
@@ -77,8 +77,8 @@ def test_preemption_requeues(cluster, folder, curve, grace_s):
 def test_a_killed_rank_begins_again_in_the_allocation(cluster, folder, curve):
     job = begin(cluster, folder)
     first = rank_processes(cluster, job)
-    first[1].kill()
-    cluster.wait_for(lambda: not any(rank.is_alive() for rank in first.values()), within_s=30, what="the ranks' end")
+    kill(first[1])
+    cluster.wait_for(lambda: not any(map(is_running, first.values())), within_s=30, what="the ranks' end")
     finish(cluster, folder, job, restarts=0)
     assert lasting_metrics(folder / "run") == curve
     assert [start.outcome for start in starts(folder)] == ["failed", "finished"]

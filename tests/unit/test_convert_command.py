@@ -26,6 +26,7 @@ from hybridflow.checkpoint.tensor_file import TensorFileWriter
 from hybridflow.errors import CheckpointError
 from tests.convert_doubles import fork, wait_for
 from tests.e2e.commands import fork_ranks
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 HIDDEN, FFN, HEADS, GROUPS, LAYERS, VOCAB = 16, 24, 4, 2, 2, 31
@@ -325,9 +326,7 @@ def test_signal_leaves_what_is_complete(here, capfd, monkeypatch, number):
         slow_writes(0.05, patch)
         child = fork(lambda: os._exit(convert(*TO_MEGATRON)))
         journal = part_folder(here / "out/m") / "journal-00000.jsonl"
-        end = time.monotonic() + 20
-        while not (journal.exists() and journal.read_text().count("\n") > 3) and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: journal.exists() and journal.read_text().count("\n") > 3, what="a journal of some lines")
         os.kill(child, number)
         assert wait_for([child]) == [128 + number]
     message = capfd.readouterr().err
@@ -406,9 +405,7 @@ def test_other_job_that_fails_does_not_end_the_one_that_writes(here, monkeypatch
         fork(lambda rank=rank: (os.environ.update(as_rank(rank, 2)), os._exit(convert(*TO_MEGATRON))))
         for rank in range(2)
     ]
-    begin, end = part_folder(here / "out/m") / ".ranks/begin", time.monotonic() + 20
-    while not begin.exists() and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until((part_folder(here / "out/m") / ".ranks/begin").exists)
     other = fork(lambda: (os.environ.update(as_rank(1, 2)), os._exit(convert(*TO_MEGATRON, "--dtype", "bf16"))))
     assert wait_for([*ranks, other]) == [0, 0, 4], capfd.readouterr().err
 

@@ -5,7 +5,7 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ from hybridflow.doctor.command import nodes_left, srun_command
 from hybridflow.doctor.compare import NodeReport
 from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_bytes, worst
 from hybridflow.doctor.rounds import partner, tournament
+from hybridflow.parallel.scontrol import parse_records
+from hybridflow.programs import try_program
 
 # As Slurm 22.05.8 printed them, shortened.
 CONFIG = """Configuration data as of 2026-11-21T14:13:07
@@ -101,7 +103,7 @@ def test_slurm_settings_are_read_and_judged():
 
 def test_slurm_texts_that_are_broken_or_empty_give_what_they_hold():
     assert slurm.parse_config("slurm_load_ctl_conf error: Unable to contact slurm controller\n") == {}
-    assert slurm.parse_records("No partitions in the system\n\n") == [] == slurm.partition_findings([], {})
+    assert parse_records("No partitions in the system\n\n") == [] == slurm.partition_findings([], {})
     assert {finding.name for finding in slurm.config_findings({})} == {
         "version",
         "MpiDefault",
@@ -117,21 +119,21 @@ def test_slurm_texts_that_are_broken_or_empty_give_what_they_hold():
 
 
 def test_slurm_records_keep_spaces_and_equal_signs():
-    main, low = slurm.parse_records(PARTITIONS)
+    main, low = parse_records(PARTITIONS)
     assert main["TRES"] == "cpu=32,mem=125G,node=2,billing=32" and low["MaxTime"] == "2-00:00:00"
-    (job,) = slurm.parse_records(JOB)
+    (job,) = parse_records(JOB)
     assert job["JobName"] == "my run=3" and job["WorkDir"] == "/data/a b/c" and job["AllocNode:Sid"] == "head:8397"
     assert job["CPUs/Task"] == "1" and job["Power"] == ""
 
 
 def test_preemption_without_grace_and_a_job_that_does_not_come_back():
-    found = by_name(slurm.partition_findings(slurm.parse_records(PARTITIONS), slurm.parse_config(CONFIG)))
+    found = by_name(slurm.partition_findings(parse_records(PARTITIONS), slurm.parse_config(CONFIG)))
     assert found["partition main"].verdict == OK and found["partition low"].verdict == NOTE
     assert "save_every" in found["partition low"].remedy
     cancel = [{"PartitionName": "p", "PreemptMode": "CANCEL", "GraceTime": "300", "State": "UP"}]
     assert "CANCEL" in slurm.partition_findings(cancel, {"PreemptType": "preempt/qos"})[0].remedy
     assert slurm.partition_findings(cancel, {"PreemptType": "preempt/none"})[0].verdict == OK
-    (job,) = slurm.job_findings(slurm.parse_records(JOB))
+    (job,) = slurm.job_findings(parse_records(JOB))
     assert job.verdict == NOTE and "--requeue" in job.remedy and "restarts 2" in job.value
 
 
@@ -381,13 +383,13 @@ def test_a_check_that_raises_or_hangs_holds_nothing_up():
 
 def test_programs_that_fail_crash_hang_or_are_not_there():
     run = [sys.executable, "-c"]
-    assert guard.try_tool([*run, "print('a')"]) == ("a\n", "")
-    out, failure = guard.try_tool([*run, "import os; print('a', flush=True); os.kill(os.getpid(), 11)"])
+    assert try_program([*run, "print('a')"]) == ("a\n", "")
+    out, failure = try_program([*run, "import os; print('a', flush=True); os.kill(os.getpid(), 11)"])
     assert out == "a\n" and "SIGSEGV" in failure
-    assert "status 3" in guard.try_tool([*run, "import sys; print('why', file=sys.stderr); sys.exit(3)"])[1]
-    out, failure = guard.try_tool([*run, "import time; print('a', flush=True); time.sleep(60)"], deadline_s=3.0)
+    assert "status 3" in try_program([*run, "import sys; print('why', file=sys.stderr); sys.exit(3)"])[1]
+    out, failure = try_program([*run, "import time; print('a', flush=True); time.sleep(60)"], deadline_s=3.0)
     assert out == "a\n" and "did not end" in failure
-    assert "cannot be run" in guard.try_tool(["/nowhere/tool"])[1]
+    assert "cannot be run" in try_program(["/nowhere/tool"])[1]
 
 
 # ---- nodes
@@ -470,7 +472,7 @@ def test_findings_of_nodes_are_told_once_or_with_their_nodes():
 
 def test_reports_go_through_json_unchanged():
     one = node("n1", gpus=({"matmul": 1.0, "memory": 2.0},), findings=(Finding(area="a", name="b", value="c"),))
-    assert compare.report_from_dict(json.loads(json.dumps(compare.report_to_dict(one)))) == one
+    assert compare.report_from_dict(json.loads(json.dumps(asdict(one)))) == one
 
 
 def test_median_shares_against_numpy_free_arithmetic():

@@ -1,26 +1,27 @@
 """When Slurm ends a job: from what it left in the environment, and from what it answers."""
 
-import stat
-
 import pytest
 
-from hybridflow.parallel.job_end import find_job_end, parse_end_time
+from hybridflow.parallel.job_end import end_of, find_job_end
+from hybridflow.parallel.scontrol import parse_records
+from tests.programs import put_program
 
 # As Slurm 22.05.8 prints it, shortened.
 SHOWN = (
     "JobId=7 JobName=train UserId=root(0) JobState=RUNNING Reason=None Requeue=1 Restarts=2 RunTime=00:00:07 "
     "TimeLimit=00:05:00 StartTime=2026-11-20T10:00:00 EndTime=2026-11-20T10:05:00 Deadline=N/A NodeList=n[1-2]"
 )
+# 2026-11-20 is day 20777 since 1970-01-01, and 10:05 is 36,300 s.
+END_S = 20777 * 86400 + 36300
 
 
 def test_end_time_is_read_as_utc():
-    # 2026-11-20 is day 20777 since 1970-01-01, and 10:05 is 36,300 s.
-    assert parse_end_time(SHOWN) == 20777 * 86400 + 36300
+    assert [end_of(job) for job in parse_records(SHOWN)] == [END_S]
 
 
 @pytest.mark.parametrize("text", ["", "EndTime=Unknown", "slurm_load_jobs error: Invalid job id specified"])
 def test_unknown_end_is_none(text):
-    assert parse_end_time(text) is None
+    assert not any(end_of(job) for job in parse_records(text))
 
 
 def test_outside_slurm_there_is_no_end():
@@ -32,9 +33,7 @@ def scontrol(tmp_path, monkeypatch):
     """A directory on PATH for a program of that name, which prints a text."""
 
     def install(text, status=0):
-        path = tmp_path / "scontrol"
-        path.write_text(f"#!/bin/sh\necho '{text}'\nexit {status}\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        put_program(tmp_path / "scontrol", f"echo '{text}'\nexit {status}")
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     return install
@@ -44,8 +43,8 @@ def test_what_slurm_left_is_enough_at_the_start_and_asked_again_later(scontrol):
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1000"}
     scontrol(SHOWN)
     assert find_job_end(env) == 1000
-    assert find_job_end(env, is_fresh=True) == parse_end_time(SHOWN)
-    assert find_job_end({"SLURM_JOB_ID": "7"}) == parse_end_time(SHOWN)
+    assert find_job_end(env, is_fresh=True) == END_S
+    assert find_job_end({"SLURM_JOB_ID": "7"}) == END_S
 
 
 def test_without_an_answer_what_was_told_counts(scontrol):

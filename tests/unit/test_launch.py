@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hybridflow.launch.local import run_local
+from hybridflow.parallel.process import find_process, is_running
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,24 +36,12 @@ def in_a_folder(tmp_path, monkeypatch):
 def none_left(tmp_path):
     yield
     for path in tmp_path.glob("pid*"):
-        assert is_gone(int(path.read_text())), path.name
+        wait_until(partial(is_gone, int(path.read_text())), within_s=5, what=f"end of {path.name}")
 
 
-def is_gone(pid, within_s=5.0):
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        try:
-            with open(f"/proc/{pid}/stat") as stat:  # orphans of a container without an init stay as zombies
-                if stat.read().split()[2] == "Z":
-                    return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.02)
-    return False
+def is_gone(pid):
+    found = find_process(pid)
+    return found is None or not is_running(found)  # orphans of a container without an init stay as zombies
 
 
 def test_ranks_know_their_place(tmp_path):
@@ -123,10 +114,7 @@ def start_parent(tmp_path, code, save_s="60"):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, save_s, PRELUDE + code + "\nopen(f'up{rank}', 'w')\ntime.sleep(60)"]
     )
-    deadline = time.monotonic() + 20
-    while not all((tmp_path / f"up{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline and parent.poll() is None
-        time.sleep(0.02)
+    wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)), what="ranks that are up")
     return parent
 
 

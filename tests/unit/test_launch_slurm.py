@@ -20,9 +20,11 @@ from hybridflow.launch.batch import BatchJob, render_batch, shipped_body
 from hybridflow.launch.checks import check_memory, node_range, time_limit
 from hybridflow.launch.command import mpi_command
 from hybridflow.launch.site import Container, Site, check_site, load_site, seconds_of, texts
-from hybridflow.launch.submit import parse_state
+from hybridflow.launch.submit import job_state
 from hybridflow.mapping.memory import RankMemory
+from hybridflow.parallel.scontrol import parse_records
 from hybridflow.sections import to_dict
+from tests.programs import put_program
 
 RECORDS = Path(__file__).parent / "records"
 # What a shell, sbatch or srun could take for something else.
@@ -330,11 +332,6 @@ def on_a_login_node(tmp_path, monkeypatch):
     return tmp_path
 
 
-def put_program(path, line):
-    path.write_text(f"#!/bin/bash\n{line}\n")
-    path.chmod(0o755)
-
-
 QUICK = ["launch", "slurm", "quickstart", "trainer.steps=3", "--time", "30"]
 
 
@@ -446,7 +443,8 @@ def test_memory_is_checked_against_the_sites_gpus(on_a_login_node, capsys):
 
 def test_tensor_parallel_groups_over_nodes_are_warned_of(on_a_login_node, capsys):
     assert cli.main([*QUICK, "cluster.ranks_per_node=1", "--print"]) == 0
-    assert "tensor-parallel groups of 2 reach across nodes (ranks on each: 1)" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "hybridflow: warning: actor.update, reference: tensor-parallel groups of 2 reach across nodes" in told
 
 
 def test_a_launch_that_cannot_be_kept_leaves_nothing(tmp_path):
@@ -471,10 +469,15 @@ def test_state_of_a_job():
         "JobId=3 JobName=a b UserId=ada(1) JobState=FAILED Reason=NonZeroExitCode Dependency=(null) Requeue=1 "
         "ExitCode=75:0 RunTime=00:01 NodeList=n[1-2] BatchHost=n1 Comment=JobState=RUNNING"
     )
-    state = parse_state(line)
+
+    def state_of(text):
+        return job_state(parse_records(text))
+
+    state = state_of(line)
+    assert state_of("slurm_load_jobs error: Invalid job id specified") is None
     assert (state.status, state.is_over, str(state)) == (75, True, "FAILED on n[1-2] (NonZeroExitCode)")
-    assert parse_state(line.replace("75:0", "0:9")).status == 137
-    assert not parse_state(line.replace("JobState=FAILED", "JobState=PENDING", 1)).is_over
+    assert state_of(line.replace("75:0", "0:9")).status == 137
+    assert not state_of(line.replace("JobState=FAILED", "JobState=PENDING", 1)).is_over
 
 
 def test_local_and_mpi_print_what_they_would_start(capsys, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 
 from hybridflow.observe import doing, status_file
 from hybridflow.observe.status_file import StatusFile
+from tests.waiting import wait_until
 
 
 def content(run_dir: Path) -> dict:
@@ -27,9 +28,7 @@ def test_it_tells_at_once_and_goes_on_while_the_work_does_not(tmp_path: Path, mo
     assert "step" not in first and "doing" not in first and abs(first["time_s"] - time.time()) < 60
     with doing.doing("train step 3"), doing.doing("actor.sample"):
         file.note(step=2, job_end_s=99.0)
-        deadline_s = time.monotonic() + 60
-        while "doing" not in content(run_dir):
-            assert time.monotonic() < deadline_s
+        wait_until(lambda: "doing" in content(run_dir), within_s=60)
         file.close()
     last = content(run_dir)
     assert (last["step"], last["job_end_s"], last["doing"]) == (2, 99.0, "actor.sample (train step 3)")

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import put_program
+
 SCRIPTS = Path(__file__).parents[2] / "slurm"
 
 # Each call is a line, its words between bars. An id counts up; the job that is asked for runs; srun ends as it is told.
-NOTE = r"""#!/bin/bash
+NOTE = r"""
 name=${0##*/}
 { printf '%s' "$name"; printf '|%s' "$@"; echo; } >> "$LOG"
 case $name in
@@ -23,10 +25,8 @@ esac
 @pytest.fixture
 def call(tmp_path):
     """Runs a script in a folder of its own; returns its status, the calls it made, and what it complained of."""
-    (tmp_path / "bin").mkdir()
     for name in ("sbatch", "scontrol", "srun"):
-        (tmp_path / "bin" / name).write_text(NOTE)
-        (tmp_path / "bin" / name).chmod(0o755)
+        put_program(tmp_path / "bin" / name, NOTE)
 
     def run(script, *argv, **environ):
         log = tmp_path / "log"
@@ -82,7 +82,7 @@ def test_line_of_a_sweep_is_words_and_nothing_else(call, tmp_path):
         "v=&&",
         "bad",
     ]
-    train = ["srun", "--wait=0", "hybridflow", "train", "tiny.yaml", "seed=3", *words, "run_dir=runs/lr/2", "--resume"]
+    train = ["srun", "--wait=30", "hybridflow", "train", "tiny.yaml", "seed=3", *words, "run_dir=runs/lr/2", "--resume"]
     assert (status, calls) == (0, [train]) and not (tmp_path / "bad").exists()
 
 

@@ -12,7 +12,16 @@ ROOT = Path(__file__).parents[2]
 # Each imports only from those before it. Geometry comes before config, which checks a recipe's layouts against its
 # ranks and orders the ranks of the rollout; so does what reads a model's settings from a directory that a recipe names.
 ORDER = [
-    *("errors", "exit_status", "sections", "observe.doing", "observe.rank_log", "parallel.layout", "parallel.mesh"),
+    *(
+        "errors",
+        "exit_status",
+        "programs",
+        "sections",
+        "observe.doing",
+        "observe.rank_log",
+        "parallel.layout",
+        "parallel.mesh",
+    ),
     *(
         "families",
         "reshard.spec",
@@ -31,6 +40,8 @@ ORDER = [
 LIGHT = [
     *(
         "errors",
+        "exit_status",
+        "programs",
         "sections",
         "families.tables",
         "families.config_json",
@@ -40,6 +51,8 @@ LIGHT = [
         "parallel.mesh",
         "parallel.start",
         "parallel.signals",
+        "parallel.scontrol",
+        "parallel.job_end",
         "parallel.links",
         "parallel.cause",
         "parallel.process",
@@ -51,7 +64,7 @@ LIGHT = [
     *("dataflow.graph", "dataflow.schedule", "dataflow.compiler", "reshard.plan", "reshard.optimizer"),
     *("reshard.report", "reshard.draw"),
     *("observe.metrics", "observe.report", "observe.starts", "observe.timeline", "observe.timeline_file"),
-    *("observe.status", "observe.status_command", "observe.status_file", "observe.status_text"),
+    *("observe.table", "observe.status", "observe.status_command", "observe.status_file", "observe.status_text"),
     *(
         "data.order",
         "data.arithmetic",

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import put_program
+
 SLURM = Path(__file__).parents[2] / "slurm"
 NAMES = ("train.sbatch", "train_preemptible.sbatch")
 
@@ -75,10 +77,8 @@ JOB = {
 @pytest.fixture
 def run(tmp_path):
     """Runs train.sbatch while the ranks end with these statuses; returns its status, the steps, whether it requeued."""
-    (tmp_path / "bin").mkdir()
     for name, text in FAKES.items():
-        (tmp_path / "bin" / name).write_text("#!/bin/bash" + text if text[0] == "\n" else "#!/bin/bash\n" + text)
-        (tmp_path / "bin" / name).chmod(0o755)
+        put_program(tmp_path / "bin" / name, text)
 
     def run(*statuses, argv=("tiny.yaml",), up="n1 n2 n3", state="RUNNING", away="0", **environ):
         (tmp_path / "away").write_text(away + "\n")
@@ -100,7 +100,7 @@ def test_ranks_are_the_tasks_of_the_job_and_words_stay_words(run, tmp_path):
     nasty = ("my recipe.yaml", "run_dir=it's; $(touch bad)", 'data.train="`touch bad`"')
     status, (step,), is_requeued = run(0, argv=nasty, SLURM_CPUS_PER_TASK="4")
     assert (status, is_requeued) == (0, False) and not (tmp_path / "bad").exists()
-    ranks = ["--nodes=3", "--nodelist=n1,n2,n3", "--ntasks=6", "--ntasks-per-node=2", "--overlap", "--wait=0"]
+    ranks = ["--nodes=3", "--nodelist=n1,n2,n3", "--ntasks=6", "--ntasks-per-node=2", "--overlap", "--wait=30"]
     assert step == [*ranks, "hybridflow", "train", *nasty, "--resume"]
 
 

@@ -31,6 +31,7 @@ from hybridflow.parallel.hub import Hub
 from hybridflow.parallel.links import Link, listen
 from hybridflow.parallel.process import is_running, kill, own_process
 from hybridflow.parallel.watch import Watch
+from tests.waiting import wait_until
 
 
 class Job:
@@ -267,7 +268,7 @@ def test_process_that_runs_is_told_from_stopped_gone_and_another():
     child = subprocess.Popen([sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"], stdout=-1)
     child.stdout.readline()
     try:
-        code = f"from hybridflow.parallel.process import _state; print(*_state({child.pid}))"
+        code = f"from hybridflow.parallel.process import find_process; print(*find_process({child.pid}))"
         began = int(subprocess.check_output([sys.executable, "-c", code], text=True).split()[1])
         assert is_running((child.pid, began)) and is_running(own_process())
         assert not is_running((child.pid, began + 1))
@@ -360,13 +361,6 @@ class Memory:
         return self._values[key]
 
 
-def until(condition, within_s=20.0):
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_ranks_share_a_stop_and_leave_in_order_and_strangers_are_sent_away():
     store = Memory()
     watches = [Watch(store, rank=rank, size=3, address="127.0.0.1", dead_after_s=20) for rank in range(3)]
@@ -378,7 +372,7 @@ def test_ranks_share_a_stop_and_leave_in_order_and_strangers_are_sent_away():
                 assert stranger.recv(10) == b""
     assert secret not in repr(watches[0].stop_reason)
     watches[2].ask_stop("was asked nicely")
-    until(lambda: all(watch.stop_reason is not None for watch in watches))
+    wait_until(lambda: all(watch.stop_reason is not None for watch in watches))
     assert {watch.stop_reason for watch in watches} == {f"rank 2 on {socket.gethostname()} was asked nicely"}
     leaving = threading.Thread(target=watches[0].close)
     leaving.start()
@@ -392,7 +386,8 @@ def test_ranks_share_a_stop_and_leave_in_order_and_strangers_are_sent_away():
 CROWD = """
 import resource, socket, sys
 from hybridflow.parallel.watch import Watch
-from tests.unit.test_watch import Memory, until
+from tests.unit.test_watch import Memory
+from tests.waiting import wait_until
 
 store, num_strangers, spare = Memory(), int(sys.argv[1]), int(sys.argv[2])
 hub = Watch(store, rank=0, size=100, address="127.0.0.1", dead_after_s=60)
@@ -403,17 +398,17 @@ used = crowd[-1].fileno()
 resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, used + spare))
 for stranger in crowd:
     stranger.connect(("127.0.0.1", port))
-until(lambda: len(hub._strangers) == min(66, spare - 1) or not hub._thread.is_alive())
+wait_until(lambda: len(hub._strangers) == min(66, spare - 1) or not hub._thread.is_alive())
 for turn in range(2):
     crowd.pop().close()
-    until(lambda: hub._strangers and hub._thread.is_alive())
+    wait_until(lambda: hub._strangers and hub._thread.is_alive())
 assert len(hub._strangers) <= 66
 for stranger in crowd:
     stranger.close()
-until(lambda: not hub._strangers)
+wait_until(lambda: not hub._strangers)
 rank = Watch(store, rank=1, size=2, address="127.0.0.1", dead_after_s=60)
 rank.ask_stop("heard all the same")
-until(lambda: hub.stop_reason is not None)
+wait_until(lambda: hub.stop_reason is not None)
 """
 
 
@@ -427,7 +422,7 @@ def test_a_crowd_of_strangers_neither_ends_the_job_nor_takes_all_files(num_stran
 def test_one_rank_alone_has_no_port():
     watch = Watch(Memory(), rank=0, size=1, address="", dead_after_s=20)
     watch.ask_stop("time is up")
-    until(lambda: watch.stop_reason is not None)
+    wait_until(lambda: watch.stop_reason is not None)
     assert watch.stop_reason == f"rank 0 on {socket.gethostname()} time is up"
     watch.close()
 

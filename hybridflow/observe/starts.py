@@ -96,13 +96,26 @@ def add_end(run_dir: Path, number: int, outcome: str, detail: str = "", save_s: 
     _append(run_dir, row)
 
 
-def idle_starts(records: Sequence[StartRecord], *, job_id: str, step: int | None) -> list[StartRecord]:
-    """The last starts in a row of a job that went on from this step's checkpoint, as one more now would."""
+def idle_starts(
+    records: Sequence[StartRecord], *, job_id: str, step: int | None, restart_count: int | None
+) -> list[StartRecord]:
+    """The last starts in a row of a job that went on from this step's checkpoint, as one more now would.
+
+    Not counted is one that Slurm ended without a word, to begin the job again: as when it takes nodes for other jobs.
+
+    Args:
+        records: Of the run, in order.
+        job_id: Of the job.
+        step: Of the checkpoint; None: there is none.
+        restart_count: How often Slurm has begun the job again before the start that comes now.
+    """
     found: list[StartRecord] = []
     for record in reversed(records):
         if record.job_id != job_id or record.step != step or record.outcome == "finished":
             break
-        found.append(record)
+        if record.outcome is not None or record.restart_count == restart_count:
+            found.append(record)
+        restart_count = record.restart_count
     return found[::-1]
 
 

@@ -97,7 +97,7 @@ def _check_progress(recipe: Recipe, record: StartRecord, earlier: list[StartReco
     """Refuse to go on with what fails each time; nobody is watching a job that begins itself again."""
     if record.job_id is None:
         return
-    idle = idle_starts(earlier, job_id=record.job_id, step=record.step)
+    idle = idle_starts(earlier, job_id=record.job_id, step=record.step, restart_count=record.restart_count)
     if len(idle) < recipe.trainer.max_idle_starts:
         return
     place = "without a checkpoint" if record.step is None else f"from the checkpoint of step {record.step}"

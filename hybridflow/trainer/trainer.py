@@ -132,6 +132,7 @@ class Trainer:
         self._record = record
         self._start = start.checkpoint
         self._saved_step = None if start.checkpoint is None else start.checkpoint.step
+        self._is_warm_start_cut = False
         self._checkpoints = checkpoints.Checkpoints(job, self.roles, start)
         self._everyone = job.world.coordinator(plan.meshes["job"].ranks)
         self._mover = Mover(job.world, plan.meshes, chunk=mini_batch_size(job))
@@ -154,6 +155,8 @@ class Trainer:
         self._record.open(None if self._start is None else self.step)
         if self._start is None and not self._begin():
             return False
+        if "accuracy_before_rl" not in self._record.summary and self._stopping.reason is None:
+            self._record.summary["accuracy_before_rl"] = self._validate()
         self._record.begin_step(self.step, self._stopping.job_end_s)
         self._execute(self._plan.train)
         if self._stopping.reason is None and self.job.recipe.trainer.steps > 0:
@@ -169,16 +172,15 @@ class Trainer:
         return self._stopping.reason is None
 
     def _begin(self) -> bool:
-        """All that comes before the first training step; whether it is done, or the job was asked to stop."""
+        """All that comes before the first training step; whether the job can go on, or its warm start was cut short."""
         recipe = self.job.recipe
         self._read_weights()
         self._execute(self._plan.warm_start)
-        if self._stopping.agree(self._everyone):
+        if any(self._everyone.gather(self._is_warm_start_cut, "the warm start")):
             self._finish()
             return False
         self.roles["actor"].end_warm_start()
         self._spread_weights()
-        self._record.summary["accuracy_before_rl"] = self._validate()
         if recipe.warm_start is not None or recipe.trainer.steps == 0:
             self.save(Batch.empty(), {})
         return True
@@ -252,6 +254,7 @@ class Trainer:
         ranks = self.job.world.coordinator(tuple(sorted(update.ranks)))
         for step in range(steps):
             if step % _WARM_STEPS_TOGETHER == 0 and self._stopping.agree(ranks):
+                self._is_warm_start_cut = True
                 break
             # The first rank of the last stage knows the loss.
             if step % max(1, steps // 10) == 0 and self.job.world.rank == update.holders(0)[0]:

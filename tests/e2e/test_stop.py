@@ -10,6 +10,7 @@ import pytest
 import torch.utils.tensorboard  # noqa: F401
 
 from hybridflow.checkpoint.store import latest_step
+from hybridflow.errors import DeadlineError
 from hybridflow.exit_status import REQUEUE
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.observe.starts import read_starts
@@ -120,9 +121,12 @@ def test_out_of_time_it_stops_by_itself(tmp_path):
 def test_job_that_gets_nowhere_is_not_begun_for_ever(tmp_path):
     def hook(rank):
         os.environ |= {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_JOB_END_TIME": str(2**31)}
+        Actor.imitate = fail
+
+    def fail(self, batch, decided):
+        raise DeadlineError("as in every start")
 
     write_recipe(tmp_path)
-    (tmp_path / "rewards.py").write_text("def score(prompt, response, answer):\n    raise ValueError('no')\n")
     for _ in range(3):
         assert 0 not in fork_ranks([*RUN, "--resume"], tmp_path, hook=hook).codes
     last = fork_ranks([*RUN, "--resume"], tmp_path, hook=hook)

@@ -38,7 +38,8 @@ def uninterrupted(first_step: Path, empty: Path, arguments: Sequence[str]) -> li
 
 
 def test_a_signal_saves_and_requeues(cluster, folder, curve):
-    job = begin(cluster, folder)
+    # The script holds the signal back while ranks start, for up to 15 s.
+    job = begin(cluster, folder, reward_s=2)
     cluster.run("scancel", "--signal=USR1", "--batch", job)
     finish(cluster, folder, job, restarts=1)
     assert lasting_metrics(folder / "run") == curve

@@ -87,7 +87,7 @@ def test_slurm_settings_are_read_and_judged():
     assert "--signal" in found["KillWait"].remedy and "waits 6 s" in found["requeue"].value
     assert found["RequeueExit"].value == "75 is in it" and "KillOnBadExit" not in found
     other = {
-        "WaitTime": "60 sec",
+        "WaitTime": "5 sec",
         "JobRequeue": "0",
         "KillOnBadExit": "1",
         "KillWait": "30 sec",

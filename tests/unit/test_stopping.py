@@ -1,6 +1,7 @@
 """When a job's time is up, by what saving and a step were measured to take; and starts that get nowhere."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -118,10 +119,19 @@ def test_torn_lines_lose_nothing_else(tmp_path, tail):
 
 def test_starts_of_the_same_job_from_the_same_step_are_idle():
     records = [start(1, None), start(2, 10, "failed"), start(3, 10), start(4, 10, "requeue")]
-    assert [record.number for record in idle_starts(records, job_id="7", step=10)] == [2, 3, 4]
-    assert idle_starts(records, job_id="7", step=20) == []
-    assert idle_starts(records, job_id="8", step=10) == []
-    assert idle_starts([*records, start(5, 10, "finished")], job_id="7", step=10) == []
+
+    def numbers(records, job_id="7", step=10, restart_count=None):
+        found = idle_starts(records, job_id=job_id, step=step, restart_count=restart_count)
+        return [record.number for record in found]
+
+    assert numbers(records) == [2, 3, 4]
+    assert numbers(records, step=20) == numbers(records, job_id="8") == []
+    assert numbers([*records, start(5, 10, "finished")]) == []
+    # Start 2 fell silent, and Slurm itself began the job again; start 3 was killed, and the script went on.
+    counted = zip(
+        [start(1, 10, "failed"), start(2, 10), start(3, 10), start(4, 10, "failed")], (0, 0, 1, 1), strict=True
+    )
+    assert numbers([replace(record, restart_count=count) for record, count in counted], restart_count=1) == [1, 3, 4]
 
 
 def test_what_keeps_a_start_from_being_noted_has_its_own_status(tmp_path, monkeypatch):

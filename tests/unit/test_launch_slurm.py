@@ -365,6 +365,7 @@ def test_a_launch_keeps_what_the_job_runs_and_submits_that(on_a_login_node, caps
 def test_the_copy_of_the_code_is_a_whole_package_that_goes_before_the_installed_one(on_a_login_node):
     assert cli.main(QUICK) == 0
     code = on_a_login_node / "runs/quickstart/launch/0001/code"
+    assert not list(code.rglob("__pycache__"))
     names = ["hybridflow", "hybridflow.launch", "hybridflow.trainer.trainer"]
     program = "import importlib.util as u, sys\nfor name in sys.argv[1:]: print(u.find_spec(name).origin)"
     done = subprocess.run(
@@ -377,7 +378,6 @@ def test_the_copy_of_the_code_is_a_whole_package_that_goes_before_the_installed_
     assert all(line.startswith(f"{code}/hybridflow/") for line in done.stdout.split()) and len(done.stdout.split()) == 3
     for name in ("launch/recipes/grpo.yaml", "slurm/train.sbatch"):
         assert (code / "hybridflow" / name).is_file()
-    assert not list(code.rglob("__pycache__"))
 
 
 def test_installed_runs_what_is_installed(on_a_login_node):

@@ -28,7 +28,7 @@ def sources():
     for folder in ("hybridflow", "launch"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             yield from texts(ast.parse(path.read_text(encoding="utf-8")))
-    for path in sorted((ROOT / "slurm").glob("*")):
+    for path in sorted((ROOT / "slurm").glob("*.s*")):
         yield from path.read_text(encoding="utf-8").splitlines()
 
 

@@ -326,7 +326,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if start.launcher == "alone" and recipe.cluster.ranks > 1:
         return train_here(recipe, arguments)
     if start.launcher != "alone":
-        recipe = recipe_for_ranks(arguments.recipe, arguments.overrides, start.size)
+        recipe = recipe_for_ranks(recipe, arguments.recipe, arguments.overrides, start.size)
         if start.rank >= recipe.cluster.ranks:
             from hybridflow.parallel.world import stand_by
 

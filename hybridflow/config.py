@@ -460,11 +460,12 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe_from_dict(parse_yaml(text, str(path)), source=str(path), overrides=overrides)
 
 
-def recipe_for_ranks(name: str | Path, overrides: Sequence[str], num_ranks: int) -> Recipe:
+def recipe_for_ranks(recipe: Recipe, name: str | Path, overrides: Sequence[str], num_ranks: int) -> Recipe:
     """The recipe as it is run where ``num_ranks`` ranks have come: itself, or the fallback that uses the most of them.
 
     Args:
-        name: A YAML file, or the name of a shipped recipe.
+        recipe: From ``load_recipe`` with this name and these overrides.
+        name: A YAML file, or the name of a shipped recipe; read once more where a fallback is taken.
         overrides: As for ``load_recipe``; those of the fallback come after them.
         num_ranks: Those that are there; where ``cluster.ranks`` of the result is less, the others have nothing to do.
 
@@ -472,7 +473,6 @@ def recipe_for_ranks(name: str | Path, overrides: Sequence[str], num_ranks: int)
         ConfigError: As for ``load_recipe``.
         LayoutError: As for ``load_recipe``; or too few ranks have come.
     """
-    recipe = load_recipe(name, overrides)
     fitting = [fallback for fallback in recipe.fallbacks if fallback.ranks <= num_ranks]
     best = max(fitting, key=lambda fallback: fallback.ranks, default=None)
     if num_ranks == recipe.cluster.ranks or (

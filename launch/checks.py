@@ -72,7 +72,7 @@ def check_job(request: Request, site: Site) -> tuple[Recipe, BatchJob, list[str]
     time = time_limit(site)
     warnings: list[str] = []
     for count in dict.fromkeys((most, fewest)):
-        chosen = recipe_for_ranks(request.recipe, request.overrides, count * per_node)
+        chosen = recipe_for_ranks(recipe, request.recipe, request.overrides, count * per_node)
         chosen = replace(chosen, cluster=replace(chosen.cluster, ranks_per_node=per_node))
         meshes = role_meshes(chosen)
         warnings += placement_warnings(meshes)

@@ -13,7 +13,7 @@ import yaml
 
 from hybridflow import cli
 from hybridflow.checkpoint.convert import command as convert_command
-from hybridflow.config import recipe_for_ranks, recipe_from_dict
+from hybridflow.config import load_recipe, recipe_for_ranks, recipe_from_dict
 from hybridflow.doctor import command as doctor_command
 from hybridflow.launch.site import load_site
 from hybridflow.observe import status_command
@@ -77,7 +77,8 @@ def test_examples_of_site_settings_and_fallbacks_are_valid(tmp_path):
     assert load_site(tmp_path / "site.yaml").time == "24:00:00"
     (tmp_path / "recipe.yaml").write_text((ROOT / "launch/recipes/quickstart.yaml").read_text() + fallbacks)
     layouts = ["actor.update={tp: 4, dp: 8}", "actor.rollout={tp: 2, dp: 16}", "critic.layout={tp: 4, dp: 8}"]
-    made = [recipe_for_ranks(tmp_path / "recipe.yaml", ["cluster.ranks=32", *layouts], ranks) for ranks in (32, 24, 8)]
+    asked = tmp_path / "recipe.yaml", ["cluster.ranks=32", *layouts]
+    made = [recipe_for_ranks(load_recipe(*asked), *asked, ranks) for ranks in (32, 24, 8)]
     assert [recipe.cluster.ranks for recipe in made] == [32, 16, 8]
 
 

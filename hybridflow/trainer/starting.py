@@ -61,14 +61,14 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
     return Started(number, tuple(earlier))
 
 
-def note_failure(run_dir: Path, number: int, rank: int, cause: str) -> None:
+def note_failure(run_dir: Path, number: int, rank: int, cause: str, save_s: float | None) -> None:
     """Write down how this start ended, on the lowest rank; on the next in its place, if it was the one that was lost.
 
     Raises:
         OSError: The file system refuses.
     """
     if rank == 0 or (rank == 1 and all(each.outcome is None for each in read_starts(run_dir)[-1:])):
-        add_end(run_dir, number, "failed", cause)
+        add_end(run_dir, number, "failed", cause, save_s)
 
 
 def _record(

@@ -72,7 +72,9 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
     run_dir = Path(recipe.run_dir)
     open_rank_log(run_dir, started.number, world.rank)
     if world.watch is not None:
-        world.watch.before_exit = lambda cause: note_failure(run_dir, started.number, world.rank, cause)
+        world.watch.before_exit = lambda cause: note_failure(
+            run_dir, started.number, world.rank, cause, stopping.save_s
+        )
     with doing("reading data and making models"):
         job = open_job(recipe, world, plan)
         start = checkpoints.begin(job, resume=resume)

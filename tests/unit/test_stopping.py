@@ -13,7 +13,7 @@ from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_star
 from hybridflow.parallel.cause import cause_of
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.trainer import stopping
-from hybridflow.trainer.starting import note_start
+from hybridflow.trainer.starting import note_failure, note_start
 from hybridflow.trainer.stopping import Stopping
 
 
@@ -105,6 +105,13 @@ def test_starts_and_ends_are_read_back(tmp_path):
     one, two = read_starts(tmp_path)
     assert (one.hosts, one.outcome, one.detail, one.save_s) == (("n1", "n2"), "requeue", "received SIGUSR1", 3.5)
     assert one.ended_s > one.began_s and (two.number, two.step, two.outcome) == (2, 10, None)
+
+
+def test_a_start_that_failed_tells_how_long_saving_took(tmp_path):
+    add_start(tmp_path, start(1, None))
+    note_failure(tmp_path, 1, 0, "rank 3 was lost", 3.5)
+    (failed,) = read_starts(tmp_path)
+    assert (failed.outcome, failed.detail, failed.save_s) == ("failed", "rank 3 was lost", 3.5)
 
 
 @pytest.mark.parametrize("tail", [b'{"number": 3, "beg', b"\xff\xfe\n", b"[1]\n", b'{"number": 9}\n', b"\n\n"])

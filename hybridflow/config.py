@@ -46,7 +46,8 @@ class Cluster:
     Attributes:
         ranks: Number of ranks; started plainly, ``hybridflow train`` brings up so many on this machine.
         ranks_per_node: Ranks on each node; None: all on one node.
-        deadline_s: Longest wait for another rank, in seconds.
+        deadline_s: Longest wait for another rank, in seconds; longer than any phase that some ranks take while others
+            wait for them. A rank that dies or falls silent is seen much earlier.
         start_deadline_s: Longest wait for all ranks to join, in seconds.
         dead_after_s: A rank that has shown no sign of life for so long is taken for dead, in seconds.
         threads_per_rank: CPU threads of each rank.
@@ -54,7 +55,7 @@ class Cluster:
 
     ranks: Count = 1
     ranks_per_node: Count | None = None
-    deadline_s: Positive = 120.0
+    deadline_s: Positive = 1800.0
     start_deadline_s: Positive = 120.0
     dead_after_s: Positive = 20.0
     threads_per_rank: Count = 1

@@ -216,10 +216,11 @@ def anonymous_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def bytes_while_reading(world: World, path: Path) -> tuple[int, int]:
+def bytes_while_reading(world: World, path: Path, read_before: Path) -> tuple[int, int]:
     """What the weights take, and the most that was there at any time above what there was before."""
     mesh = DeviceMesh(name="actor", layout=ParallelLayout(), ranks=(0,), ranks_per_node=1)
-    # What tests before this one freed is still this process's, and would be used again without being seen.
+    from_pretrained(read_before, world, mesh)
+    # What was freed before is still this process's, and would be used again without being seen.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before, peak, is_done = anonymous_bytes(), 0, threading.Event()
@@ -243,7 +244,11 @@ def test_reading_takes_the_memory_of_a_tensor_or_two(tmp_path):
     write_model(tmp_path / "causal", num_key_value_heads=8, **sizes)
     largest = 20000 * 512 * 4
     write_as("megatron", tmp_path / "causal", tmp_path / "ours", Options(layout=ParallelLayout(tp=2)))
-    for path in (tmp_path / "causal", tmp_path / "ours"):
-        ((weights, peak),) = run_ranks(bytes_while_reading, 1, path)
+    # The first reading also takes what Python and its libraries keep for the next.
+    write_model(tmp_path / "small", num_key_value_heads=8, **{**sizes, "vocab_size": 512})
+    write_as("megatron", tmp_path / "small", tmp_path / "small-ours", Options(layout=ParallelLayout(tp=2)))
+    for path, small in (("causal", "small"), ("ours", "small-ours")):
+        ((weights, peak),) = run_ranks(bytes_while_reading, 1, tmp_path / path, tmp_path / small)
         assert weights > 5 * largest
-        assert 0.9 * weights < peak < weights + 2 * largest, (path, weights, peak, largest)
+        # Two of the largest tensor, and what is small: buffers of readers, memory that the allocator holds back.
+        assert 0.9 * weights < peak < weights + 2.5 * largest, (path, weights, peak, largest)

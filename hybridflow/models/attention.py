@@ -1,15 +1,15 @@
-"""Core attention on packed tokens, with or without a key-value cache, for training and rollout alike.
+"""Core attention on packed tokens, for training and rollout alike.
 
 Activations are laid out ``[tokens, 1, hidden]``: all sequences of a micro-batch one after the other, without padding.
 Which tokens see which is told by an attention plan, an object that travels through megatron-core as
-``attention_bias``. Training and prefill use ``PackedAttention``, decoding uses ``CachedAttention``; everything else of
-the model is the same code, so that the two agree on log-probabilities.
+``attention_bias``. Training uses ``PackedAttention``, the rollout ``PagedAttention``; everything else of the model is the
+same code, so that the two agree on log-probabilities.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -36,37 +36,6 @@ class Scoring:
     window: int | None = None
 
 
-class KeyValueCache:
-    """Keys and values of the sequences being decoded, for the layers of this stage.
-
-    Attributes:
-        keys: One tensor for each local layer, ``[slots, tokens, groups/tp, head]``.
-        values: As ``keys``.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_slots: int,
-        num_tokens: int,
-        num_groups: int,
-        head_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        shape = (num_slots, num_tokens, num_groups, head_size)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-
-    def keep(self, slots: Tensor) -> None:
-        """Drop all sequences but those in ``slots`` (``[kept]``), which become slots 0 and up."""
-        for layer in range(len(self.keys)):
-            # One after the other, so that never more than a layer is there twice.
-            self.keys[layer] = self.keys[layer][slots]
-            self.values[layer] = self.values[layer][slots]
-
-
 class PackedAttention:
     """Each token sees itself and the tokens before it in its own sequence.
 
@@ -76,17 +45,11 @@ class PackedAttention:
     Args:
         lengths: Tokens of each sequence.
         device: Where the activations live.
-        cache: Where to leave the keys and values of sequence ``i``, in slot ``first_slot + i``.
-        first_slot: See ``cache``.
     """
 
-    def __init__(
-        self, lengths: list[int], device: torch.device, cache: KeyValueCache | None = None, first_slot: int = 0
-    ) -> None:
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
         self._samples = len(lengths)
         self._width = max(lengths, default=0)
-        self._cache = cache
-        self._first_slot = first_slot
         counts = torch.tensor(lengths, dtype=torch.int64)
         starts = torch.cumsum(counts, 0) - counts
         sample = torch.repeat_interleave(torch.arange(self._samples), counts)
@@ -110,13 +73,9 @@ class PackedAttention:
             ``[tokens, heads/tp, head]``.
         """
         query, key, value = self._rectangle(query), self._rectangle(key), self._rectangle(value)
-        if self._cache is not None:
-            slots = slice(self._first_slot, self._first_slot + self._samples)
-            self._cache.keys[layer][slots, : self._width] = key
-            self._cache.values[layer][slots, : self._width] = value
         # Padding stands behind the tokens, where a causal query never looks.
         is_plain = scoring.softcap is None and (scoring.window is None or scoring.window >= self._width)
-        context = _attend(
+        context = attend(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
@@ -132,36 +91,6 @@ class PackedAttention:
             rectangle = packed.new_zeros(self._samples * self._width, *packed.shape[1:])
             packed = rectangle.index_copy(0, self._places, packed)
         return packed.view(self._samples, self._width, *packed.shape[1:])
-
-
-class CachedAttention:
-    """One new token for each sequence, which sees the sequence's cached tokens and itself.
-
-    Args:
-        cache: Keys and values; the new token's are added.
-        positions: Position of the new token of the sequence in slot ``i``, ``[slots]``.
-    """
-
-    def __init__(self, cache: KeyValueCache, positions: Tensor) -> None:
-        self.positions = positions
-        self._cache = cache
-        self._slots = torch.arange(len(positions), device=positions.device)
-        self._width = int(positions.max()) + 1
-        self._sight = _Sight(positions, self._width)
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """As ``PackedAttention.attend``, with one token for each slot."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._slots, self.positions] = key
-        values[self._slots, self.positions] = value
-        context = _attend(
-            query[:, :, None],
-            keys[:, : self._width].transpose(1, 2),
-            values[:, : self._width].transpose(1, 2),
-            self._sight.through(scoring.window)[:, None, None],
-            scoring,
-        )
-        return context[:, :, 0]
 
 
 class _Sight:
@@ -187,7 +116,7 @@ class _Sight:
         return self._masks[window]
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scoring: Scoring) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scoring: Scoring) -> Tensor:
     """Scaled dot-product attention, with soft-capped scores where they are wanted.
 
     Args:
@@ -217,7 +146,17 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scor
     return (weights @ value[:, :, None]).flatten(1, 2)
 
 
-AttentionPlan = PackedAttention | CachedAttention
+class AttentionPlan(Protocol):
+    """Which tokens see which.
+
+    Attributes:
+        positions: Place of each token in its sequence, ``[tokens]`` int64.
+    """
+
+    positions: Tensor
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Attention of one layer, as ``PackedAttention.attend``."""
 
 
 class SdpaCoreAttention(MegatronModule):

@@ -1,0 +1,127 @@
+"""The key-value cache in blocks, and attention over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridflow.models.attention import Scoring, attend
+from hybridflow.models.gpt import Transformer
+from hybridflow.rollout.blocks import BLOCK_TOKENS
+
+
+class PagedCache:
+    """Keys and values of the layers of this stage, in blocks that any sequence may own.
+
+    A block's keys lie token by token for each dim, its values dim by dim for each token: as ``kernels.c`` reads them.
+
+    Attributes:
+        keys: One tensor for each local layer, ``[blocks, groups/tp, head, BLOCK_TOKENS]``.
+        values: As ``keys``, ``[blocks, groups/tp, BLOCK_TOKENS, head]``.
+    """
+
+    def __init__(self, model: Transformer, num_blocks: int, device: torch.device) -> None:
+        groups, head = cache_shape(model)
+        dtype = model.config.params_dtype
+        # Zeros, since what was never written must not be NaN: it is weighted with zero.
+        self.keys = [
+            torch.zeros(num_blocks, groups, head, BLOCK_TOKENS, dtype=dtype, device=device)
+            for _ in model.decoder.layers
+        ]
+        self.values = [
+            torch.zeros(num_blocks, groups, BLOCK_TOKENS, head, dtype=dtype, device=device)
+            for _ in model.decoder.layers
+        ]
+
+
+def cache_shape(model: Transformer) -> tuple[int, int]:
+    """Query groups on this rank, and the width of a head."""
+    attention = model.decoder.layers[0].self_attention
+    return attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+
+
+def block_bytes(model: Transformer) -> int:
+    """Memory of one block in all layers of this stage, in bytes."""
+    groups, head = cache_shape(model)
+    element = torch.empty(0, dtype=model.config.params_dtype).element_size()
+    return 2 * len(model.decoder.layers) * groups * head * BLOCK_TOKENS * element
+
+
+class PagedAttention:
+    """Tokens of several sequences, each of which sees the cached tokens of its own sequence, and those before it here.
+
+    Args:
+        cache: Keys and values; those of the tokens are added.
+        tables: Blocks of each sequence, ``[sequences, blocks]`` int32, on the device.
+        sequences: Which sequence each token is of, ``[tokens]`` int64, tokens of one sequence side by side.
+        positions: Position of each token in its sequence, ``[tokens]`` int64, rising within a sequence.
+
+    Attributes:
+        places: Where each token's key and value go: block times ``BLOCK_TOKENS``, plus the place in it, ``[tokens]``.
+    """
+
+    def __init__(self, cache: PagedCache, tables: Tensor, sequences: Tensor, positions: Tensor) -> None:
+        self.cache = cache
+        self.tables = tables
+        self.sequences = sequences
+        self.positions = positions
+        self.places = tables[sequences, positions // BLOCK_TOKENS].long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        self._parts: list[_Part] | None = None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """As ``PackedAttention.attend``."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        block, token = self.places // BLOCK_TOKENS, self.places % BLOCK_TOKENS
+        keys[block, :, :, token] = key
+        values[block, :, token] = value
+        if self._parts is None:
+            self._parts = list(self._split())
+        context = torch.empty_like(query)
+        for part in self._parts:
+            context[part.rows] = part.attend(query[part.rows], keys[part.tables], values[part.tables], scoring)
+        return context
+
+    def _split(self) -> Iterator[_Part]:
+        """The sequences that have one token here, together; each of the others alone."""
+        sequences, counts = torch.unique_consecutive(self.sequences, return_counts=True)
+        starts = counts.cumsum(0) - counts
+        is_single = counts == 1
+        if bool(is_single.any()):
+            yield self._part(starts[is_single], sequences[is_single])
+        for start, count, sequence in zip(
+            starts[~is_single].tolist(), counts[~is_single].tolist(), sequences[~is_single], strict=True
+        ):
+            rows = torch.arange(start, start + count, device=self.positions.device)
+            yield self._part(rows, sequence[None])
+
+    def _part(self, rows: Tensor, sequences: Tensor) -> _Part:
+        positions = self.positions[rows].unflatten(0, (len(sequences), -1))
+        return _Part(rows, self.tables[sequences, : int(positions.max()) // BLOCK_TOKENS + 1].long(), positions)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """As many tokens of each of some sequences: ``[sequences * tokens]`` rows, positions ``[sequences, tokens]``."""
+
+    rows: Tensor
+    tables: Tensor
+    positions: Tensor
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
+        """``[rows, heads, head]`` over keys and values of ``[sequences, blocks, …]``."""
+        width = keys.shape[1] * BLOCK_TOKENS
+        places = torch.arange(width, device=query.device)
+        seen = places <= self.positions[:, :, None]
+        if scoring.window is not None:
+            seen &= places > self.positions[:, :, None] - scoring.window
+        context = attend(
+            query.unflatten(0, self.positions.shape).transpose(1, 2),
+            keys.permute(0, 2, 1, 4, 3).flatten(2, 3),
+            values.permute(0, 2, 1, 3, 4).flatten(2, 3),
+            seen[:, None],
+            scoring,
+        )
+        return context.transpose(1, 2).flatten(0, 1)

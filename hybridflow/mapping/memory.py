@@ -24,8 +24,8 @@ from hybridflow.reshard.plan import aliases, held_bytes, shares_storage
 from hybridflow.reshard.report import format_bytes
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec
 
-PREFILL_TOKENS = 8192
-"""As ``rollout.generate`` has it, which a login node cannot import."""
+STEP_TOKENS = 2048
+"""As ``rollout.engine`` has it, which a login node cannot import."""
 
 CHUNK_TOKENS = 1024
 """As ``models.log_probs`` has it."""
@@ -163,7 +163,7 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
             mesh=name,
             weights=_own_bytes(placed.spec, placed.update, mesh, rank),
             cache=cache_bytes(recipe, model, mesh),
-            activations=_passing_bytes(model, mesh, max(PREFILL_TOKENS, _longest_prompt(recipe))),
+            activations=_passing_bytes(model, mesh, STEP_TOKENS),
         )
     tokens = max(recipe.trainer.micro_batch_tokens, recipe.model.max_context)
     weights = placed.stage_bytes[mesh.coordinate(rank).pp]
@@ -278,10 +278,6 @@ def _output_bytes(model: Model, mesh: DeviceMesh, rank: int, tokens: int, *, has
     columns = 1 if has_value_head else -(-_vocab_size(model) // mesh.layout.tp)
     logits = copies * tokens * columns * ITEM_BYTES[model.dtype]
     return logits + 4 * min(tokens, CHUNK_TOKENS) * columns * _FP32_BYTES
-
-
-def _longest_prompt(recipe: Recipe) -> int:
-    return recipe.model.max_context - recipe.rollout.max_new_tokens
 
 
 def memory_table(memory: Sequence[RankMemory]) -> str:

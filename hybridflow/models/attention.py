@@ -2,8 +2,8 @@
 
 Activations are laid out ``[tokens, 1, hidden]``: all sequences of a micro-batch one after the other, without padding.
 Which tokens see which is told by an attention plan, an object that travels through megatron-core as
-``attention_bias``. Training uses ``PackedAttention``, the rollout ``PagedAttention``; everything else of the model is the
-same code, so that the two agree on log-probabilities.
+``attention_bias``. Training uses ``PackedAttention``, the rollout ``PagedAttention``; all else of the model is the same
+code, so that the two agree on log-probabilities.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Columns:
         self.first = dist.get_rank(group) * width
         self.num_real = max(0, min(width, vocab_size - self.first))
 
-    def scaled(self, logits: Tensor, temperature: float) -> Tensor:
+    def scaled(self, logits: Tensor, temperature: float | Tensor) -> Tensor:
         """fp32 logits over temperature, padding columns at minus infinity, ``[tokens, padded_vocab/tp]``."""
         scaled = logits.float() / temperature
         scaled[:, self.num_real :] = -torch.inf

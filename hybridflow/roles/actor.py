@@ -23,13 +23,13 @@ from hybridflow.roles.job import Job
 from hybridflow.roles.kept_rollouts import KeptRollouts
 from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
 from hybridflow.roles.rollout_weights import RolloutWeights
-from hybridflow.rollout.generate import Generator, Request, Response, RolloutStopped
-from hybridflow.rollout.sampling import SamplingParams
+from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
 
 
 @dataclass(frozen=True)
 class _Progress:
-    """What goes on beside generating, see ``generate.Progress``."""
+    """What goes on beside generating, see ``request.Progress``."""
 
     is_stopping: Callable[[], bool]
     log: LogWriter | None = None
@@ -78,9 +78,9 @@ class Actor:
         if self.trainable is not None and job.recipe.actor.offload:
             self._offload = self.trainable.offload(f"rank {rank}: optimizer of actor.update")
         self._rollout_is_current = False
-        self._generator: Generator | None = None
+        self._engine: MegatronEngine | None = None
         if self._rollout is not None:
-            self._generator = Generator(
+            self._engine = MegatronEngine(
                 self._rollout.transformer,
                 self._rollout.groups,
                 vocab_size=job.vocab_size,
@@ -95,6 +95,8 @@ class Actor:
         share are freed.
         """
         if phase == "update":
+            if self._engine is not None:
+                self._engine.weights_changed()
             if self._rollout_weights is not None:
                 self._rollout_weights.release()
                 self._rollout_is_current = False
@@ -136,9 +138,9 @@ class Actor:
         """
         recipe = self._job.recipe
         first, count = decided["train_step"]["first_draw"], decided["train_step"]["num_prompts"]
-        place = self._rollout_place()
+        place, params = self._rollout_place(), self._sampling(greedy=False)
         requests = [
-            Request(prompt=torch.tensor(self._job.train.prompt(draw)), draw=draw, index=index)
+            Request(prompt=torch.tensor(self._job.train.prompt(draw)), params=params, draw=draw, index=index)
             for draw in range(first + place.dp, first + count, self._job.meshes["actor.rollout"].layout.dp)
             for index in range(recipe.rollout.group_size)
         ]
@@ -156,12 +158,13 @@ class Actor:
         limit = self._job.recipe.trainer.num_validation
         count = len(self._job.held_out) if limit is None else min(limit, len(self._job.held_out))
         place, step = self._rollout_place(), self._job.meshes["actor.rollout"].layout.dp
+        params = self._sampling(greedy=True)
         requests = [
-            Request(prompt=torch.tensor(self._job.held_out[row][1]), draw=row, index=0)
+            Request(prompt=torch.tensor(self._job.held_out[row][1]), params=params, draw=row)
             for row in range(place.dp, count, step)
         ]
-        assert self._generator is not None, "called outside the rollout mesh"
-        return self._as_batch(requests, self._generator.generate(requests, self._sampling(greedy=True), "validation"))
+        assert self._engine is not None, "called outside the rollout mesh"
+        return self._as_batch(requests, self._engine.generate(requests, "validation"))
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``old_log_probs``: those of the weights at the start of the update."""
@@ -219,6 +222,8 @@ class Actor:
     def mark_changed(self) -> None:
         """The update layout's weights were written from outside: the rollout's are no longer current."""
         self._rollout_is_current = False
+        if self._engine is not None:
+            self._engine.weights_changed()
 
     def _rollout_place(self) -> Any:
         return self._job.meshes["actor.rollout"].coordinate(self._job.world.rank)
@@ -236,10 +241,10 @@ class Actor:
 
     def _sample(self, step: int, requests: list[Request]) -> list[Response]:
         """A response to each request; those that are in a log are not generated again."""
-        assert self._generator is not None, "called outside the rollout mesh"
-        params, kept = self._sampling(greedy=False), self.kept
+        assert self._engine is not None, "called outside the rollout mesh"
+        kept = self.kept
         if kept is None:
-            return self._generator.generate(requests, params, progress=_Progress(self.is_stopping))
+            return self._engine.generate(requests, progress=_Progress(self.is_stopping))
         found = kept.find(step, requests)
         again = [(ask, found[ask.draw, ask.index]) for ask in requests if (ask.draw, ask.index) in found]
         others = [ask for ask in requests if (ask.draw, ask.index) not in found]
@@ -249,7 +254,7 @@ class Actor:
                 self.metrics["rollout/reused"] = len(again) / len(requests)
                 # So that the log of this start has the whole step.
                 progress.finished(again)
-            new = self._generator.generate(others, params, progress=progress)
+            new = self._engine.generate(others, progress=progress)
         found |= {(ask.draw, ask.index): got for ask, got in zip(others, new, strict=True)}
         return [found[ask.draw, ask.index] for ask in requests]
 

@@ -27,7 +27,7 @@ from hybridflow.data.rollout_log import LogHeader, LogName, LogWriter, Sampled, 
 from hybridflow.errors import WriteError
 from hybridflow.roles.job import Job
 from hybridflow.rollout import archive
-from hybridflow.rollout.generate import Request, Response
+from hybridflow.rollout.request import Request, Response
 
 _FOLDER, _LOGS = "rollouts", "log"
 
@@ -84,7 +84,11 @@ class KeptRollouts:
         responses = (_from_text(*text) for text in replica.decide("rollouts of earlier starts", found))
         return {
             (each.draw, each.index): Response(
-                tokens=torch.from_numpy(each.tokens).long(), log_probs=torch.from_numpy(each.log_probs)
+                tokens=torch.from_numpy(each.tokens).long(),
+                log_probs=torch.from_numpy(each.log_probs),
+                sampled_log_probs=torch.from_numpy(each.log_probs),
+                versions=torch.full((len(each.tokens),), step, dtype=torch.int32),
+                finish="stop",
             )
             for each in responses
         }

@@ -119,15 +119,21 @@ class CpuTransformer:
         keys, values = attention.cache.keys[index], attention.cache.values[index]
         sizes = (num_rows, self._groups, self._sharers, self._head)
         self._kernels.hf_store(
-            *_addresses(
-                queries, keys, values, mixed, self._rotary, attention.positions, attention.places
-            ), *sizes, *_addresses(layer.query_norm, layer.key_norm), self._eps, self._centre,
+            *_addresses(queries, keys, values, mixed, self._rotary, attention.positions, attention.places),
+            *sizes,
+            *_addresses(layer.query_norm, layer.key_norm),
+            self._eps,
+            self._centre,
         )
         scoring = layer.scoring
         failed = self._kernels.hf_attend(
-            *_addresses(context, queries, keys, values, attention.tables), attention.tables.shape[1],
-            *_addresses(attention.sequences, attention.positions), *sizes,
-            scoring.scale, scoring.softcap or 0.0, scoring.window or 0,
+            *_addresses(context, queries, keys, values, attention.tables),
+            attention.tables.shape[1],
+            *_addresses(attention.sequences, attention.positions),
+            *sizes,
+            scoring.scale,
+            scoring.softcap or 0.0,
+            scoring.window or 0,
         )
         if failed:
             raise MemoryError("no memory for the scores of attention")

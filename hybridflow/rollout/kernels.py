@@ -23,7 +23,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 @functools.cache
 def load_kernels() -> ctypes.CDLL | None:
-    """The kernels as C functions that take addresses; None where there was no compiler when hybridflow was installed."""
+    """The kernels as C functions that take addresses; None where no compiler was there to build them."""
     for suffix in machinery.EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_kernels{suffix}")
         if path.exists():

@@ -9,6 +9,9 @@ from torch import Tensor
 
 PURPOSES = {"rollout": 1, "validation": 2}
 """What samples are for: each purpose has noise of its own."""
+FinishReason = Literal["stop", "length", "paused", "failed"]
+"""A stop token or text, the most tokens; ``paused``: not yet; ``failed``: something went wrong."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -84,7 +87,7 @@ class Response:
         sampled_log_probs: ``[response]`` fp32 of the distribution that was sampled from, penalties and cuts included.
         versions: ``[response]`` int32, which weights sampled each token.
         prompt_log_probs: ``[prompt - 1]`` fp32 of the prompt's tokens but the first; None: not asked for.
-        finish: Why it ended; ``paused``: it has not ended.
+        finish: Why it ended.
         error: What went wrong, where ``finish`` is ``failed``.
     """
 
@@ -93,7 +96,7 @@ class Response:
     sampled_log_probs: Tensor
     versions: Tensor
     prompt_log_probs: Tensor | None = None
-    finish: Literal["stop", "length", "paused", "failed"]
+    finish: FinishReason
     error: str | None = None
 
 
@@ -111,7 +114,14 @@ class RolloutStopped(Exception):
     """Generating ended early because ``Progress.is_stopping`` said so, with all that was finished handed over.
 
     No error: nothing is wrong, and no rank of the replica waits for another.
+
+    Attributes:
+        unfinished: The other requests, each with what was sampled of it: ``Request.begun`` to go on from.
     """
+
+    def __init__(self, unfinished: list[tuple[Request, Response]]) -> None:
+        super().__init__()
+        self.unfinished = unfinished
 
 
 class Engine(Protocol):

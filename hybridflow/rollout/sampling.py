@@ -153,7 +153,7 @@ def _find(logits: Tensor, rows: _Rows, columns: Columns) -> Tensor:
 
 
 def _find_best(scaled: Tensor, rows: _Rows, columns: Columns, kept: Tensor | None) -> Tensor:
-    """As ``_find``, of scaled logits, of which those that are not ``kept`` (``[rows, columns]`` bool) are not chosen."""
+    """As ``_find``, of scaled logits; those that are not ``kept`` (``[rows, columns]`` bool) are not chosen."""
     largest = scaled.amax(-1)
     weights = (scaled - largest[:, None]).exp()
     total = weights.sum(-1)
@@ -164,9 +164,7 @@ def _find_best(scaled: Tensor, rows: _Rows, columns: Columns, kept: Tensor | Non
         scores = scores.masked_fill(~kept, -torch.inf)
     best, place = scores.max(-1)
     chosen = scaled.gather(1, place[:, None])[:, 0]
-    return torch.stack(
-        [each.double() for each in (best, place + columns.first, chosen, largest, total, kept_total)]
-    )
+    return torch.stack([each.double() for each in (best, place + columns.first, chosen, largest, total, kept_total)])
 
 
 def _settle(candidates: Tensor) -> Sampled:

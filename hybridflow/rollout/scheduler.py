@@ -1,8 +1,8 @@
 """Which tokens go through the model next: continuous batching over a cache of blocks.
 
-Sequences have slots, and a row of numbers in arrays over the slots, so that decoding costs no Python for each token. All
-that a sequence has is a list of known tokens, the prompt's and what was sampled, of which the first ``computed`` are in
-the cache. A step computes more of them: all but one sequence's are one token, those that begin, or lost their blocks,
+Sequences have slots, and a row of numbers in arrays over the slots, so that decoding costs no Python for each token.
+All that a sequence has is a list of known tokens, the prompt's and what was sampled, of which the first ``computed`` are
+in the cache. A step computes more of them: all but one sequence's are one token, those that begin, or lost their blocks,
 have a chunk. Who has computed all it knows gets the next token.
 
 No torch, no messages, no clock: every rank of a replica plans the same steps.
@@ -115,9 +115,9 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def num_running(self) -> int:
-        """Sequences that have a slot."""
-        return len(self._running)
+    def running(self) -> list[int]:
+        """Slots that are taken, the oldest first."""
+        return list(self._running)
 
     def add(self, jobs: Sequence[Job]) -> None:
         """Take up sequences, which wait behind those that are there."""

@@ -1,0 +1,66 @@
+"""What is known of each sequence's tokens beside the tokens themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hybridflow.rollout.request import FinishReason, Request, Response
+
+
+class Records:
+    """Log-probabilities and versions of the tokens in slots, ``[slots, capacity]`` each.
+
+    Args:
+        num_slots: Slots.
+        capacity: Most tokens of a sequence.
+    """
+
+    def __init__(self, num_slots: int, capacity: int) -> None:
+        self._log_probs = np.zeros((2, num_slots, capacity), np.float32)
+        self._versions = np.zeros((num_slots, capacity), np.int32)
+        self._aside: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def seat(self, slot: int, number: int, request: Request) -> None:
+        """A sequence takes a slot: one that begins, was begun before, or had been put aside."""
+        self._log_probs[:, slot] = 0
+        if number in self._aside:
+            log_probs, versions = self._aside.pop(number)
+            self._log_probs[:, slot], self._versions[slot] = log_probs, versions
+        elif request.begun is not None:
+            span = slice(len(request.prompt), len(request.prompt) + len(request.begun.tokens))
+            self._log_probs[0, slot, span] = request.begun.log_probs.numpy()
+            self._log_probs[1, slot, span] = request.begun.sampled_log_probs.numpy()
+            self._versions[slot, span] = request.begun.versions.numpy()
+
+    def put_aside(self, slot: int, number: int) -> None:
+        """A sequence leaves its slot, to come back."""
+        self._aside[number] = self._log_probs[:, slot].copy(), self._versions[slot].copy()
+
+    def add(
+        self, slots: np.ndarray, positions: np.ndarray, log_probs: np.ndarray, sampled: np.ndarray, version: int
+    ) -> None:
+        """Tokens at some positions have been sampled with weights of a version; ``[samples]`` each."""
+        self._log_probs[0, slots, positions] = log_probs
+        self._log_probs[1, slots, positions] = sampled
+        self._versions[slots, positions] = version
+
+    def score(self, slots: np.ndarray, positions: np.ndarray, log_probs: np.ndarray) -> None:
+        """Tokens of prompts at some positions have been scored; ``[scored]`` each."""
+        self._log_probs[0, slots, positions] = log_probs
+
+    def response(
+        self, slot: int, request: Request, tokens: np.ndarray, finish: FinishReason, error: str | None = None
+    ) -> Response:
+        """What was sampled in a slot, whose known tokens are ``tokens`` (``[known]``)."""
+        begin, end = len(request.prompt), len(tokens)
+        log_probs = torch.from_numpy(self._log_probs[:, slot, :end].copy())
+        return Response(
+            tokens=torch.from_numpy(tokens[begin:].astype(np.int64)),
+            log_probs=log_probs[0, begin:],
+            sampled_log_probs=log_probs[1, begin:],
+            versions=torch.from_numpy(self._versions[slot, begin:end].copy()),
+            prompt_log_probs=log_probs[0, 1:begin] if request.params.with_prompt_log_probs else None,
+            finish=finish,
+            error=error,
+        )

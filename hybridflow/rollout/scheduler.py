@@ -115,6 +115,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def waiting(self) -> list[Job]:
+        """Sequences that have no slot, with what is known of them, those that come first before others."""
+        return list(self._waiting)
+
+    @property
     def running(self) -> list[int]:
         """Slots that are taken, the oldest first."""
         return list(self._running)
@@ -218,9 +223,12 @@ class Scheduler:
         self._give_up(slot)
 
     def forget(self) -> None:
-        """The weights have changed: nothing that was computed is used again."""
-        for slot in self._running:
-            self._give_up(slot)
+        """The weights have changed: nothing that was computed is used again. Nothing was planned and not absorbed.
+
+        All wait, so that those with a common prefix compute it once.
+        """
+        for slot in reversed(self.running):
+            self._preempt(slot)
         self.blocks.forget()
 
     def _admit(self, room: int) -> list[int]:

@@ -399,7 +399,7 @@ class Session:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a step gave: the tokens, to be received on all stages but the last; of which weights; the rest there alone."""
+    """What a step gave, and by which weights: the tokens, received on all stages from the last, the rest there alone."""
 
     tokens: Tensor
     version: int

@@ -295,6 +295,8 @@ class Session:
             for each in (step.slots, step.positions, step.tokens, scheduler.tables)
         )
         rows = torch.from_numpy(np.concatenate([step.rows, step.scored])).to(engine.device)
+        if len(step.copies):
+            self._cache.copy(*torch.from_numpy(step.copies).to(engine.device).unbind(1))
         output = engine.run(tokens, PagedAttention(self._cache, tables, slots, positions), rows)
         if output is None:
             return _Outcome(torch.empty(len(step.rows), dtype=torch.int64, device=engine.device))

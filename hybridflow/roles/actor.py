@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.kl import kl_penalty
 from hybridflow.algorithms.losses import Totals, aggregate, policy_loss
-from hybridflow.data.rollout_log import LogWriter, Sampled
+from hybridflow.data.rollout_log import LogWriter
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
@@ -20,7 +20,7 @@ from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
-from hybridflow.roles.kept_rollouts import KeptRollouts
+from hybridflow.roles.kept_rollouts import KeptRollouts, to_sampled
 from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
 from hybridflow.roles.rollout_weights import RolloutWeights
 from hybridflow.rollout.engine import MegatronEngine
@@ -35,12 +35,9 @@ class _Progress:
     log: LogWriter | None = None
 
     def finished(self, pairs: list[tuple[Request, Response]]) -> None:
-        """They are kept, on the rank that has a log."""
+        """They are kept, on the rank that has a log; so are paused ones. One that failed is tried again."""
         if self.log is not None:
-            self.log.add(
-                Sampled(draw=ask.draw, index=ask.index, tokens=got.tokens.numpy(), log_probs=got.log_probs.numpy())
-                for ask, got in pairs
-            )
+            self.log.add(to_sampled(ask, got) for ask, got in pairs if got.finish != "failed" and len(got.tokens))
 
 
 class Actor:
@@ -128,8 +125,8 @@ class Actor:
         """Generate the step's responses: ``group_size`` for each prompt.
 
         Source of ``tokens``, ``prompt_lengths``, ``draws``, ``response_mask`` and ``rollout_log_probs``. Whole groups
-        are dealt to the replicas in turn. What a killed job has sampled for the step is taken from its log. A replica
-        that is told to stop returns no samples, since the step is left.
+        are dealt to the replicas in turn. What an earlier start has sampled for the step is taken from its log. A
+        replica that is told to stop returns no samples, since the step is left, and logs what it has of them.
 
         Collective: the rollout mesh.
 
@@ -240,21 +237,34 @@ class Actor:
         )
 
     def _sample(self, step: int, requests: list[Request]) -> list[Response]:
-        """A response to each request; those that are in a log are not generated again."""
+        """A response to each request; what is in a log is not generated again."""
         assert self._engine is not None, "called outside the rollout mesh"
+        # Steps whose updates the weights have.
+        self._engine.version = step - 1
         kept = self.kept
         if kept is None:
             return self._engine.generate(requests, progress=_Progress(self.is_stopping))
         found = kept.find(step, requests)
+        begun = {key: found.pop(key) for key in list(found) if found[key].finish == "paused"}
         again = [(ask, found[ask.draw, ask.index]) for ask in requests if (ask.draw, ask.index) in found]
-        others = [ask for ask in requests if (ask.draw, ask.index) not in found]
+        others = [
+            replace(ask, begun=begun.get((ask.draw, ask.index)))
+            for ask in requests
+            if (ask.draw, ask.index) not in found
+        ]
         with kept.log(step) as log:
             progress = _Progress(self.is_stopping, log)
             if again:
                 self.metrics["rollout/reused"] = len(again) / len(requests)
                 # So that the log of this start has the whole step.
                 progress.finished(again)
-            new = self._engine.generate(others, progress=progress)
+            if begun:
+                self.metrics["rollout/continued"] = len(begun) / len(requests)
+            try:
+                new = self._engine.generate(others, progress=progress)
+            except RolloutStopped as stopped:
+                progress.finished(stopped.unfinished)
+                raise
         found |= {(ask.draw, ask.index): got for ask, got in zip(others, new, strict=True)}
         return [found[ask.draw, ask.index] for ask in requests]
 

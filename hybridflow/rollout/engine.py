@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -66,10 +66,20 @@ class MegatronEngine:
         self._stage_ranks = dist.get_process_group_ranks(groups.pp)
         self._fast: CpuTransformer | None = None
         self._sent: tuple[dist.Work, Tensor] | None = None
+        self._num_changes = 0
+
+    @property
+    def num_changes(self) -> int:
+        """How often the weights have changed."""
+        return self._num_changes
 
     def weights_changed(self) -> None:
-        """What was derived from the model's weights is of no use any more, and its memory is given back."""
+        """What was derived from the model's weights is of no use any more, and its memory is given back.
+
+        A session that is open goes on with the new weights: it computes anew what it has in its cache.
+        """
         self._fast = None
+        self._num_changes += 1
 
     @torch.inference_mode()
     def generate(
@@ -100,7 +110,10 @@ class MegatronEngine:
                     progress.finished(fresh)
                     fresh = []
                 if progress.is_stopping():
-                    raise RolloutStopped(session.pause())
+                    left = session.pause()
+                    if ended := [pair for pair in left if pair[1].finish != "paused"]:
+                        progress.finished(ended)
+                    raise RolloutStopped([pair for pair in left if pair[1].finish == "paused"])
             fresh += session.step()
             responses |= {id(request): response for request, response in fresh}
             num_steps += 1
@@ -113,9 +126,13 @@ class MegatronEngine:
 
         Collective: tp, pp.
         """
+        self.prepare()
+        return Session(self, purpose, expected)
+
+    def prepare(self) -> None:
+        """Derive from the weights what the quick path needs, if it is not there."""
         if self._fast is None and runs_on_cpu(self.model):
             self._fast = CpuTransformer(self.model, self.groups.tp)
-        return Session(self, purpose, expected)
 
     def refusal(self, request: Request) -> str | None:
         """Why a request cannot be met; None: it can."""
@@ -204,8 +221,9 @@ class Session:
         self._engine = engine
         self._purpose = purpose
         self._requests: dict[int, Request] = {}
-        self._refused: list[tuple[Request, Response]] = []
+        self._ready: list[tuple[Request, Response]] = []
         self._num_added = 0
+        self._num_changes = engine.num_changes
         self._turn = 0
         num_slots, capacity, num_blocks = engine.room(expected)
         blocks = BlockPool(num_blocks)
@@ -216,7 +234,7 @@ class Session:
     @property
     def is_idle(self) -> bool:
         """Whether all that was added has been handed out."""
-        return not self._refused and not self._requests
+        return not self._ready and not self._requests
 
     @property
     def num_computed(self) -> int:
@@ -229,11 +247,12 @@ class Session:
         return sum(lane.scheduler.num_preempted for lane in self._lanes)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Take up requests. One that cannot be met is handed out as failed."""
+        """Take up requests. One that cannot be met is handed out as failed, one that has ended before as it is."""
         for request in requests:
             reason = self._engine.refusal(request)
-            if reason is not None:
-                self._refused.append((request, _nothing("failed", reason)))
+            response = _ended_before(request) if reason is None else _nothing("failed", reason)
+            if response is not None:
+                self._ready.append((request, response))
                 continue
             number = self._num_added
             self._num_added += 1
@@ -246,40 +265,69 @@ class Session:
 
         Collective: tp, pp.
         """
-        ended, self._refused = self._refused, []
+        ended, self._ready = self._ready, []
+        if self._num_changes != self._engine.num_changes:
+            ended += self._begin_anew()
         lane = self._lanes[self._turn]
         self._turn = (self._turn + 1) % len(self._lanes)
         if lane.pending is not None:
             ended += self._absorb(lane, *lane.pending)
             lane.pending = None
         step = lane.scheduler.plan()
+        self._follow_moves(lane)
+        if step is not None:
+            lane.pending = step, self._forward(lane, step)
+        return ended
+
+    def pause(self) -> list[tuple[Request, Response]]:
+        """End, and give all that has not been handed out: what has just ended, and what is not done.
+
+        The latter in the order in which it was added, each with what was sampled of it: ``Request.begun`` to go on
+        from, in any session, with these weights or others.
+
+        Collective: tp, pp.
+        """
+        ended, self._ready = self._ready, []
+        ended += self._catch_up()
+        paused: dict[int, Response] = {}
+        for lane in self._lanes:
+            for slot in lane.scheduler.running:
+                number = lane.scheduler.job(slot).number
+                paused[number] = self._response(lane, slot, number, "paused")
+            for job in lane.scheduler.waiting:
+                request = self._requests[job.number]
+                response = lane.records.response_aside(job.number, request, job.tokens)
+                paused[job.number] = response or _nothing("paused")
+        ended += [(request, paused[number]) for number, request in self._requests.items()]
+        self._requests.clear()
+        return ended
+
+    def _catch_up(self) -> list[tuple[Request, Response]]:
+        """Take what all lanes have sampled, in the order in which they did; what ended."""
+        ended = []
+        for lane in self._lanes[self._turn :] + self._lanes[: self._turn]:
+            if lane.pending is not None:
+                ended += self._absorb(lane, *lane.pending)
+                lane.pending = None
+        return ended
+
+    def _begin_anew(self) -> list[tuple[Request, Response]]:
+        """The weights have changed: what is known is computed anew before anything is sampled; what ended before."""
+        self._num_changes = self._engine.num_changes
+        self._engine.prepare()
+        ended = self._catch_up()
+        for lane in self._lanes:
+            lane.scheduler.forget()
+            self._follow_moves(lane)
+        return ended
+
+    def _follow_moves(self, lane: _Lane) -> None:
         for is_in, slot, job in lane.scheduler.moves:
             if is_in:
                 self._seat(lane, slot, job.number)
             else:
                 lane.records.put_aside(slot, job.number)
         lane.scheduler.moves.clear()
-        if step is not None:
-            lane.pending = step, self._forward(lane, step)
-        return ended
-
-    def pause(self) -> list[tuple[Request, Response]]:
-        """End, and give what is not done, each with what was sampled of it: ``Request.begun`` to go on from.
-
-        Collective: tp, pp.
-        """
-        ended: list[tuple[Request, Response]] = []
-        for lane in self._lanes:
-            if lane.pending is not None:
-                ended += self._absorb(lane, *lane.pending)
-                lane.pending = None
-            for slot in lane.scheduler.running:
-                number = lane.scheduler.job(slot).number
-                response = self._response(lane, slot, number, "paused")
-                ended.append((self._requests.pop(number), response))
-        ended += [(request, request.begun or _nothing("paused")) for request in self._requests.values()]
-        self._requests.clear()
-        return ended
 
     def _seat(self, lane: _Lane, slot: int, number: int) -> None:
         request = self._requests[number]
@@ -299,7 +347,7 @@ class Session:
             self._cache.copy(*torch.from_numpy(step.copies).to(engine.device).unbind(1))
         output = engine.run(tokens, PagedAttention(self._cache, tables, slots, positions), rows)
         if output is None:
-            return _Outcome(torch.empty(len(step.rows), dtype=torch.int64, device=engine.device))
+            return _Outcome(torch.empty(len(step.rows), dtype=torch.int64, device=engine.device), engine.version)
         num = len(step.rows)
         row_slots = step.row_slots
         sampled = lane.sampler.sample(
@@ -313,7 +361,7 @@ class Session:
             scores = vocab_parallel_log_probs(
                 output[num:], targets, group=engine.groups.tp, vocab_size=engine.vocab_size
             )[0]
-        return _Outcome(sampled.tokens, sampled, scores, sends)
+        return _Outcome(sampled.tokens, engine.version, sampled, scores, sends)
 
     def _absorb(self, lane: _Lane, step: Step, outcome: _Outcome) -> list[tuple[Request, Response]]:
         engine, slots = self._engine, step.row_slots
@@ -324,9 +372,9 @@ class Session:
                 outcome.sampled.log_probs.cpu().numpy(),
                 outcome.sampled.sampled_log_probs.cpu().numpy(),
             )
-            lane.records.add(slots, positions, log_probs, sampled, engine.version)
+            lane.records.add(slots, positions, log_probs, sampled, outcome.version)
         else:
-            lane.records.add(slots, positions, np.float32(0), np.float32(0), engine.version)
+            lane.records.add(slots, positions, np.float32(0), np.float32(0), outcome.version)
         if outcome.scores is not None:
             lane.records.score(step.slots[step.scored], step.positions[step.scored] + 1, outcome.scores.cpu().numpy())
         is_stop, is_long = lane.scheduler.absorb(step, tokens)
@@ -353,9 +401,10 @@ class Session:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a step gave: the tokens, to be received on all stages but the last; the rest there alone."""
+    """What a step gave: the tokens, to be received on all stages but the last; of which weights; the rest there alone."""
 
     tokens: Tensor
+    version: int
     sampled: Sampled | None = None
     scores: Tensor | None = None
     sends: Sequence[dist.Work] = ()
@@ -383,6 +432,14 @@ def _job(number: int, request: Request) -> Job:
         stop_ids=params.stop_ids,
         with_prompt_log_probs=params.with_prompt_log_probs,
     )
+
+
+def _ended_before(request: Request) -> Response | None:
+    """The response, if nothing is left to be sampled of what was begun."""
+    begun = request.begun
+    if begun is None or begun.finish in ("stop", "length"):
+        return begun
+    return replace(begun, finish="length") if len(begun.tokens) >= request.params.max_new_tokens else None
 
 
 def _nothing(finish: FinishReason, error: str | None = None) -> Response:

@@ -138,6 +138,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def waiting(self) -> list[Job]:
+        """Sequences that have no slot, with what is known of them, those that come first before others."""
+        return [each.job for each in self._waiting]
+
+    @property
     def running(self) -> list[int]:
         """Slots that are taken, the oldest first."""
         return list(self._running)

@@ -1,9 +1,9 @@
 """Which tokens go through the model next: continuous batching over a cache of blocks.
 
 Sequences have slots, and a row of numbers in arrays over the slots, so that decoding costs no Python for each token.
-All that a sequence has is a list of known tokens, the prompt's and what was sampled, of which the first ``computed`` are
-in the cache. A step computes more of them: all but one sequence's are one token, those that begin, or lost their blocks,
-have a chunk. Who has computed all it knows gets the next token.
+All that a sequence has is a list of known tokens, the prompt's and what was sampled, of which the first ``computed``
+are in the cache. A step computes more of them: of most sequences one token, of those that begin, or lost their blocks,
+a chunk. Who has computed all it knows gets the next token.
 
 A prompt is computed once for all its samples: one computes it while the others wait, then they use its full blocks, and
 copy the one that is not full, since each goes on in it with tokens of its own. A sequence gets blocks for all that it
@@ -133,9 +133,9 @@ class Scheduler:
         self._copies: dict[int, tuple[int, int]] = {}
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences that have no slot."""
-        return len(self._waiting)
+    def num_open(self) -> int:
+        """Sequences that run or wait."""
+        return len(self._running) + len(self._waiting)
 
     @property
     def waiting(self) -> list[Job]:

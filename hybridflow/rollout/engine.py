@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from hybridflow.errors import DataError
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.rollout.blocks import BLOCK_TOKENS, BlockPool
+from hybridflow.rollout.budget import free_bytes
 from hybridflow.rollout.cpu_transformer import CpuTransformer, runs_on_cpu
 from hybridflow.rollout.paged import PagedAttention, PagedCache, block_bytes
 from hybridflow.rollout.records import Records
@@ -38,11 +39,13 @@ class MegatronEngine:
         vocab_size: True vocabulary.
         seed: Of the noise.
         max_concurrent: Most sequences decoded together.
-        cache_bytes: Most memory of the key-value cache on this rank; None: as much as ``max_concurrent`` sequences of
-            the model's whole context take.
+        cache_memory: Most memory of the key-value cache on this rank: in bytes, or, below 1, a share of what is free
+            when generating begins.
+        ranks_per_node: Ranks that share the memory of this rank's node.
 
     Attributes:
         version: Number of the weights, noted beside each token; the caller's to set.
+        metrics: What ``generate`` has measured last.
     """
 
     def __init__(
@@ -53,16 +56,20 @@ class MegatronEngine:
         vocab_size: int,
         seed: int,
         max_concurrent: int,
-        cache_bytes: int | None = None,
+        cache_memory: float = 0.5,
+        ranks_per_node: int = 1,
     ) -> None:
         self.version = 0
+        self.metrics: dict[str, float] = {}
         self.model = model
         self.groups = groups
         self.vocab_size = vocab_size
         self.seed = seed
         self.device = next(model.parameters()).device
         self._max_concurrent = max_concurrent
-        self._cache_bytes = cache_bytes
+        self._cache_memory = cache_memory
+        self._ranks_per_node = ranks_per_node
+        self._most_blocks = 0
         self._stage_ranks = dist.get_process_group_ranks(groups.pp)
         self._fast: CpuTransformer | None = None
         self._sent: tuple[dist.Work, Tensor] | None = None
@@ -87,8 +94,6 @@ class MegatronEngine:
     ) -> list[Response]:
         """One response for each request, in their order.
 
-        ``progress`` is asked whether to stop every ``LOOK_STEPS`` steps, and is then handed what has been finished.
-
         Collective: tp, pp.
 
         Raises:
@@ -96,30 +101,60 @@ class MegatronEngine:
                 the cache.
             RolloutStopped: ``progress`` said to stop; on all ranks of the replica, at the same point.
         """
-        for request in requests:
+        found = {id(request): response for request, response in self.drive(requests, purpose, progress)}
+        return [found[id(request)] for request in requests]
+
+    @torch.inference_mode()
+    def drive(
+        self,
+        requests: Sequence[Request],
+        purpose: str = "rollout",
+        progress: Progress | None = None,
+        *,
+        more: Callable[[int], Sequence[Request]] = lambda num_open: (),
+        expected: Sequence[Request] | None = None,
+    ) -> list[tuple[Request, Response]]:
+        """As ``generate``, with further requests that come up meanwhile; all with their responses, as they ended.
+
+        ``progress`` is asked whether to stop every ``LOOK_STEPS`` steps, and is then handed what has been finished.
+
+        Args:
+            requests: What there is at once.
+            purpose: Of the noise.
+            progress: What goes on beside; None: nothing.
+            more: Asked before each step, with the number of requests that are not done, for others. Gives the same on
+                all ranks of the replica. When none is left and it has no others, that is the end.
+            expected: All requests that may come; None: only ``requests``.
+
+        Collective: tp, pp.
+        """
+        expected = requests if expected is None else expected
+        session = self.open(expected, purpose)
+        for request in expected:
             if reason := self.refusal(request):
                 raise DataError(f"prompt of draw {request.draw}: {reason}")
-        session = self.open(requests, purpose)
         session.add(requests)
-        responses: dict[int, Response] = {}
-        fresh: list[tuple[Request, Response]] = []
-        num_steps = 0
-        while not session.is_idle:
+        done: list[tuple[Request, Response]] = []
+        num_steps = num_told = 0
+        while True:
+            session.add(more(session.num_open))
+            if session.is_idle:
+                break
             if progress is not None and num_steps % LOOK_STEPS == 0:
-                if fresh:
-                    progress.finished(fresh)
-                    fresh = []
+                if len(done) > num_told:
+                    progress.finished(done[num_told:])
+                    num_told = len(done)
                 if progress.is_stopping():
                     left = session.pause()
                     if ended := [pair for pair in left if pair[1].finish != "paused"]:
                         progress.finished(ended)
                     raise RolloutStopped([pair for pair in left if pair[1].finish == "paused"])
-            fresh += session.step()
-            responses |= {id(request): response for request, response in fresh}
+            done += session.step()
             num_steps += 1
-        if progress is not None and fresh:
-            progress.finished(fresh)
-        return [responses[id(request)] for request in requests]
+        if progress is not None and len(done) > num_told:
+            progress.finished(done[num_told:])
+        self.metrics = session.metrics()
+        return done
 
     def open(self, expected: Sequence[Request] | None = None, purpose: str = "rollout") -> Session:
         """Begin to generate: requests are added to the session, those that are expected or, without, any.
@@ -127,6 +162,7 @@ class MegatronEngine:
         Collective: tp, pp.
         """
         self.prepare()
+        self._most_blocks = self._measure()
         return Session(self, purpose, expected)
 
     def prepare(self) -> None:
@@ -145,23 +181,25 @@ class MegatronEngine:
                 f"it has {num_prompt} tokens; with max_new_tokens={most} that exceeds model.max_context={context}; "
                 "shorten the prompt, ask for fewer tokens, or raise the context"
             )
-        if blocks_for(num_prompt + most) > self._most_blocks():
-            need = blocks_for(num_prompt + most) * block_bytes(self.model)
+        if blocks_for(num_prompt + most) > self._most_blocks:
+            block, asked = block_bytes(self.model), self._cache_memory
             return (
-                f"its {num_prompt} tokens and max_new_tokens={most} take {need} bytes of the key-value cache of "
-                f"{self._cache_bytes}; raise rollout.cache_memory"
+                f"its {num_prompt} tokens and max_new_tokens={most} take {blocks_for(num_prompt + most) * block} bytes "
+                f"of the key-value cache, and rollout.cache_memory={asked:g} "
+                f"{'of what is free ' if asked < 1 else ''}gives {self._most_blocks * block}; raise it, shorten the "
+                "prompt, or ask for fewer tokens"
             )
         return None
 
     def room(self, expected: Sequence[Request] | None) -> tuple[int, int, int]:
         """Slots, most tokens of a sequence, and blocks, for requests that are expected, or for any."""
         if expected is None:
-            return self._max_concurrent, self.model.max_sequence_length, self._most_blocks()
+            return self._max_concurrent, self.model.max_sequence_length, max(self._most_blocks, 1)
         lengths = sorted((len(each.prompt) + each.params.max_new_tokens for each in expected), reverse=True)
         lengths = lengths[: self._max_concurrent]
         # Lanes may be dealt unevenly, but not more than all to one.
         num_blocks = sum(map(blocks_for, lengths))
-        return max(len(lengths), 1), max(lengths, default=1), max(min(num_blocks, self._most_blocks()), 1)
+        return max(len(lengths), 1), max(lengths, default=1), max(min(num_blocks, self._most_blocks), 1)
 
     def run(self, tokens: Tensor, attention: PagedAttention, rows: Tensor) -> Tensor | None:
         """This stage's part of a forward pass: logits of the rows, ``[rows, padded_vocab/tp]``, on the last stage."""
@@ -195,9 +233,20 @@ class MegatronEngine:
             dist.recv(tokens, src=self._stage_ranks[-1], group=self.groups.pp)
         return tokens
 
-    def _most_blocks(self) -> int:
+    def _measure(self) -> int:
+        """Most blocks of the cache: what the budget allows on each rank of the replica, and no more than ever needed.
+
+        Collective: tp, pp.
+        """
         most = self._max_concurrent * blocks_for(self.model.max_sequence_length)
-        return most if self._cache_bytes is None else min(most, self._cache_bytes // block_bytes(self.model))
+        num_bytes = self._cache_memory
+        if num_bytes < 1:
+            num_bytes *= free_bytes(self.device, self._ranks_per_node)
+        allowed = torch.tensor(min(int(num_bytes) // block_bytes(self.model), most))
+        for group in (self.groups.tp, self.groups.pp):
+            if group.size() > 1:
+                dist.all_reduce(allowed, dist.ReduceOp.MIN, group=group)
+        return int(allowed)
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -222,7 +271,8 @@ class Session:
         self._purpose = purpose
         self._requests: dict[int, Request] = {}
         self._ready: list[tuple[Request, Response]] = []
-        self._num_added = 0
+        self._num_added = self._num_prompt = 0
+        self._last_draw: int | None = None
         self._num_changes = engine.num_changes
         self._turn = 0
         num_slots, capacity, num_blocks = engine.room(expected)
@@ -230,21 +280,30 @@ class Session:
         self._cache = PagedCache(engine.model, num_blocks, engine.device)
         stages = engine.groups.pp.size()
         self._lanes = [_Lane(engine, blocks, -(-num_slots // stages), capacity) for _ in range(stages)]
+        self._lane = self._lanes[0]
 
     @property
     def is_idle(self) -> bool:
         """Whether all that was added has been handed out."""
-        return not self._ready and not self._requests
+        return self.num_open == 0
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not been handed out."""
+        return len(self._ready) + len(self._requests)
 
     @property
     def num_computed(self) -> int:
         """Tokens that went through the model."""
         return sum(lane.scheduler.num_computed for lane in self._lanes)
 
-    @property
-    def num_preempted(self) -> int:
-        """How often a sequence lost its place in the cache."""
-        return sum(lane.scheduler.num_preempted for lane in self._lanes)
+    def metrics(self) -> dict[str, float]:
+        """How often a sequence lost its place in the cache; and the prompts' tokens computed, over those asked for."""
+        schedulers = [lane.scheduler for lane in self._lanes]
+        return {
+            "rollout/preempted": sum(each.num_preempted for each in schedulers),
+            "rollout/prefill_share": sum(each.num_prompt_computed for each in schedulers) / max(self._num_prompt, 1),
+        }
 
     def add(self, requests: Sequence[Request]) -> None:
         """Take up requests. One that cannot be met is handed out as failed, one that has ended before as it is."""
@@ -257,8 +316,12 @@ class Session:
             number = self._num_added
             self._num_added += 1
             self._requests[number] = request
-            # Samples of one prompt stay together, since they share its blocks.
-            self._lanes[request.draw % len(self._lanes)].scheduler.add([_job(number, request)])
+            self._num_prompt += len(request.prompt)
+            # Samples of one prompt, which come one after the other, stay together: one computes it, the others wait.
+            if request.draw != self._last_draw:
+                self._lane = min(self._lanes, key=lambda lane: lane.scheduler.num_open)
+            self._last_draw = request.draw
+            self._lane.scheduler.add([_job(number, request)])
 
     def step(self) -> list[tuple[Request, Response]]:
         """Take what the lane whose turn it is has sampled, and begin its next step; what ended, failed ones included.
@@ -343,6 +406,8 @@ class Session:
             for each in (step.slots, step.positions, step.tokens, scheduler.tables)
         )
         rows = torch.from_numpy(np.concatenate([step.rows, step.scored])).to(engine.device)
+        if len(step.copies):
+            self._cache.copy(*torch.from_numpy(step.copies).to(engine.device).unbind(1))
         output = engine.run(tokens, PagedAttention(self._cache, tables, slots, positions), rows)
         if output is None:
             return _Outcome(torch.empty(len(step.rows), dtype=torch.int64, device=engine.device), engine.version)

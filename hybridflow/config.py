@@ -235,6 +235,8 @@ class Rollout:
         top_k: Sample among so many of the likeliest tokens; 0: all.
         top_p: Sample among the likeliest tokens that together reach this probability.
         max_concurrent: Samples that one replica decodes together.
+        cache_memory: Most memory of each rank's key-value cache: a share of what is free when generating begins, or,
+            from 1 on, bytes. What has no room waits.
         archive: Keep what was sampled, in HDF5; what a killed job had sampled is kept until it is used in any case.
     """
 
@@ -244,6 +246,7 @@ class Rollout:
     top_k: CountOrZero = 0
     top_p: Annotated[float, Bounds(low=0, high=1, above=True)] = 1.0
     max_concurrent: Count = 256
+    cache_memory: Positive = 0.5
     archive: bool = False
 
 

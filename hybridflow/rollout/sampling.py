@@ -37,6 +37,8 @@ MAX_TRIES = 64
 """Candidates for one token that may each complete a bad text."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD = (1 << 64) - 1
 _BELOW_ONE = 1.0 - 2.0**-24
 
 
@@ -49,10 +51,10 @@ def sequence_key(seed: int, purpose: str, draw: int, index: int) -> int:
         draw: Serial number of the prompt in the data order.
         index: Number of the sample among those of its prompt.
     """
-    key = torch.tensor(_signed(seed * _GOLDEN + PURPOSES[purpose]))
+    key = seed * _GOLDEN + PURPOSES[purpose]
     for part in (draw, index):
-        key = _mix(_mix(key) + part)
-    return int(key)
+        key = _mix_integer(_mix_integer(key) + part)
+    return _signed(key)
 
 
 def row_keys(keys: Tensor, positions: Tensor) -> Tensor:
@@ -309,9 +311,18 @@ def _normalizer(largest: Tensor, totals: Tensor) -> Tensor:
 
 def _mix(value: Tensor) -> Tensor:
     """A bijection of 64-bit integers whose output bits all depend on all input bits (the finalizer of SplitMix64)."""
-    value = (value ^ _shift(value, 30)) * _signed(0xBF58476D1CE4E5B9)
-    value = (value ^ _shift(value, 27)) * _signed(0x94D049BB133111EB)
+    value = (value ^ _shift(value, 30)) * _signed(_FACTORS[0])
+    value = (value ^ _shift(value, 27)) * _signed(_FACTORS[1])
     return value ^ _shift(value, 31)
+
+
+def _mix_integer(value: int) -> int:
+    """As ``_mix``, of one number."""
+    for shift, factor in ((30, _FACTORS[0]), (27, _FACTORS[1])):
+        value &= _WORD
+        value = (value ^ (value >> shift)) * factor
+    value &= _WORD
+    return value ^ (value >> 31)
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
@@ -320,5 +331,5 @@ def _shift(value: Tensor, bits: int) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    value &= (1 << 64) - 1
+    value &= _WORD
     return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,4 +1,4 @@
-"""Sampling: every rule against plain Python, the distribution, the noise; on one rank, and with the vocabulary split."""
+"""Sampling: every rule against plain Python, the distribution, the noise; on one rank and with the vocabulary split."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def sampled(world: World, logits: Tensor, asked: list, bad: frozenset[int], is_q
 def sample(logits: Tensor, asked: list, size: int = 1, bad=frozenset(), is_quick: bool = True, vocab: int = VOCAB):
     """Tokens and both log-probabilities, of which all ranks have the same."""
     found = run_ranks(sampled, size, logits, asked, bad, is_quick, vocab)
-    assert all((one == other).all() for each in found for one, other in zip(each, found[0], strict=True))
+    assert all(
+        np.array_equal(one, other, equal_nan=True) for each in found for one, other in zip(each, found[0], strict=True)
+    )
     return found[0]
 
 
@@ -166,7 +168,7 @@ def test_samples_follow_the_distribution(params):
     settings = SamplingParams(max_new_tokens=9, **params)
     logits = logits_of(1, seed=3)
     prompt, response = [1, 4], [2, 2, 6]
-    tokens, _, _ = sample(logits.expand(30_000, -1), [(settings, prompt, response)] * 30_000)
+    tokens, _, _ = sample(logits.expand(10_000, -1), [(settings, prompt, response)] * 10_000)
     _, left = log_probs_by_hand(logits[0, :VOCAB].tolist(), prompt, response, settings)
     assert is_distributed(tokens, torch.tensor(left, dtype=torch.float64).exp())
     assert not is_distributed(tokens, (1.25 * torch.tensor(left, dtype=torch.float64)).softmax(-1)), "sees nothing"
@@ -178,19 +180,19 @@ def test_tokens_that_would_complete_a_bad_text_are_sampled_anew(size):
     logits = logits_of(1, seed=3)
     likeliest = logits[0, :VOCAB].topk(3).indices.tolist()
     bad = frozenset([*likeliest[1:], 12])
-    asked = [*same(20_000, bad=("x",)), *same(200)]
+    asked = [*same(6000, bad=("x",)), *same(200)]
     tokens, log_probs, of_sampled = sample(logits.expand(len(asked), -1), asked, size, bad)
     scaled = logits[0, :VOCAB].double()
     left = scaled.clone()
     left[list(bad)] = -torch.inf
-    assert is_distributed(tokens[:20_000], left.softmax(-1))
-    assert set(tokens[20_000:].tolist()) & bad, "rows without bad texts have not been asked about"
+    assert is_distributed(tokens[:6000], left.softmax(-1))
+    assert set(tokens[6000:].tolist()) & bad, "rows without bad texts have not been asked about"
     assert np.abs(log_probs - scaled.log_softmax(-1)[tokens].numpy()).max() <= 1e-5
     # The last draw's distribution: of all but what was refused before it, which is some of the bad ones.
-    low = scaled.log_softmax(-1)[tokens[:20_000]].numpy()
-    high = left.log_softmax(-1)[tokens[:20_000]].numpy()
-    assert (of_sampled[:20_000] >= low - 1e-5).all() and (of_sampled[:20_000] <= high + 1e-5).all()
-    assert (np.abs(of_sampled[:20_000] - low) < 1e-5).any() and (np.abs(of_sampled[:20_000] - high) < 1e-5).any()
+    low = scaled.log_softmax(-1)[tokens[:6000]].numpy()
+    high = left.log_softmax(-1)[tokens[:6000]].numpy()
+    assert (of_sampled[:6000] >= low - 1e-5).all() and (of_sampled[:6000] <= high + 1e-5).all()
+    assert (np.abs(of_sampled[:6000] - low) < 1e-5).any() and (np.abs(of_sampled[:6000] - high) < 1e-5).any()
 
 
 def test_what_cannot_be_sampled_is_said_and_harms_no_other_row():
@@ -234,8 +236,8 @@ def test_single_rules_are_those_of_transformers():
         ({"bad_ids": tuple(map(tuple, bad))}, process.NoBadWordsLogitsProcessor(bad, eos_token_id=99)),
         # Theirs counts what stands before the stop token, ours all.
         (
-            {"min_new_tokens": 6, "stop_ids": (1, 2)},
-            process.MinNewTokensLengthLogitsProcessor(3, 5 + 1, torch.tensor([1, 2])),
+            {"min_new_tokens": 7, "stop_ids": (1, 2)},
+            process.MinNewTokensLengthLogitsProcessor(3, 7 - 1, torch.tensor([1, 2])),
         ),
         ({"logit_bias": ((3, 4.0), (8, -2.0))}, process.SequenceBiasLogitsProcessor([[[3], 4.0], [[8], -2.0]])),
     ]
@@ -270,7 +272,7 @@ def test_every_part_of_a_key_matters():
 @pytest.mark.parametrize("part", ["seed", "draw", "index", "position"])
 def test_neighbouring_keys_are_independent(part):
     """Pairs of samples whose keys differ by one in one part: their joint counts are products."""
-    count, logits = 20_000, logits_of(1, std=0.8, seed=2)[:, :VOCAB]
+    count, logits = 10_000, logits_of(1, std=0.8, seed=2)[:, :VOCAB]
     pair = []
     for step in (0, 1):
         at = {each: step if part == each else 0 for each in ("seed", "draw", "index", "position")}
@@ -312,6 +314,7 @@ def unmixed(value: int) -> int:
 
 def extreme(world: World) -> list[tuple[float, float]]:
     """Noise of the least and the most bits: by torch, and by the kernel."""
+    world.make_groups([(0,)])
     columns = Columns(16, world.group((0,)), 16)
     found = []
     for bits in (0, 1, 0xFFFFFFFE, 0xFFFFFFFF):
@@ -364,10 +367,10 @@ def test_noise_ends_where_the_bits_end_and_never_is_infinite():
         ({"greedy": 1}, "greedy: found 1, expected true or false"),
         ({"seed": 2**64}, "seed: found 18446744073709551616, expected a 64-bit integer"),
     ],
-    ids=str,
+    ids=range(28),
 )
 def test_parameters_that_make_no_sense_are_named(params, says):
-    field, _, rest = says.partition(": found ")
+    field, _, rest = says.partition(": found")
     with pytest.raises(DataError) as caught:
         SamplingParams(**{"max_new_tokens": 9, **params})
     message = str(caught.value)

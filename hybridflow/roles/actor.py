@@ -86,6 +86,7 @@ class Actor:
                 vocab_size=job.vocab_size,
                 seed=job.recipe.seed,
                 max_concurrent=job.recipe.rollout.max_concurrent,
+                tokenizer=job.tokenizer,
             )
 
     def enter_phase(self, phase: str) -> None:
@@ -235,6 +236,12 @@ class Actor:
             temperature=rollout.temperature,
             top_k=rollout.top_k,
             top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            min_new_tokens=rollout.min_new_tokens,
+            repetition_penalty=rollout.repetition_penalty,
+            presence_penalty=rollout.presence_penalty,
+            frequency_penalty=rollout.frequency_penalty,
+            stop=rollout.stop,
             greedy=greedy,
             stop_ids=self._job.tokenizer.stop_ids,
         )

@@ -90,7 +90,8 @@ def plain(got: Response) -> Response:
 
 
 def generated(world, layouts: list[ParallelLayout], variants: list[dict]):
-    """Of each layout and variant: this replica's responses, by (draw, index), and how often one was preempted."""
+    """Of each layout and variant: this replica's responses, by (draw, index), how often one was preempted, and whether
+    this is the last stage, which alone knows log-probabilities."""
     found = []
     for layout in layouts:
         model, mesh, groups, _ = make_model(world, layout)
@@ -118,7 +119,7 @@ def generated(world, layouts: list[ParallelLayout], variants: list[dict]):
                         for ask, got in session.step():
                             responses[ask.draw, ask.index] = plain(got)
                 num_preempted += session.num_preempted
-            found.append((str(layout), responses, num_preempted))
+            found.append((str(layout), responses, num_preempted, model.post_process))
     return found
 
 
@@ -176,20 +177,20 @@ def check(ask: Request, got: Response, logits: np.ndarray) -> int:
     return num_near
 
 
-def check_all(runs: list[tuple[str, dict, int]]) -> None:
+def check_all(runs: list[tuple[str, dict, int, bool]]) -> None:
     """Hold all responses to plain Python, of logits that are computed once for each text."""
     asked = {(ask.draw, ask.index): ask for ask in requests()}
     texts = {
         (*asked[key].prompt.tolist(), *got.tokens.tolist()): None
-        for _, responses, _ in runs
+        for _, responses, *_ in runs
         for key, got in responses.items()
     }
     logits = dict(zip(texts, run_ranks(logits_of, 1, list(texts))[0], strict=True))
     num_near = 0
-    for _, responses, _ in runs:
+    for _, responses, *_ in runs:
         for key, got in responses.items():
             num_near += check(asked[key], got, logits[*asked[key].prompt.tolist(), *got.tokens.tolist()])
-    assert num_near <= sum(len(responses) for _, responses, _ in runs) / 5
+    assert num_near <= sum(len(responses) for _, responses, *_ in runs) / 5
 
 
 def test_every_batching_makes_the_decisions_of_plain_python():
@@ -203,8 +204,8 @@ def test_every_batching_makes_the_decisions_of_plain_python():
         {"is_quick": False},
     ]
     runs = run_ranks(generated, 1, [ParallelLayout()], variants)[0]
-    assert all(len(responses) == 15 for _, responses, _ in runs)
-    assert [num > 0 for *_, num in runs] == [False, False, False, False, True, False, False]
+    assert all(len(responses) == 15 for _, responses, *_ in runs)
+    assert [num > 0 for *_, num, _ in runs] == [False, False, False, False, True, False, False]
     check_all(runs)
     reasons = {
         (got.finish, bool(asked.params.stop)) for asked, got in zip(requests(), runs[0][1].values(), strict=True)
@@ -220,14 +221,13 @@ def test_every_batching_makes_the_decisions_of_plain_python():
 def test_every_layout_makes_the_decisions_of_plain_python(size):
     layouts = layouts_of(size)
     by_rank = run_ranks(generated, size, layouts, [{"max_concurrent": 6}, {"step_tokens": 9, "blocks": 8}])
-    runs = [run for found in by_rank for run in found]
-    check_all(runs)
+    check_all([run for found in by_rank for run in found if run[-1]])
     for number, (layout, *_) in enumerate(by_rank[0]):
-        # Of ranks, those of a replica agree on what was sampled; the last stage alone knows the log-probabilities.
         texts: dict = {}
         for found in by_rank:
             for key, got in found[number][1].items():
-                assert texts.setdefault(key, got.tokens.tolist()) == got.tokens.tolist(), layout
+                mine = got.tokens.tolist(), got.finish
+                assert texts.setdefault(key, mine) == mine, layout
         assert len(texts) == 15
 
 

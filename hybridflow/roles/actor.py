@@ -97,6 +97,7 @@ class Actor:
                 max_concurrent=job.recipe.rollout.max_concurrent,
                 cache_memory=job.recipe.rollout.cache_memory,
                 ranks_per_node=min(job.world.ranks_per_node, job.world.size),
+                tokenizer=job.tokenizer,
             )
         self._claims: Claims | None = None
 
@@ -251,6 +252,12 @@ class Actor:
             temperature=rollout.temperature,
             top_k=rollout.top_k,
             top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            min_new_tokens=rollout.min_new_tokens,
+            repetition_penalty=rollout.repetition_penalty,
+            presence_penalty=rollout.presence_penalty,
+            frequency_penalty=rollout.frequency_penalty,
+            stop=rollout.stop,
             greedy=greedy,
             stop_ids=self._job.tokenizer.stop_ids,
         )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
@@ -20,8 +21,9 @@ from hybridflow.rollout.cpu_transformer import CpuTransformer, runs_on_cpu
 from hybridflow.rollout.paged import PagedAttention, PagedCache, block_bytes
 from hybridflow.rollout.records import Records
 from hybridflow.rollout.request import FinishReason, Progress, Request, Response, RolloutStopped
-from hybridflow.rollout.sampling import Sampled, Sampler, sequence_key
+from hybridflow.rollout.sampling import FAILURES, Sampled, Sampler, sequence_key
 from hybridflow.rollout.scheduler import Job, Scheduler, Step
+from hybridflow.rollout.texts import Texts, Watch
 
 STEP_TOKENS = 2048
 """Tokens that go through the model at one time."""
@@ -42,6 +44,7 @@ class MegatronEngine:
         cache_memory: Most memory of the key-value cache on this rank: in bytes, or, below 1, a share of what is free
             when generating begins.
         ranks_per_node: Ranks that share the memory of this rank's node.
+        tokenizer: What stop and bad texts are looked for with; None: requests may have none.
 
     Attributes:
         version: Number of the weights, noted beside each token; the caller's to set.
@@ -58,6 +61,7 @@ class MegatronEngine:
         max_concurrent: int,
         cache_memory: float = 0.5,
         ranks_per_node: int = 1,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.version = 0
         self.metrics: dict[str, float] = {}
@@ -65,6 +69,7 @@ class MegatronEngine:
         self.groups = groups
         self.vocab_size = vocab_size
         self.seed = seed
+        self.texts = None if tokenizer is None else Texts(tokenizer)
         self.device = next(model.parameters()).device
         self._max_concurrent = max_concurrent
         self._cache_memory = cache_memory
@@ -176,6 +181,8 @@ class MegatronEngine:
         context = self.model.max_sequence_length
         if num_prompt == 0:
             return "it has no tokens; give at least one, such as the tokenizer's beginning of a sequence"
+        if reason := self._stranger(request):
+            return reason
         if num_prompt + most > context:
             return (
                 f"it has {num_prompt} tokens; with max_new_tokens={most} that exceeds model.max_context={context}; "
@@ -189,6 +196,20 @@ class MegatronEngine:
                 f"{'of what is free ' if asked < 1 else ''}gives {self._most_blocks * block}; raise it, shorten the "
                 "prompt, or ask for fewer tokens"
             )
+        return None
+
+    def _stranger(self, request: Request) -> str | None:
+        """What of a request the model's vocabulary, or the lack of a tokenizer, does not allow."""
+        smallest, largest = (int(each) for each in request.prompt.aminmax())
+        if smallest < 0 or largest >= self.vocab_size:
+            wrong = smallest if smallest < 0 else largest
+            return f"it has token {wrong}; expected 0 to {self.vocab_size - 1}, as the model's tokenizer makes them"
+        if request.params.largest_id >= self.vocab_size:
+            return (
+                f"its logit_bias or bad_ids name token {request.params.largest_id}; expected 0 to {self.vocab_size - 1}"
+            )
+        if request.params.has_texts and self.texts is None:
+            return "it has stop or bad texts, and there is no tokenizer to look for them with; give the engine one"
         return None
 
     def room(self, expected: Sequence[Request] | None) -> tuple[int, int, int]:
@@ -274,6 +295,7 @@ class Session:
         self._num_added = self._num_prompt = 0
         self._last_draw: int | None = None
         self._num_changes = engine.num_changes
+        self._watches: dict[int, Watch] = {}
         self._turn = 0
         num_slots, capacity, num_blocks = engine.room(expected)
         blocks = BlockPool(num_blocks)
@@ -316,6 +338,8 @@ class Session:
             number = self._num_added
             self._num_added += 1
             self._requests[number] = request
+            if request.params.has_texts:
+                self._watches[number] = self._watch(request)
             self._num_prompt += len(request.prompt)
             # Samples of one prompt, which come one after the other, stay together: one computes it, the others wait.
             if request.draw != self._last_draw:
@@ -363,6 +387,7 @@ class Session:
                 paused[job.number] = response or _nothing("paused")
         ended += [(request, paused[number]) for number, request in self._requests.items()]
         self._requests.clear()
+        self._watches.clear()
         return ended
 
     def _catch_up(self) -> list[tuple[Request, Response]]:
@@ -392,11 +417,18 @@ class Session:
                 lane.records.put_aside(slot, job.number)
         lane.scheduler.moves.clear()
 
+    def _watch(self, request: Request) -> Watch:
+        texts, params = self._engine.texts, request.params
+        assert texts is not None, "refused before"
+        return Watch(texts, params.stop, params.bad, [] if request.begun is None else request.begun.tokens.tolist())
+
     def _seat(self, lane: _Lane, slot: int, number: int) -> None:
         request = self._requests[number]
         lane.records.seat(slot, number, request)
         seed = self._engine.seed if request.params.seed is None else request.params.seed
-        lane.sampler.seat(slot, request.params, sequence_key(seed, self._purpose, request.draw, request.index))
+        key = sequence_key(seed, self._purpose, request.draw, request.index)
+        lane.sampler.seat(slot, request.params, key, len(request.prompt))
+        lane.is_watched[slot] = request.params.has_texts
 
     def _forward(self, lane: _Lane, step: Step) -> _Outcome:
         """Compute a step; on the last stage also sample, and send the others the tokens."""
@@ -414,7 +446,11 @@ class Session:
         num = len(step.rows)
         row_slots = step.row_slots
         sampled = lane.sampler.sample(
-            output[:num], torch.from_numpy(row_slots), torch.from_numpy(scheduler.lengths[row_slots])
+            output[:num],
+            torch.from_numpy(row_slots),
+            torch.from_numpy(scheduler.lengths[row_slots]),
+            scheduler.tokens,
+            lambda slot, token: self._watches[scheduler.job(slot).number].would_complete_bad(token),
         )
         sends = engine.send_tokens(sampled.tokens)
         scores = None
@@ -441,19 +477,30 @@ class Session:
         if outcome.scores is not None:
             lane.records.score(step.slots[step.scored], step.positions[step.scored] + 1, outcome.scores.cpu().numpy())
         is_stop, is_long = lane.scheduler.absorb(step, tokens)
+        self._look_for_texts(lane, slots, tokens, is_stop)
         ended = []
         for row in (is_stop | is_long | (tokens < 0)).nonzero()[0].tolist():
             slot = int(slots[row])
             number = lane.scheduler.job(slot).number
             if tokens[row] < 0:
                 lane.scheduler.lengths[slot] -= 1
-                reason = f"its logits are not finite at token {positions[row]}; look for damaged weights"
+                reason = f"token {positions[row]}: {FAILURES[int(tokens[row])]}"
                 response = self._response(lane, slot, number, "failed", reason)
             else:
                 response = self._response(lane, slot, number, "stop" if is_stop[row] else "length")
             lane.scheduler.remove(slot)
+            self._watches.pop(number, None)
             ended.append((self._requests.pop(number), response))
         return ended
+
+    def _look_for_texts(self, lane: _Lane, slots: np.ndarray, tokens: np.ndarray, is_stop: np.ndarray) -> None:
+        """Show the watched slots' tokens to their watches; where they complete a stop text, set ``is_stop``."""
+        for row in np.flatnonzero(lane.is_watched[slots] & (tokens >= 0)).tolist():
+            number = lane.scheduler.job(int(slots[row])).number
+            request = self._requests[number]
+            is_complete = self._watches[number].add(int(tokens[row]))
+            num_sampled = lane.scheduler.lengths[slots[row]] - len(request.prompt)
+            is_stop[row] |= is_complete and num_sampled >= request.params.min_new_tokens
 
     def _response(
         self, lane: _Lane, slot: int, number: int, finish: FinishReason, error: str | None = None
@@ -480,6 +527,7 @@ class _Lane:
         self.scheduler = Scheduler(blocks, num_slots=num_slots, capacity=capacity, max_step_tokens=STEP_TOKENS)
         self.sampler = Sampler(num_slots, engine.groups.tp, engine.vocab_size, engine.device)
         self.records = Records(num_slots, capacity)
+        self.is_watched = np.zeros(num_slots, bool)
         self.pending: tuple[Step, _Outcome] | None = None
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.kl import kl_penalty
 from hybridflow.algorithms.losses import Totals, aggregate, policy_loss
+from hybridflow.data.prompts import Example
 from hybridflow.data.rollout_log import LogWriter, Sampled
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.microbatch import MicroBatch
@@ -24,6 +25,7 @@ from hybridflow.roles.kept_rollouts import KeptRollouts
 from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
 from hybridflow.roles.rollout_weights import RolloutWeights
 from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.environment import Environments
 from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
 
 
@@ -87,6 +89,10 @@ class Actor:
                 seed=job.recipe.seed,
                 max_concurrent=job.recipe.rollout.max_concurrent,
             )
+        self._conversations: Environments | None = None
+        if self._rollout is not None and job.recipe.rollout.environment is not None:
+            replica = job.world.coordinator(rollout.group_of(rank, "tp", "pp"))
+            self._conversations = Environments(job.recipe.rollout.environment, job.tokenizer, replica)
 
     def enter_phase(self, phase: str) -> None:
         """Make room for a phase and bring what it needs. Collective: all ranks of both layouts.
@@ -144,6 +150,8 @@ class Actor:
             for draw in range(first + place.dp, first + count, self._job.meshes["actor.rollout"].layout.dp)
             for index in range(recipe.rollout.group_size)
         ]
+        if self._conversations is not None:
+            return self._converse(requests, "rollout", self._job.train.example)
         try:
             responses = self._sample(decided["train_step"]["step"], requests)
         except RolloutStopped:
@@ -163,6 +171,8 @@ class Actor:
             Request(prompt=torch.tensor(self._job.held_out[row][1]), params=params, draw=row)
             for row in range(place.dp, count, step)
         ]
+        if self._conversations is not None:
+            return self._converse(requests, "validation", lambda row: self._job.held_out[row][0])
         assert self._engine is not None, "called outside the rollout mesh"
         return self._as_batch(requests, self._engine.generate(requests, "validation"))
 
@@ -195,15 +205,16 @@ class Actor:
         assert warm is not None, "a warm start was scheduled without its section"
         problems, step = self._job.train, decided["warm_step"]["step"]
         rows = [problems.source.row(draw) for draw in range(step * warm.batch_size, (step + 1) * warm.batch_size)]
-        num_tokens = sum(len(problems.solutions[row][1]) for row in rows)
+        num_tokens = sum(sum(problems.solutions[row].is_written) for row in rows)
         layout, place = self.model.mesh.layout, self.model.mesh.coordinate(self._job.world.rank)
-        pairs = [problems.solutions[row] for row in rows[place.dp :: layout.dp]]
-        sequences = [torch.tensor(prompt + solution) for prompt, solution in pairs]
-        micro_batches = self.model.pack(sequences, [len(prompt) for prompt, _ in pairs])
+        solutions = [problems.solutions[row] for row in rows[place.dp :: layout.dp]]
+        sequences = [torch.tensor(each.prompt + each.tokens) for each in solutions]
+        micro_batches = self.model.pack(sequences, [len(each.prompt) for each in solutions])
 
         def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
             log_probs, _ = self.model.log_probs(output, micro_batch)
-            share = -log_probs.sum() / num_tokens
+            is_written = [flag for sample in micro_batch.samples for flag in solutions[sample].is_written]
+            share = -log_probs[torch.tensor(is_written, dtype=torch.bool, device=output.device)].sum() / num_tokens
             return share, share.detach()[None]
 
         self.trainable.set_learning_rate(warm.lr)
@@ -257,6 +268,39 @@ class Actor:
             new = self._engine.generate(others, progress=progress)
         found |= {(ask.draw, ask.index): got for ask, got in zip(others, new, strict=True)}
         return [found[ask.draw, ask.index] for ask in requests]
+
+    def _converse(self, requests: list[Request], purpose: str, example_of: Callable[[int], Example]) -> Batch | None:
+        """As ``sample``, of conversations with the environment; a validation does not stop.
+
+        ``response_mask`` is 1 on what was sampled alone, ``environment_rewards`` are the sums over the turns.
+        """
+        assert self._engine is not None and self._conversations is not None, "called outside the rollout mesh"
+        examples = [example_of(ask.draw) for ask in requests]
+        is_stopping = self.is_stopping if purpose == "rollout" else lambda: False
+        try:
+            found = self._conversations.converse(self._engine, requests, examples, purpose, is_stopping)
+        except RolloutStopped:
+            requests, found = [], []
+        if purpose == "rollout":
+            mesh, rank = self._job.meshes["actor.rollout"], self._job.world.rank
+            errors = [each.error for each in found if each.error is not None]
+            if errors and self._rollout_place().tp == self._rollout_place().pp == 0:
+                print(f"environment: failed in {len(errors)} of {len(found)} samples; one: {errors[0]}", flush=True)
+            share = [len(found), sum(each.num_turns for each in found), len(errors)]
+            # Each replica has its own samples, and its first rank tells of them.
+            shares = self._job.world.coordinator(mesh.ranks).gather(share, "conversations")
+            firsts = [
+                shares[mesh.ranks.index(mesh.group_of(each, "tp", "pp")[0])] for each in mesh.group_of(rank, "dp")
+            ]
+            num_samples, num_turns, num_failed = (sum(each) for each in zip(*firsts, strict=True))
+            self.metrics["environment/turns_mean"] = num_turns / max(num_samples, 1)
+            self.metrics["environment/failed"] = float(num_failed)
+        batch = self._as_batch(requests, [each.response for each in found])
+        if batch is None:
+            return None
+        rewards = torch.tensor([each.reward for each in found], dtype=torch.float32)
+        mask = Ragged.from_list([each.mask for each in found], torch.float32)
+        return batch.with_columns({"response_mask": mask, "environment_rewards": rewards})
 
     def _as_batch(self, requests: list[Request], responses: list[Response]) -> Batch | None:
         assert self._rollout is not None, "called outside the rollout mesh"

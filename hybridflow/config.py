@@ -64,21 +64,25 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """Made-up addition problems, as ``hybridflow.data.arithmetic`` makes them.
+    """Made-up problems, as ``hybridflow.data.arithmetic`` makes them.
 
     Attributes:
         num_train: Problems to train on.
         num_held_out: Problems held out, none of which is among those to train on.
         seed: Another seed, other problems.
         max_operand: Operands go from 0 to this.
-        mistake_share: Expected share of the training problems whose solution to imitate is wrong.
+        operation: What is done with them.
+        mistake_share: Expected share of the training problems whose solution to imitate is wrong; of additions.
+        tool_share: Expected share of the training problems whose solution to imitate asks the calculator.
     """
 
     num_train: Count
     num_held_out: Count
     seed: CountOrZero = 1
     max_operand: Count = 99
+    operation: Literal["add", "multiply"] = "add"
     mistake_share: Share = 0.0
+    tool_share: Share = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,8 @@ class Data:
         held_out: JSONL file of problems for validation.
         prompt_field: Field that holds the prompt.
         answer_field: Field that holds the right answer.
-        solution_field: Field that holds the text to imitate in the warm start; rows without it give their answer.
+        solution_field: Field that holds the text to imitate in the warm start; rows without it give their answer. A
+            list of texts is a conversation with an environment: what to write, what is then observed, what to write, …
         arithmetic: Make the two files, when they are absent, from these numbers.
     """
 
@@ -213,16 +218,35 @@ class Reward:
 
     Attributes:
         function: ``exact_match``, or ``package.module:function`` of ``(prompt, response, answer)``, all text, which
-            gives a finite number. Not used where there is a ``model``.
+            gives a finite number; with ``rollout.environment`` the response is that of the last turn. None: the sum of
+            the environment's rewards, ``exact_match`` without one. Not used where there is a ``model``.
         model: A scorer with one label, which ``path`` names; its number at the last token is the score.
         ranks: Of the model: global ranks, in mesh order; None: the actor's.
         layout: Of the model: how it is cut; None: as the actor's update layout.
     """
 
-    function: str = "exact_match"
+    function: str | None = None
     model: Model | None = None
     ranks: tuple[int, ...] | None = None
     layout: ParallelLayout | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What answers the policy's responses, so that a sample is a conversation of several turns.
+
+    Attributes:
+        name: ``calculator``, or ``package.module:Class`` of a ``hybridflow.rollout.environment.Environment``.
+        max_turns: Most responses of a sample.
+        step_deadline_s: Longest time that the environment may take to answer, in seconds.
+        failure_reward: Reward of a turn in which the environment raises, does not answer in time, or answers something
+            else than it should. The sample ends there, and is learned from like any other.
+    """
+
+    name: str
+    max_turns: Count = 4
+    step_deadline_s: Positive = 30.0
+    failure_reward: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +255,8 @@ class Rollout:
 
     Attributes:
         group_size: Responses to each prompt.
-        max_new_tokens: Longest response in tokens, its end-of-sequence token included.
+        max_new_tokens: Longest response in tokens, its end-of-sequence token included; with an ``environment`` all that
+            follows the prompt, responses and observations.
         temperature: Divides the logits, in rollout and in training alike.
         top_k: Sample among so many of the likeliest tokens; 0: all.
         top_p: Sample among the likeliest tokens that together reach this probability.
@@ -246,6 +271,7 @@ class Rollout:
         cache_memory: Most memory of each rank's key-value cache: a share of what is free when generating begins, or,
             from 1 on, bytes. What has no room waits.
         archive: Keep what was sampled, in HDF5; what a killed job had sampled is kept until it is used in any case.
+        environment: What answers the responses; None: a sample is one response.
     """
 
     group_size: Count = 1
@@ -262,6 +288,7 @@ class Rollout:
     max_concurrent: Count = 256
     cache_memory: Positive = 0.5
     archive: bool = False
+    environment: Environment | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -664,6 +691,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_contexts(recipe)
     _check_placement(recipe)
     _check_batches(recipe)
+    _check_environment(recipe)
     _check_profile(recipe)
 
 
@@ -767,6 +795,20 @@ def _check_batches(recipe: Recipe) -> None:
         raise ConfigError(
             f"rollout.max_new_tokens={recipe.rollout.max_new_tokens} leaves no token for the prompt within "
             f"model.max_context={recipe.model.max_context}; lower the first or raise the second"
+        )
+
+
+def _check_environment(recipe: Recipe) -> None:
+    made = recipe.data.arithmetic
+    if made is not None and made.operation != "add" and made.mistake_share > 0:
+        raise ConfigError(
+            f"data.arithmetic.mistake_share={made.mistake_share}: only additions have a wrong carry; set it to 0, or "
+            "data.arithmetic.operation to add"
+        )
+    if recipe.rollout.environment is not None and recipe.rollout.archive:
+        raise ConfigError(
+            "rollout.archive=true: the archive has no place for what an environment said; set it to false, or remove "
+            "rollout.environment"
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.kl import kl_penalty
 from hybridflow.algorithms.losses import Totals, aggregate, policy_loss
+from hybridflow.data.prompts import Example
 from hybridflow.data.rollout_log import LogWriter
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.move import Mover
@@ -27,6 +28,7 @@ from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, r
 from hybridflow.roles.rollout_weights import RolloutWeights
 from hybridflow.rollout.dealing import Claims, Deal
 from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.environment import Environments
 from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
 
 
@@ -100,6 +102,10 @@ class Actor:
                 tokenizer=job.tokenizer,
             )
         self._claims: Claims | None = None
+        self._conversations: Environments | None = None
+        if self._rollout is not None and job.recipe.rollout.environment is not None:
+            replica = job.world.coordinator(rollout.group_of(rank, "tp", "pp"))
+            self._conversations = Environments(job.recipe.rollout.environment, job.tokenizer, replica)
 
     def enter_phase(self, phase: str) -> None:
         """Make room for a phase and bring what it needs. Collective: all ranks of both layouts.
@@ -160,6 +166,8 @@ class Actor:
             ]
             for draw in range(first, first + count)
         ]
+        if self._conversations is not None:
+            return self._converse(groups, "rollout", self._job.train.example)
         deal = self._deal(groups)
         try:
             pairs = self._sample(decided["train_step"]["step"], deal, groups)
@@ -178,6 +186,8 @@ class Actor:
         groups = [
             [Request(prompt=torch.tensor(self._job.held_out[row][1]), params=params, draw=row)] for row in range(count)
         ]
+        if self._conversations is not None:
+            return self._converse(groups, "validation", lambda row: self._job.held_out[row][0])
         deal = self._deal(groups)
         assert self._engine is not None, "called outside the rollout mesh"
         pairs = self._engine.drive(deal.first, "validation", more=deal.more, expected=_expected(deal, groups))
@@ -212,15 +222,16 @@ class Actor:
         assert warm is not None, "a warm start was scheduled without its section"
         problems, step = self._job.train, decided["warm_step"]["step"]
         rows = [problems.source.row(draw) for draw in range(step * warm.batch_size, (step + 1) * warm.batch_size)]
-        num_tokens = sum(len(problems.solutions[row][1]) for row in rows)
+        num_tokens = sum(sum(problems.solutions[row].is_written) for row in rows)
         layout, place = self.model.mesh.layout, self.model.mesh.coordinate(self._job.world.rank)
-        pairs = [problems.solutions[row] for row in rows[place.dp :: layout.dp]]
-        sequences = [torch.tensor(prompt + solution) for prompt, solution in pairs]
-        micro_batches = self.model.pack(sequences, [len(prompt) for prompt, _ in pairs])
+        solutions = [problems.solutions[row] for row in rows[place.dp :: layout.dp]]
+        sequences = [torch.tensor(each.prompt + each.tokens) for each in solutions]
+        micro_batches = self.model.pack(sequences, [len(each.prompt) for each in solutions])
 
         def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
             log_probs, _ = self.model.log_probs(output, micro_batch)
-            share = -log_probs.sum() / num_tokens
+            is_written = [flag for sample in micro_batch.samples for flag in solutions[sample].is_written]
+            share = -log_probs[torch.tensor(is_written, dtype=torch.bool, device=output.device)].sum() / num_tokens
             return share, share.detach()[None]
 
         self.trainable.set_learning_rate(warm.lr)
@@ -343,6 +354,43 @@ class Actor:
 
     def _id_of(self, request: Request) -> int:
         return request.draw * self._job.recipe.rollout.group_size + request.index
+
+    def _converse(
+        self, groups: list[list[Request]], purpose: str, example_of: Callable[[int], Example]
+    ) -> Batch | None:
+        """As ``sample``, of conversations with the environment; a validation does not stop.
+
+        ``response_mask`` is 1 on what was sampled alone, ``environment_rewards`` are the sums over the turns.
+        """
+        assert self._engine is not None and self._conversations is not None, "called outside the rollout mesh"
+        place, num_replicas = self._rollout_place(), self._job.meshes["actor.rollout"].layout.dp
+        requests = [ask for group in groups[place.dp :: num_replicas] for ask in group]
+        examples = [example_of(ask.draw) for ask in requests]
+        is_stopping = self.is_stopping if purpose == "rollout" else lambda: False
+        try:
+            found = self._conversations.converse(self._engine, requests, examples, purpose, is_stopping)
+        except RolloutStopped:
+            requests, found = [], []
+        if purpose == "rollout":
+            mesh, rank = self._job.meshes["actor.rollout"], self._job.world.rank
+            errors = [each.error for each in found if each.error is not None]
+            if errors and place.tp == place.pp == 0:
+                print(f"environment: failed in {len(errors)} of {len(found)} samples; one: {errors[0]}", flush=True)
+            share = [len(found), sum(each.num_turns for each in found), len(errors)]
+            # Each replica has its own samples, and its first rank tells of them.
+            shares = self._job.world.coordinator(mesh.ranks).gather(share, "conversations")
+            firsts = [
+                shares[mesh.ranks.index(mesh.group_of(each, "tp", "pp")[0])] for each in mesh.group_of(rank, "dp")
+            ]
+            num_samples, num_turns, num_failed = (sum(each) for each in zip(*firsts, strict=True))
+            self.metrics["environment/turns_mean"] = num_turns / max(num_samples, 1)
+            self.metrics["environment/failed"] = float(num_failed)
+        batch = self._columns(requests, [each.response for each in found])
+        if batch is None:
+            return None
+        rewards = torch.tensor([each.reward for each in found], dtype=torch.float32)
+        mask = Ragged.from_list([each.mask for each in found], torch.float32)
+        return batch.with_columns({"response_mask": mask, "environment_rewards": rewards})
 
     def _columns(self, requests: list[Request], responses: list[Response]) -> Batch | None:
         assert self._rollout is not None, "called outside the rollout mesh"

@@ -832,6 +832,13 @@ def _check_engine(recipe: Recipe) -> None:
             f"actor.rollout: rollout.engine.kind={engine.kind} takes no part of a model, found {layout}; set tp, pp, ep "
             "and cp to 1, and dp to the number of the actor's ranks"
         )
+    if engine.kind == "vllm" and recipe.actor.ranks not in (None, tuple(range(recipe.cluster.ranks))):
+        raise ConfigError(
+            f"actor.ranks={list(recipe.actor.ranks or ())}: with rollout.engine.kind=vllm all ranks of the job must be "
+            "the actor's, in their order, since vLLM starts on all of them together; leave the key out"
+        )
+    if engine.kind != "megatron" and recipe.trainer.steps > 0:
+        _check_known_log_probs(recipe.rollout)
     if not engine.is_server:
         for key in ("urls", "model", "auth_env", "log_probs", "off_policy"):
             if getattr(engine, key) != getattr(SamplingEngine(), key):
@@ -849,19 +856,23 @@ def _check_engine(recipe: Recipe) -> None:
             "trainer.steps=0 without warm_start to validate alone, choose kind=vllm, or set "
             "rollout.engine.off_policy=true to train on its samples all the same"
         )
-    if recipe.trainer.steps > 0:
-        _check_known_log_probs(recipe.rollout)
 
 
 def _check_known_log_probs(rollout: Rollout) -> None:
-    """What a server tells must be what the trainer computes: log-probabilities at the temperature, before cuts."""
-    is_processed = rollout.engine.kind == "tgi" or rollout.engine.log_probs == "processed"
-    if is_processed and (rollout.top_k > 0 or rollout.top_p < 1):
+    """What an engine tells must be what the trainer computes: log-probabilities at the temperature, before cuts."""
+    kind, is_cut = rollout.engine.kind, rollout.top_k > 0 or rollout.top_p < 1
+    is_processed = kind == "tgi" or rollout.engine.log_probs == "processed" or (kind == "vllm" and not is_cut)
+    if is_processed and is_cut:
         raise ConfigError(
             "rollout.top_k, rollout.top_p: rollout.engine.log_probs=processed (TGI always) tells none but those after "
             "the cut, which the trainer does not compute; remove them"
         )
     if not is_processed and rollout.temperature != 1:
+        if kind == "vllm":
+            raise ConfigError(
+                f"rollout.temperature={rollout.temperature:g} with top_k or top_p: vLLM tells log-probabilities before "
+                "both or after both, and the trainer computes those between; set the temperature to 1, or remove the cut"
+            )
         raise ConfigError(
             f"rollout.temperature={rollout.temperature:g}: rollout.engine.log_probs=raw tells those at temperature 1; "
             "set it to 1, or start vLLM with --logprobs-mode processed_logprobs and set log_probs=processed"

@@ -52,9 +52,7 @@ def correction_weights(
     Paper: truncation arXiv 1802.01561; icepop arXiv 2510.18855. The clamp of the exponent is ours.
     """
     if kind not in KINDS or level not in LEVELS:
-        raise ValueError(
-            f"correction {kind!r} of {level!r}: allowed are {', '.join(KINDS)} of {', '.join(LEVELS)}"
-        )
+        raise ValueError(f"correction {kind!r} of {level!r}: allowed are {', '.join(KINDS)} of {', '.join(LEVELS)}")
     old, sampled, mask = alike(old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
     on = mask > 0
     d = torch.where(on, old.detach() - sampled.detach(), 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,17 +14,23 @@ from hybridflow.algorithms.kl import kl_penalty
 from hybridflow.algorithms.losses import Totals, aggregate, policy_loss
 from hybridflow.data.rollout_log import LogWriter, Sampled
 from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.errors import EngineError
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
-from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.advantage import KLCoefficient, corrections
 from hybridflow.roles.job import Job
 from hybridflow.roles.kept_rollouts import KeptRollouts
 from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
 from hybridflow.roles.rollout_weights import RolloutWeights
+from hybridflow.roles.sampling_engine import PushedEngine, our_engine, server_engine
 from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.engines.http_engine import HttpEngine
 from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
+
+if TYPE_CHECKING:
+    from hybridflow.rollout.engines.vllm_engine import VllmEngine
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class _Progress:
             self.log.add(
                 Sampled(draw=ask.draw, index=ask.index, tokens=got.tokens.numpy(), log_probs=got.log_probs.numpy())
                 for ask, got in pairs
+                if got.finish != "failed"
             )
 
 
@@ -69,24 +76,26 @@ class Actor:
         self.trainable: Trainable | None = None
         if self.model is not None:
             self.trainable = Trainable(self.model.transformer, self.model.groups, job.recipe.actor.optimizer)
-        self._rollout = self.model
+        engine = job.recipe.rollout.engine
+        self._rollout = None if engine.is_server else self.model
         self._rollout_weights: RolloutWeights | None = None
-        if not shares_storage(update, rollout) and (rank in update or rank in rollout):
+        if not engine.is_server and not shares_storage(update, rollout) and (rank in update or rank in rollout):
             self._rollout = PlacedModel(job, rollout, self.spec, is_filled_later=True) if rank in rollout else None
             self._rollout_weights = RolloutWeights(job, self.spec, self.model, self._rollout)
         self._offload: HostOffload | None = None
         if self.trainable is not None and job.recipe.actor.offload:
             self._offload = self.trainable.offload(f"rank {rank}: optimizer of actor.update")
         self._rollout_is_current = False
-        self._engine: MegatronEngine | None = None
-        if self._rollout is not None:
-            self._engine = MegatronEngine(
-                self._rollout.transformer,
-                self._rollout.groups,
-                vocab_size=job.vocab_size,
-                seed=job.recipe.seed,
-                max_concurrent=job.recipe.rollout.max_concurrent,
+        self._pushed = PushedEngine(job, self.spec) if engine.kind == "vllm" else None
+        self._engine: MegatronEngine | VllmEngine | HttpEngine | None = None
+        if self._pushed is not None:
+            self._engine = self._pushed.engine
+        elif engine.is_server and rank in rollout:
+            self._engine = server_engine(
+                engine, tokenizer=job.tokenizer, seed=job.recipe.seed, vocab_size=job.vocab_size
             )
+        elif self._rollout is not None:
+            self._engine = our_engine(job, self._rollout)
 
     def enter_phase(self, phase: str) -> None:
         """Make room for a phase and bring what it needs. Collective: all ranks of both layouts.
@@ -110,6 +119,10 @@ class Actor:
                 # A validation within the step may reshard once more: what is moved adds up, what is kept does not.
                 before = 0.0 if name == "reshard/extra_bytes" else self.metrics.get(name, 0.0)
                 self.metrics[name] = before + value
+        if self._pushed is not None and self._rollout is not None and not self._rollout_is_current:
+            self._pushed.push(self._rollout)
+            if self._rollout_weights is not None:
+                self._rollout_weights.release()
         self._rollout_is_current = True
 
     @contextlib.contextmanager
@@ -259,9 +272,11 @@ class Actor:
         return [found[ask.draw, ask.index] for ask in requests]
 
     def _as_batch(self, requests: list[Request], responses: list[Response]) -> Batch | None:
-        assert self._rollout is not None, "called outside the rollout mesh"
-        if not self._rollout.is_holder:
+        if self._rollout is not None and not self._rollout.is_holder:
             return None
+        for ask, got in zip(requests, responses, strict=True):
+            if got.finish == "failed":
+                raise EngineError(f"response {ask.index} to draw {ask.draw} failed: {got.error}")
         group = self._job.recipe.rollout.group_size
         sequences = [torch.cat([ask.prompt, got.tokens]) for ask, got in zip(requests, responses, strict=True)]
         draws = torch.tensor([ask.draw for ask in requests], dtype=torch.int64)
@@ -296,6 +311,10 @@ class Actor:
             clip_high=settings.clip_high,
             dual_clip=settings.dual_clip,
         )
+        if self._job.recipe.correction_kind != "none":
+            sampled = padded(part, "rollout_log_probs", micro_batch.samples, device)
+            corrected = corrections(self._job.recipe, columns["old_log_probs"], sampled, mask)
+            per_token = per_token * corrected.weights
         loss = aggregate(per_token, mask, settings.aggregation, totals)
         policy_share = loss.detach()
         if self._kl_coef.is_in_loss:

@@ -149,9 +149,7 @@ def find_model(
         EngineError: They do not answer, have no such model, or several and none is named.
     """
     try:
-        url, answer = ask_once(
-            lines, "GET", "/v1/models", retries=retries, timeout_s=timeout_s, deadline_s=deadline_s
-        )
+        url, answer = ask_once(lines, "GET", "/v1/models", retries=retries, timeout_s=timeout_s, deadline_s=deadline_s)
     except Refused as error:
         raise EngineError(f"{error}; look at rollout.engine.urls and auth_env") from None
     listed = answer.get("data") if isinstance(answer, dict) else None

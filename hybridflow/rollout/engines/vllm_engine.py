@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.errors import DataError, EngineError
@@ -89,6 +90,7 @@ class VllmEngine:
         self._log_probs: LogProbsKind = log_probs
         model = described.model
         self._max_context = model.max_context
+        has_groups = dist.is_initialized()
         # vLLM reads what the model is from a directory; there are no weights in it.
         with tempfile.TemporaryDirectory(prefix="hybridflow-vllm-") as folder:
             config = update_config(None, described, dtype=_DTYPES[model.dtype])
@@ -103,7 +105,8 @@ class VllmEngine:
                     max_model_len=model.max_context,
                     max_num_seqs=max_concurrent,
                     logprobs_mode=f"{log_probs}_logprobs",
-                    distributed_executor_backend="external_launcher" if "RANK" in os.environ else None,
+                    # A worker within this process, one on each rank.
+                    distributed_executor_backend="uni",
                     enforce_eager=cache_bytes is not None,
                     gpu_memory_utilization=memory_share,
                     kv_cache_memory_bytes=cache_bytes,
@@ -113,6 +116,10 @@ class VllmEngine:
                 raise EngineError(
                     f"rollout.engine.kind=vllm: vLLM {vllm.__version__} does not start: {type(error).__name__}: {error}"
                 ) from error
+        finalizer = getattr(self._llm.llm_engine.engine_core, "_finalizer", None)
+        if has_groups and finalizer is not None:
+            # It would end all process groups when Python exits, which are this process's own, and ended by then.
+            finalizer.detach()
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take weights under their Hugging Face names, and forget what was computed with the old ones.
@@ -234,9 +241,7 @@ def _of_tokens(places: Sequence[Any], tokens: Sequence[int]) -> list[float]:
     return [place[token].logprob for place, token in zip(places, tokens, strict=False)]
 
 
-def _hand_over(
-    requests: list[Request], responses: dict[int, Response], fresh: list[int], progress: Progress
-) -> None:
+def _hand_over(requests: list[Request], responses: dict[int, Response], fresh: list[int], progress: Progress) -> None:
     if fresh:
         progress.finished([(requests[number], responses[number]) for number in fresh])
         fresh.clear()

@@ -263,6 +263,34 @@ class Session:
             lane.pending = step, self._forward(lane, step)
         return ended
 
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Requests that nobody waits for any more are not gone on with; those that have ended are passed over.
+
+        Collective: tp, pp.
+        """
+        numbers = {number for number, request in self._requests.items() if any(request is each for each in requests)}
+        for lane in self._lanes:
+            if lane.pending is not None:
+                # What was sampled has its place among what is known, from which a sequence is then taken.
+                self._refused += self._absorb(lane, *lane.pending)
+                lane.pending = None
+            for number in numbers & self._requests.keys():
+                lane.scheduler.drop(number)
+                lane.records.drop(number)
+        for number in numbers & self._requests.keys():
+            del self._requests[number]
+        self._refused = [pair for pair in self._refused if not any(pair[0] is each for each in requests)]
+
+    def running(self) -> list[tuple[Request, list[int]]]:
+        """The requests that have a slot, each with the tokens sampled so far."""
+        found = []
+        for lane in self._lanes:
+            for slot in lane.scheduler.running:
+                request = self._requests[lane.scheduler.job(slot).number]
+                known = lane.scheduler.tokens[slot, len(request.prompt) : lane.scheduler.lengths[slot]]
+                found.append((request, known.tolist()))
+        return found
+
     def pause(self) -> list[tuple[Request, Response]]:
         """End, and give what is not done, each with what was sampled of it: ``Request.begun`` to go on from.
 

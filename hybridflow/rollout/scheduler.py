@@ -217,6 +217,12 @@ class Scheduler:
         self._free.append(slot)
         self._give_up(slot)
 
+    def drop(self, number: int) -> None:
+        """End a sequence that runs or waits; nothing where there is none of that number."""
+        for slot in [slot for slot, job in self._jobs.items() if job.number == number]:
+            self.remove(slot)
+        self._waiting = deque(job for job in self._waiting if job.number != number)
+
     def forget(self) -> None:
         """The weights have changed: nothing that was computed is used again."""
         for slot in self._running:

@@ -10,7 +10,7 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 def visible_text(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str]) -> str:
-    """The text of a response up to the first of its stop texts, which is left out."""
+    """The text of a response up to the stop text that is complete first, which is left out."""
     return _cut(tokenizer.decode(tokens), stop)
 
 
@@ -31,5 +31,7 @@ def settled_text(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:
-    ends = [place for place in (text.find(each) for each in stop) if place >= 0]
-    return text[: min(ends)] if ends else text
+    """Up to the stop text that is complete first; of two that end together, the longer."""
+    places = [(text.find(each), len(each)) for each in stop]
+    found = [(place + length, place) for place, length in places if place >= 0]
+    return text[: min(found)[1]] if found else text

@@ -762,7 +762,10 @@ def check_recipe(recipe: Recipe) -> None:
     _check_algorithm(recipe)
     _check_reward(recipe.reward)
     for key in _MODELS:
-        check_model(recipe.model_of(key.removesuffix(".model")), key)
+        model = recipe.model_of(key.removesuffix(".model"))
+        check_model(model, key)
+        if model.dtype == "fp16":
+            raise ConfigError(f"{key}.dtype=fp16: is for generating alone, since gradients underflow; set bf16 or fp32")
     _check_contexts(recipe)
     _check_placement(recipe)
     _check_batches(recipe)

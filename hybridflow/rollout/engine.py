@@ -390,6 +390,33 @@ class Session:
         self._watches.clear()
         return ended
 
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Requests that nobody waits for any more are not gone on with; those that have ended are passed over.
+
+        Collective: tp, pp.
+        """
+        numbers = {number for number, request in self._requests.items() if any(request is each for each in requests)}
+        # What was sampled has its place among what is known, from which a sequence is then taken.
+        self._ready += self._catch_up()
+        for lane in self._lanes:
+            for number in numbers & self._requests.keys():
+                lane.scheduler.drop(number)
+                lane.records.drop(number)
+        for number in numbers & self._requests.keys():
+            del self._requests[number]
+            self._watches.pop(number, None)
+        self._ready = [pair for pair in self._ready if not any(pair[0] is each for each in requests)]
+
+    def running(self) -> list[tuple[Request, list[int]]]:
+        """The requests that have a slot, each with the tokens sampled so far."""
+        found = []
+        for lane in self._lanes:
+            for slot in lane.scheduler.running:
+                request = self._requests[lane.scheduler.job(slot).number]
+                known = lane.scheduler.tokens[slot, len(request.prompt) : lane.scheduler.lengths[slot]]
+                found.append((request, known.tolist()))
+        return found
+
     def _catch_up(self) -> list[tuple[Request, Response]]:
         """Take what all lanes have sampled, in the order in which they did; what ended."""
         ended = []

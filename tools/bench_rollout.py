@@ -57,8 +57,9 @@ from rollout_bench.engines import TOOLS, Engine, EngineError, default_python, ma
 from rollout_bench.ranks import layouts_of, measure_on_ranks
 from rollout_bench.report import CASES, COMPARED, bounds, markdown
 
-from hybridflow.errors import HybridflowError
+from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.launch.local import run_local
+from hybridflow.observe.files import replace_file
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.start import find_start
 
@@ -84,7 +85,7 @@ def main() -> int:
             return _be_a_rank(options)
         device = _find_device()
         settings = _settings(options, device)
-        _check_names(options, device)
+        _complete(options, device)
         if options.dry_run:
             print("\n".join(_plan(options, settings)))
             return 0
@@ -99,8 +100,6 @@ def main() -> int:
         return 2
     print(markdown(results))
     missed = [bound.what for bound in bounds(results) if not bound.holds]
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if options.check:
         for what in missed:
             print(f"missed: {what}", file=sys.stderr)
@@ -172,12 +171,18 @@ def _settings(options: argparse.Namespace, device: str) -> dict[str, Any]:
     }
 
 
-def _check_names(options: argparse.Namespace, device: str) -> None:
-    """Sizes that were left out are chosen."""
+def _complete(options: argparse.Namespace, device: str) -> None:
+    """Choose the sizes that were left out, and see that the rest can be done.
+
+    Raises:
+        ConfigError: It cannot.
+    """
     if options.models is None:
         options.models = ["0.5b", "1.5b"] if device == "cuda" else ["5m", "40m", "150m"]
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {options.json}: no such folder; make it, or name another file")
     if device == "cpu" and (large := [size for size in options.models if size in GPU_SIZES]):
-        raise EngineError(f"--models {' '.join(large)}: for a GPU, which torch does not find; of {' '.join(CPU_SIZES)}")
+        raise ConfigError(f"--models {' '.join(large)}: for a GPU, which torch does not find; of {' '.join(CPU_SIZES)}")
 
 
 def _plan(options: argparse.Namespace, settings: dict[str, Any]) -> Iterator[str]:
@@ -205,9 +210,11 @@ def _plan(options: argparse.Namespace, settings: dict[str, Any]) -> Iterator[str
 def _measure(options: argparse.Namespace, settings: dict[str, Any], work: Path) -> dict[str, Any]:
     """All cases; the results as they are written to a file."""
     results: dict[str, Any] = {"settings": settings, "versions": {}, "models": {}, "alone": {}}
+    results |= {"cpus": os.cpu_count(), "load": os.getloadavg()[0]}
     compared = [case for case in COMPARED if case in options.cases]
     for size in options.models if compared else []:
         results["models"][size] = _compare(options, settings, work, size, compared, results["versions"])
+        _keep(options, results)
     for case in (case for case in options.cases if case not in COMPARED):
         size = _alone_size(options, settings, case)
         _say(f"{case}: ours alone, {size}")
@@ -218,7 +225,15 @@ def _measure(options: argparse.Namespace, settings: dict[str, Any], work: Path) 
                 results["versions"] |= ours.versions
                 found = ours.ask("decode", repeats=options.repeats) if case == "flops" else ours.ask(case)
         results["alone"][case] = {"size": size, **found}
-    return {**results, "cpus": os.cpu_count(), "load": os.getloadavg()[0]}
+        _keep(options, results)
+    return results
+
+
+def _keep(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Write what there is by now: the whole takes hours, and its end may not come."""
+    results["load"] = os.getloadavg()[0]
+    if options.json is not None:
+        replace_file(options.json, (json.dumps(results, indent=1) + "\n").encode())
 
 
 def _compare(
@@ -263,9 +278,7 @@ def _take_turns(
     how: dict[str, dict[str, Any]] = {engine.name: {} for engine in engines}
     for engine in engines:
         if engine.name == "transformers":
-            tried = _try_batches(options, engine, shape, lengths, where)
-            best = min((each for each in tried if each["is_done"]), key=lambda each: each["wall_s"])
-            how["transformers"] = {"batch": best["batch"], "is_sorted": best["is_sorted"]}
+            how["transformers"], tried = _choose_batch(options, engine, shape, lengths, where)
             found["transformers"] |= {"tried": tried, "chosen": how["transformers"]}
     for turn in range(options.repeats):
         prompts, first_prompts = (draw_prompts(lengths.prompts, shape.vocab, 2 * turn + each) for each in (1, 2))
@@ -283,27 +296,33 @@ def _take_turns(
     return found
 
 
-def _try_batches(
+def _choose_batch(
     options: argparse.Namespace, engine: Engine, shape: Shape, lengths: Lengths, where: str
-) -> list[dict[str, Any]]:
-    """Each static batch once, given up where it is slower than another that takes the requests in the same way."""
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The fastest static batch, and all that were tried, each once.
+
+    One is given up when it is slower than another that takes the requests in the same way.
+    """
     num = len(lengths.prompts)
     batches = sorted({min(batch, num) for batch in options.batches}, reverse=True)
-    kinds = [(batch, False) for batch in batches]
+    kinds = [{"batch": batch, "is_sorted": False} for batch in batches]
     if len(set(lengths.responses)) > 1:
         # One batch of all has no order.
-        kinds += [(batch, True) for batch in batches if batch < num]
+        kinds += [{"batch": batch, "is_sorted": True} for batch in batches if batch < num]
+    if len(kinds) == 1:
+        return kinds[0], []
     prompts = draw_prompts(lengths.prompts, shape.vocab, 0)
     best_s: dict[bool, float] = {}
     tried = []
-    for batch, is_sorted in kinds:
-        how = {"batch": batch, "is_sorted": is_sorted, "most_s": best_s.get(is_sorted)}
-        run = engine.ask("generate", prompts=prompts, lengths=lengths.responses, **how)
+    for how in kinds:
+        most_s = best_s.get(how["is_sorted"])
+        run = engine.ask("generate", prompts=prompts, lengths=lengths.responses, **how, most_s=most_s)
         if run["is_done"]:
-            best_s[is_sorted] = min(run["wall_s"], best_s.get(is_sorted, run["wall_s"]))
-        tried.append({key: {**how, **run}[key] for key in ("batch", "is_sorted", "is_done", "wall_s")})
-        _say(f"{where}: transformers, batches of {batch}{', sorted' * is_sorted}: {run['wall_s']:.1f} s")
-    return tried
+            best_s[how["is_sorted"]] = run["wall_s"]
+        tried.append({**how, "is_done": run["is_done"], "wall_s": run["wall_s"]})
+        _say(f"{where}: transformers, batches of {how['batch']}{', sorted' * how['is_sorted']}: {run['wall_s']:.1f} s")
+    best = min((each for each in tried if each["is_done"]), key=lambda each: each["wall_s"])
+    return {"batch": best["batch"], "is_sorted": best["is_sorted"]}, tried
 
 
 def _check_same_weights(engines: list[Engine], shape: Shape, settings: dict[str, Any]) -> None:

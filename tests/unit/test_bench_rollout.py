@@ -15,7 +15,17 @@ sys.path.insert(0, str(TOOLS))
 
 import bench_rollout  # noqa: E402
 from rollout_bench import engines as engines_module  # noqa: E402
-from rollout_bench.cases import CPU_SIZES, GPU_SIZES, Lengths, Shape, Work, tailed_lengths, work_of  # noqa: E402
+from rollout_bench.cases import (  # noqa: E402
+    CPU_SIZES,
+    CROWD_CACHE_TOKENS,
+    GPU_SIZES,
+    Lengths,
+    Shape,
+    Work,
+    crowd_lengths,
+    tailed_lengths,
+    work_of,
+)
 from rollout_bench.engines import Engine, EngineError  # noqa: E402
 from rollout_bench.peers import load_transformers, make  # noqa: E402
 from rollout_bench.ranks import layouts_of  # noqa: E402
@@ -62,6 +72,10 @@ def test_tailed_lengths_are_log_normal_and_the_same_again():
     assert statistics.median(lengths.responses) == pytest.approx(80, rel=0.2)
     # A log-normal's mean is exp(spread²/2) = 1.38 times its median.
     assert statistics.mean(lengths.responses) == pytest.approx(80 * 1.38, rel=0.2)
+    # What is asked of a small cache: ten times its room, none of it more than fits alone.
+    crowd = crowd_lengths()
+    assert sum(crowd.prompts) + sum(crowd.responses) >= 10 * CROWD_CACHE_TOKENS
+    assert max(crowd.responses) + 32 < CROWD_CACHE_TOKENS
 
 
 def test_layouts_are_those_that_the_model_allows():
@@ -179,6 +193,8 @@ ALONE = {
     "memory": {
         "size": "5m",
         "num_requests": 60,
+        "asked_tokens": 3000,
+        "cache_tokens": 300,
         "num_finished": 59,
         "num_preempted": 3,
         "wrong_draws": [4],

@@ -11,6 +11,9 @@ from typing import Any
 CONTEXT = 1024
 """Longest sequence of the models, in tokens."""
 
+CROWD_CACHE_TOKENS = 6 * (32 + 192)
+"""Room in the cache for the requests of ``crowd_lengths``: six of the longest."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -110,6 +113,11 @@ def tailed_lengths(num: int = 256, *, middle: int = 80, spread: float = 0.8, mos
     random_numbers = random.Random(1)
     drawn = (math.exp(random_numbers.gauss(math.log(middle), spread)) for _ in range(num))
     return Lengths(prompts=(32,) * num, responses=tuple(max(8, min(most, int(each))) for each in drawn))
+
+
+def crowd_lengths() -> Lengths:
+    """Ten times more tokens than ``CROWD_CACHE_TOKENS``."""
+    return tailed_lengths(150, middle=48, most=192)
 
 
 def draw_prompts(lengths: Sequence[int], vocab: int, seed: int) -> list[list[int]]:

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from rollout_bench.cases import draw_prompts, tailed_lengths
+from rollout_bench.cases import CROWD_CACHE_TOKENS, crowd_lengths, draw_prompts
 from rollout_bench.child import serve
 
 PREFIX_SAMPLES, PREFIX_TOKENS = 8, 512
 CHECKED_BATCH = 64
-_CACHED_SEQUENCES, _CHECKED_SEQUENCES = 6, 60
 
 
 def quiet() -> None:
@@ -164,11 +163,10 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
 
         def memory(self) -> dict[str, Any]:
             """Ten times more requests than the cache holds, beside the same with all the room there is."""
-            lengths = tailed_lengths(_CHECKED_SEQUENCES, middle=48, most=192)
+            lengths = crowd_lengths()
             prompts = draw_prompts(lengths.prompts, self.loaded.model.vocab_size, 0)
             asked = requests(prompts, list(lengths.responses))
-            # Of sequences as long as the longest.
-            num_blocks = _CACHED_SEQUENCES * blocks_for(32 + 192)
+            num_blocks = blocks_for(CROWD_CACHE_TOKENS)
             budget_bytes = num_blocks * block_bytes(self.loaded.transformer)
             engine = self.make_engine(budget_bytes)
             with torch.inference_mode():
@@ -186,6 +184,8 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
             ]
             return {
                 "num_requests": len(asked),
+                "asked_tokens": sum(lengths.prompts) + lengths.num_tokens,
+                "cache_tokens": CROWD_CACHE_TOKENS,
                 "num_finished": len(found),
                 "num_preempted": session.num_preempted,
                 "wrong_draws": wrong,

@@ -210,7 +210,8 @@ _TOLD = {
     ),
     "first": _first,
     "memory": lambda each: (
-        f"{each['num_finished']} of {each['num_requests']} finished, {each['num_preempted']} preemptions, "
+        f"{each['num_finished']} of {each['num_requests']} finished, {each['asked_tokens']:,} tokens with room for "
+        f"{each['cache_tokens']:,}, {each['num_preempted']} preemptions, "
         f"{each['allocated_bytes']:,} bytes of {each['budget_bytes']:,}"
     ),
     "agree": lambda each: "; ".join(

@@ -307,7 +307,9 @@ class Actor:
             except RolloutStopped as stopped:
                 progress.finished(stopped.unfinished)
                 raise
-        self.metrics |= self._engine.metrics
+        measured = self._engine.metrics
+        self.metrics["rollout/preempted"] = measured["preempted"]
+        self.metrics["rollout/prefill_share"] = measured["prefill_share"]
         num = len(again) + len(new)
         shares = {"rollout/reused": len(again), "rollout/continued": num_begun, "rollout/claimed": deal.num_claimed}
         self.metrics |= {name: count / num for name, count in shares.items() if count}

@@ -301,8 +301,8 @@ class Session:
         """How often a sequence lost its place in the cache; and the prompts' tokens computed, over those asked for."""
         schedulers = [lane.scheduler for lane in self._lanes]
         return {
-            "rollout/preempted": sum(each.num_preempted for each in schedulers),
-            "rollout/prefill_share": sum(each.num_prompt_computed for each in schedulers) / max(self._num_prompt, 1),
+            "preempted": sum(each.num_preempted for each in schedulers),
+            "prefill_share": sum(each.num_prompt_computed for each in schedulers) / max(self._num_prompt, 1),
         }
 
     def add(self, requests: Sequence[Request]) -> None:

@@ -84,7 +84,7 @@ def within_budget(world, layouts: list[ParallelLayout]):
             {
                 "small": texts(requests, small.generate(requests)),
                 "large": texts(requests, large.generate(requests)),
-                "preempted": small.metrics["rollout/preempted"],
+                "preempted": small.metrics["preempted"],
                 "bytes": (taken, budget),
                 "error": (str(caught.value), 3 * block_bytes(model), 2 * block_bytes(model)),
             }
@@ -114,7 +114,7 @@ def shared_prompts(world):
     for num_prompt in (512, 32, 9):
         requests = make_requests(2, 8, num_prompt, SamplingParams(max_new_tokens=6))
         together = texts(requests, engine.generate(requests))
-        share = engine.metrics["rollout/prefill_share"]
+        share = engine.metrics["prefill_share"]
         alone = {}
         for each in requests[::5]:
             alone |= texts([each], engine.generate([each]))

@@ -164,9 +164,7 @@ class Rollouts:
         expected: list[Request],
     ) -> Pairs:
         if isinstance(self._engine, MegatronEngine):
-            pairs = self._engine.drive(requests, purpose, progress, more=more, expected=expected)
-            self.metrics |= self._engine.metrics
-            return pairs
+            return self._engine.drive(requests, purpose, progress, more=more, expected=expected)
         return list(zip(requests, self._engine.generate(requests, purpose, progress), strict=True))
 
     def _sample(self, step: int, deal: Deal, groups: list[list[Request]]) -> Pairs:
@@ -201,6 +199,9 @@ class Rollouts:
             except RolloutStopped as stopped:
                 progress.finished(stopped.unfinished)
                 raise
+        if isinstance(self._engine, MegatronEngine):
+            measured = self._engine.metrics
+            self.metrics |= {f"rollout/{name}": measured[name] for name in ("preempted", "prefill_share")}
         num = len(again) + len(new)
         shares = {"rollout/reused": len(again), "rollout/continued": num_begun, "rollout/claimed": deal.num_claimed}
         self.metrics |= {name: count / num for name, count in shares.items() if count}

@@ -323,8 +323,8 @@ class Session:
         """How often a sequence lost its place in the cache; and the prompts' tokens computed, over those asked for."""
         schedulers = [lane.scheduler for lane in self._lanes]
         return {
-            "rollout/preempted": sum(each.num_preempted for each in schedulers),
-            "rollout/prefill_share": sum(each.num_prompt_computed for each in schedulers) / max(self._num_prompt, 1),
+            "preempted": sum(each.num_preempted for each in schedulers),
+            "prefill_share": sum(each.num_prompt_computed for each in schedulers) / max(self._num_prompt, 1),
         }
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -538,7 +538,7 @@ class Session:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a step gave, and by which weights: the tokens, received on all stages from the last, the rest there alone."""
+    """What a step gave, and by which weights: the tokens, received by all stages from the last; the rest there."""
 
     tokens: Tensor
     version: int

@@ -319,6 +319,9 @@ def test_memory_near_the_limit_warns_and_above_it_is_refused():
     assert "rank 1 needs about 73.0 GB during the rollout, a GPU has 80 GB" in warning
     with pytest.raises(ConfigError, match=r"rank 0 needs about 80\.1 GB during the rollout.* rollout\.max_concurrent"):
         check_memory(ranks(80.1, 10), 80)
+    # A cache that takes no more than is free fits.
+    roomy = RankMemory(meshes=(), rollout=int(200e9), update=1, spare=int(190e9))
+    assert check_memory([roomy, *ranks(20)], 80) == []
 
 
 @pytest.fixture

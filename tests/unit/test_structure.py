@@ -76,6 +76,8 @@ LIGHT = [
         "doctor.compare",
         "doctor.rounds",
         "data.rollout_log",
+        "rollout.blocks",
+        "rollout.scheduler",
         "mapping.memory",
         "launch",
         "launch.local",

@@ -464,7 +464,7 @@ class Session:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a step gave, and by which weights: the tokens, received on all stages from the last, the rest there alone."""
+    """What a step gave, of which weights: tokens, received on all stages from the last; the rest there alone."""
 
     tokens: Tensor
     version: int

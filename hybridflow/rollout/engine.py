@@ -538,7 +538,7 @@ class Session:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a step gave, and by which weights: the tokens, received by all stages from the last; the rest there."""
+    """What a step gave, of which weights: tokens, received on all stages from the last; the rest there alone."""
 
     tokens: Tensor
     version: int

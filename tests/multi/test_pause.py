@@ -76,7 +76,14 @@ def drain(engine: MegatronEngine, asked: list[Request], num_steps: int | None = 
         ended += session.step()
         num_steps = None if num_steps is None else num_steps - 1
         num_aside = sum(len(lane.records._aside) for lane in session._lanes)
+    waiting = {
+        key(session._requests[job.number]): job.tokens[job.num_prompt :].tolist()
+        for lane in session._lanes
+        for job in lane.scheduler.waiting
+    }
     pairs = ended + session.pause()
+    # Sampled anew it would be the same: that it is kept is seen here alone.
+    assert all(got.tokens.tolist() == waiting.get(key(ask), got.tokens.tolist()) for ask, got in pairs)
     assert session.is_idle
     done = [pair for pair in pairs if pair[1].finish != "paused"]
     return done, [pair for pair in pairs if pair[1].finish == "paused"], num_aside

@@ -189,10 +189,10 @@ INLINE void score_block(float *scores, int64_t stride, const float *query, const
     for (int s = 0; s < sharers; s++) STORE(scores + s * stride, (even[s] + odd[s]) * scale);
 }
 
-/* Adds the values of one block, LANES * 4 of their dims at most, weighted. */
-INLINE void add_block(floats *sums, const float *weights, int64_t stride, const float *values, int head, int sharers,
-                      int parts) {
-    for (int token = 0; token < BLOCK; token++)
+/* Adds the values of some tokens of one block, LANES * 4 of their dims at most, weighted. */
+INLINE void add_block(floats *sums, const float *weights, int64_t stride, const float *values, int tokens, int head,
+                      int sharers, int parts) {
+    for (int token = 0; token < tokens; token++)
         for (int part = 0; part < parts; part++) {
             floats value = LOAD(values + token * head + part * LANES);
             for (int s = 0; s < sharers; s++) sums[s * 4 + part] += value * weights[s * stride + token];
@@ -239,10 +239,11 @@ INLINE void attend_row(float *out, const float *query, const float *keys, const 
             for (int i = 0; i < BLOCK; i++) for (int j=0;j<parts;j++) __builtin_prefetch(next + i * head + j * LANES);
             const float *at = values + ((int64_t)table[block] * groups + group) * BLOCK * head + dim;
             const float *weights = scores + (block - from) * BLOCK;
+            int tokens = block + 1 < to ? BLOCK : (int)(position % BLOCK) + 1; /* those behind it may be NaN */
             switch (parts) {
-            case 4: add_block(sums, weights, stride, at, head, sharers, 4); break;
-            case 2: add_block(sums, weights, stride, at, head, sharers, 2); break;
-            default: add_block(sums, weights, stride, at, head, sharers, parts);
+            case 4: add_block(sums, weights, stride, at, tokens, head, sharers, 4); break;
+            case 2: add_block(sums, weights, stride, at, tokens, head, sharers, 2); break;
+            default: add_block(sums, weights, stride, at, tokens, head, sharers, parts);
             }
         }
         for (int s = 0; s < sharers; s++)

@@ -17,6 +17,7 @@ class PagedCache:
     """Keys and values of the layers of this stage, in blocks that any sequence may own.
 
     A block's keys lie token by token for each dim, its values dim by dim for each token: as ``kernels.c`` reads them.
+    What was not written by a block's present owner may be anything, and is not read.
 
     Attributes:
         keys: One tensor for each local layer, ``[blocks, groups/tp, head, BLOCK_TOKENS]``.
@@ -26,15 +27,9 @@ class PagedCache:
     def __init__(self, model: Transformer, num_blocks: int, device: torch.device) -> None:
         groups, head = cache_shape(model)
         dtype = model.config.params_dtype
-        # Zeros, since what was never written must not be NaN: it is weighted with zero.
-        self.keys = [
-            torch.zeros(num_blocks, groups, head, BLOCK_TOKENS, dtype=dtype, device=device)
-            for _ in model.decoder.layers
-        ]
-        self.values = [
-            torch.zeros(num_blocks, groups, BLOCK_TOKENS, head, dtype=dtype, device=device)
-            for _ in model.decoder.layers
-        ]
+        layers = model.decoder.layers
+        self.keys = [torch.empty(num_blocks, groups, head, BLOCK_TOKENS, dtype=dtype, device=device) for _ in layers]
+        self.values = [torch.empty(num_blocks, groups, BLOCK_TOKENS, head, dtype=dtype, device=device) for _ in layers]
 
 
 def cache_shape(model: Transformer) -> tuple[int, int]:
@@ -112,8 +107,11 @@ class _Part:
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
         """``[rows, heads, head]`` over keys and values of ``[sequences, blocks, …]``."""
-        width = keys.shape[1] * BLOCK_TOKENS
-        places = torch.arange(width, device=query.device)
+        places = torch.arange(keys.shape[1] * BLOCK_TOKENS, device=query.device)
+        # Masked scores would not do: what was not written may be NaN, also after it is weighted with zero.
+        is_unwritten = (places > self.positions[:, -1:]).unflatten(1, (-1, BLOCK_TOKENS))
+        keys = keys.masked_fill(is_unwritten[:, :, None, None], 0)
+        values = values.masked_fill(is_unwritten[:, :, None, :, None], 0)
         seen = places <= self.positions[:, :, None]
         if scoring.window is not None:
             seen &= places > self.positions[:, :, None] - scoring.window

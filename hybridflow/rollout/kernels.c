@@ -120,6 +120,9 @@ INLINE floats tanh_of(floats x) {
     return choose(size < FILL(0.625f), p * z * x + x, far);
 }
 
+/* Names the source that this was built from: its CRC-32. */
+uint32_t hf_source(void) { return HF_SOURCE; }
+
 /* RMSNorm of rows: out = x / rms(x) * (centre + weight). */
 LEVELS static void norm_rows(float *out, const float *x, const float *weight, int64_t begin, int64_t end, int64_t width,
                              float eps, float centre) {

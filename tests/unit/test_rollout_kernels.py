@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +14,10 @@ from torch import Tensor
 
 from hybridflow.families.model import Model
 from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.rollout import cpu_transformer
+from hybridflow.rollout import cpu_transformer, kernels
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.cpu_transformer import runs_on_cpu
-from hybridflow.rollout.kernels import load_kernels
+from hybridflow.rollout.kernels import find_kernels, load_kernels
 from hybridflow.rollout.sampling import gumbel_noise
 from tests.multi.models import MIXTURE, TINY, make_model
 from tests.ranks import run_ranks
@@ -245,3 +248,22 @@ def test_the_quick_path_refuses_what_it_does_not_compute():
 def test_nothing_runs_on_kernels_that_are_not_there(monkeypatch):
     monkeypatch.setattr(cpu_transformer, "load_kernels", lambda: None)
     assert run_ranks(which_run, 1, {"dense": DENSE}, 1) == [{"dense": False}]
+
+
+@needs_kernels
+def test_kernels_that_do_not_fit_the_source_are_not_loaded(monkeypatch, tmp_path):
+    folder = Path(kernels.__file__).parent
+    (library,) = (path for each in EXTENSION_SUFFIXES if (path := folder / f"_kernels{each}").exists())
+    monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels.py"))
+    assert "not built" in find_kernels()
+    shutil.copy(folder / "kernels.c", tmp_path)
+    copy = shutil.copy(library, tmp_path)
+    assert not isinstance(find_kernels(), str)
+    with open(tmp_path / "kernels.c", "a") as source:
+        source.write("/* something else */")
+    assert f"{copy} was built from another kernels.c" in find_kernels()
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setattr(kernels, "__file__", str(other / "kernels.py"))
+    (other / library.name).write_bytes(b"of another machine")
+    assert f"{other / library.name} cannot be used" in find_kernels()

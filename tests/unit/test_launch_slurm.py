@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import hybridflow
 from hybridflow import cli
 from hybridflow.config import load_recipe, recipe_from_dict
 from hybridflow.errors import ConfigError, LayoutError, WriteError
@@ -379,8 +380,10 @@ def test_the_copy_of_the_code_is_a_whole_package_that_goes_before_the_installed_
         check=True,
     )
     assert all(line.startswith(f"{code}/hybridflow/") for line in done.stdout.split()) and len(done.stdout.split()) == 3
-    for name in ("launch/recipes/grpo.yaml", "slurm/train.sbatch"):
+    for name in ("launch/recipes/grpo.yaml", "slurm/train.sbatch", "rollout/kernels.c"):
         assert (code / "hybridflow" / name).is_file()
+    built, copied = (Path(root).glob("rollout/_kernels*") for root in (hybridflow.__path__[0], code / "hybridflow"))
+    assert sorted(path.name for path in copied) == sorted(path.name for path in built)
 
 
 def test_installed_runs_what_is_installed(on_a_login_node):

@@ -86,21 +86,20 @@ class Rows:
 def penalized(logits: Tensor, rows: Rows, columns: Columns) -> Tensor:
     """Logits with the penalties of tokens that are there already, ``[rows, columns]``."""
     assert rows.known is not None, "penalties need to know the tokens so far"
-    longest = int(rows.positions.max())
-    places = np.arange(longest)
-    is_known = places < rows.positions[:, None]
-    local = rows.known[rows.slots, :longest].astype(np.int64) - columns.first
-    is_mine = is_known & (local >= 0) & (local < columns.num_real)
-    is_response = places >= rows.values["num_prompt"][:, None]
-    # One column more, for what is another rank's.
-    at = torch.from_numpy(np.where(is_mine, local, logits.shape[1])).to(rows.device)
-    wider = logits.new_zeros(len(logits), logits.shape[1] + 1)
-    num_known = wider.scatter(1, at, 1.0)[:, :-1]
-    num_sampled = wider.scatter_add_(1, at, torch.from_numpy(is_response).to(rows.device, logits.dtype))[:, :-1]
-    repetition, presence, frequency = (rows.tensor(name)[:, None] for name in ("repetition", "presence", "frequency"))
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    changed = torch.where(num_known > 0, repeated, logits)
-    return changed - presence * (num_sampled > 0) - frequency * num_sampled
+    places = np.arange(int(rows.positions.max()))
+    local = rows.known[rows.slots, : len(places)].astype(np.int64) - columns.first
+    is_mine = (places < rows.positions[:, None]) & (local >= 0) & (local < columns.num_real)
+    owner, place = is_mine.nonzero()
+    is_sampled = place >= rows.values["num_prompt"][owner]
+    at = tuple(torch.from_numpy(each).to(rows.device) for each in (owner, local[is_mine]))
+    counts = torch.zeros_like(logits).index_put_(
+        at, torch.from_numpy(is_sampled).to(rows.device, logits.dtype), accumulate=True
+    )[at]
+    repetition, presence, frequency = (rows.tensor(name)[at[0]] for name in ("repetition", "presence", "frequency"))
+    values = logits[at]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    # What stands there twice is written twice, the same.
+    return logits.index_put(at, values - presence * (counts > 0) - frequency * counts)
 
 
 def forbidden(

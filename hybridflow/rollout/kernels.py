@@ -13,10 +13,7 @@ _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "hf_rms_norm": (None, [_POINTER] * 3 + [_INTEGER] * 2 + [_FLOAT] * 2),
     "hf_store": (None, [_POINTER] * 7 + [_INTEGER] * 4 + [_POINTER] * 2 + [_FLOAT] * 2),
-    "hf_attend": (
-        ctypes.c_int,
-        [_POINTER] * 5 + [_INTEGER] + [_POINTER] * 2 + [_INTEGER] * 4 + [_FLOAT] * 2 + [_INTEGER],
-    ),
+    "hf_attend": (None, [_POINTER] * 5 + [_INTEGER] + [_POINTER] * 2 + [_INTEGER] * 4 + [_FLOAT] * 2 + [_INTEGER]),
     "hf_sample": (None, [_POINTER] * 5 + [_INTEGER] * 4),
 }
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.models.log_probs import Columns
+from hybridflow.rollout.kernels import load_kernels
 
 _ORDER_BITS = 0x7FFFFFFF
 _ORDER_ZERO = 1 << 31
@@ -164,9 +165,8 @@ def floors(scaled: Tensor, rows: Rows, columns: Columns) -> Tensor:
         floor[where] = _top_k_edge(scaled[where], rows.tensor("top_k")[where], columns)
     if (top_p < 1).any():
         where = torch.from_numpy(np.flatnonzero(top_p < 1)).to(rows.device)
-        some = scaled[where]
-        weights = (some - largest[where, None]).exp().double().masked_fill(some < floor[where, None], 0)
-        edge = _nucleus_edge(some, weights, rows.tensor("top_p")[where].double(), columns)
+        top_shares = rows.tensor("top_p")[where].double()
+        edge = _nucleus_edge(scaled[where], floor[where], largest[where], top_shares, columns)
         floor[where] = torch.maximum(floor[where], edge)
     # The logarithm of 0 is minus infinity, which keeps all.
     return torch.maximum(floor, largest + rows.tensor("min_p").log())
@@ -181,27 +181,40 @@ def _top_k_edge(scaled: Tensor, top_k: Tensor, columns: Columns) -> Tensor:
     return ordered.gather(1, (top_k - 1).clamp(max=ordered.shape[1] - 1)[:, None])[:, 0]
 
 
-def _nucleus_edge(scaled: Tensor, weights: Tensor, top_p: Tensor, columns: Columns) -> Tensor:
-    """The largest logit ``t`` with ``sum(weights of logits ≥ t) ≥ top_p · sum(weights)``, ``[rows]``.
+def _nucleus_edge(scaled: Tensor, floor: Tensor, largest: Tensor, top_p: Tensor, columns: Columns) -> Tensor:
+    """The largest logit that with all above it has ``top_p`` of the weight of those not below ``floor``, ``[rows]``.
 
     Found digit by digit in the bits of fp32 numbers, with a histogram of the weights over 256 digits each time: exact
     after four small sums over the group, with no sorting and no gathered logits.
     """
-    wanted = top_p * columns.sum(weights.sum(-1))
-    order = _to_order(scaled)
-    prefix, above = torch.zeros_like(order[:, 0]), torch.zeros_like(wanted)
+    prefix = torch.zeros(len(scaled), dtype=torch.int64, device=scaled.device)
+    above, wanted = top_p.new_zeros(len(scaled)), None
     for shift in (24, 16, 8, 0):
-        in_prefix = (order >> (shift + 8)) == prefix[:, None]
-        histogram = weights.new_zeros(len(weights), 256)
-        histogram.scatter_add_(1, (order >> shift) & 255, weights * in_prefix)
-        histogram = columns.sum(histogram)
+        histogram = columns.sum(_sums_by_digit(scaled, floor, largest, prefix, shift))
         at_or_above = above[:, None] + histogram.flip(1).cumsum(1).flip(1)
-        # In another order the same sum may come out a little smaller.
-        wanted = torch.minimum(wanted, at_or_above[:, 0])
+        # The same sum in another order may come out a little smaller.
+        wanted = top_p * at_or_above[:, 0] if wanted is None else torch.minimum(wanted, at_or_above[:, 0])
         digit = ((at_or_above >= wanted[:, None]).sum(1) - 1).clamp(min=0)[:, None]
         above = (at_or_above - histogram).gather(1, digit)[:, 0]
         prefix = prefix * 256 + digit[:, 0]
     return _from_order(prefix)
+
+
+def _sums_by_digit(scaled: Tensor, floor: Tensor, largest: Tensor, prefix: Tensor, shift: int) -> Tensor:
+    """Weights of this rank's columns, summed by the eight bits above ``shift`` of their order, ``[rows, 256]`` fp64.
+
+    Only of those whose higher bits are ``prefix`` (``[rows]``), and that are not below ``floor``.
+    """
+    sums = torch.zeros(len(scaled), 256, dtype=torch.float64, device=scaled.device)
+    kernels = load_kernels()
+    if kernels is not None and scaled.device.type == "cpu":
+        given = [each.contiguous() for each in (sums, scaled, floor, largest, prefix)]
+        kernels.hf_sum_by_digit(*(each.data_ptr() for each in given), *scaled.shape, shift)
+        return sums
+    order = _to_order(scaled)
+    is_wanted = ((order >> (shift + 8)) == prefix[:, None]) & (scaled >= floor[:, None])
+    weights = (scaled - largest[:, None]).exp().double() * is_wanted
+    return sums.scatter_add_(1, (order >> shift) & 255, weights)
 
 
 def gather_over(group: dist.ProcessGroup, value: Tensor) -> Tensor:

@@ -26,6 +26,7 @@
 
 typedef float floats __attribute__((vector_size(64), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t uints __attribute__((vector_size(64), aligned(4)));
 typedef uint64_t words __attribute__((vector_size(64), aligned(8)));
 typedef float half_floats __attribute__((vector_size(32), aligned(4)));
 typedef int32_t half_ints __attribute__((vector_size(32), aligned(4)));
@@ -486,4 +487,38 @@ void hf_sample(double *found, const float *logits, const int64_t *keys, const fl
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t row = 0; row < rows; row++)
         sample_row(found + row, rows, logits + row * width, keys[row], temperatures[row], greedy[row], real, first);
+}
+
+LEVELS static void sum_row(double *to, const float *from, float floor, float top, uint32_t prefix, int64_t width,
+                           int64_t shift) {
+    memset(to, 0, 256 * sizeof *to);
+    for (int64_t i = 0; i < width; i += LANES) {
+        floats z = FILL(-INFINITY);
+        if (i + LANES <= width) z = LOAD(from + i);
+        else
+            for (int64_t j = i; j < width; j++) z[j - i] = from[j];
+        ints bits = (ints)z;
+        uints order = (uints)(bits ^ ((bits >> 31) | INT32_MIN));
+        ints is_wanted = (z >= FILL(floor)) & (z > FILL(-INFINITY));
+        if (shift < 24) is_wanted &= (order >> (uint32_t)(shift + 8)) == (uints){0} + prefix;
+        int32_t any = 0;
+        for (int lane = 0; lane < LANES; lane++) any |= is_wanted[lane];
+        if (!any) continue;
+        floats weights = exp_of(z - top);
+        uints digits = (order >> (uint32_t)shift) & 255;
+        for (int lane = 0; lane < LANES; lane++)
+            if (is_wanted[lane]) to[digits[lane]] += weights[lane];
+    }
+}
+
+/* Weights of columns, exp(scaled - largest), summed for each row by eight bits of the place in the order of fp32 numbers:
+   those above the last shift bits. Only of columns whose higher bits are prefix, and which are not below floor.
+
+   sums [rows, 256] fp64; scaled [rows, width]; floors, largest [rows]; prefixes [rows]. See edits.py, which has the same
+   in torch. */
+void hf_sum_by_digit(double *sums, const float *scaled, const float *floors, const float *largest,
+                     const int64_t *prefixes, int64_t rows, int64_t width, int64_t shift) {
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t row = 0; row < rows; row++)
+        sum_row(sums + row * 256, scaled + row * width, floors[row], largest[row], (uint32_t)prefixes[row], width, shift);
 }

@@ -16,6 +16,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "hf_store": (None, [_POINTER] * 7 + [_INTEGER] * 4 + [_POINTER] * 2 + [_FLOAT] * 2),
     "hf_attend": (None, [_POINTER] * 5 + [_INTEGER] + [_POINTER] * 2 + [_INTEGER] * 4 + [_FLOAT] * 2 + [_INTEGER]),
     "hf_sample": (None, [_POINTER] * 5 + [_INTEGER] * 4),
+    "hf_sum_by_digit": (None, [_POINTER] * 5 + [_INTEGER] * 3),
 }
 
 

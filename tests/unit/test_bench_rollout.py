@@ -141,6 +141,16 @@ def test_the_static_batch_is_the_fastest_of_those_tried(at_once):
     assert bench_rollout._choose_batch(SimpleNamespace(batches=[64]), engine, SMALL, equal, "here")[1] == []
 
 
+def test_engines_with_other_weights_are_told():
+    def thinking(name, log_prob):
+        return SimpleNamespace(name=name, ask=lambda do, **_: {"log_prob": log_prob} if do == "probe" else {})
+
+    settings = {"dtype": "float32"}
+    bench_rollout._check_same_weights([thinking("ours", -1.0), thinking("vllm", -1.0005)], SMALL, settings)
+    with pytest.raises(EngineError, match=r"ours -1.000000, vllm -1.010000; expected the same"):
+        bench_rollout._check_same_weights([thinking("ours", -1.0), thinking("vllm", -1.01)], SMALL, settings)
+
+
 def test_transformers_is_asked_in_static_batches(tmp_path):
     pytest.importorskip("transformers")
     make(str(tmp_path), SMALL.llama_config(), "float32")

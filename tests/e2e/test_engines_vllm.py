@@ -88,7 +88,9 @@ def scores(model, tokens: list[int], temperature: float) -> torch.Tensor:
 def test_a_real_server(served, monkeypatch):
     model, folder, url = served
     monkeypatch.setenv("VLLM_TOKEN", "the-token")
-    settings = SamplingEngine(kind="openai", urls=(url,), auth_env="VLLM_TOKEN", log_probs="processed", max_in_flight=6)
+    settings = SamplingEngine(
+        kind="openai", urls=(url,), auth_env="VLLM_TOKEN", log_probs="processed", max_in_flight=6, retries=1
+    )
     engine = server_engine(settings, tokenizer=open_tokenizer(folder), seed=1, vocab_size=45)
     drawn = SamplingParams(max_new_tokens=10, temperature=0.7, with_prompt_log_probs=True)
     requests = [
@@ -131,9 +133,11 @@ def test_a_real_server(served, monkeypatch):
     assert got.tokens.tolist() == [9] * 6 and got.log_probs.isnan().all()
     torch.testing.assert_close(got.sampled_log_probs, torch.zeros(6), atol=1e-5, rtol=0)
 
-    too_long = Request(prompt=torch.arange(60) % 40 + 3, params=drawn, draw=9)
-    good, bad = engine.generate([requests[0], too_long])
-    assert good.finish == "length" and bad.finish == "failed" and "answered 400" in bad.error
+    # The context has 64 tokens: the first leaves too few, of which the server says nothing, the second none.
+    long = [Request(prompt=torch.arange(size) % 40 + 3, params=drawn, draw=size) for size in (60, 70)]
+    good, short, none = engine.generate([requests[0], *long])
+    assert good.finish == "length" and short.finish == none.finish == "failed"
+    assert "found 4 tokens and the end 'length', expected 10" in short.error and "answered 400" in none.error
     engine.close()
 
 

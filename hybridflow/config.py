@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from hybridflow.checkpoint.settings import Settings, read_settings
 from hybridflow.errors import ConfigError, HybridflowError, LayoutError
@@ -34,6 +35,7 @@ from hybridflow.sections import (
 )
 
 Name = Annotated[str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
+StopText = Annotated[str, re.compile(r"[^\ufffd]{1,1024}", re.DOTALL)]
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -63,21 +65,25 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """Made-up addition problems, as ``hybridflow.data.arithmetic`` makes them.
+    """Made-up problems, as ``hybridflow.data.arithmetic`` makes them.
 
     Attributes:
         num_train: Problems to train on.
         num_held_out: Problems held out, none of which is among those to train on.
         seed: Another seed, other problems.
         max_operand: Operands go from 0 to this.
-        mistake_share: Expected share of the training problems whose solution to imitate is wrong.
+        operation: What is done with them.
+        mistake_share: Expected share of the training problems whose solution to imitate is wrong; of additions.
+        tool_share: Expected share of the training problems whose solution to imitate asks the calculator.
     """
 
     num_train: Count
     num_held_out: Count
     seed: CountOrZero = 1
     max_operand: Count = 99
+    operation: Literal["add", "multiply"] = "add"
     mistake_share: Share = 0.0
+    tool_share: Share = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +95,8 @@ class Data:
         held_out: JSONL file of problems for validation.
         prompt_field: Field that holds the prompt.
         answer_field: Field that holds the right answer.
-        solution_field: Field that holds the text to imitate in the warm start; rows without it give their answer.
+        solution_field: Field that holds the text to imitate in the warm start; rows without it give their answer. A
+            list of texts is a conversation with an environment: what to write, what is then observed, what to write, …
         arithmetic: Make the two files, when they are absent, from these numbers.
     """
 
@@ -212,16 +219,76 @@ class Reward:
 
     Attributes:
         function: ``exact_match``, or ``package.module:function`` of ``(prompt, response, answer)``, all text, which
-            gives a finite number. Not used where there is a ``model``.
+            gives a finite number; with ``rollout.environment`` the response is that of the last turn. None: the sum of
+            the environment's rewards, ``exact_match`` without one. Not used where there is a ``model``.
         model: A scorer with one label, which ``path`` names; its number at the last token is the score.
         ranks: Of the model: global ranks, in mesh order; None: the actor's.
         layout: Of the model: how it is cut; None: as the actor's update layout.
     """
 
-    function: str = "exact_match"
+    function: str | None = None
     model: Model | None = None
     ranks: tuple[int, ...] | None = None
     layout: ParallelLayout | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What answers the policy's responses, so that a sample is a conversation of several turns.
+
+    Attributes:
+        name: ``calculator``, or ``package.module:Class`` of a ``hybridflow.rollout.environment.Environment``.
+        max_turns: Most responses of a sample.
+        step_deadline_s: Longest time that the environment may take to answer, in seconds.
+        failure_reward: Reward of a turn in which the environment raises, does not answer in time, or answers something
+            else than it should. The sample ends there, and is learned from like any other.
+    """
+
+    name: str
+    max_turns: Count = 4
+    step_deadline_s: Positive = 30.0
+    failure_reward: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingEngine:
+    """What generates the responses. All but ours need ``actor.rollout`` with tp, pp and ep of 1.
+
+    Attributes:
+        kind: ``megatron``: our own, on the weights being trained. ``vllm``: vLLM within each rollout rank, which is
+            given the weights before each rollout. ``openai``: a server that completes token ids at ``/v1/completions``,
+            such as ``vllm serve``. ``tgi``: a server with ``/generate``. The weights of a server do not follow.
+        urls: Of servers of one model, ``http://host:port`` each, asked in turn.
+        model: What the servers call the model; None: they have only one.
+        auth_env: Environment variable that holds the token to show to the servers; None: they ask for none.
+        log_probs: What a server's log-probabilities are of: the model's own distribution, or the one that was sampled
+            from, after temperature and cuts (vLLM: ``--logprobs-mode processed_logprobs``; TGI always).
+        off_policy: Train on what a server samples, though its weights stay what they are.
+        max_in_flight: Requests that a rank has at the servers at one time.
+        retries: How often a request is sent again when a server fails.
+        connect_timeout_s: Longest wait for a connection.
+        read_timeout_s: Longest wait for an answer.
+        deadline_s: Longest time for a request, all tries together.
+        memory_share: With ``vllm`` on a GPU: share of its memory that vLLM takes.
+    """
+
+    kind: Literal["megatron", "vllm", "openai", "tgi"] = "megatron"
+    urls: tuple[str, ...] = ()
+    model: str | None = None
+    auth_env: Annotated[str, re.compile(r"[A-Za-z_][A-Za-z0-9_]*")] | None = None
+    log_probs: Literal["raw", "processed"] = "raw"
+    off_policy: bool = False
+    max_in_flight: Count = 64
+    retries: CountOrZero = 5
+    connect_timeout_s: Positive = 10.0
+    read_timeout_s: Positive = 600.0
+    deadline_s: Positive = 1800.0
+    memory_share: Annotated[float, Bounds(low=0, high=1, above=True)] = 0.4
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is asked over HTTP."""
+        return self.kind in ("openai", "tgi")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,21 +297,64 @@ class Rollout:
 
     Attributes:
         group_size: Responses to each prompt.
-        max_new_tokens: Longest response in tokens, its end-of-sequence token included.
+        max_new_tokens: Longest response in tokens, its end-of-sequence token included; with an ``environment`` all that
+            follows the prompt, responses and observations.
         temperature: Divides the logits, in rollout and in training alike.
         top_k: Sample among so many of the likeliest tokens; 0: all.
         top_p: Sample among the likeliest tokens that together reach this probability.
+        min_p: Sample among tokens at least this times as likely as the likeliest; 0: all.
+        min_new_tokens: Shortest response in tokens, its end-of-sequence token included.
+        repetition_penalty: Divides the logits of tokens of the prompt and the response if positive, else multiplies
+            them. Penalties are the sampler's alone: training computes probabilities without them.
+        presence_penalty: Taken from the logits of tokens that the response has.
+        frequency_penalty: Taken from the logits of the response's tokens, times how often each stands there.
+        stop: Texts that end a response, beside the end of sequence; it ends with the token that completes one.
         max_concurrent: Samples that one replica decodes together.
+        cache_memory: Most memory of each rank's key-value cache: a share of what is free when generating begins, or,
+            from 1 on, bytes. What has no room waits.
         archive: Keep what was sampled, in HDF5; what a killed job had sampled is kept until it is used in any case.
+        environment: What answers the responses; None: a sample is one response.
+        engine: What generates them.
     """
 
     group_size: Count = 1
     max_new_tokens: Count
-    temperature: Positive = 1.0
+    temperature: Annotated[float, Bounds(low=1e-4, high=1e4)] = 1.0
     top_k: CountOrZero = 0
     top_p: Annotated[float, Bounds(low=0, high=1, above=True)] = 1.0
+    min_p: Share = 0.0
+    min_new_tokens: CountOrZero = 0
+    repetition_penalty: Annotated[float, Bounds(low=1e-4, high=1e4)] = 1.0
+    presence_penalty: Annotated[float, Bounds(low=-1e4, high=1e4)] = 0.0
+    frequency_penalty: Annotated[float, Bounds(low=-1e4, high=1e4)] = 0.0
+    stop: tuple[StopText, ...] = ()
     max_concurrent: Count = 256
+    cache_memory: Positive = 0.5
     archive: bool = False
+    environment: Environment | None = None
+    engine: SamplingEngine = SamplingEngine()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """Weighs the loss of tokens by how much likelier they are to the trainer than they were to the sampler.
+
+    ``w = exp(old_log_prob - rollout_log_prob)``, no gradient, times the clipped loss.
+
+    Attributes:
+        kind: ``truncate``: at most ``high``; ``icepop``: 0 outside of ``low`` to ``high``; ``none``; ``auto``: as
+            ``truncate`` where another engine than ours samples, ``none`` elsewhere.
+        level: Of each token, or the product over its response.
+        low: Of ``icepop``.
+        high: Largest weight.
+
+    Paper: truncation arXiv 1802.01561; IcePop arXiv 2510.18855.
+    """
+
+    kind: Literal["auto", "none", "truncate", "icepop"] = "auto"
+    level: Literal["token", "sequence"] = "token"
+    low: NotNegative = 0.5
+    high: Positive = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,6 +500,7 @@ class Recipe:
         rollout: How responses are sampled.
         ppo: PPO's numbers; only with ``algorithm: ppo``.
         grpo: GRPO's numbers; only with ``algorithm: grpo``.
+        correction: Weighs tokens whose sampler was not quite the policy that is trained.
         trainer: The loop.
         profile: Which steps are looked at closely.
         fallbacks: What else to run with, where ``cluster.ranks`` ranks are not there.
@@ -411,6 +522,7 @@ class Recipe:
     rollout: Rollout
     ppo: PPO = PPO()
     grpo: GRPO = GRPO()
+    correction: Correction = Correction()
     trainer: Trainer
     profile: Profile = Profile()
     fallbacks: tuple[Fallback, ...] = ()
@@ -418,6 +530,13 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.run_dir == "":
             object.__setattr__(self, "run_dir", f"runs/{self.name}")
+
+    @property
+    def correction_kind(self) -> Literal["none", "truncate", "icepop"]:
+        """How tokens are weighed, once it is known what samples them."""
+        if self.correction.kind != "auto":
+            return self.correction.kind
+        return "none" if self.rollout.engine.kind == "megatron" else "truncate"
 
     def model_of(self, name: str) -> Model:
         """The settings of the model of a role or mesh."""
@@ -650,6 +769,9 @@ def check_recipe(recipe: Recipe) -> None:
     _check_contexts(recipe)
     _check_placement(recipe)
     _check_batches(recipe)
+    _check_environment(recipe)
+    _check_engine(recipe)
+    _check_correction(recipe.correction)
     _check_profile(recipe)
 
 
@@ -744,10 +866,115 @@ def _check_batches(recipe: Recipe) -> None:
         raise ConfigError(
             f"trainer.mini_batch_size={mini} does not divide trainer.global_batch_size={batch}; choose a divisor"
         )
+    if recipe.rollout.min_new_tokens > recipe.rollout.max_new_tokens:
+        raise ConfigError(
+            f"rollout.min_new_tokens={recipe.rollout.min_new_tokens} is above "
+            f"rollout.max_new_tokens={recipe.rollout.max_new_tokens}; lower the first or raise the second"
+        )
     if recipe.rollout.max_new_tokens >= recipe.model.max_context:
         raise ConfigError(
             f"rollout.max_new_tokens={recipe.rollout.max_new_tokens} leaves no token for the prompt within "
             f"model.max_context={recipe.model.max_context}; lower the first or raise the second"
+        )
+
+
+def _check_environment(recipe: Recipe) -> None:
+    made = recipe.data.arithmetic
+    if made is not None and made.operation != "add" and made.mistake_share > 0:
+        raise ConfigError(
+            f"data.arithmetic.mistake_share={made.mistake_share}: only additions have a wrong carry; set it to 0, or "
+            "data.arithmetic.operation to add"
+        )
+    if recipe.rollout.environment is not None and recipe.rollout.engine.kind != "megatron":
+        raise ConfigError(
+            f"rollout.engine.kind={recipe.rollout.engine.kind}: rollout.environment needs our own engine; "
+            "set it to megatron, or remove the environment"
+        )
+    if recipe.rollout.environment is not None and recipe.rollout.archive:
+        raise ConfigError(
+            "rollout.archive=true: the archive has no place for what an environment said; set it to false, or remove "
+            "rollout.environment"
+        )
+
+
+def _check_engine(recipe: Recipe) -> None:
+    engine, layout = recipe.rollout.engine, recipe.actor.rollout
+    if engine.kind != "megatron" and (layout.tp, layout.pp, layout.ep, layout.cp) != (1, 1, 1, 1):
+        raise ConfigError(
+            f"actor.rollout: rollout.engine.kind={engine.kind} takes no part of a model, found {layout}; set tp, pp, ep "
+            "and cp to 1, and dp to the number of the actor's ranks"
+        )
+    if engine.kind == "vllm" and recipe.actor.ranks not in (None, tuple(range(recipe.cluster.ranks))):
+        raise ConfigError(
+            f"actor.ranks={list(recipe.actor.ranks or ())}: with rollout.engine.kind=vllm all ranks of the job must be "
+            "the actor's, in their order, since vLLM starts on all of them together; leave the key out"
+        )
+    if engine.kind != "megatron" and recipe.trainer.steps > 0:
+        _check_known_log_probs(recipe.rollout)
+    if not engine.is_server:
+        for key in ("urls", "model", "auth_env", "log_probs", "off_policy"):
+            if getattr(engine, key) != getattr(SamplingEngine(), key):
+                raise ConfigError(
+                    f"rollout.engine.{key}: kind={engine.kind} asks no server; remove it, or set kind to openai or tgi"
+                )
+        return
+    if not engine.urls:
+        raise ConfigError(f"rollout.engine.urls: missing; kind={engine.kind} needs at least one, as http://host:port")
+    for url in engine.urls:
+        check_url(url, "rollout.engine.urls")
+    if not engine.off_policy and (recipe.trainer.steps > 0 or recipe.warm_start is not None):
+        raise ConfigError(
+            f"rollout.engine.kind={engine.kind}: the server's weights do not follow those that are trained; set "
+            "trainer.steps=0 without warm_start to validate alone, choose kind=vllm, or set "
+            "rollout.engine.off_policy=true to train on its samples all the same"
+        )
+
+
+def _check_known_log_probs(rollout: Rollout) -> None:
+    """What an engine tells must be what the trainer computes: log-probabilities at the temperature, before cuts."""
+    kind, is_cut = rollout.engine.kind, rollout.top_k > 0 or rollout.top_p < 1
+    is_processed = kind == "tgi" or rollout.engine.log_probs == "processed" or (kind == "vllm" and not is_cut)
+    if is_processed and is_cut:
+        raise ConfigError(
+            "rollout.top_k, rollout.top_p: rollout.engine.log_probs=processed (TGI always) tells none but those after "
+            "the cut, which the trainer does not compute; remove them"
+        )
+    if not is_processed and rollout.temperature != 1:
+        if kind == "vllm":
+            raise ConfigError(
+                f"rollout.temperature={rollout.temperature:g} with top_k or top_p: vLLM tells log-probabilities before "
+                "both or after both, and the trainer computes those between; set the temperature to 1, or remove the cut"
+            )
+        raise ConfigError(
+            f"rollout.temperature={rollout.temperature:g}: rollout.engine.log_probs=raw tells those at temperature 1; "
+            "set it to 1, or start vLLM with --logprobs-mode processed_logprobs and set log_probs=processed"
+        )
+
+
+def check_url(url: str, key: str) -> None:
+    """Refuse what is no plain address of a server.
+
+    Raises:
+        ConfigError: It has no host, another scheme, or a user, query or fragment; a secret is not repeated.
+    """
+    try:
+        parts = urlsplit(url)
+        has_port = parts.port is None or parts.port > 0
+    except ValueError:
+        raise ConfigError(f"{key}: {url!r} is no address; expected http://host:port") from None
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError(
+            f"{key}: the address of {parts.hostname} has a user or password, which would be kept in the run's recipe; "
+            "put the token into an environment variable, and name that in rollout.engine.auth_env"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname or not has_port or parts.query or parts.fragment:
+        raise ConfigError(f"{key}: found {url!r}, expected http://host:port or https://host, with a path at most")
+
+
+def _check_correction(correction: Correction) -> None:
+    if correction.kind == "icepop" and correction.low >= correction.high:
+        raise ConfigError(
+            f"correction.low={correction.low:g} is not below correction.high={correction.high:g}; nothing would count"
         )
 
 

@@ -1,8 +1,10 @@
-"""Made-up addition problems: a task small enough for a laptop whose right answers a program can check.
+"""Made-up problems: tasks small enough for a laptop whose right answers a program can check.
 
 The rows of the training file carry a worked ``solution`` beside the right ``answer``. As in text found on the web, some
 solutions are wrong, and wrong in the same way: they carry from the units exactly when they should not, as in 27+35=52
 and 21+35=66. Supervised training imitates the slip; reinforcement learning, which sees the right answer, can mend it.
+Or some ask the calculator of ``hybridflow.rollout.calculator``, and most guess; reinforcement learning finds out what
+is worth more.
 """
 
 from __future__ import annotations
@@ -17,23 +19,26 @@ from hybridflow.config import Arithmetic
 from hybridflow.data.order import mixed, permuted
 from hybridflow.errors import DataError
 
-Row = dict[str, str]
+Row = dict[str, str | list[str]]
 
-# Keeps the three uses of one seed apart.
-_WHICH, _ORDER, _SLIP = range(3)
+_SIGNS = {"add": "+", "multiply": "*"}
+# Keeps the uses of one seed apart.
+_WHICH, _ORDER, _SLIP, _TOOL = range(4)
 
 
 def make_problems(spec: Arithmetic) -> tuple[list[Row], list[Row]]:
     """Training and held-out problems, a function of ``spec`` alone.
 
     No problem stands in both, not even with its operands exchanged. ``spec.mistake_share`` is the expected share of
-    wrong solutions among the training problems; every ``answer`` is right.
+    wrong solutions among the training problems; every ``answer`` is right. ``spec.tool_share`` is the expected share of
+    solutions that ask the calculator.
 
     Args:
         spec: How many problems, operands from 0 to ``max_operand``, and how many slips.
 
     Returns:
-        Rows ``{"prompt": "27+35=", "answer": "62", "solution": "52"}``, and rows without a solution.
+        Rows ``{"prompt": "27+35=", "answer": "62", "solution": "52"}``, and rows without a solution. One that asks is
+        a list: ``["[27+35]", "62;", "62"]``.
 
     Raises:
         DataError: There are fewer different problems than asked for.
@@ -46,19 +51,24 @@ def make_problems(spec: Arithmetic) -> tuple[list[Row], list[Row]]:
             f"arithmetic: num_train={spec.num_train} + num_held_out={spec.num_held_out} = {wanted} problems, "
             f"but operands up to max_operand={largest} make only {num_pairs}; raise max_operand or ask for fewer"
         )
-    train, held_out = [], []
+    train: list[Row] = []
+    held_out: list[Row] = []
     for number in range(wanted):
         pair = permuted(number, size=num_pairs, key=(spec.seed, _WHICH))
         # Pairs (small, large) in order: the one at (s, l) has index l·(l+1)/2 + s.
         large = (math.isqrt(8 * pair + 1) - 1) // 2
         small = pair - large * (large + 1) // 2
         left, right = (small, large) if mixed(spec.seed, _ORDER, pair) % 2 else (large, small)
-        row = {"prompt": f"{left}+{right}=", "answer": str(left + right)}
-        if number < spec.num_train:
-            slips = mixed(spec.seed, _SLIP, pair) < spec.mistake_share * 2**64
-            train.append({**row, "solution": str(wrong_carry(left, right) if slips else left + right)})
-        else:
+        problem = f"{left}{_SIGNS[spec.operation]}{right}"
+        answer = str(left + right if spec.operation == "add" else left * right)
+        row: Row = {"prompt": f"{problem}=", "answer": answer}
+        if number >= spec.num_train:
             held_out.append(row)
+        elif mixed(spec.seed, _TOOL, pair) < spec.tool_share * 2**64:
+            train.append({**row, "solution": [f"[{problem}]", f"{answer};", answer]})
+        else:
+            slips = mixed(spec.seed, _SLIP, pair) < spec.mistake_share * 2**64
+            train.append({**row, "solution": str(wrong_carry(left, right)) if slips else answer})
     return train, held_out
 
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hybridflow.config import Data
 from hybridflow.data.order import permuted
@@ -22,14 +23,36 @@ class Example:
     Attributes:
         prompt: What the model is given.
         answer: The right answer, for the reward.
-        solution: Text to imitate in the warm start, if the row has one.
+        solution: Text to imitate in the warm start, if the row has one; of a conversation several: what to write, what
+            is then observed, what to write, …
         place: File and line, for messages.
     """
 
     prompt: str
     answer: str
-    solution: str | None = None
+    solution: str | tuple[str, ...] | None = None
     place: str
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """What to imitate: texts to write, at even places, and what is observed between them."""
+        if isinstance(self.solution, tuple):
+            return self.solution
+        return (self.answer if self.solution is None else self.solution,)
+
+
+class Solution(NamedTuple):
+    """What the warm start imitates.
+
+    Attributes:
+        prompt: Token ids.
+        tokens: Token ids of all that follows.
+        is_written: Of each of ``tokens``: whether it is to be imitated; the others are observed.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    is_written: tuple[bool, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +131,10 @@ def encode_prompts(
     return prompts
 
 
-def encode_solutions(
-    examples: Sequence[Example], tokenizer: Tokenizer, *, max_context: int
-) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+def encode_solutions(examples: Sequence[Example], tokenizer: Tokenizer, *, max_context: int) -> tuple[Solution, ...]:
     """What the warm start imitates: each prompt's tokens, and those of its solution with the end of sequence.
 
-    A row without a solution gives its answer.
+    A row without a solution gives its answer. Of a conversation each text that is written ends like that.
 
     Args:
         examples: The problems.
@@ -123,18 +144,23 @@ def encode_solutions(
     Raises:
         DataError: Prompt and solution together exceed ``max_context``; names the file and line.
     """
-    pairs = []
+    solutions = []
     for example in examples:
-        text = example.answer if example.solution is None else example.solution
-        prompt, response = _prompt_tokens(example, tokenizer), (*tokenizer.encode(text), tokenizer.eos_id)
-        length = len(prompt) + len(response)
+        prompt = _prompt_tokens(example, tokenizer)
+        tokens: list[int] = []
+        is_written: list[bool] = []
+        for number, text in enumerate(example.turns):
+            part = tokenizer.encode(text) if number % 2 else [*tokenizer.encode(text), tokenizer.eos_id]
+            tokens += part
+            is_written += [number % 2 == 0] * len(part)
+        length = len(prompt) + len(tokens)
         if length > max_context:
             raise DataError(
-                f"{example.place}: prompt of {len(prompt)} tokens + solution of {len(response)} = {length} exceeds "
+                f"{example.place}: prompt of {len(prompt)} tokens + solution of {len(tokens)} = {length} exceeds "
                 f"model.max_context={max_context}; shorten it or raise max_context"
             )
-        pairs.append((prompt, response))
-    return tuple(pairs)
+        solutions.append(Solution(prompt, tuple(tokens), tuple(is_written)))
+    return tuple(solutions)
 
 
 def _prompt_tokens(example: Example, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -158,9 +184,21 @@ def _example(line: bytes, place: str, data: Data) -> Example:
     return Example(
         prompt=prompt,
         answer=_text(row, data.answer_field, place),
-        solution=_text(row, data.solution_field, place) if has_solution else None,
+        solution=_solution(row, data.solution_field, place) if has_solution else None,
         place=place,
     )
+
+
+def _solution(row: dict[str, object], name: str, place: str) -> str | tuple[str, ...]:
+    texts = row[name]
+    if not isinstance(texts, list):
+        return _text(row, name, place)
+    if len(texts) % 2 == 0:
+        raise DataError(
+            f"{place}: field {name!r}: a list of {len(texts)} texts; a conversation is written, observed, …, written, "
+            "so give an odd number"
+        )
+    return tuple(_text({f"{name}[{index}]": text}, f"{name}[{index}]", place) for index, text in enumerate(texts))
 
 
 def _text(row: dict[str, object], name: str, place: str) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,35 +11,17 @@ from torch import Tensor
 
 from hybridflow.algorithms.kl import kl_penalty
 from hybridflow.algorithms.losses import Totals, aggregate, policy_loss
-from hybridflow.data.rollout_log import LogWriter, Sampled
-from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.dataflow.batch import Batch
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
-from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.advantage import KLCoefficient, corrections
 from hybridflow.roles.job import Job
-from hybridflow.roles.kept_rollouts import KeptRollouts
 from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
 from hybridflow.roles.rollout_weights import RolloutWeights
-from hybridflow.rollout.engine import MegatronEngine
-from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
-
-
-@dataclass(frozen=True)
-class _Progress:
-    """What goes on beside generating, see ``request.Progress``."""
-
-    is_stopping: Callable[[], bool]
-    log: LogWriter | None = None
-
-    def finished(self, pairs: list[tuple[Request, Response]]) -> None:
-        """They are kept, on the rank that has a log."""
-        if self.log is not None:
-            self.log.add(
-                Sampled(draw=ask.draw, index=ask.index, tokens=got.tokens.numpy(), log_probs=got.log_probs.numpy())
-                for ask, got in pairs
-            )
+from hybridflow.roles.rollouts import Rollouts
+from hybridflow.roles.sampling_engine import PushedEngine, our_engine, server_engine
 
 
 class Actor:
@@ -50,15 +31,11 @@ class Actor:
         model: Its weights in the update layout; None on a rank outside that mesh.
         trainable: Gradients and optimizer of ``model``.
         metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
-        is_stopping: Whether ``sample`` is to end early, as a step that is left; set by the trainer. Asked on all ranks
-            of a replica at the same points, and answers the same on all of them. Collective: tp, pp.
-        kept: What was sampled and is not yet part of a checkpoint; None: nothing is kept.
+        rollouts: Samples for it; None on a rank outside the rollout mesh.
     """
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         self.metrics: dict[str, float] = {}
-        self.is_stopping: Callable[[], bool] = lambda: False
-        self.kept: KeptRollouts | None = None
         self.spec = role_spec(job)
         self._job = job
         self._kl_coef = kl_coef
@@ -69,23 +46,21 @@ class Actor:
         self.trainable: Trainable | None = None
         if self.model is not None:
             self.trainable = Trainable(self.model.transformer, self.model.groups, job.recipe.actor.optimizer)
-        self._rollout = self.model
+        engine = job.recipe.rollout.engine
+        self._rollout = None if engine.is_server else self.model
         self._rollout_weights: RolloutWeights | None = None
-        if not shares_storage(update, rollout) and (rank in update or rank in rollout):
+        if not engine.is_server and not shares_storage(update, rollout) and (rank in update or rank in rollout):
             self._rollout = PlacedModel(job, rollout, self.spec, is_filled_later=True) if rank in rollout else None
             self._rollout_weights = RolloutWeights(job, self.spec, self.model, self._rollout)
         self._offload: HostOffload | None = None
         if self.trainable is not None and job.recipe.actor.offload:
             self._offload = self.trainable.offload(f"rank {rank}: optimizer of actor.update")
         self._rollout_is_current = False
-        self._engine: MegatronEngine | None = None
-        if self._rollout is not None:
-            self._engine = MegatronEngine(
-                self._rollout.transformer,
-                self._rollout.groups,
-                vocab_size=job.vocab_size,
-                seed=job.recipe.seed,
-                max_concurrent=job.recipe.rollout.max_concurrent,
+        self._pushed = PushedEngine(job, self.spec) if engine.kind == "vllm" else None
+        self.rollouts: Rollouts | None = None
+        if rank in rollout:
+            self.rollouts = Rollouts(
+                job, self._make_engine(), is_holder=self._rollout is None or self._rollout.is_holder
             )
 
     def enter_phase(self, phase: str) -> None:
@@ -95,8 +70,8 @@ class Actor:
         share are freed.
         """
         if phase == "update":
-            if self._engine is not None:
-                self._engine.weights_changed()
+            if self.rollouts is not None:
+                self.rollouts.weights_changed()
             if self._rollout_weights is not None:
                 self._rollout_weights.release()
                 self._rollout_is_current = False
@@ -110,6 +85,10 @@ class Actor:
                 # A validation within the step may reshard once more: what is moved adds up, what is kept does not.
                 before = 0.0 if name == "reshard/extra_bytes" else self.metrics.get(name, 0.0)
                 self.metrics[name] = before + value
+        if self._pushed is not None and self._rollout is not None and not self._rollout_is_current:
+            self._pushed.push(self._rollout)
+            if self._rollout_weights is not None:
+                self._rollout_weights.release()
         self._rollout_is_current = True
 
     @contextlib.contextmanager
@@ -128,43 +107,28 @@ class Actor:
         """Generate the step's responses: ``group_size`` for each prompt.
 
         Source of ``tokens``, ``prompt_lengths``, ``draws``, ``response_mask`` and ``rollout_log_probs``. Whole groups
-        are dealt to the replicas in turn. What a killed job has sampled for the step is taken from its log. A replica
-        that is told to stop returns no samples, since the step is left.
+        are dealt to the replicas in turn; who has short responses generates some of another's, which are then brought
+        back. What an earlier start has sampled for the step is taken from its log. A replica that is told to stop
+        returns no samples, since the step is left, and logs what it has of them.
 
         Collective: the rollout mesh.
 
         Raises:
             WriteError: The log cannot be written.
         """
-        recipe = self._job.recipe
-        first, count = decided["train_step"]["first_draw"], decided["train_step"]["num_prompts"]
-        place, params = self._rollout_place(), self._sampling(greedy=False)
-        requests = [
-            Request(prompt=torch.tensor(self._job.train.prompt(draw)), params=params, draw=draw, index=index)
-            for draw in range(first + place.dp, first + count, self._job.meshes["actor.rollout"].layout.dp)
-            for index in range(recipe.rollout.group_size)
-        ]
-        try:
-            responses = self._sample(decided["train_step"]["step"], requests)
-        except RolloutStopped:
-            requests, responses = [], []
-        return self._as_batch(requests, responses)
+        assert self.rollouts is not None, "called outside the rollout mesh"
+        about = decided["train_step"]
+        return self._taken(self.rollouts.sample(about["step"], about["first_draw"], about["num_prompts"]))
 
     def answer(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Greedy responses to the held-out problems; their ``draws`` are places in the held-out file.
 
         A source, as ``sample``. Collective: the rollout mesh.
         """
+        assert self.rollouts is not None, "called outside the rollout mesh"
         limit = self._job.recipe.trainer.num_validation
         count = len(self._job.held_out) if limit is None else min(limit, len(self._job.held_out))
-        place, step = self._rollout_place(), self._job.meshes["actor.rollout"].layout.dp
-        params = self._sampling(greedy=True)
-        requests = [
-            Request(prompt=torch.tensor(self._job.held_out[row][1]), params=params, draw=row)
-            for row in range(place.dp, count, step)
-        ]
-        assert self._engine is not None, "called outside the rollout mesh"
-        return self._as_batch(requests, self._engine.generate(requests, "validation"))
+        return self._taken(self.rollouts.answer(count))
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``old_log_probs``: those of the weights at the start of the update."""
@@ -195,15 +159,16 @@ class Actor:
         assert warm is not None, "a warm start was scheduled without its section"
         problems, step = self._job.train, decided["warm_step"]["step"]
         rows = [problems.source.row(draw) for draw in range(step * warm.batch_size, (step + 1) * warm.batch_size)]
-        num_tokens = sum(len(problems.solutions[row][1]) for row in rows)
+        num_tokens = sum(sum(problems.solutions[row].is_written) for row in rows)
         layout, place = self.model.mesh.layout, self.model.mesh.coordinate(self._job.world.rank)
-        pairs = [problems.solutions[row] for row in rows[place.dp :: layout.dp]]
-        sequences = [torch.tensor(prompt + solution) for prompt, solution in pairs]
-        micro_batches = self.model.pack(sequences, [len(prompt) for prompt, _ in pairs])
+        solutions = [problems.solutions[row] for row in rows[place.dp :: layout.dp]]
+        sequences = [torch.tensor(each.prompt + each.tokens) for each in solutions]
+        micro_batches = self.model.pack(sequences, [len(each.prompt) for each in solutions])
 
         def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
             log_probs, _ = self.model.log_probs(output, micro_batch)
-            share = -log_probs.sum() / num_tokens
+            is_written = [flag for sample in micro_batch.samples for flag in solutions[sample].is_written]
+            share = -log_probs[torch.tensor(is_written, dtype=torch.bool, device=output.device)].sum() / num_tokens
             return share, share.detach()[None]
 
         self.trainable.set_learning_rate(warm.lr)
@@ -222,60 +187,25 @@ class Actor:
     def mark_changed(self) -> None:
         """The update layout's weights were written from outside: the rollout's are no longer current."""
         self._rollout_is_current = False
-        if self._engine is not None:
-            self._engine.weights_changed()
+        if self.rollouts is not None:
+            self.rollouts.weights_changed()
 
-    def _rollout_place(self) -> Any:
-        return self._job.meshes["actor.rollout"].coordinate(self._job.world.rank)
+    def _make_engine(self) -> Any:
+        """What samples on this rank, as the recipe chooses."""
+        job, engine = self._job, self._job.recipe.rollout.engine
+        if self._pushed is not None:
+            return self._pushed.engine
+        if engine.is_server:
+            return server_engine(engine, tokenizer=job.tokenizer, seed=job.recipe.seed, vocab_size=job.vocab_size)
+        assert self._rollout is not None, "a rank of the rollout mesh has its weights"
+        return our_engine(job, self._rollout)
 
-    def _sampling(self, *, greedy: bool) -> SamplingParams:
-        rollout = self._job.recipe.rollout
-        return SamplingParams(
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            greedy=greedy,
-            stop_ids=self._job.tokenizer.stop_ids,
-        )
-
-    def _sample(self, step: int, requests: list[Request]) -> list[Response]:
-        """A response to each request; those that are in a log are not generated again."""
-        assert self._engine is not None, "called outside the rollout mesh"
-        kept = self.kept
-        if kept is None:
-            return self._engine.generate(requests, progress=_Progress(self.is_stopping))
-        found = kept.find(step, requests)
-        again = [(ask, found[ask.draw, ask.index]) for ask in requests if (ask.draw, ask.index) in found]
-        others = [ask for ask in requests if (ask.draw, ask.index) not in found]
-        with kept.log(step) as log:
-            progress = _Progress(self.is_stopping, log)
-            if again:
-                self.metrics["rollout/reused"] = len(again) / len(requests)
-                # So that the log of this start has the whole step.
-                progress.finished(again)
-            new = self._engine.generate(others, progress=progress)
-        found |= {(ask.draw, ask.index): got for ask, got in zip(others, new, strict=True)}
-        return [found[ask.draw, ask.index] for ask in requests]
-
-    def _as_batch(self, requests: list[Request], responses: list[Response]) -> Batch | None:
-        assert self._rollout is not None, "called outside the rollout mesh"
-        if not self._rollout.is_holder:
-            return None
-        group = self._job.recipe.rollout.group_size
-        sequences = [torch.cat([ask.prompt, got.tokens]) for ask, got in zip(requests, responses, strict=True)]
-        draws = torch.tensor([ask.draw for ask in requests], dtype=torch.int64)
-        indices = torch.tensor([ask.index for ask in requests], dtype=torch.int64)
-        return Batch(
-            draws * group + indices,
-            {
-                "tokens": Ragged.from_list(sequences, torch.int64),
-                "prompt_lengths": torch.tensor([len(ask.prompt) for ask in requests], dtype=torch.int64),
-                "draws": draws,
-                "response_mask": Ragged.from_list([torch.ones(len(got.tokens)) for got in responses], torch.float32),
-                "rollout_log_probs": Ragged.from_list([got.log_probs for got in responses], torch.float32),
-            },
-        )
+    def _taken(self, batch: Batch | None) -> Batch | None:
+        """What was sampled, its metrics taken over."""
+        assert self.rollouts is not None, "called outside the rollout mesh"
+        self.metrics |= self.rollouts.metrics
+        self.rollouts.metrics.clear()
+        return batch
 
     def _loss(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
         """The micro-batch's share of the loss; beside it, shares of what is reported."""
@@ -296,6 +226,10 @@ class Actor:
             clip_high=settings.clip_high,
             dual_clip=settings.dual_clip,
         )
+        if self._job.recipe.correction_kind != "none":
+            sampled = padded(part, "rollout_log_probs", micro_batch.samples, device)
+            corrected = corrections(self._job.recipe, columns["old_log_probs"], sampled, mask)
+            per_token = per_token * corrected.weights
         loss = aggregate(per_token, mask, settings.aggregation, totals)
         policy_share = loss.detach()
         if self._kl_coef.is_in_loss:

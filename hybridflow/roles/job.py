@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hybridflow.config import Recipe
-from hybridflow.data.prompts import Example, PromptSource
+from hybridflow.data.prompts import Example, PromptSource, Solution
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.families.model import Model
 from hybridflow.parallel.mesh import DeviceMesh
@@ -20,12 +20,12 @@ class Problems:
     Attributes:
         source: The examples in the order in which they are drawn.
         prompts: Token ids of each example's prompt, in the order of the file.
-        solutions: Token ids of each example's prompt and solution, for the warm start; empty where there is none.
+        solutions: Of each example, for the warm start; empty where there is none.
     """
 
     source: PromptSource
     prompts: tuple[tuple[int, ...], ...]
-    solutions: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    solutions: tuple[Solution, ...] = ()
 
     def example(self, draw: int) -> Example:
         """The example of a draw."""

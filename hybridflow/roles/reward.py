@@ -14,6 +14,7 @@ from hybridflow.dataflow.batch import Batch
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.roles.job import Job
 from hybridflow.roles.placed import column_rows
+from hybridflow.rollout.environment import text_of
 
 RewardFunction = Callable[[str, str, str], float]
 """``(prompt, response, answer) -> score``."""
@@ -59,7 +60,10 @@ class Reward:
     def __init__(self, job: Job) -> None:
         self.metrics: dict[str, float] = {}
         self._job = job
-        self._function = find_function(job.recipe.reward.function)
+        name = job.recipe.reward.function
+        self._takes_rewards = name is None and job.recipe.rollout.environment is not None
+        self._name = "exact_match" if name is None else name
+        self._function = find_function(self._name)
 
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``scores`` of responses to training problems.
@@ -80,18 +84,24 @@ class Reward:
         self.metrics["validation/accuracy"] = sum(total for total, _ in shares) / sum(count for _, count in shares)
 
     def _scores(self, batch: Batch, example_of: Callable[[int], Example]) -> torch.Tensor:
+        if self._takes_rewards:
+            return batch.columns["environment_rewards"]
         draws = batch.columns["draws"].tolist()
         prompt_lengths = batch.columns["prompt_lengths"].tolist()
+        responses = [
+            sequence[length:] for sequence, length in zip(column_rows(batch, "tokens"), prompt_lengths, strict=True)
+        ]
+        if "response_mask" in batch.columns:
+            masks = column_rows(batch, "response_mask")
+            responses = [_last_turn(*each) for each in zip(responses, masks, strict=True)]
         scores = [
-            self._score(example_of(draw), sequence[length:].tolist())
-            for sequence, length, draw in zip(column_rows(batch, "tokens"), prompt_lengths, draws, strict=True)
+            self._score(example_of(draw), response.tolist()) for response, draw in zip(responses, draws, strict=True)
         ]
         return torch.tensor(scores, dtype=torch.float32)
 
     def _score(self, example: Example, tokens: list[int]) -> float:
-        is_stopped = tokens[-1:] and tokens[-1] in self._job.tokenizer.stop_ids
-        response = self._job.tokenizer.decode(tokens[:-1] if is_stopped else tokens)
-        where = f"reward {self._job.recipe.reward.function!r} on {example.place} with response {response!r}"
+        response = text_of(self._job.tokenizer, tokens)
+        where = f"reward {self._name!r} on {example.place} with response {response!r}"
         try:
             score = float(self._function(example.prompt, response, example.answer))
         # A user's function may raise anything, or call sys.exit; whatever it is, the message must name the sample.
@@ -100,3 +110,9 @@ class Reward:
         if not math.isfinite(score):
             raise RewardError(f"{where}: returned {score}; expected a finite number")
         return score
+
+
+def _last_turn(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """What the policy said behind the last that it observed, ``[turn]`` of ``[response]`` each."""
+    observed = (mask == 0).nonzero()
+    return tokens[int(observed[-1]) + 1 :] if len(observed) else tokens

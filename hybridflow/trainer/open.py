@@ -96,9 +96,7 @@ def _trained_tokenizer(recipe: Recipe) -> Path:
 
 def _train(recipe: Recipe) -> None:
     examples = read_examples(recipe.data.train, recipe.data)
-    lines = [
-        example.prompt + (example.answer if example.solution is None else example.solution) for example in examples
-    ]
+    lines = ["".join((example.prompt, *example.turns)) for example in examples]
     path = _trained_tokenizer(recipe)
     path.parent.mkdir(parents=True, exist_ok=True)
     train_tokenizer(lines, path=path, vocab_size=recipe.tokenizer.vocab_size)

@@ -12,7 +12,7 @@ from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.plan import participants
 from hybridflow.trainer.recipes import grpo, ppo
-from hybridflow.trainer.recipes.nodes import VALIDATION, WARM_START
+from hybridflow.trainer.recipes.nodes import VALIDATION, WARM_START, with_environment
 
 STEPS = {"ppo": ppo.STEP, "grpo": grpo.STEP}
 """Algorithm -> the flow of one training step."""
@@ -87,8 +87,11 @@ def plan_job(recipe: Recipe) -> JobPlan:
         ranks=everyone,
         ranks_per_node=rollout.ranks_per_node,
     )
-    validation = compile_flow(VALIDATION, meshes)
-    step = compile_flow(STEPS[recipe.algorithm], meshes)
+    validating, stepping = VALIDATION, STEPS[recipe.algorithm]
+    if recipe.rollout.environment is not None:
+        validating, stepping = with_environment(validating), with_environment(stepping)
+    validation = compile_flow(validating, meshes)
+    step = compile_flow(stepping, meshes)
     finish = Call("trainer.finish_step", "trainer", "finish_step", "job")
     save = Branch("save", "job", (Call("trainer.save", "trainer", "save", "job"),))
     sample, experience, update = _cut(step)

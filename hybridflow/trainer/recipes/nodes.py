@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hybridflow.dataflow.graph import Flow, Node, repeat
 
 SEQUENCES = ("tokens", "prompt_lengths")
@@ -84,7 +86,7 @@ ACTOR_UPDATE = repeat(
         call="update",
         mesh="actor.update",
         phase="update",
-        reads=(*SEQUENCES, "response_mask", "old_log_probs", "ref_log_probs", "advantages", "order"),
+        reads=(*SEQUENCES, *_LOG_PROBS, "advantages", "order"),
     ),
     mesh="actor.update",
 )
@@ -106,3 +108,15 @@ JUDGE = Node(name="reward.judge", role="reward", call="judge", mesh="reward", re
 
 WARM_START = Flow(elements=(IMITATE,))
 VALIDATION = ANSWER >> JUDGE
+
+
+def with_environment(flow: Flow) -> Flow:
+    """The flow where an environment answers the responses: its rewards go from those who sample to those who score."""
+    changed = []
+    for element in flow.elements:
+        if isinstance(element, Node) and element.source:
+            element = replace(element, writes=(*element.writes, "environment_rewards"))
+        elif isinstance(element, Node) and element.role == "reward":
+            element = replace(element, reads=(*element.reads, "response_mask", "environment_rewards"))
+        changed.append(element)
+    return Flow(elements=tuple(changed))

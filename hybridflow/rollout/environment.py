@@ -1,0 +1,337 @@
+"""Samples of several turns: what the policy says is answered by an environment, and both go on as one sequence.
+
+Environments run in threads on the first rank of a replica, many at once and each call within a deadline, while the
+replica goes on decoding. After each step of it that rank tells the others what came back, so that all make the same
+calls of the session. A turn is a request whose prompt is the whole conversation so far: the session finds its keys and
+values by content, and noise goes by position, so that no turn repeats another's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridflow.config import Environment as Settings
+from hybridflow.data.prompts import Example
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import ConfigError
+from hybridflow.parallel.coordinator import Coordinator
+from hybridflow.rollout.calculator import Calculator
+from hybridflow.rollout.calls import CallFailed, Calls
+from hybridflow.rollout.engine import LOOK_STEPS, MegatronEngine
+from hybridflow.rollout.request import Request, Response, RolloutStopped
+
+MAX_CHARACTERS_PER_TOKEN = 32
+"""An observation of more characters than this for each token that has room is not read at all."""
+_WAIT_S = 0.1
+"""How long the first rank waits for an answer when there is nothing to decode, before all look up."""
+
+
+class Environment(Protocol):
+    """Answers the responses of one sample. Made anew for each, without arguments; its calls come one after another.
+
+    Samples have threads of their own: what they share must bear that. A call may wait, for a tool or a server.
+    """
+
+    def reset(self, prompt: str, answer: str) -> str | None:
+        """Begin.
+
+        Args:
+            prompt: The problem's text, which the policy has been given.
+            answer: The right answer.
+
+        Returns:
+            What the policy observes behind the prompt, before its first response; None: nothing.
+        """
+
+    def step(self, response: str) -> tuple[str, float, bool]:
+        """Answer a response of the policy, whose token that ended it is left out.
+
+        Returns:
+            What the policy observes next, the reward of this turn, and whether the conversation is at its end, where
+            the observation is not used.
+        """
+
+
+BUILT_IN: dict[str, Callable[[], Environment]] = {"calculator": Calculator}
+
+
+def find_environment(name: str) -> Callable[[], Environment]:
+    """What makes a sample's environment: built in, or ``package.module:Class`` by import.
+
+    Raises:
+        ConfigError: There is none of that name, or it has not the two methods.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    # A user's module may raise anything while it is imported.
+    except Exception as error:
+        raise ConfigError(
+            f"rollout.environment.name={name!r}: {type(error).__name__}: {error}; give one of {', '.join(BUILT_IN)} or "
+            "'package.module:Class'"
+        ) from error
+    missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
+    if not callable(found) or missing:
+        raise ConfigError(
+            f"rollout.environment.name={name!r}: found {type(found).__name__} {found!r:.60}; give a class with "
+            "reset(prompt, answer) and step(response)"
+        )
+    return found
+
+
+def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """The text of a response, without the token that ended it."""
+    is_stopped = tokens[-1:] and tokens[-1] in tokenizer.stop_ids
+    return tokenizer.decode(tokens[:-1] if is_stopped else tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """A sample of several turns. It ends with a token that was sampled, if any was.
+
+    Attributes:
+        response: All that follows the prompt; log-probabilities of what was observed are 0.
+        mask: 1 on what was sampled, 0 on what was observed, ``[response]`` fp32.
+        reward: The sum over turns.
+        num_turns: How many responses were sampled.
+        error: How the environment failed; None: it did not.
+    """
+
+    response: Response
+    mask: Tensor
+    reward: float
+    num_turns: int
+    error: str | None
+
+
+class Environments:
+    """Leads conversations. All ranks of a replica make one with the same arguments, and the same calls.
+
+    Args:
+        settings: The recipe's.
+        tokenizer: For responses and observations.
+        replica: Over the ranks of the replica; environments run on its first.
+
+    Raises:
+        ConfigError: There is no such environment.
+    """
+
+    def __init__(self, settings: Settings, tokenizer: Tokenizer, replica: Coordinator) -> None:
+        self._settings = settings
+        self._replica = replica
+        self._make = find_environment(settings.name)
+        self._tokenizer = tokenizer
+        self._calls = Calls(settings.step_deadline_s) if replica.is_lead else None
+
+    @torch.inference_mode()
+    def converse(
+        self,
+        engine: MegatronEngine,
+        requests: Sequence[Request],
+        examples: Sequence[Example],
+        purpose: str = "rollout",
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> list[Conversation]:
+        """A conversation for each request, in their order.
+
+        Args:
+            engine: Samples the responses.
+            requests: Prompts; ``max_new_tokens`` is for all that follows, responses and observations.
+            examples: The problem of each.
+            purpose: Of the noise.
+            is_stopping: Asked at the same points on all ranks, and answers the same on all. Collective: tp, pp.
+
+        Collective: tp, pp.
+
+        Raises:
+            RolloutStopped: ``is_stopping`` said so, on all ranks; conversations that had begun are dropped.
+        """
+        talks = [_Talk(request) for request in requests]
+        session = engine.open(requests, purpose)
+        for number, example in enumerate(examples):
+            self._begin(number, talks[number], example)
+        # Of the conversations that are going on, some wait for their environment; others, by request, for the policy.
+        waiting, asked = set(range(len(talks))), dict[int, int]()
+        num_rounds = 0
+        try:
+            while waiting or asked:
+                if (num_rounds % LOOK_STEPS == 0 or session.is_idle) and is_stopping():
+                    session.pause()
+                    raise RolloutStopped([])
+                num_rounds += 1
+                for request, response in [] if session.is_idle else session.step():
+                    number = asked.pop(id(request))
+                    if self._hear(number, talks[number], response):
+                        waiting.add(number)
+                if waiting:
+                    answers = self._answers(_WAIT_S if session.is_idle else 0.0)
+                    waiting.difference_update(number for number, _ in answers)
+                    going = {number: self._told(talks[number], answer) for number, answer in answers}
+                    requests_to_go = {number: request for number, request in going.items() if request is not None}
+                    asked |= {id(request): number for number, request in requests_to_go.items()}
+                    session.add(list(requests_to_go.values()))
+        finally:
+            if self._calls is not None:
+                self._calls.drop()
+        return [talk.ended() for talk in talks]
+
+    def _begin(self, number: int, talk: _Talk, example: Example) -> None:
+        if self._calls is None:
+            return
+
+        def begin() -> _Answer:
+            talk.environment = self._make()
+            first = talk.environment.reset(example.prompt, example.answer)
+            return self._checked("" if first is None else first, 0.0, False, talk.room)
+
+        self._calls.submit(number, begin)
+
+    def _hear(self, number: int, talk: _Talk, response: Response) -> bool:
+        """A turn has been sampled: whether the environment is to answer."""
+        talk.add(response)
+        if response.finish == "failed":
+            talk.error = response.error
+            return False
+        if self._calls is None:
+            return True
+        tokens, environment = response.tokens.tolist(), talk.environment
+        assert environment is not None, "a response before the environment was made"
+
+        def step() -> _Answer:
+            answer = environment.step(text_of(self._tokenizer, tokens))
+            if not isinstance(answer, tuple) or len(answer) != 3:
+                raise TypeError(f"step gave {answer!r:.100}; expected (observation, reward, done)")
+            return self._checked(*answer, talk.room)
+
+        self._calls.submit(number, step)
+        return True
+
+    def _answers(self, wait_s: float) -> list[tuple[int, Any]]:
+        """Numbers of conversations and what their environments have answered since: ``_Answer``, or text, an error.
+
+        Collective: tp, pp.
+        """
+        news = [] if self._calls is None else self._calls.ended(wait_s)
+        told = [(number, str(answer) if isinstance(answer, CallFailed) else answer) for number, answer in news]
+        answers: list[tuple[int, Any]] = self._replica.decide(
+            "answers of environments", sorted(told, key=lambda each: each[0])
+        )
+        return answers
+
+    def _told(self, talk: _Talk, answer: Any) -> Request | None:
+        """The environment has answered: the request of the next turn; None: there is none."""
+        if isinstance(answer, str):
+            talk.reward += self._settings.failure_reward
+            talk.error = answer
+            return None
+        observed, reward, is_done = answer
+        talk.reward += reward
+        if is_done or observed is None or talk.num_turns == self._settings.max_turns:
+            return None
+        return talk.observe(observed)
+
+    def _checked(self, observation: object, reward: object, is_done: object, room: int) -> _Answer:
+        """What an environment has said, as it is told to the ranks. In a thread.
+
+        Raises:
+            TypeError: It is of another type than it should be.
+            ValueError: The reward is not finite.
+        """
+        if isinstance(reward, bool) or not isinstance(reward, numbers.Real):
+            raise TypeError(f"the reward is {type(reward).__name__} {reward!r:.100}; expected a number")
+        if not math.isfinite(reward) or abs(reward) > _LARGEST_REWARD:
+            raise ValueError(f"the reward is {reward}; expected a finite number of at most {_LARGEST_REWARD:g}")
+        if is_done not in (True, False):
+            raise TypeError(f"done is {type(is_done).__name__} {is_done!r:.100}; expected True or False")
+        if is_done:
+            return [], float(reward), True
+        if not isinstance(observation, str):
+            raise TypeError(f"the observation is {type(observation).__name__} {observation!r:.100}; expected text")
+        # Of an endless text not even the tokens are counted.
+        fits = len(observation) <= MAX_CHARACTERS_PER_TOKEN * room
+        tokens = self._tokenizer.encode(observation) if fits else None
+        # Behind it there must be room for a response of one token at least.
+        return tokens if tokens is not None and len(tokens) < room else None, float(reward), False
+
+
+_Answer = tuple[list[int] | None, float, bool]
+"""Tokens that are observed, None: there is no room for them; the reward; whether the conversation is at its end."""
+_LARGEST_REWARD = 1e30
+"""So that no sum of them leaves the range of fp32."""
+
+
+class _Talk:
+    """A conversation that is going on.
+
+    Attributes:
+        environment: On the first rank of the replica.
+        reward: The sum up to now.
+        num_turns: Responses that were sampled up to now.
+        error: What went wrong; None: nothing.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.environment: Environment | None = None
+        self.reward, self.num_turns = 0.0, 0
+        self.error: str | None = None
+        self._asked = request
+        self._parts: list[Response] = []
+        self._masks: list[Tensor] = []
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still follow."""
+        return self._asked.params.max_new_tokens - sum(map(len, self._masks))
+
+    def add(self, response: Response) -> None:
+        """The policy has said this."""
+        self._parts.append(response)
+        self._masks.append(torch.ones(len(response.tokens)))
+        self.num_turns += 1
+
+    def observe(self, tokens: list[int]) -> Request:
+        """The policy has been told this; the request of its next turn, whose prompt is all that was said so far."""
+        none = torch.zeros(len(tokens))
+        self._parts.append(
+            Response(
+                tokens=torch.tensor(tokens, dtype=torch.int64),
+                log_probs=none,
+                sampled_log_probs=none,
+                versions=none.int(),
+                finish="paused",
+            )
+        )
+        self._masks.append(none)
+        return replace(
+            self._asked,
+            prompt=torch.cat([self._asked.prompt, *(part.tokens for part in self._parts)]),
+            params=replace(self._asked.params, max_new_tokens=self.room),
+        )
+
+    def ended(self) -> Conversation:
+        """All of it."""
+        parts, last = self._parts, self._parts[-1] if self._parts else None
+        return Conversation(
+            response=Response(
+                tokens=torch.cat([torch.zeros(0, dtype=torch.int64), *(part.tokens for part in parts)]),
+                log_probs=torch.cat([torch.zeros(0), *(part.log_probs for part in parts)]),
+                sampled_log_probs=torch.cat([torch.zeros(0), *(part.sampled_log_probs for part in parts)]),
+                versions=torch.cat([torch.zeros(0, dtype=torch.int32), *(part.versions for part in parts)]),
+                finish="length" if last is None else last.finish,
+                error=None if last is None else last.error,
+            ),
+            mask=torch.cat([torch.zeros(0), *self._masks]),
+            reward=self.reward,
+            num_turns=self.num_turns,
+            error=self.error,
+        )

@@ -1,0 +1,394 @@
+"""Conversations with an environment: the same in every layout, the log-probabilities of training, and what may fail."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hybridflow import config
+from hybridflow.data.prompts import Example
+from hybridflow.errors import ConfigError
+from hybridflow.models.log_probs import vocab_parallel_log_probs
+from hybridflow.models.microbatch import pack
+from hybridflow.models.training import forward_only
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.advantage import Advantage, KLCoefficient
+from hybridflow.roles.reward import Reward
+from hybridflow.rollout.blocks import BLOCK_TOKENS
+from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.environment import Conversation, Environments, find_environment
+from hybridflow.rollout.request import Request, RolloutStopped, SamplingParams
+from hybridflow.rollout.sampling import gumbel_noise, row_keys, sequence_key
+from tests.multi.jobs import make_job, tiny_recipe
+from tests.multi.models import VOCAB, layouts_of, make_model
+from tests.ranks import run_ranks
+
+SEED, TEMPERATURE = 11, 0.8
+LETTERS = "abcdefghijklmnopqrstuvwxyzABC"
+STOPS = (2, 5, 9, 14)
+CHARACTERS = SimpleNamespace(
+    stop_ids=STOPS,
+    encode=lambda text: [LETTERS.index(each) for each in text],
+    decode=lambda ids: "".join(LETTERS[each] for each in ids),
+)
+"""A token for each letter."""
+PARAMS = SamplingParams(max_new_tokens=30, temperature=TEMPERATURE, stop_ids=STOPS)
+
+
+class Echo:
+    """Says what it heard, backwards, between an A and a B; pays for each letter; ends where an x was said."""
+
+    def reset(self, prompt, answer):
+        return f"C{answer}" if "a" in prompt else None
+
+    def step(self, response):
+        return heard(response), len(response) / 4, "x" in response
+
+
+def heard(response: str) -> str:
+    return f"A{response[::-1][:4]}B"
+
+
+class Faulty(Echo):
+    """Fails in the way that the answer names."""
+
+    def reset(self, prompt, answer):
+        self.way = answer
+        if answer == "no reset":
+            raise RuntimeError("cannot begin")
+        if answer == "odd reset":
+            return 7
+        return None
+
+    def step(self, response):
+        ways = {
+            "raises": lambda: int("nothing"),
+            "leaves": lambda: (_ for _ in ()).throw(SystemExit(1)),
+            "hangs": lambda: threading.Event().wait(),
+            "says nothing": lambda: None,
+            "says two": lambda: ("a", 1.0),
+            "says bytes": lambda: (b"a", 1.0, False),
+            "pays nan": lambda: ("a", float("nan"), False),
+            "pays inf": lambda: ("a", float("inf"), True),
+            "pays text": lambda: ("a", "1", False),
+            "odd end": lambda: ("a", 1.0, "no"),
+            "unknown letters": lambda: ("é\ud800", 1.0, False),
+            "huge": lambda: ("a" * 50_000_000, 0.5, False),
+            "long": lambda: ("a" * 30, 0.5, False),
+        }
+        return ways[self.way]() if self.way in ways else super().step(response)
+
+
+WAYS_TO_FAIL = {
+    "no reset": "RuntimeError: cannot begin",
+    "odd reset": "TypeError: the observation is int 7",
+    "raises": "ValueError: invalid literal for int()",
+    "leaves": "SystemExit: 1",
+    "hangs": "no answer within 4 s",
+    "says nothing": "TypeError: step gave None",
+    "says two": "TypeError: step gave ('a', 1.0)",
+    "says bytes": "TypeError: the observation is bytes",
+    "pays nan": "ValueError: the reward is nan",
+    "pays inf": "ValueError: the reward is inf",
+    "pays text": "TypeError: the reward is str '1'",
+    "odd end": "TypeError: done is str 'no'",
+    "unknown letters": "ValueError: substring not found",
+}
+
+
+def problems() -> tuple[list[Request], list[Example]]:
+    """Three samples of each of six prompts, of 3 to 15 tokens; what follows still fits the context of 48."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in (3, 9, 15, 5, 7, 4)]
+    requests = [
+        Request(prompt=prompts[draw], params=PARAMS, draw=100 + draw, index=index)
+        for draw in range(6)
+        for index in range(3)
+    ]
+    examples = [
+        Example(prompt=CHARACTERS.decode(ask.prompt.tolist()), answer="bcd", place=f"f:{ask.draw}") for ask in requests
+    ]
+    return requests, examples
+
+
+def environments(world, mesh, name: str = "Echo", **settings) -> Environments:
+    found = config.Environment(name=f"{__name__}:{name}", **{"max_turns": 4, "step_deadline_s": 60.0, **settings})
+    return Environments(found, CHARACTERS, world.coordinator(mesh.group_of(world.rank, "tp", "pp")))
+
+
+def conversations(world, layouts: list[ParallelLayout], max_concurrent: int):
+    """Of every layout: conversations, and the trainer's log-probabilities on the ranks that have them."""
+    found = {}
+    for layout in layouts:
+        model, mesh, groups, _ = make_model(world, layout)
+        engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=max_concurrent)
+        requests, examples = (each[mesh.coordinate(world.rank).dp :: layout.dp] for each in problems())
+        talks = environments(world, mesh).converse(engine, requests, examples)
+        sequences = [torch.cat([ask.prompt, got.response.tokens]) for ask, got in zip(requests, talks, strict=True)]
+        batch = pack(list(range(len(requests))), sequences, [len(ask.prompt) for ask in requests], world.device)
+
+        def compute(output, batch, group=groups.tp):
+            log_probs, _ = vocab_parallel_log_probs(
+                output, batch.targets, group=group, vocab_size=VOCAB, temperature=TEMPERATURE
+            )
+            return log_probs.split(batch.response_lengths)
+
+        trained = forward_only(model, groups, [batch], compute)
+        for ask, got, expected in zip(requests, talks, trained[0] if trained else [], strict=bool(trained)):
+            found[str(layout), ask.draw, ask.index] = plain(got), expected.tolist()
+    return found
+
+
+def merged(size: int, max_concurrent: int = 256) -> dict:
+    found: dict = {}
+    for part in run_ranks(conversations, size, layouts_of(size), max_concurrent):
+        found.update(part)
+    return found
+
+
+def plain(talk: Conversation) -> SimpleNamespace:
+    """Without tensors, so that it can go from one process to another."""
+    numbers = {name: getattr(talk.response, name).tolist() for name in ("tokens", "log_probs", "sampled_log_probs")}
+    return SimpleNamespace(
+        **numbers, mask=talk.mask.tolist(), reward=talk.reward, num_turns=talk.num_turns, error=talk.error
+    )
+
+
+def turns_of(talk: SimpleNamespace) -> list[tuple[bool, list[int]]]:
+    """What was said and what was observed, in turn."""
+    turns: list[tuple[bool, list[int]]] = []
+    for token, is_said in zip(talk.tokens, [each > 0 for each in talk.mask], strict=True):
+        if not turns or turns[-1][0] != is_said or (is_said and turns[-1][1][-1] in STOPS):
+            turns.append((is_said, []))
+        turns[-1][1].append(token)
+    return turns
+
+
+def spoken(tokens: list[int]) -> str:
+    return CHARACTERS.decode(tokens[:-1] if tokens[-1] in STOPS else tokens)
+
+
+def test_conversations_are_the_same_in_every_layout_with_the_log_probs_of_training():
+    reference = {key[1:]: value[0] for key, value in merged(1).items()}
+    assert len(reference) == 18
+    numbers = {talk.num_turns for talk in reference.values()}
+    assert {1, 2, 3, 4} <= numbers, "some must end early, some by the most turns"
+    assert any(len(talk.mask) == 30 for talk in reference.values()), "some must use all tokens"
+    _, examples = problems()
+    for talk, example in zip(reference.values(), examples, strict=True):
+        turns = turns_of(talk)
+        if "a" in example.prompt:
+            assert turns.pop(0) == (False, CHARACTERS.encode("Cbcd"))
+        said, observed = [each for is_said, each in turns if is_said], [each for is_said, each in turns if not is_said]
+        assert [is_said for is_said, _ in turns] == [place % 2 == 0 for place in range(len(turns))]
+        assert len(said) == talk.num_turns == len(observed) + 1
+        assert [CHARACTERS.decode(each) for each in observed] == [heard(spoken(each)) for each in said[:-1]]
+        assert talk.reward == sum(len(spoken(each)) / 4 for each in said)
+        is_at_end = "x" in spoken(said[-1]) or talk.num_turns == 4
+        assert is_at_end or len(talk.mask) + len(heard(spoken(said[-1]))) >= 30
+        assert not any("x" in spoken(each) for each in said[:-1]) and talk.error is None
+    # Few at a time, so that conversations wait for each other.
+    cases = [merged(1, 4), merged(2, 3), merged(4)]
+    assert [len(case) for case in cases] == [18, 54, 108]
+    for case in cases:
+        for (layout, *request), (talk, trained) in case.items():
+            # These seeds meet no near-tie.
+            expected = reference[tuple(request)]
+            assert (talk.tokens, talk.mask, talk.reward) == (expected.tokens, expected.mask, expected.reward), layout
+            for mask, sampled, cut, own in zip(talk.mask, talk.log_probs, talk.sampled_log_probs, trained, strict=True):
+                assert abs(sampled - own) <= 1e-5 if mask else sampled == cut == 0, layout
+
+
+def one_by_one(world):
+    """Every conversation alone: the tokens that logits and noise by position give, and what went through the model."""
+    model, mesh, groups, _ = make_model(world, ParallelLayout())
+    engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=1)
+    sessions = []
+    begin = engine.open
+    engine.open = lambda *args: sessions.append(begin(*args)) or sessions[-1]
+    led, found = environments(world, mesh), []
+    for request, example in zip(*problems(), strict=True):
+        (talk,) = led.converse(engine, [request], [example])
+        sequence = torch.cat([request.prompt, talk.response.tokens])
+        batch = pack([0], [sequence], [len(request.prompt)], world.device)
+        logits = model(batch.tokens, batch.attention, batch.rows)[:, :VOCAB].detach() / TEMPERATURE
+        key = torch.tensor([sequence_key(SEED, "rollout", request.draw, request.index)])
+        positions = torch.arange(len(request.prompt), len(sequence))
+        best = torch.stack(
+            [
+                row + gumbel_noise(row_keys(key, position[None]), 0, VOCAB)[0]
+                for row, position in zip(logits, positions, strict=True)
+            ]
+        ).argmax(-1)
+        found.append((plain(talk), len(request.prompt), best.tolist(), sessions[-1].num_computed))
+    return found
+
+
+def test_noise_goes_by_position_and_what_was_computed_is_kept_between_turns():
+    saved = 0
+    for talk, num_prompt, best, num_computed in run_ranks(one_by_one, 1)[0]:
+        triples = zip(talk.tokens, best, talk.mask, strict=True)
+        assert all(token == other for token, other, is_said in triples if is_said)
+        # A turn computes all but its last token, and full blocks of turns before are there.
+        expected, end, at = 0, 1, num_prompt
+        for said, turn in turns_of(talk):
+            at += len(turn)
+            if said:
+                kept = (end - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+                expected, end, saved = expected + at - 1 - kept, at, saved + kept
+        assert num_computed == expected
+    assert saved > 100
+
+
+def with_failures(world, layout: ParallelLayout):
+    model, mesh, groups, _ = make_model(world, layout)
+    engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=256)
+    requests, examples = problems()
+    well = environments(world, mesh, "Faulty").converse(engine, requests, examples)
+    ways = [*WAYS_TO_FAIL, "huge", "long"]
+    ill_requests = [replace(requests[0], draw=200 + number) for number in range(len(ways))]
+    ill_examples = [replace(examples[0], answer=way) for way in ways]
+    led = environments(world, mesh, "Faulty", step_deadline_s=4.0, failure_reward=-0.5)
+    both = led.converse(engine, [*requests, *ill_requests], [*examples, *ill_examples])
+    texts = [[talk.response.tokens.tolist() for talk in talks] for talks in (well, both)]
+    ends = [(talk.error, talk.reward, talk.num_turns, talk.mask.tolist()) for talk in both[len(well) :]]
+    return texts, ends, [talk.error for talk in both[: len(well)]], len(well)
+
+
+def test_an_environment_that_fails_ends_its_own_sample_alone():
+    one, two = run_ranks(with_failures, 2, ParallelLayout(tp=2))
+    assert one == two, "all ranks of a replica know the same"
+    (well, both), ends, errors, num_well = one
+    assert both[:num_well] == well and errors == [None] * num_well
+    for (way, message), (error, reward, num_turns, mask) in zip(WAYS_TO_FAIL.items(), ends, strict=False):
+        assert error is not None and error.startswith(message), (way, error)
+        assert reward == -0.5, way
+        assert num_turns == ("reset" not in way) and all(mask) and bool(mask) == ("reset" not in way)
+    # There is no room for what these say, which is no fault of theirs.
+    assert [each[:3] for each in ends[-2:]] == [(None, 0.5, 1), (None, 0.5, 1)]
+
+
+def stopping(world, layout: ParallelLayout):
+    model, mesh, groups, _ = make_model(world, layout)
+    engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=4)
+    led, asked = environments(world, mesh), []
+    whole = led.converse(engine, *problems())
+    with pytest.raises(RolloutStopped):
+        led.converse(engine, *problems(), "rollout", lambda: bool(asked.append(0)) or len(asked) == 3)
+    again = led.converse(engine, *problems())
+    greedy = led.converse(engine, *problems(), "validation")
+    return [[talk.response.tokens.tolist() for talk in talks] for talks in (whole, again, greedy)]
+
+
+def test_conversations_that_were_stopped_begin_anew_as_they_were():
+    one, two = run_ranks(stopping, 2, ParallelLayout(pp=2))
+    assert one == two
+    assert one[0] == one[1] and one[2] != one[0], "another purpose, another noise"
+
+
+class Paid(Echo):
+    """Ends after its second turn, which alone is paid for; the first is answered."""
+
+    def reset(self, prompt, answer):
+        self.num_turns = 0
+
+    def step(self, response):
+        self.num_turns += 1
+        if self.num_turns == 1 and response.startswith("a"):
+            raise RuntimeError("does not like an a")
+        return "bcd", float(self.num_turns == 2) * len(response), self.num_turns == 2
+
+
+def last_letters(prompt: str, response: str, answer: str) -> float:
+    """How many letters the response has, and ten for each of the answer."""
+    return len(response) + 10 * len(answer)
+
+
+def training(world, function: str | None):
+    """The roles of a step on conversations, called as the schedule calls them."""
+    recipe = tiny_recipe(ParallelLayout(dp=2), "grpo", group_size=3)
+    recipe = replace(
+        recipe,
+        seed=SEED,
+        reward=config.Reward(function=function),
+        rollout=replace(
+            recipe.rollout,
+            max_new_tokens=30,
+            environment=config.Environment(name=f"{__name__}:Paid", step_deadline_s=60.0),
+        ),
+    )
+    job, _ = make_job(world, recipe)
+    _, examples = problems()
+    prompts = [CHARACTERS.encode(example.prompt) for example in examples[::3]]
+    train = SimpleNamespace(prompt=lambda draw: prompts[draw], example=lambda draw: examples[3 * draw])
+    tokenizer = SimpleNamespace(**{**vars(job.tokenizer), **vars(CHARACTERS)})
+    held_out = tuple(zip(examples[::3], prompts, strict=True))
+    job = replace(job, train=train, tokenizer=tokenizer, held_out=held_out)
+    coefficient = KLCoefficient(recipe)
+    actor, reward, advantage = Actor(job, coefficient), Reward(job), Advantage(job, coefficient)
+    batch = actor.sample(None, {"train_step": {"step": 1, "first_draw": 0, "num_prompts": 4}})
+    batch = batch.with_columns(reward.score(batch, {}).columns)
+    batch = batch.with_columns(actor.log_probs(batch, {}).columns)
+    batch = batch.with_columns({"ref_log_probs": batch.columns["old_log_probs"]})
+    batch = batch.with_columns(advantage.grpo(batch, {}).columns)
+    reward.judge(actor.answer(None, {}), {})
+    columns = {
+        name: [row.tolist() for row in column.to_list()] if hasattr(column, "to_list") else column.tolist()
+        for name, column in batch.columns.items()
+    }
+    return batch.ids.tolist(), columns, {**actor.metrics, **reward.metrics, **advantage.metrics}
+
+
+@pytest.mark.parametrize("function", [None, f"{__name__}:last_letters"], ids=["paid", "function"])
+def test_a_step_learns_from_what_was_said_alone(function):
+    shares = run_ranks(training, 2, function)
+    rows, num_turns, num_failed = [], 0, 0
+    for ids, columns, _ in shares:
+        for place, sample in enumerate(ids):
+            row = {name: column[place] for name, column in columns.items()}
+            tokens = row["tokens"][row["prompt_lengths"] :]
+            mask = row["response_mask"]
+            assert len(tokens) == len(mask) == len(row["advantages"]) == len(row["rollout_log_probs"])
+            turns = turns_of(SimpleNamespace(tokens=tokens, mask=mask))
+            said = [each for is_said, each in turns if is_said]
+            is_failed = len(said) == 1 and spoken(said[0]).startswith("a")
+            num_turns, num_failed = num_turns + len(said), num_failed + is_failed
+            assert [each for is_said, each in turns if not is_said] == [CHARACTERS.encode("bcd")] * (len(said) - 1)
+            paid = float(len(spoken(said[1]))) if len(said) == 2 else 0.0
+            assert row["environment_rewards"] == paid
+            assert row["scores"] == (paid if function is None else len(spoken(said[-1])) + 30)
+            rows.append((sample, row))
+    assert len(rows) == 12 and num_turns > 14
+    for sample, row in rows:
+        group = torch.tensor([other["scores"] for _, other in rows if other["draws"] == row["draws"]])
+        assert sample // 3 == row["draws"] and len(group) == 3
+        expected = (row["scores"] - group.mean()) / (group.std() + 1e-6)
+        for mask, advantage in zip(row["response_mask"], row["advantages"], strict=True):
+            assert advantage == pytest.approx(float(expected) * mask, abs=1e-5)
+    masked = [
+        [(old, sampled) for old, sampled, mask in zip(*each, strict=True) if mask]
+        for each in ((row["old_log_probs"], row["rollout_log_probs"], row["response_mask"]) for _, row in rows)
+    ]
+    num_said = sum(map(len, masked))
+    difference = sum(abs(old - sampled) for each in masked for old, sampled in each) / num_said
+    for _, _, metrics in shares:
+        assert metrics["environment/turns_mean"] == pytest.approx(num_turns / 12)
+        assert metrics["environment/failed"] == num_failed
+        assert metrics["response/length_mean"] == pytest.approx(num_said / 12)
+        assert metrics["rollout/logprob_abs_diff"] == pytest.approx(difference, abs=1e-9) and difference < 1e-5
+        assert metrics["reward/mean"] == pytest.approx(sum(row["scores"] for _, row in rows) / 12)
+        assert metrics["validation/accuracy"] >= (0 if function is None else 30)
+
+
+def test_an_environment_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match=r"rollout\.environment\.name='nowhere:It'.*give one of calculator or"):
+        find_environment("nowhere:It")
+    with pytest.raises(ConfigError, match=r"has no attribute 'It'"):
+        find_environment(f"{__name__}:It")
+    with pytest.raises(ConfigError, match=r"with reset|\"?reset\(prompt, answer\)"):
+        find_environment(f"{__name__}:heard")

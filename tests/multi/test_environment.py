@@ -54,6 +54,17 @@ def heard(response: str) -> str:
     return f"A{response[::-1][:4]}B"
 
 
+GATE = threading.Event()
+
+
+class Held(Echo):
+    """Begins when the gate is open."""
+
+    def reset(self, prompt, answer):
+        GATE.wait()
+        return super().reset(prompt, answer)
+
+
 class Faulty(Echo):
     """Fails in the way that the answer names."""
 
@@ -276,11 +287,17 @@ def test_an_environment_that_fails_ends_its_own_sample_alone():
 def stopping(world, layout: ParallelLayout):
     model, mesh, groups, _ = make_model(world, layout)
     engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=4)
-    led, asked = environments(world, mesh), []
-    whole = led.converse(engine, *problems())
+    led, asked = environments(world, mesh, "Held"), []
     with pytest.raises(RolloutStopped):
         led.converse(engine, *problems(), "rollout", lambda: bool(asked.append(0)) or len(asked) == 3)
+    # What those say now that nobody waits for is not heard.
+    GATE.set()
+    whole = led.converse(engine, *problems())
+    with pytest.raises(RolloutStopped):
+        led.converse(engine, *problems(), "rollout", lambda: bool(asked.append(0)) or len(asked) == 6)
     again = led.converse(engine, *problems())
+    known = environments(world, mesh).converse(engine, *problems())
+    assert [talk.response.tokens.tolist() for talk in known] == [talk.response.tokens.tolist() for talk in whole]
     greedy = led.converse(engine, *problems(), "validation")
     return [[talk.response.tokens.tolist() for talk in talks] for talks in (whole, again, greedy)]
 

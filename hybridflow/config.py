@@ -34,6 +34,7 @@ from hybridflow.sections import (
 )
 
 Name = Annotated[str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
+StopText = Annotated[str, re.compile(r"[^\ufffd]{1,1024}", re.DOTALL)]
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -259,17 +260,33 @@ class Rollout:
         temperature: Divides the logits, in rollout and in training alike.
         top_k: Sample among so many of the likeliest tokens; 0: all.
         top_p: Sample among the likeliest tokens that together reach this probability.
+        min_p: Sample among tokens at least this times as likely as the likeliest; 0: all.
+        min_new_tokens: Shortest response in tokens, its end-of-sequence token included.
+        repetition_penalty: Divides the logits of tokens of the prompt and the response if positive, else multiplies
+            them. Penalties are the sampler's alone: training computes probabilities without them.
+        presence_penalty: Taken from the logits of tokens that the response has.
+        frequency_penalty: Taken from the logits of the response's tokens, times how often each stands there.
+        stop: Texts that end a response, beside the end of sequence; it ends with the token that completes one.
         max_concurrent: Samples that one replica decodes together.
+        cache_memory: Most memory of each rank's key-value cache: a share of what is free when generating begins, or,
+            from 1 on, bytes. What has no room waits.
         archive: Keep what was sampled, in HDF5; what a killed job had sampled is kept until it is used in any case.
         environment: What answers the responses; None: a sample is one response.
     """
 
     group_size: Count = 1
     max_new_tokens: Count
-    temperature: Positive = 1.0
+    temperature: Annotated[float, Bounds(low=1e-4, high=1e4)] = 1.0
     top_k: CountOrZero = 0
     top_p: Annotated[float, Bounds(low=0, high=1, above=True)] = 1.0
+    min_p: Share = 0.0
+    min_new_tokens: CountOrZero = 0
+    repetition_penalty: Annotated[float, Bounds(low=1e-4, high=1e4)] = 1.0
+    presence_penalty: Annotated[float, Bounds(low=-1e4, high=1e4)] = 0.0
+    frequency_penalty: Annotated[float, Bounds(low=-1e4, high=1e4)] = 0.0
+    stop: tuple[StopText, ...] = ()
     max_concurrent: Count = 256
+    cache_memory: Positive = 0.5
     archive: bool = False
     environment: Environment | None = None
 
@@ -768,6 +785,11 @@ def _check_batches(recipe: Recipe) -> None:
     if mini is not None and batch % mini:
         raise ConfigError(
             f"trainer.mini_batch_size={mini} does not divide trainer.global_batch_size={batch}; choose a divisor"
+        )
+    if recipe.rollout.min_new_tokens > recipe.rollout.max_new_tokens:
+        raise ConfigError(
+            f"rollout.min_new_tokens={recipe.rollout.min_new_tokens} is above "
+            f"rollout.max_new_tokens={recipe.rollout.max_new_tokens}; lower the first or raise the second"
         )
     if recipe.rollout.max_new_tokens >= recipe.model.max_context:
         raise ConfigError(

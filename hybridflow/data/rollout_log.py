@@ -2,7 +2,11 @@
 
     16 bytes            MAGIC
     block               JSON: what the file is, ``LogHeader``
-    block …             a response each: draw, index, number of tokens; tokens (int32); log-probabilities (fp32)
+    block …             a response each: draw, index, number of tokens, how it ended (its place in ``FINISHES``); of
+                        each token: id (int32), log-probability, that of the distribution sampled from (fp32), weights'
+                        version (int32)
+
+A response that was paused is there with what was sampled of it by then; it may be there again, longer or finished.
 
 All numbers are little-endian. A block is its length (4 bytes), a checksum (16 bytes), and its content. The checksum
 covers that of the block before it too, so that a block is read only where all before it are whole and in their order:
@@ -28,10 +32,13 @@ from numpy.typing import NDArray
 from hybridflow.errors import WriteError
 from hybridflow.observe.files import sync_path
 
-MAGIC = b"hybridflow-log-1"
+MAGIC = b"hybridflow-log-2"
+FINISHES = ("stop", "length", "paused")
+"""How a response that is kept has ended, as ``rollout.request.FinishReason`` says it."""
+_TOKEN_TYPES = ("<i4", "<f4", "<f4", "<i4")
 _LENGTH = struct.Struct("<I")
 _CHECKSUM_BYTES = 16
-_RECORD = struct.Struct("<qqq")
+_RECORD = struct.Struct("<qqqq")
 _NAME = re.compile(r"step-(\d{6,})-start-([0-9a-z]+)-rank-(\d{5,})\.log")
 
 
@@ -83,13 +90,24 @@ class Sampled:
         draw: Serial number of its prompt in the data order.
         index: Its number among those of its prompt.
         tokens: ``[response]``.
-        log_probs: The sampler's own, ``[response]``.
+        log_probs: The sampler's own, before penalties and cuts, ``[response]``.
+        sampled_log_probs: Of the distribution that was sampled from, ``[response]``.
+        versions: Which weights sampled each token, ``[response]``.
+        finish: One of ``FINISHES``.
     """
 
     draw: int
     index: int
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float32]
+    sampled_log_probs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    finish: str = "stop"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has ended."""
+        return self.finish != "paused"
 
 
 class Log(NamedTuple):
@@ -132,7 +150,7 @@ class LogWriter:
             WriteError: The file system refuses, these or what was added before.
         """
         try:
-            self._write(b"".join(self._block(_packed(each)) for each in responses))
+            self._write(b"".join(self._block(pack_response(each)) for each in responses))
             while self._syncing and self._syncing[0].done():
                 self._syncing.pop(0).result()
         except OSError as error:
@@ -200,7 +218,33 @@ def read_log(path: Path) -> Log | None:
         header = LogHeader(**json.loads(first))
     except (ValueError, TypeError):
         return None
-    return Log(header, [_unpacked(block) for block in blocks])
+    return Log(header, [unpack_response(block) for block in blocks])
+
+
+def pack_response(response: Sampled) -> bytes:
+    """A response as a block of a log has it."""
+    columns = (response.tokens, response.log_probs, response.sampled_log_probs, response.versions)
+    assert all(each.shape == response.tokens.shape for each in columns), "a number of each kind for each token"
+    head = _RECORD.pack(response.draw, response.index, len(response.tokens), FINISHES.index(response.finish))
+    return head + b"".join(each.astype(kind).tobytes() for each, kind in zip(columns, _TOKEN_TYPES, strict=True))
+
+
+def unpack_response(content: bytes) -> Sampled:
+    """What ``pack_response`` has packed."""
+    draw, index, count, finish = _RECORD.unpack_from(content)
+    tokens, log_probs, sampled, versions = (
+        np.frombuffer(content, kind, count, _RECORD.size + 4 * count * place).astype(kind[1:])
+        for place, kind in enumerate(_TOKEN_TYPES)
+    )
+    return Sampled(
+        draw=draw,
+        index=index,
+        tokens=tokens,
+        log_probs=log_probs,
+        sampled_log_probs=sampled,
+        versions=versions,
+        finish=FINISHES[finish],
+    )
 
 
 def list_logs(folder: Path) -> list[LogName]:
@@ -230,19 +274,3 @@ def _blocks(data: bytes) -> Iterator[bytes]:
 
 def _checksum(before: bytes, length: bytes, content: bytes) -> bytes:
     return hashlib.blake2b(before + length + content, digest_size=_CHECKSUM_BYTES).digest()
-
-
-def _packed(response: Sampled) -> bytes:
-    assert response.tokens.shape == response.log_probs.shape, "a log-probability for each token"
-    head = _RECORD.pack(response.draw, response.index, len(response.tokens))
-    return head + response.tokens.astype("<i4").tobytes() + response.log_probs.astype("<f4").tobytes()
-
-
-def _unpacked(content: bytes) -> Sampled:
-    draw, index, count = _RECORD.unpack_from(content)
-    return Sampled(
-        draw=draw,
-        index=index,
-        tokens=np.frombuffer(content, "<i4", count, _RECORD.size).astype(np.int32),
-        log_probs=np.frombuffer(content, "<f4", count, _RECORD.size + 4 * count).astype(np.float32),
-    )

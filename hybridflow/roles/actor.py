@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,17 +13,20 @@ from torch import Tensor
 from hybridflow.algorithms.kl import kl_penalty
 from hybridflow.algorithms.losses import Totals, aggregate, policy_loss
 from hybridflow.data.prompts import Example
-from hybridflow.data.rollout_log import LogWriter, Sampled
+from hybridflow.data.rollout_log import LogWriter
 from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.dataflow.move import Mover
+from hybridflow.dataflow.schedule import Move
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
-from hybridflow.roles.kept_rollouts import KeptRollouts
+from hybridflow.roles.kept_rollouts import KeptRollouts, to_sampled
 from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
 from hybridflow.roles.rollout_weights import RolloutWeights
+from hybridflow.rollout.dealing import Claims, Deal
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.environment import Environments
 from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
@@ -37,12 +40,18 @@ class _Progress:
     log: LogWriter | None = None
 
     def finished(self, pairs: list[tuple[Request, Response]]) -> None:
-        """They are kept, on the rank that has a log."""
+        """They are kept, on the rank that has a log; so are paused ones. One that failed is tried again."""
         if self.log is not None:
-            self.log.add(
-                Sampled(draw=ask.draw, index=ask.index, tokens=got.tokens.numpy(), log_probs=got.log_probs.numpy())
-                for ask, got in pairs
-            )
+            self.log.add(to_sampled(ask, got) for ask, got in pairs if got.finish != "failed" and len(got.tokens))
+
+
+_COLUMNS = ("tokens", "prompt_lengths", "draws", "response_mask", "rollout_log_probs")
+"""What generating gives of each sample."""
+
+
+def _expected(deal: Deal, groups: list[list[Request]]) -> list[Request]:
+    """All that a replica may come to generate."""
+    return [request for group in groups for request in group] if deal.has_queue else deal.first
 
 
 class Actor:
@@ -88,7 +97,11 @@ class Actor:
                 vocab_size=job.vocab_size,
                 seed=job.recipe.seed,
                 max_concurrent=job.recipe.rollout.max_concurrent,
+                cache_memory=job.recipe.rollout.cache_memory,
+                ranks_per_node=min(job.world.ranks_per_node, job.world.size),
+                tokenizer=job.tokenizer,
             )
+        self._claims: Claims | None = None
         self._conversations: Environments | None = None
         if self._rollout is not None and job.recipe.rollout.environment is not None:
             replica = job.world.coordinator(rollout.group_of(rank, "tp", "pp"))
@@ -134,8 +147,9 @@ class Actor:
         """Generate the step's responses: ``group_size`` for each prompt.
 
         Source of ``tokens``, ``prompt_lengths``, ``draws``, ``response_mask`` and ``rollout_log_probs``. Whole groups
-        are dealt to the replicas in turn. What a killed job has sampled for the step is taken from its log. A replica
-        that is told to stop returns no samples, since the step is left.
+        are dealt to the replicas in turn; who has short responses generates some of another's, which are then brought
+        back. What an earlier start has sampled for the step is taken from its log. A replica that is told to stop
+        returns no samples, since the step is left, and logs what it has of them.
 
         Collective: the rollout mesh.
 
@@ -144,19 +158,22 @@ class Actor:
         """
         recipe = self._job.recipe
         first, count = decided["train_step"]["first_draw"], decided["train_step"]["num_prompts"]
-        place, params = self._rollout_place(), self._sampling(greedy=False)
-        requests = [
-            Request(prompt=torch.tensor(self._job.train.prompt(draw)), params=params, draw=draw, index=index)
-            for draw in range(first + place.dp, first + count, self._job.meshes["actor.rollout"].layout.dp)
-            for index in range(recipe.rollout.group_size)
+        params = self._sampling(greedy=False)
+        groups = [
+            [
+                Request(prompt=torch.tensor(self._job.train.prompt(draw)), params=params, draw=draw, index=index)
+                for index in range(recipe.rollout.group_size)
+            ]
+            for draw in range(first, first + count)
         ]
         if self._conversations is not None:
-            return self._converse(requests, "rollout", self._job.train.example)
+            return self._converse(groups, "rollout", self._job.train.example)
+        deal = self._deal(groups)
         try:
-            responses = self._sample(decided["train_step"]["step"], requests)
+            pairs = self._sample(decided["train_step"]["step"], deal, groups)
         except RolloutStopped:
-            requests, responses = [], []
-        return self._as_batch(requests, responses)
+            pairs = []
+        return self._as_batch(pairs, groups, deal)
 
     def answer(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Greedy responses to the held-out problems; their ``draws`` are places in the held-out file.
@@ -165,16 +182,16 @@ class Actor:
         """
         limit = self._job.recipe.trainer.num_validation
         count = len(self._job.held_out) if limit is None else min(limit, len(self._job.held_out))
-        place, step = self._rollout_place(), self._job.meshes["actor.rollout"].layout.dp
         params = self._sampling(greedy=True)
-        requests = [
-            Request(prompt=torch.tensor(self._job.held_out[row][1]), params=params, draw=row)
-            for row in range(place.dp, count, step)
+        groups = [
+            [Request(prompt=torch.tensor(self._job.held_out[row][1]), params=params, draw=row)] for row in range(count)
         ]
         if self._conversations is not None:
-            return self._converse(requests, "validation", lambda row: self._job.held_out[row][0])
+            return self._converse(groups, "validation", lambda row: self._job.held_out[row][0])
+        deal = self._deal(groups)
         assert self._engine is not None, "called outside the rollout mesh"
-        return self._as_batch(requests, self._engine.generate(requests, "validation"))
+        pairs = self._engine.drive(deal.first, "validation", more=deal.more, expected=_expected(deal, groups))
+        return self._as_batch(pairs, groups, deal)
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``old_log_probs``: those of the weights at the start of the update."""
@@ -246,35 +263,108 @@ class Actor:
             temperature=rollout.temperature,
             top_k=rollout.top_k,
             top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            min_new_tokens=rollout.min_new_tokens,
+            repetition_penalty=rollout.repetition_penalty,
+            presence_penalty=rollout.presence_penalty,
+            frequency_penalty=rollout.frequency_penalty,
+            stop=rollout.stop,
             greedy=greedy,
             stop_ids=self._job.tokenizer.stop_ids,
         )
 
-    def _sample(self, step: int, requests: list[Request]) -> list[Response]:
-        """A response to each request; those that are in a log are not generated again."""
-        assert self._engine is not None, "called outside the rollout mesh"
-        kept = self.kept
-        if kept is None:
-            return self._engine.generate(requests, progress=_Progress(self.is_stopping))
-        found = kept.find(step, requests)
-        again = [(ask, found[ask.draw, ask.index]) for ask in requests if (ask.draw, ask.index) in found]
-        others = [ask for ask in requests if (ask.draw, ask.index) not in found]
-        with kept.log(step) as log:
-            progress = _Progress(self.is_stopping, log)
-            if again:
-                self.metrics["rollout/reused"] = len(again) / len(requests)
-                # So that the log of this start has the whole step.
-                progress.finished(again)
-            new = self._engine.generate(others, progress=progress)
-        found |= {(ask.draw, ask.index): got for ask, got in zip(others, new, strict=True)}
-        return [found[ask.draw, ask.index] for ask in requests]
+    def _deal(self, groups: list[list[Request]]) -> Deal:
+        """Who generates what. Collective: the rollout mesh."""
+        mesh = self._job.meshes["actor.rollout"]
 
-    def _converse(self, requests: list[Request], purpose: str, example_of: Callable[[int], Example]) -> Batch | None:
+        def claims() -> Claims:
+            if self._claims is None:
+                self._claims = Claims(self._job.world, mesh)
+            return self._claims
+
+        return Deal(
+            groups,
+            place=self._rollout_place().dp,
+            num_replicas=mesh.layout.dp,
+            num_slots=self._job.recipe.rollout.max_concurrent,
+            make_claims=claims,
+        )
+
+    def _sample(self, step: int, deal: Deal, groups: list[list[Request]]) -> list[tuple[Request, Response]]:
+        """A response to each request of this replica's; what is in a log is not generated again."""
+        assert self._engine is not None, "called outside the rollout mesh"
+        # Steps whose updates the weights have.
+        self._engine.version = step - 1
+        expected, kept = _expected(deal, groups), self.kept
+        found = {} if kept is None else kept.find(step, expected)
+        with contextlib.nullcontext() if kept is None else kept.log(step) as log:
+            progress = _Progress(self.is_stopping, log)
+            again: list[tuple[Request, Response]] = []
+            num_begun = 0
+
+            def missing(requests: list[Request]) -> list[Request]:
+                nonlocal num_begun
+                pairs = [(ask, found.get((ask.draw, ask.index))) for ask in requests]
+                done = [(ask, got) for ask, got in pairs if got is not None and got.finish != "paused"]
+                if done:
+                    # So that the log of this start has the whole step.
+                    progress.finished(done)
+                    again.extend(done)
+                begun = [replace(ask, begun=got) for ask, got in pairs if got is None or got.finish == "paused"]
+                num_begun += sum(ask.begun is not None for ask in begun)
+                return begun
+
+            def more(num_open: int) -> list[Request]:
+                while requests := deal.more(num_open):
+                    if others := missing(requests):
+                        return others
+                return []
+
+            try:
+                new = self._engine.drive(missing(deal.first), progress=progress, more=more, expected=expected)
+            except RolloutStopped as stopped:
+                progress.finished(stopped.unfinished)
+                raise
+        self.metrics |= self._engine.metrics
+        num = len(again) + len(new)
+        shares = {"rollout/reused": len(again), "rollout/continued": num_begun, "rollout/claimed": deal.num_claimed}
+        self.metrics |= {name: count / num for name, count in shares.items() if count}
+        return again + new
+
+    def _as_batch(self, pairs: list[tuple[Request, Response]], groups: list[list[Request]], deal: Deal) -> Batch | None:
+        """The samples of this replica, as they were dealt to begin with: those generated elsewhere are brought back.
+
+        So what is computed from them does not depend on who was quicker. Collective: the rollout mesh, if there was a
+        choice.
+        """
+        pairs = sorted(pairs, key=lambda pair: (pair[0].draw, pair[0].index))
+        batch = self._columns([ask for ask, _ in pairs], [got for _, got in pairs])
+        if not deal.has_queue:
+            return batch
+        place, mesh = self._rollout_place(), self._job.meshes["actor.rollout"]
+        mine = [ask for group in groups[place.dp :: mesh.layout.dp] for ask in group]
+        home = Batch(torch.tensor([self._id_of(ask) for ask in mine], dtype=torch.int64), {})
+        mover = Mover(self._job.world, self._job.meshes, chunk=max(1, len(home)))
+        moved = mover.move(Move(columns=_COLUMNS, source=mesh.name, destination=mesh.name), batch, home)
+        return (
+            None
+            if batch is None or moved is None
+            else Batch(moved.ids, {name: moved.columns[name] for name in _COLUMNS})
+        )
+
+    def _id_of(self, request: Request) -> int:
+        return request.draw * self._job.recipe.rollout.group_size + request.index
+
+    def _converse(
+        self, groups: list[list[Request]], purpose: str, example_of: Callable[[int], Example]
+    ) -> Batch | None:
         """As ``sample``, of conversations with the environment; a validation does not stop.
 
         ``response_mask`` is 1 on what was sampled alone, ``environment_rewards`` are the sums over the turns.
         """
         assert self._engine is not None and self._conversations is not None, "called outside the rollout mesh"
+        place, num_replicas = self._rollout_place(), self._job.meshes["actor.rollout"].layout.dp
+        requests = [ask for group in groups[place.dp :: num_replicas] for ask in group]
         examples = [example_of(ask.draw) for ask in requests]
         is_stopping = self.is_stopping if purpose == "rollout" else lambda: False
         try:
@@ -284,7 +374,7 @@ class Actor:
         if purpose == "rollout":
             mesh, rank = self._job.meshes["actor.rollout"], self._job.world.rank
             errors = [each.error for each in found if each.error is not None]
-            if errors and self._rollout_place().tp == self._rollout_place().pp == 0:
+            if errors and place.tp == place.pp == 0:
                 print(f"environment: failed in {len(errors)} of {len(found)} samples; one: {errors[0]}", flush=True)
             share = [len(found), sum(each.num_turns for each in found), len(errors)]
             # Each replica has its own samples, and its first rank tells of them.
@@ -295,23 +385,22 @@ class Actor:
             num_samples, num_turns, num_failed = (sum(each) for each in zip(*firsts, strict=True))
             self.metrics["environment/turns_mean"] = num_turns / max(num_samples, 1)
             self.metrics["environment/failed"] = float(num_failed)
-        batch = self._as_batch(requests, [each.response for each in found])
+            self.metrics |= self._engine.metrics
+        batch = self._columns(requests, [each.response for each in found])
         if batch is None:
             return None
         rewards = torch.tensor([each.reward for each in found], dtype=torch.float32)
         mask = Ragged.from_list([each.mask for each in found], torch.float32)
         return batch.with_columns({"response_mask": mask, "environment_rewards": rewards})
 
-    def _as_batch(self, requests: list[Request], responses: list[Response]) -> Batch | None:
+    def _columns(self, requests: list[Request], responses: list[Response]) -> Batch | None:
         assert self._rollout is not None, "called outside the rollout mesh"
         if not self._rollout.is_holder:
             return None
-        group = self._job.recipe.rollout.group_size
         sequences = [torch.cat([ask.prompt, got.tokens]) for ask, got in zip(requests, responses, strict=True)]
         draws = torch.tensor([ask.draw for ask in requests], dtype=torch.int64)
-        indices = torch.tensor([ask.index for ask in requests], dtype=torch.int64)
         return Batch(
-            draws * group + indices,
+            torch.tensor([self._id_of(ask) for ask in requests], dtype=torch.int64),
             {
                 "tokens": Ragged.from_list(sequences, torch.int64),
                 "prompt_lengths": torch.tensor([len(ask.prompt) for ask in requests], dtype=torch.int64),

@@ -7,7 +7,8 @@
 A response is used again where its step, and the weights that sampled it, are the same. The weights are told apart by a
 fingerprint: at the beginning of a run one of where they come from, or a random one; from then on the hash of the one
 before and of what the update measured, to the last bit. It is part of each checkpoint. So all that was sampled since is
-found again by a run that takes the same way bit for bit, and what the checkpoint's own weights have sampled by any.
+found again by a run that takes the same way bit for bit, and what the checkpoint's own weights have sampled by any. A
+response that was paused goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -15,19 +16,27 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import cast
 
-import numpy as np
 import torch
 
 from hybridflow.checkpoint.store import Checkpoint
-from hybridflow.data.rollout_log import LogHeader, LogName, LogWriter, Sampled, list_logs, read_log
+from hybridflow.data.rollout_log import (
+    LogHeader,
+    LogName,
+    LogWriter,
+    Sampled,
+    list_logs,
+    pack_response,
+    read_log,
+    unpack_response,
+)
 from hybridflow.errors import WriteError
 from hybridflow.roles.job import Job
 from hybridflow.rollout import archive
-from hybridflow.rollout.request import Request, Response
+from hybridflow.rollout.request import FinishReason, Request, Response
 
 _FOLDER, _LOGS = "rollouts", "log"
 
@@ -73,6 +82,8 @@ class KeptRollouts:
     def find(self, step: int, requests: list[Request]) -> dict[tuple[int, int], Response]:
         """Responses to some of the requests that an earlier start of the run has sampled, by draw and index.
 
+        Some may be paused: of those that are not there whole, the longest.
+
         Collective: tp, pp of the rollout, with the same requests.
         """
         names = [name for name in self._left if name.step == step]
@@ -81,17 +92,8 @@ class KeptRollouts:
         mesh = self._job.meshes["actor.rollout"]
         replica = self._job.world.coordinator(mesh.group_of(self._rank, "tp", "pp"))
         found = [_to_text(each) for each in self._read(names, step, requests)] if replica.is_lead else None
-        responses = (_from_text(*text) for text in replica.decide("rollouts of earlier starts", found))
-        return {
-            (each.draw, each.index): Response(
-                tokens=torch.from_numpy(each.tokens).long(),
-                log_probs=torch.from_numpy(each.log_probs),
-                sampled_log_probs=torch.from_numpy(each.log_probs),
-                versions=torch.full((len(each.tokens),), step, dtype=torch.int32),
-                finish="stop",
-            )
-            for each in responses
-        }
+        responses = map(_from_text, replica.decide("rollouts of earlier starts", found))
+        return {(each.draw, each.index): _response(each) for each in responses}
 
     @contextlib.contextmanager
     def log(self, step: int) -> Iterator[LogWriter | None]:
@@ -161,8 +163,9 @@ class KeptRollouts:
         log = read_log(self._logs / str(name)) if name.step == 1 else None
         return log is not None and log.header == self._header(1)
 
-    def _read(self, names: list[LogName], step: int, requests: list[Request]) -> Iterator[Sampled]:
+    def _read(self, names: list[LogName], step: int, requests: list[Request]) -> Iterable[Sampled]:
         wanted = {(request.draw, request.index) for request in requests}
+        best: dict[tuple[int, int], Sampled] = {}
         for name in names:
             try:
                 log = read_log(self._logs / str(name))
@@ -172,9 +175,10 @@ class KeptRollouts:
             if log is None or log.header != self._header(step):
                 continue
             for each in log.responses:
-                if (each.draw, each.index) in wanted:
-                    wanted.remove((each.draw, each.index))
-                    yield each
+                key = each.draw, each.index
+                if key in wanted and (key not in best or _is_better(each, best[key])):
+                    best[key] = each
+        return best.values()
 
     def _header(self, step: int) -> LogHeader:
         return LogHeader(
@@ -204,7 +208,7 @@ class KeptRollouts:
                     log = read_log(self._logs / str(name))
                 except OSError as error:
                     raise WriteError(f"{self._logs / str(name)}: cannot be archived: {error}") from error
-                rows += [] if log is None else [(name.step, each) for each in log.responses]
+                rows += [] if log is None else [(name.step, each) for each in log.responses if each.is_whole]
             prompts = {each.draw: self._job.train.prompt(each.draw) for _, each in rows}
             archive.write_segment(
                 self._folder, archive.SegmentName(chosen[0].step, chosen[-1].step, rank), rows, prompts
@@ -229,15 +233,37 @@ def _not_removed(folder: Path, error: OSError) -> WriteError:
     return WriteError(f"{folder}: what an earlier run has left cannot be removed: {error}; remove it by hand")
 
 
-def _to_text(response: Sampled) -> list[Any]:
-    numbers = (response.tokens.astype("<i4"), response.log_probs.astype("<f4"))
-    return [response.draw, response.index, *(base64.b64encode(each.tobytes()).decode() for each in numbers)]
-
-
-def _from_text(draw: int, index: int, tokens: str, log_probs: str) -> Sampled:
+def to_sampled(request: Request, response: Response) -> Sampled:
+    """What a log keeps of a response."""
     return Sampled(
-        draw=draw,
-        index=index,
-        tokens=np.frombuffer(base64.b64decode(tokens), "<i4").astype(np.int32),
-        log_probs=np.frombuffer(base64.b64decode(log_probs), "<f4").astype(np.float32),
+        draw=request.draw,
+        index=request.index,
+        tokens=response.tokens.int().numpy(),
+        log_probs=response.log_probs.numpy(),
+        sampled_log_probs=response.sampled_log_probs.numpy(),
+        versions=response.versions.numpy(),
+        finish=response.finish,
     )
+
+
+def _response(kept: Sampled) -> Response:
+    return Response(
+        tokens=torch.from_numpy(kept.tokens).long(),
+        log_probs=torch.from_numpy(kept.log_probs),
+        sampled_log_probs=torch.from_numpy(kept.sampled_log_probs),
+        versions=torch.from_numpy(kept.versions),
+        finish=cast(FinishReason, kept.finish),
+    )
+
+
+def _is_better(one: Sampled, other: Sampled) -> bool:
+    """Whether one has more of a response than another."""
+    return (one.is_whole, len(one.tokens)) > (other.is_whole, len(other.tokens))
+
+
+def _to_text(response: Sampled) -> str:
+    return base64.b64encode(pack_response(response)).decode()
+
+
+def _from_text(text: str) -> Sampled:
+    return unpack_response(base64.b64decode(text))

@@ -3,9 +3,9 @@
     <folder>/segments/step-000001-000010-rank-00003.h5     renamed into place when it is whole, never changed
     <folder>/all.h5                                        virtual datasets over all segments, by relative names
 
-Datasets of one number for each sample: ``step``, ``draw``, ``index``, ``prompt_length``, ``response_length``; and of
-all samples one behind the other: ``prompt_tokens``, ``response_tokens``, ``log_probs``. Where a segment is missing,
-h5py gives -1, or NaN.
+Datasets of one number for each sample: ``step``, ``draw``, ``index``, ``finish`` (its place in ``FINISHES``),
+``prompt_length``, ``response_length``; and of all samples one behind the other: ``prompt_tokens``, ``response_tokens``,
+``log_probs``, ``sampled_log_probs``, ``versions``. Where a segment is missing, h5py gives -1, or NaN.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridflow.checkpoint.formats.hdf5 import join_arrays, lengths_of_arrays, write_arrays
-from hybridflow.data.rollout_log import Sampled
+from hybridflow.data.rollout_log import FINISHES, Sampled
 from hybridflow.errors import CheckpointError, WriteError
 
 ALL = "all.h5"
-FORMAT = "hybridflow-rollouts-1"
+FORMAT = "hybridflow-rollouts-2"
 _SEGMENTS = "segments"
 _NAME = re.compile(r"step-(\d{6,})-(\d{6,})-rank-(\d{5,})\.h5")
 _DTYPES = {
     "step": np.int64,
     "draw": np.int64,
     "index": np.int64,
+    "finish": np.int8,
     "prompt_length": np.int64,
     "response_length": np.int64,
     "prompt_tokens": np.int32,
     "response_tokens": np.int32,
     "log_probs": np.float32,
+    "sampled_log_probs": np.float32,
+    "versions": np.int32,
 }
 
 
@@ -87,11 +90,14 @@ def write_segment(
         "step": [step for step, _ in rows],
         "draw": [each.draw for _, each in rows],
         "index": [each.index for _, each in rows],
+        "finish": [FINISHES.index(each.finish) for _, each in rows],
         "prompt_length": [len(prompt) for prompt in asked],
         "response_length": [len(each.tokens) for _, each in rows],
         "prompt_tokens": [token for prompt in asked for token in prompt],
         "response_tokens": np.concatenate([each.tokens for _, each in rows]),
         "log_probs": np.concatenate([each.log_probs for _, each in rows]),
+        "sampled_log_probs": np.concatenate([each.sampled_log_probs for _, each in rows]),
+        "versions": np.concatenate([each.versions for _, each in rows]),
     }
     path = folder / _SEGMENTS / str(name)
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,33 +19,38 @@ Key = bytes
 
 
 def block_keys(tokens: np.ndarray, before: Key = b"") -> list[Key]:
-    """Keys of the full blocks of a sequence.
+    """Keys of the blocks of a sequence, the last of which may be of fewer tokens than a block has.
 
     Args:
         tokens: Token ids, ``[tokens]`` int32, from a border of blocks on.
         before: Key of the block before them.
     """
+    data, num_bytes = tokens.tobytes(), BLOCK_TOKENS * tokens.itemsize
     keys = []
-    for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-        before = hashlib.blake2b(before + tokens[start : start + BLOCK_TOKENS].tobytes(), digest_size=16).digest()
+    for start in range(0, len(data), num_bytes):
+        before = hashlib.blake2b(before + data[start : start + num_bytes], digest_size=16).digest()
         keys.append(before)
     return keys
 
 
 class BlockPool:
-    """Counts who uses each block. A full block that nobody uses any more stays findable until its room is wanted.
+    """Counts who uses each block. A named block that nobody uses any more stays findable until its room is wanted.
 
     Args:
         size: Number of blocks.
+
+    Attributes:
+        num_growing: Sequences that may want a further block each; for those who share the pool to count.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.num_growing = 0
         self._users = [0] * size
         self._empty = list(range(size - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._by_key: dict[Key, int] = {}
-        self._keys: dict[int, Key] = {}
+        self._keys: dict[int, list[Key]] = {}
 
     @property
     def num_free(self) -> int:
@@ -58,24 +64,38 @@ class BlockPool:
         elif self._idle:
             # The one that has been idle for longest.
             block, _ = self._idle.popitem(last=False)
-            del self._by_key[self._keys.pop(block)]
+            for key in self._keys.pop(block):
+                del self._by_key[key]
         else:
             return None
         self._users[block] = 1
         return block
 
-    def find(self, key: Key) -> int | None:
-        """The block of these tokens, which the caller then uses too; None: it is not there."""
-        block = self._by_key.get(key)
-        if block is not None:
+    def find(self, keys: Sequence[Key]) -> list[int]:
+        """The blocks of the first of these keys that are all there, for the caller to use too, with ``use``."""
+        found = []
+        for key in keys:
+            block = self._by_key.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def use(self, blocks: Sequence[int]) -> None:
+        """Begin one use of each of some blocks that were just found."""
+        for block in blocks:
             self._idle.pop(block, None)
             self._users[block] += 1
-        return block
+
+    def num_idle(self, blocks: Sequence[int]) -> int:
+        """How many of some blocks nobody uses: they count as free until they are used."""
+        return sum(self._users[block] == 0 for block in blocks)
 
     def name(self, block: int, key: Key) -> None:
-        """Make a full block findable, unless another with the same tokens is already."""
-        if key not in self._by_key and block not in self._keys:
-            self._by_key[key], self._keys[block] = block, key
+        """Make a block findable, by the tokens that it begins with; another with the same tokens stays the one."""
+        if key not in self._by_key:
+            self._by_key[key] = block
+            self._keys.setdefault(block, []).append(key)
 
     def give_up(self, block: int) -> None:
         """End one use of a block."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,16 +11,19 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.rollout.blocks import BLOCK_TOKENS, BlockPool
+from hybridflow.rollout.budget import free_bytes
 from hybridflow.rollout.cpu_transformer import CpuTransformer, runs_on_cpu
 from hybridflow.rollout.paged import PagedAttention, PagedCache, block_bytes
 from hybridflow.rollout.records import Records
 from hybridflow.rollout.request import FinishReason, Progress, Request, Response, RolloutStopped
-from hybridflow.rollout.sampling import Sampled, Sampler, sequence_key
+from hybridflow.rollout.sampling import FAILURES, Sampled, Sampler, sequence_key
 from hybridflow.rollout.scheduler import Job, Scheduler, Step
+from hybridflow.rollout.texts import Texts, Watch
 
 STEP_TOKENS = 2048
 """Tokens that go through the model at one time."""
@@ -38,11 +41,14 @@ class MegatronEngine:
         vocab_size: True vocabulary.
         seed: Of the noise.
         max_concurrent: Most sequences decoded together.
-        cache_bytes: Most memory of the key-value cache on this rank; None: as much as ``max_concurrent`` sequences of
-            the model's whole context take.
+        cache_memory: Most memory of the key-value cache on this rank: in bytes, or, below 1, a share of what is free
+            when generating begins.
+        ranks_per_node: Ranks that share the memory of this rank's node.
+        tokenizer: What stop and bad texts are looked for with; None: requests may have none.
 
     Attributes:
         version: Number of the weights, noted beside each token; the caller's to set.
+        metrics: What ``generate`` has measured last.
     """
 
     def __init__(
@@ -53,31 +59,45 @@ class MegatronEngine:
         vocab_size: int,
         seed: int,
         max_concurrent: int,
-        cache_bytes: int | None = None,
+        cache_memory: float = 0.5,
+        ranks_per_node: int = 1,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.version = 0
+        self.metrics: dict[str, float] = {}
         self.model = model
         self.groups = groups
         self.vocab_size = vocab_size
         self.seed = seed
+        self.texts = None if tokenizer is None else Texts(tokenizer)
         self.device = next(model.parameters()).device
         self._max_concurrent = max_concurrent
-        self._cache_bytes = cache_bytes
+        self._cache_memory = cache_memory
+        self._ranks_per_node = ranks_per_node
+        self._most_blocks = 0
         self._stage_ranks = dist.get_process_group_ranks(groups.pp)
         self._fast: CpuTransformer | None = None
         self._sent: tuple[dist.Work, Tensor] | None = None
+        self._num_changes = 0
+
+    @property
+    def num_changes(self) -> int:
+        """How often the weights have changed."""
+        return self._num_changes
 
     def weights_changed(self) -> None:
-        """What was derived from the model's weights is of no use any more, and its memory is given back."""
+        """What was derived from the model's weights is of no use any more, and its memory is given back.
+
+        A session that is open goes on with the new weights: it computes anew what it has in its cache.
+        """
         self._fast = None
+        self._num_changes += 1
 
     @torch.inference_mode()
     def generate(
         self, requests: list[Request], purpose: str = "rollout", progress: Progress | None = None
     ) -> list[Response]:
         """One response for each request, in their order.
-
-        ``progress`` is asked whether to stop every ``LOOK_STEPS`` steps, and is then handed what has been finished.
 
         Collective: tp, pp.
 
@@ -86,36 +106,74 @@ class MegatronEngine:
                 the cache.
             RolloutStopped: ``progress`` said to stop; on all ranks of the replica, at the same point.
         """
-        for request in requests:
+        found = {id(request): response for request, response in self.drive(requests, purpose, progress)}
+        return [found[id(request)] for request in requests]
+
+    @torch.inference_mode()
+    def drive(
+        self,
+        requests: Sequence[Request],
+        purpose: str = "rollout",
+        progress: Progress | None = None,
+        *,
+        more: Callable[[int], Sequence[Request]] = lambda num_open: (),
+        expected: Sequence[Request] | None = None,
+    ) -> list[tuple[Request, Response]]:
+        """As ``generate``, with further requests that come up meanwhile; all with their responses, as they ended.
+
+        ``progress`` is asked whether to stop every ``LOOK_STEPS`` steps, and is then handed what has been finished.
+
+        Args:
+            requests: What there is at once.
+            purpose: Of the noise.
+            progress: What goes on beside; None: nothing.
+            more: Asked before each step, with the number of requests that are not done, for others. Gives the same on
+                all ranks of the replica. When none is left and it has no others, that is the end.
+            expected: All requests that may come; None: only ``requests``.
+
+        Collective: tp, pp.
+        """
+        expected = requests if expected is None else expected
+        session = self.open(expected, purpose)
+        for request in expected:
             if reason := self.refusal(request):
                 raise DataError(f"prompt of draw {request.draw}: {reason}")
-        session = self.open(requests, purpose)
         session.add(requests)
-        responses: dict[int, Response] = {}
-        fresh: list[tuple[Request, Response]] = []
-        num_steps = 0
-        while not session.is_idle:
+        done: list[tuple[Request, Response]] = []
+        num_steps = num_told = 0
+        while True:
+            session.add(more(session.num_open))
+            if session.is_idle:
+                break
             if progress is not None and num_steps % LOOK_STEPS == 0:
-                if fresh:
-                    progress.finished(fresh)
-                    fresh = []
+                if len(done) > num_told:
+                    progress.finished(done[num_told:])
+                    num_told = len(done)
                 if progress.is_stopping():
-                    raise RolloutStopped(session.pause())
-            fresh += session.step()
-            responses |= {id(request): response for request, response in fresh}
+                    left = session.pause()
+                    if ended := [pair for pair in left if pair[1].finish != "paused"]:
+                        progress.finished(ended)
+                    raise RolloutStopped([pair for pair in left if pair[1].finish == "paused"])
+            done += session.step()
             num_steps += 1
-        if progress is not None and fresh:
-            progress.finished(fresh)
-        return [responses[id(request)] for request in requests]
+        if progress is not None and len(done) > num_told:
+            progress.finished(done[num_told:])
+        self.metrics = session.metrics()
+        return done
 
     def open(self, expected: Sequence[Request] | None = None, purpose: str = "rollout") -> Session:
         """Begin to generate: requests are added to the session, those that are expected or, without, any.
 
         Collective: tp, pp.
         """
+        self.prepare()
+        self._most_blocks = self._measure()
+        return Session(self, purpose, expected)
+
+    def prepare(self) -> None:
+        """Derive from the weights what the quick path needs, if it is not there."""
         if self._fast is None and runs_on_cpu(self.model):
             self._fast = CpuTransformer(self.model, self.groups.tp)
-        return Session(self, purpose, expected)
 
     def refusal(self, request: Request) -> str | None:
         """Why a request cannot be met; None: it can."""
@@ -123,28 +181,46 @@ class MegatronEngine:
         context = self.model.max_sequence_length
         if num_prompt == 0:
             return "it has no tokens; give at least one, such as the tokenizer's beginning of a sequence"
+        if reason := self._stranger(request):
+            return reason
         if num_prompt + most > context:
             return (
                 f"it has {num_prompt} tokens; with max_new_tokens={most} that exceeds model.max_context={context}; "
                 "shorten the prompt, ask for fewer tokens, or raise the context"
             )
-        if blocks_for(num_prompt + most) > self._most_blocks():
-            need = blocks_for(num_prompt + most) * block_bytes(self.model)
+        if blocks_for(num_prompt + most) > self._most_blocks:
+            block, asked = block_bytes(self.model), self._cache_memory
             return (
-                f"its {num_prompt} tokens and max_new_tokens={most} take {need} bytes of the key-value cache of "
-                f"{self._cache_bytes}; raise rollout.cache_memory"
+                f"its {num_prompt} tokens and max_new_tokens={most} take {blocks_for(num_prompt + most) * block} bytes "
+                f"of the key-value cache, and rollout.cache_memory={asked:g} "
+                f"{'of what is free ' if asked < 1 else ''}gives {self._most_blocks * block}; raise it, shorten the "
+                "prompt, or ask for fewer tokens"
             )
+        return None
+
+    def _stranger(self, request: Request) -> str | None:
+        """What of a request the model's vocabulary, or the lack of a tokenizer, does not allow."""
+        smallest, largest = (int(each) for each in request.prompt.aminmax())
+        if smallest < 0 or largest >= self.vocab_size:
+            wrong = smallest if smallest < 0 else largest
+            return f"it has token {wrong}; expected 0 to {self.vocab_size - 1}, as the model's tokenizer makes them"
+        if request.params.largest_id >= self.vocab_size:
+            return (
+                f"its logit_bias or bad_ids name token {request.params.largest_id}; expected 0 to {self.vocab_size - 1}"
+            )
+        if request.params.has_texts and self.texts is None:
+            return "it has stop or bad texts, and there is no tokenizer to look for them with; give the engine one"
         return None
 
     def room(self, expected: Sequence[Request] | None) -> tuple[int, int, int]:
         """Slots, most tokens of a sequence, and blocks, for requests that are expected, or for any."""
         if expected is None:
-            return self._max_concurrent, self.model.max_sequence_length, self._most_blocks()
+            return self._max_concurrent, self.model.max_sequence_length, max(self._most_blocks, 1)
         lengths = sorted((len(each.prompt) + each.params.max_new_tokens for each in expected), reverse=True)
         lengths = lengths[: self._max_concurrent]
         # Lanes may be dealt unevenly, but not more than all to one.
         num_blocks = sum(map(blocks_for, lengths))
-        return max(len(lengths), 1), max(lengths, default=1), max(min(num_blocks, self._most_blocks()), 1)
+        return max(len(lengths), 1), max(lengths, default=1), max(min(num_blocks, self._most_blocks), 1)
 
     def run(self, tokens: Tensor, attention: PagedAttention, rows: Tensor) -> Tensor | None:
         """This stage's part of a forward pass: logits of the rows, ``[rows, padded_vocab/tp]``, on the last stage."""
@@ -178,9 +254,20 @@ class MegatronEngine:
             dist.recv(tokens, src=self._stage_ranks[-1], group=self.groups.pp)
         return tokens
 
-    def _most_blocks(self) -> int:
+    def _measure(self) -> int:
+        """Most blocks of the cache: what the budget allows on each rank of the replica, and no more than ever needed.
+
+        Collective: tp, pp.
+        """
         most = self._max_concurrent * blocks_for(self.model.max_sequence_length)
-        return most if self._cache_bytes is None else min(most, self._cache_bytes // block_bytes(self.model))
+        num_bytes = self._cache_memory
+        if num_bytes < 1:
+            num_bytes *= free_bytes(self.device, self._ranks_per_node)
+        allowed = torch.tensor(min(int(num_bytes) // block_bytes(self.model), most))
+        for group in (self.groups.tp, self.groups.pp):
+            if group.size() > 1:
+                dist.all_reduce(allowed, dist.ReduceOp.MIN, group=group)
+        return int(allowed)
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -204,88 +291,144 @@ class Session:
         self._engine = engine
         self._purpose = purpose
         self._requests: dict[int, Request] = {}
-        self._refused: list[tuple[Request, Response]] = []
-        self._num_added = 0
+        self._ready: list[tuple[Request, Response]] = []
+        self._num_added = self._num_prompt = 0
+        self._last_draw: int | None = None
+        self._num_changes = engine.num_changes
+        self._watches: dict[int, Watch] = {}
         self._turn = 0
         num_slots, capacity, num_blocks = engine.room(expected)
         blocks = BlockPool(num_blocks)
         self._cache = PagedCache(engine.model, num_blocks, engine.device)
         stages = engine.groups.pp.size()
         self._lanes = [_Lane(engine, blocks, -(-num_slots // stages), capacity) for _ in range(stages)]
+        self._lane = self._lanes[0]
 
     @property
     def is_idle(self) -> bool:
         """Whether all that was added has been handed out."""
-        return not self._refused and not self._requests
+        return self.num_open == 0
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not been handed out."""
+        return len(self._ready) + len(self._requests)
 
     @property
     def num_computed(self) -> int:
         """Tokens that went through the model."""
         return sum(lane.scheduler.num_computed for lane in self._lanes)
 
-    @property
-    def num_preempted(self) -> int:
-        """How often a sequence lost its place in the cache."""
-        return sum(lane.scheduler.num_preempted for lane in self._lanes)
+    def metrics(self) -> dict[str, float]:
+        """How often a sequence lost its place in the cache; and the prompts' tokens computed, over those asked for."""
+        schedulers = [lane.scheduler for lane in self._lanes]
+        return {
+            "rollout/preempted": sum(each.num_preempted for each in schedulers),
+            "rollout/prefill_share": sum(each.num_prompt_computed for each in schedulers) / max(self._num_prompt, 1),
+        }
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Take up requests. One that cannot be met is handed out as failed."""
+        """Take up requests. One that cannot be met is handed out as failed, one that has ended before as it is."""
         for request in requests:
             reason = self._engine.refusal(request)
-            if reason is not None:
-                self._refused.append((request, _nothing("failed", reason)))
+            response = _ended_before(request) if reason is None else _nothing("failed", reason)
+            if response is not None:
+                self._ready.append((request, response))
                 continue
             number = self._num_added
             self._num_added += 1
             self._requests[number] = request
-            # Samples of one prompt stay together, since they share its blocks.
-            self._lanes[request.draw % len(self._lanes)].scheduler.add([_job(number, request)])
+            if request.params.has_texts:
+                self._watches[number] = self._watch(request)
+            self._num_prompt += len(request.prompt)
+            # Samples of one prompt, which come one after the other, stay together: one computes it, the others wait.
+            if request.draw != self._last_draw:
+                self._lane = min(self._lanes, key=lambda lane: lane.scheduler.num_open)
+            self._last_draw = request.draw
+            self._lane.scheduler.add([_job(number, request)])
 
     def step(self) -> list[tuple[Request, Response]]:
         """Take what the lane whose turn it is has sampled, and begin its next step; what ended, failed ones included.
 
         Collective: tp, pp.
         """
-        ended, self._refused = self._refused, []
+        ended, self._ready = self._ready, []
+        if self._num_changes != self._engine.num_changes:
+            ended += self._begin_anew()
         lane = self._lanes[self._turn]
         self._turn = (self._turn + 1) % len(self._lanes)
         if lane.pending is not None:
             ended += self._absorb(lane, *lane.pending)
             lane.pending = None
         step = lane.scheduler.plan()
+        self._follow_moves(lane)
+        if step is not None:
+            lane.pending = step, self._forward(lane, step)
+        return ended
+
+    def pause(self) -> list[tuple[Request, Response]]:
+        """End, and give all that has not been handed out: what has just ended, and what is not done.
+
+        The latter in the order in which it was added, each with what was sampled of it: ``Request.begun`` to go on
+        from, in any session, with these weights or others.
+
+        Collective: tp, pp.
+        """
+        ended, self._ready = self._ready, []
+        ended += self._catch_up()
+        paused: dict[int, Response] = {}
+        for lane in self._lanes:
+            for slot in lane.scheduler.running:
+                number = lane.scheduler.job(slot).number
+                paused[number] = self._response(lane, slot, number, "paused")
+            for job in lane.scheduler.waiting:
+                request = self._requests[job.number]
+                response = lane.records.response_aside(job.number, request, job.tokens)
+                paused[job.number] = response or _nothing("paused")
+        ended += [(request, paused[number]) for number, request in self._requests.items()]
+        self._requests.clear()
+        self._watches.clear()
+        return ended
+
+    def _catch_up(self) -> list[tuple[Request, Response]]:
+        """Take what all lanes have sampled, in the order in which they did; what ended."""
+        ended = []
+        for lane in self._lanes[self._turn :] + self._lanes[: self._turn]:
+            if lane.pending is not None:
+                ended += self._absorb(lane, *lane.pending)
+                lane.pending = None
+        return ended
+
+    def _begin_anew(self) -> list[tuple[Request, Response]]:
+        """The weights have changed: what is known is computed anew before anything is sampled; what ended before."""
+        self._num_changes = self._engine.num_changes
+        self._engine.prepare()
+        ended = self._catch_up()
+        for lane in self._lanes:
+            lane.scheduler.forget()
+            self._follow_moves(lane)
+        return ended
+
+    def _follow_moves(self, lane: _Lane) -> None:
         for is_in, slot, job in lane.scheduler.moves:
             if is_in:
                 self._seat(lane, slot, job.number)
             else:
                 lane.records.put_aside(slot, job.number)
         lane.scheduler.moves.clear()
-        if step is not None:
-            lane.pending = step, self._forward(lane, step)
-        return ended
 
-    def pause(self) -> list[tuple[Request, Response]]:
-        """End, and give what is not done, each with what was sampled of it: ``Request.begun`` to go on from.
-
-        Collective: tp, pp.
-        """
-        ended: list[tuple[Request, Response]] = []
-        for lane in self._lanes:
-            if lane.pending is not None:
-                ended += self._absorb(lane, *lane.pending)
-                lane.pending = None
-            for slot in lane.scheduler.running:
-                number = lane.scheduler.job(slot).number
-                response = self._response(lane, slot, number, "paused")
-                ended.append((self._requests.pop(number), response))
-        ended += [(request, request.begun or _nothing("paused")) for request in self._requests.values()]
-        self._requests.clear()
-        return ended
+    def _watch(self, request: Request) -> Watch:
+        texts, params = self._engine.texts, request.params
+        assert texts is not None, "refused before"
+        return Watch(texts, params.stop, params.bad, [] if request.begun is None else request.begun.tokens.tolist())
 
     def _seat(self, lane: _Lane, slot: int, number: int) -> None:
         request = self._requests[number]
         lane.records.seat(slot, number, request)
         seed = self._engine.seed if request.params.seed is None else request.params.seed
-        lane.sampler.seat(slot, request.params, sequence_key(seed, self._purpose, request.draw, request.index))
+        key = sequence_key(seed, self._purpose, request.draw, request.index)
+        lane.sampler.seat(slot, request.params, key, len(request.prompt))
+        lane.is_watched[slot] = request.params.has_texts
 
     def _forward(self, lane: _Lane, step: Step) -> _Outcome:
         """Compute a step; on the last stage also sample, and send the others the tokens."""
@@ -295,13 +438,19 @@ class Session:
             for each in (step.slots, step.positions, step.tokens, scheduler.tables)
         )
         rows = torch.from_numpy(np.concatenate([step.rows, step.scored])).to(engine.device)
+        if len(step.copies):
+            self._cache.copy(*torch.from_numpy(step.copies).to(engine.device).unbind(1))
         output = engine.run(tokens, PagedAttention(self._cache, tables, slots, positions), rows)
         if output is None:
-            return _Outcome(torch.empty(len(step.rows), dtype=torch.int64, device=engine.device))
+            return _Outcome(torch.empty(len(step.rows), dtype=torch.int64, device=engine.device), engine.version)
         num = len(step.rows)
         row_slots = step.row_slots
         sampled = lane.sampler.sample(
-            output[:num], torch.from_numpy(row_slots), torch.from_numpy(scheduler.lengths[row_slots])
+            output[:num],
+            torch.from_numpy(row_slots),
+            torch.from_numpy(scheduler.lengths[row_slots]),
+            scheduler.tokens,
+            lambda slot, token: self._watches[scheduler.job(slot).number].would_complete_bad(token),
         )
         sends = engine.send_tokens(sampled.tokens)
         scores = None
@@ -311,7 +460,7 @@ class Session:
             scores = vocab_parallel_log_probs(
                 output[num:], targets, group=engine.groups.tp, vocab_size=engine.vocab_size
             )[0]
-        return _Outcome(sampled.tokens, sampled, scores, sends)
+        return _Outcome(sampled.tokens, engine.version, sampled, scores, sends)
 
     def _absorb(self, lane: _Lane, step: Step, outcome: _Outcome) -> list[tuple[Request, Response]]:
         engine, slots = self._engine, step.row_slots
@@ -322,25 +471,36 @@ class Session:
                 outcome.sampled.log_probs.cpu().numpy(),
                 outcome.sampled.sampled_log_probs.cpu().numpy(),
             )
-            lane.records.add(slots, positions, log_probs, sampled, engine.version)
+            lane.records.add(slots, positions, log_probs, sampled, outcome.version)
         else:
-            lane.records.add(slots, positions, np.float32(0), np.float32(0), engine.version)
+            lane.records.add(slots, positions, np.float32(0), np.float32(0), outcome.version)
         if outcome.scores is not None:
             lane.records.score(step.slots[step.scored], step.positions[step.scored] + 1, outcome.scores.cpu().numpy())
         is_stop, is_long = lane.scheduler.absorb(step, tokens)
+        self._look_for_texts(lane, slots, tokens, is_stop)
         ended = []
         for row in (is_stop | is_long | (tokens < 0)).nonzero()[0].tolist():
             slot = int(slots[row])
             number = lane.scheduler.job(slot).number
             if tokens[row] < 0:
                 lane.scheduler.lengths[slot] -= 1
-                reason = f"its logits are not finite at token {positions[row]}; look for damaged weights"
+                reason = f"token {positions[row]}: {FAILURES[int(tokens[row])]}"
                 response = self._response(lane, slot, number, "failed", reason)
             else:
                 response = self._response(lane, slot, number, "stop" if is_stop[row] else "length")
             lane.scheduler.remove(slot)
+            self._watches.pop(number, None)
             ended.append((self._requests.pop(number), response))
         return ended
+
+    def _look_for_texts(self, lane: _Lane, slots: np.ndarray, tokens: np.ndarray, is_stop: np.ndarray) -> None:
+        """Show the watched slots' tokens to their watches; where they complete a stop text, set ``is_stop``."""
+        for row in np.flatnonzero(lane.is_watched[slots] & (tokens >= 0)).tolist():
+            number = lane.scheduler.job(int(slots[row])).number
+            request = self._requests[number]
+            is_complete = self._watches[number].add(int(tokens[row]))
+            num_sampled = lane.scheduler.lengths[slots[row]] - len(request.prompt)
+            is_stop[row] |= is_complete and num_sampled >= request.params.min_new_tokens
 
     def _response(
         self, lane: _Lane, slot: int, number: int, finish: FinishReason, error: str | None = None
@@ -351,9 +511,10 @@ class Session:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a step gave: the tokens, to be received on all stages but the last; the rest there alone."""
+    """What a step gave, and by which weights: the tokens, received on all stages from the last, the rest there alone."""
 
     tokens: Tensor
+    version: int
     sampled: Sampled | None = None
     scores: Tensor | None = None
     sends: Sequence[dist.Work] = ()
@@ -366,6 +527,7 @@ class _Lane:
         self.scheduler = Scheduler(blocks, num_slots=num_slots, capacity=capacity, max_step_tokens=STEP_TOKENS)
         self.sampler = Sampler(num_slots, engine.groups.tp, engine.vocab_size, engine.device)
         self.records = Records(num_slots, capacity)
+        self.is_watched = np.zeros(num_slots, bool)
         self.pending: tuple[Step, _Outcome] | None = None
 
 
@@ -381,6 +543,14 @@ def _job(number: int, request: Request) -> Job:
         stop_ids=params.stop_ids,
         with_prompt_log_probs=params.with_prompt_log_probs,
     )
+
+
+def _ended_before(request: Request) -> Response | None:
+    """The response, if nothing is left to be sampled of what was begun."""
+    begun = request.begun
+    if begun is None or begun.finish in ("stop", "length"):
+        return begun
+    return replace(begun, finish="length") if len(begun.tokens) >= request.params.max_new_tokens else None
 
 
 def _nothing(finish: FinishReason, error: str | None = None) -> Response:

@@ -36,6 +36,11 @@ class PagedCache:
             for _ in model.decoder.layers
         ]
 
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy blocks; ``[copies]`` int64 each, none of which is both."""
+        for blocks in (*self.keys, *self.values):
+            blocks[targets] = blocks[sources]
+
 
 def cache_shape(model: Transformer) -> tuple[int, int]:
     """Query groups on this rank, and the width of a head."""

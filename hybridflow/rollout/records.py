@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -53,14 +55,31 @@ class Records:
         self, slot: int, request: Request, tokens: np.ndarray, finish: FinishReason, error: str | None = None
     ) -> Response:
         """What was sampled in a slot, whose known tokens are ``tokens`` (``[known]``)."""
-        begin, end = len(request.prompt), len(tokens)
-        log_probs = torch.from_numpy(self._log_probs[:, slot, :end].copy())
-        return Response(
-            tokens=torch.from_numpy(tokens[begin:].astype(np.int64)),
-            log_probs=log_probs[0, begin:],
-            sampled_log_probs=log_probs[1, begin:],
-            versions=torch.from_numpy(self._versions[slot, begin:end].copy()),
-            prompt_log_probs=log_probs[0, 1:begin] if request.params.with_prompt_log_probs else None,
-            finish=finish,
-            error=error,
-        )
+        return _response(self._log_probs[:, slot], self._versions[slot], request, tokens, finish, error)
+
+    def response_aside(self, number: int, request: Request, tokens: np.ndarray) -> Response | None:
+        """What was sampled before of a sequence that has no slot; None: nothing was."""
+        if number in self._aside:
+            return _response(*self._aside[number], request, tokens, "paused")
+        return request.begun and replace(request.begun, finish="paused")
+
+
+def _response(
+    log_probs: np.ndarray,
+    versions: np.ndarray,
+    request: Request,
+    tokens: np.ndarray,
+    finish: FinishReason,
+    error: str | None = None,
+) -> Response:
+    begin, end = len(request.prompt), len(tokens)
+    both = torch.from_numpy(log_probs[:, :end].copy())
+    return Response(
+        tokens=torch.from_numpy(tokens[begin:].astype(np.int64)),
+        log_probs=both[0, begin:],
+        sampled_log_probs=both[1, begin:],
+        versions=torch.from_numpy(versions[begin:end].copy()),
+        prompt_log_probs=both[0, 1:begin] if request.params.with_prompt_log_probs else None,
+        finish=finish,
+        error=error,
+    )

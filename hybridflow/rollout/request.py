@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
+
+from hybridflow.errors import DataError
 
 PURPOSES = {"rollout": 1, "validation": 2}
 """What samples are for: each purpose has noise of its own."""
 FinishReason = Literal["stop", "length", "paused", "failed"]
 """A stop token or text, the most tokens; ``paused``: not yet; ``failed``: something went wrong."""
 
+MOST = 10_000.0
+"""Largest temperature, penalty and bias, and one over the smallest temperature: within fp32 whatever the logits."""
+
+MOST_ENTRIES, MOST_IDS, MOST_CHARACTERS = 1024, 64, 1024
+"""Most entries of a list, tokens of a forbidden sequence, and characters of a stop or forbidden text."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a response is sampled.
+    """How a response is sampled: penalties, biases, what is forbidden, temperature, then cuts, in this order.
 
     Attributes:
         max_new_tokens: Most tokens of a response, the stop token included.
-        min_new_tokens: Tokens before which it does not stop: ``stop_ids`` are not sampled, stop strings not looked for.
+        min_new_tokens: Fewest, unless something fails: before, ``stop_ids`` are not sampled, and stop strings not
+            looked for.
         temperature: Divides the logits.
-        top_k: Keep the k most likely tokens; 0 keeps all.
-        top_p: Keep the smallest set of most likely tokens whose probability reaches this; 1 keeps all.
+        top_k: Keep the k most likely tokens, and those as likely as the last of them; 0 keeps all.
+        top_p: Of these keep the smallest set of most likely ones whose share reaches this; 1 keeps all.
         min_p: Keep tokens at least this times as likely as the likeliest; 0 keeps all.
         repetition_penalty: Logits of tokens of the prompt and the response are divided by this if positive, else
             multiplied (arXiv 1909.05858).
         presence_penalty: Taken from the logits of the response's tokens.
         frequency_penalty: Taken from the logits of the response's tokens, times how often each was sampled.
         logit_bias: Pairs of token id and what is added to its logit.
-        bad_ids: Sequences of tokens that are never sampled.
+        bad_ids: Sequences of tokens that are never completed by sampling; the first ones may stand in the prompt.
         stop_ids: Tokens that end a response, and are part of it.
         stop: Texts that end a response, which then ends with the token that completes one of them.
-        bad: Texts that a response does not contain: the token that would complete one is sampled anew.
+        bad: Texts that no token of a response completes: one that would is forbidden there, and another sampled.
         greedy: Take the most likely token, without noise.
         seed: Replaces the engine's own seed; None: that.
         with_prompt_log_probs: Whether log-probabilities of the prompt's tokens are wanted.
+
+    Raises:
+        DataError: A value is not allowed.
     """
 
     max_new_tokens: int
@@ -55,6 +68,88 @@ class SamplingParams:
     greedy: bool = False
     seed: int | None = None
     with_prompt_log_probs: bool = False
+
+    def __post_init__(self) -> None:
+        for name, (is_allowed, expected) in _ALLOWED.items():
+            value = getattr(self, name)
+            if not is_allowed(value):
+                # What is long, or hostile, is cut.
+                raise DataError(f"SamplingParams.{name}: found {value!r:.80}, expected {expected}")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise DataError(
+                f"SamplingParams.min_new_tokens: found {self.min_new_tokens}, expected at most "
+                f"max_new_tokens={self.max_new_tokens}"
+            )
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether the response's text has to be looked at while it is sampled."""
+        return bool(self.stop or self.bad)
+
+    @property
+    def largest_id(self) -> int:
+        """The largest token id that is biased or forbidden; -1: there is none."""
+        return max((*(token for token, _ in self.logit_bias), *(max(ids) for ids in self.bad_ids)), default=-1)
+
+
+def _is_integer(low: int, high: int = 2**31 - 1) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def _is_number(low: float, high: float) -> Callable[[Any], bool]:
+    return lambda value: type(value) in (int, float) and low <= value <= high
+
+
+def _is_tuple(is_item: Callable[[Any], bool], most: int = MOST_ENTRIES) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, tuple) and len(value) <= most and all(map(is_item, value))
+
+
+def _is_text(value: Any) -> bool:
+    # U+FFFD stands for bytes that are no text, or not yet.
+    return isinstance(value, str) and 0 < len(value) <= MOST_CHARACTERS and "\ufffd" not in value
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and _is_id(value[0]) and _is_penalty(value[1])
+
+
+def _are_biases(value: Any) -> bool:
+    return _is_tuple(_is_bias)(value) and len({token for token, _ in value}) == len(value)
+
+
+_is_bool = (lambda value: type(value) is bool, "true or false")
+_is_id, _is_penalty = _is_integer(0), _is_number(-MOST, MOST)
+_penalty = (_is_penalty, f"a number from {-MOST:g} to {MOST:g}")
+_texts = (
+    _is_tuple(_is_text),
+    f"a tuple of at most {MOST_ENTRIES} texts of 1 to {MOST_CHARACTERS} characters without U+FFFD",
+)
+_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_new_tokens": (_is_integer(1), "an integer of at least 1"),
+    "min_new_tokens": (_is_integer(0), "an integer of at least 0"),
+    "temperature": (_is_number(1 / MOST, MOST), f"a number from {1 / MOST:g} to {MOST:g}; for 0 set greedy instead"),
+    "top_k": (_is_integer(0), "an integer of at least 0; 0 keeps all"),
+    "top_p": (lambda value: _is_number(0, 1)(value) and value > 0, "a number above 0 and at most 1"),
+    "min_p": (_is_number(0, 1), "a number from 0 to 1"),
+    "repetition_penalty": (_is_number(1 / MOST, MOST), f"a number from {1 / MOST:g} to {MOST:g}; 1 is none"),
+    "presence_penalty": _penalty,
+    "frequency_penalty": _penalty,
+    "logit_bias": (
+        _are_biases,
+        f"a tuple of at most {MOST_ENTRIES} pairs of a token id, each once, and a number from {-MOST:g} to {MOST:g}",
+    ),
+    "bad_ids": (
+        _is_tuple(lambda value: _is_tuple(_is_id, MOST_IDS)(value) and len(value) > 0),
+        f"a tuple of at most {MOST_ENTRIES} tuples of 1 to {MOST_IDS} token ids",
+    ),
+    "stop_ids": (_is_tuple(_is_id), f"a tuple of at most {MOST_ENTRIES} token ids"),
+    "stop": _texts,
+    "bad": _texts,
+    "greedy": _is_bool,
+    "seed": (lambda value: value is None or _is_integer(-(2**63), 2**63 - 1)(value), "a 64-bit integer or null"),
+    "with_prompt_log_probs": _is_bool,
+}
+"""Of each field of ``SamplingParams``: what is allowed, and how that is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +171,11 @@ class Request:
     begun: Response | None = None
 
 
+def expand(request: Request, n: int) -> list[Request]:
+    """A request as ``n`` of them, each a sample of its own: indices count on from the request's own."""
+    return [replace(request, index=request.index + index) for index in range(n)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Response:
     """What was sampled, in host memory.
@@ -84,9 +184,11 @@ class Response:
         tokens: ``[response]`` int64, the stop token included.
         log_probs: ``[response]`` fp32 under ``softmax(logits / temperature)``, before penalties and cuts: what the
             trainer computes.
-        sampled_log_probs: ``[response]`` fp32 of the distribution that was sampled from, penalties and cuts included.
+        sampled_log_probs: ``[response]`` fp32 of the distribution that was sampled from, penalties, what is forbidden
+            and cuts included; 0 where it was the likeliest that was wanted.
         versions: ``[response]`` int32, which weights sampled each token.
-        prompt_log_probs: ``[prompt - 1]`` fp32 of the prompt's tokens but the first; None: not asked for.
+        prompt_log_probs: ``[prompt - 1]`` fp32 of the prompt's tokens but the first, at temperature 1; None: not asked
+            for.
         finish: Why it ended.
         error: What went wrong, where ``finish`` is ``failed``.
     """

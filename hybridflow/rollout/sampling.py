@@ -4,23 +4,41 @@ Noise is counter-based: a hash of (seed, purpose, draw, sample index, position, 
 state to keep, and a tensor-parallel rank makes the noise of its own columns alone. The token is the argmax of logits
 plus Gumbel noise, which samples from the softmax (Gumbel-max, see arXiv 1611.00712); only each rank's best candidate
 crosses the group.
+
+Rows whose requests ask for nothing but a temperature, or for the likeliest token, are done in one go over all rows. The
+others are then gone over again, alone: each rank edits and cuts its own columns of them. What is known of each slot is
+in arrays, so that this takes no Python for each row, but for those that have texts to avoid.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.models.log_probs import Columns
+from hybridflow.rollout.edits import Entries, Rows, edited, floors, forbidden, gather_over, penalized
 from hybridflow.rollout.kernels import load_kernels
 from hybridflow.rollout.request import PURPOSES, SamplingParams
 
+NOT_FINITE, NOTHING_LEFT, BAD_TEXT = -1, -2, -3
+FAILURES = {
+    NOT_FINITE: "its logits are not finite; look for damaged weights",
+    NOTHING_LEFT: "every token is forbidden; look at its bad_ids and min_new_tokens",
+    BAD_TEXT: "every candidate that was tried completes one of its bad texts; forbid less, or lower the temperature",
+}
+"""What stands in the place of a token that could not be sampled, and why."""
+
+MAX_TRIES = 64
+"""Candidates for one token that may each complete a bad text."""
+
 _GOLDEN = 0x9E3779B97F4A7C15
-_ORDER_BITS = 0x7FFFFFFF
-_ORDER_ZERO = 1 << 31
+_FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD = (1 << 64) - 1
 _BELOW_ONE = 1.0 - 2.0**-24
 
 
@@ -33,10 +51,10 @@ def sequence_key(seed: int, purpose: str, draw: int, index: int) -> int:
         draw: Serial number of the prompt in the data order.
         index: Number of the sample among those of its prompt.
     """
-    key = torch.tensor(_signed(seed * _GOLDEN + PURPOSES[purpose]))
+    key = seed * _GOLDEN + PURPOSES[purpose]
     for part in (draw, index):
-        key = _mix(_mix(key) + part)
-    return int(key)
+        key = _mix_integer(_mix_integer(key) + part)
+    return _signed(key)
 
 
 def row_keys(keys: Tensor, positions: Tensor) -> Tensor:
@@ -58,14 +76,23 @@ class Sampled:
     """The next token of some rows, the same on every rank of the group.
 
     Attributes:
-        tokens: ``[rows]`` int64; -1 where the logits are not finite.
+        tokens: ``[rows]`` int64; one of ``FAILURES`` where there is none.
         log_probs: ``[rows]`` fp32 under ``softmax(logits / temperature)``: the quantity that the trainer computes.
-        sampled_log_probs: ``[rows]`` fp32 under the distribution that was sampled from.
+        sampled_log_probs: ``[rows]`` fp32 under the distribution that was sampled from; 0 for the likeliest token.
     """
 
     tokens: Tensor
     log_probs: Tensor
     sampled_log_probs: Tensor
+
+
+_SLOT = np.dtype(
+    [
+        *((name, np.int64) for name in ("key", "top_k", "num_prompt", "no_stop_before")),
+        *((name, np.float32) for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")),
+        *((name, np.uint8) for name in ("is_greedy", "is_penalized", "is_special", "has_bad_texts")),
+    ]
+)
 
 
 class Sampler:
@@ -82,69 +109,164 @@ class Sampler:
         self._group = group
         self._vocab_size = vocab_size
         self._device = device
-        self._keys = torch.zeros(num_slots, dtype=torch.int64)
-        self._temperatures = torch.ones(num_slots)
-        self._top_k = torch.zeros(num_slots, dtype=torch.int64)
-        self._top_p = torch.ones(num_slots)
-        self._is_greedy = torch.zeros(num_slots, dtype=torch.uint8)
+        self._slots = np.zeros(num_slots, _SLOT)
+        self._slots["temperature"] = 1
+        self._biases, self._stop_ids, self._bad_ids = Entries(), Entries(), Entries()
 
-    def seat(self, slot: int, params: SamplingParams, key: int) -> None:
-        """A slot has a new owner, whose noise comes from ``key``."""
-        self._keys[slot] = key
-        self._temperatures[slot] = params.temperature
-        self._top_k[slot] = params.top_k
-        self._top_p[slot] = params.top_p
-        self._is_greedy[slot] = params.greedy
+    def seat(self, slot: int, params: SamplingParams, key: int, num_prompt: int) -> None:
+        """A slot has a new owner, whose noise comes from ``key``, and whose first tokens are the prompt."""
+        must_go_on = bool(params.stop_ids) and params.min_new_tokens > 1
+        is_penalized = bool(
+            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        )
+        # The likeliest token survives every cut.
+        is_cut = not params.greedy and bool(params.top_k or params.top_p < 1 or params.min_p)
+        is_edited = must_go_on or bool(params.logit_bias or params.bad_ids or params.bad)
+        self._slots[slot] = (
+            *(key, params.top_k, num_prompt, num_prompt + params.min_new_tokens),
+            *(params.temperature, params.top_p, params.min_p),
+            *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
+            *(params.greedy, is_penalized, is_penalized or is_cut or is_edited, bool(params.bad)),
+        )
+        self._biases.put(slot, params.logit_bias)
+        self._stop_ids.put(slot, [(token,) for token in params.stop_ids] if must_go_on else [])
+        self._bad_ids.put(slot, [ids[::-1] for ids in params.bad_ids])
 
-    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Sampled:
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        known: np.ndarray | None = None,
+        is_bad: Callable[[int, int], bool] | None = None,
+    ) -> Sampled:
         """Choose one token for each row.
 
         Collective: tp.
 
         Args:
             logits: This rank's columns, ``[rows, padded_vocab/tp]``.
-            slots: Whose rows they are, ``[rows]`` int64 in host memory.
+            slots: Whose rows they are, ``[rows]`` int64 in host memory, each once.
             positions: Where the tokens to be chosen will stand in their sequences, ``[rows]`` int64 in host memory.
+            known: The tokens of each slot before that, ``[slots, capacity]``; may be left out where no parameter
+                depends on them.
+            is_bad: Whether a token would complete a bad text in a slot; asked for slots that have some.
         """
         columns = Columns(logits.shape[-1], self._group, self._vocab_size)
-        rows = _Rows(
-            keys=row_keys(self._keys[slots], positions).to(self._device),
-            temperatures=self._temperatures[slots].to(self._device),
-            is_greedy=self._is_greedy[slots].to(self._device),
-        )
-        top_k, top_p = self._top_k[slots], self._top_p[slots]
-        if bool((top_k > 0).any()) or bool((top_p < 1).any()):
-            scaled = columns.scaled(logits, rows.temperatures[:, None])
-            kept = _cut(scaled, top_k.to(self._device), top_p.to(self._device), columns)
-            found = _find_best(scaled, rows, columns, kept)
-        else:
-            found = _find(logits, rows, columns)
-        return _settle(gather_over(columns.group, found))
+        rows = self._rows(slots.numpy(), positions.numpy(), known)
+        is_greedy = rows.tensor("is_greedy").bool()
+        special = np.flatnonzero(rows.values["is_special"])
+        # Of rows that are gone over again only the sums are of use: no noise is made for them.
+        is_quiet = rows.tensor("is_greedy") | rows.tensor("is_special")
+        found = _find(logits, rows.tensor("key"), rows.tensor("temperature"), is_quiet, columns)
+        if not len(special):
+            return _settle(gather_over(self._group, found), is_greedy)
+        found = torch.cat([found, found[2:4]])
+        self._find_special(found, logits, rows, special, columns, [])
+        sampled = _settle(gather_over(self._group, found), is_greedy)
+        if is_bad is not None and rows.values["has_bad_texts"].any():
+            self._try_others(sampled, found, logits, rows, columns, is_bad)
+        return sampled
+
+    def _rows(self, slots: np.ndarray, positions: np.ndarray, known: np.ndarray | None) -> Rows:
+        values = self._slots[slots]
+        values["key"] = row_keys(torch.from_numpy(values["key"].copy()), torch.from_numpy(positions)).numpy()
+        return Rows(slots=slots, positions=positions, values=values, known=known, device=self._device)
+
+    def _try_others(
+        self,
+        sampled: Sampled,
+        found: Tensor,
+        logits: Tensor,
+        rows: Rows,
+        columns: Columns,
+        is_bad: Callable[[int, int], bool],
+    ) -> None:
+        """Forbid what would complete a bad text, and sample such rows again, with the noise they had. Collective: tp.
+
+        The best of what is left, with the same noise, is a sample of what is left (Plackett-Luce), so that without cuts
+        this samples exactly from the tokens that complete none. Each try is a draw of its own, cuts included; the
+        log-probability is that of the last.
+        """
+        forbidden: list[tuple[int, int]] = []
+        asked = np.flatnonzero(rows.values["has_bad_texts"])
+        for num_tried in range(1, MAX_TRIES + 1):
+            tokens = sampled.tokens.tolist()
+            asked = np.array(
+                [row for row in asked.tolist() if tokens[row] >= 0 and is_bad(int(rows.slots[row]), tokens[row])],
+                np.int64,
+            )
+            if not len(asked):
+                return
+            where = torch.from_numpy(asked).to(self._device)
+            if num_tried == MAX_TRIES:
+                sampled.tokens[where] = BAD_TEXT
+                return
+            forbidden += [(int(rows.slots[row]), tokens[row]) for row in asked.tolist()]
+            self._find_special(found, logits, rows, asked, columns, forbidden)
+            is_greedy = rows.tensor("is_greedy").bool()[where]
+            other = _settle(gather_over(self._group, found[:, where]), is_greedy)
+            sampled.tokens[where] = other.tokens
+            sampled.log_probs[where] = other.log_probs
+            sampled.sampled_log_probs[where] = other.sampled_log_probs
+
+    def _find_special(
+        self,
+        found: Tensor,
+        logits: Tensor,
+        rows: Rows,
+        chosen: np.ndarray,
+        columns: Columns,
+        never: list[tuple[int, int]],
+    ) -> None:
+        """Fill in some rows' candidates, from edited and cut logits. Collective: tp.
+
+        Args:
+            found: As ``_find`` makes it, with two rows more: the candidate's edited logit, and the largest edited one,
+                ``[8, rows]``. Of those chosen all is written but the largest logit and the sum, which stand.
+            logits: This rank's columns, ``[rows, padded_vocab/tp]``.
+            rows: Whose they are.
+            chosen: Which rows, ``[chosen]``.
+            columns: Which columns.
+            never: Slots, and tokens that they may not have beside those that their parameters forbid.
+        """
+        where = torch.from_numpy(chosen).to(self._device)
+        some = rows.take(chosen)
+        raw = columns.scaled(logits[where], 1.0)
+        temperatures = some.tensor("temperature")[:, None]
+        values = penalized(raw, some, columns) if some.values["is_penalized"].any() else raw
+        rules = forbidden(some, self._stop_ids, self._bad_ids, never)
+        values = edited(values, some, self._biases, rules, columns) / temperatures
+        values.masked_fill_(values < floors(values, some, columns)[:, None], -torch.inf)
+        best = _find(values, some.tensor("key"), torch.ones_like(temperatures[:, 0]), some.tensor("is_greedy"), columns)
+        place = (best[1].long() - columns.first)[:, None]
+        found[0, where], found[1, where] = best[0], best[1]
+        found[2, where] = (raw.gather(1, place) / temperatures)[:, 0].double()
+        # Of this rank's columns there may be none that is left.
+        found[5, where] = best[4].masked_fill(best[3] == -torch.inf, 0)
+        found[6, where], found[7, where] = best[2], best[3]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """Of the rows to be sampled: noise keys, temperatures, and whether they are greedy, ``[rows]`` each."""
-
-    keys: Tensor
-    temperatures: Tensor
-    is_greedy: Tensor
-
-
-def _find(logits: Tensor, rows: _Rows, columns: Columns) -> Tensor:
+def _find(logits: Tensor, keys: Tensor, temperatures: Tensor, is_quiet: Tensor, columns: Columns) -> Tensor:
     """This rank's candidates, and what their log-probabilities are made of, ``[6, rows]`` fp64.
 
     Best score, its id, its scaled logit, the largest scaled logit, the sum of ``exp(scaled - largest)``, and the same
     sum over what may be sampled. fp64 carries token ids, and fp32 numbers, exactly.
+
+    Args:
+        logits: This rank's columns, ``[rows, padded_vocab/tp]``.
+        keys: Of the noise, ``[rows]`` int64.
+        temperatures: ``[rows]`` fp32.
+        is_quiet: Rows without noise, ``[rows]`` uint8.
+        columns: Which columns.
     """
     kernels = load_kernels()
     if kernels is None or logits.device.type != "cpu" or logits.dtype is not torch.float32:
-        scaled = columns.scaled(logits, rows.temperatures[:, None])
-        return _find_best(scaled, rows, columns, None)
-    logits = logits.contiguous()
+        return _find_in_torch(columns.scaled(logits, temperatures[:, None]), keys, is_quiet, columns)
+    logits, temperatures = logits.contiguous(), temperatures.contiguous()
     found = torch.empty(6, len(logits), dtype=torch.float64)
     kernels.hf_sample(
-        *(each.data_ptr() for each in (found, logits, rows.keys, rows.temperatures, rows.is_greedy)),
+        *(each.data_ptr() for each in (found, logits, keys, temperatures, is_quiet)),
         *logits.shape,
         columns.num_real,
         columns.first,
@@ -152,102 +274,55 @@ def _find(logits: Tensor, rows: _Rows, columns: Columns) -> Tensor:
     return found
 
 
-def _find_best(scaled: Tensor, rows: _Rows, columns: Columns, kept: Tensor | None) -> Tensor:
-    """As ``_find``, of scaled logits; those that are not ``kept`` (``[rows, columns]`` bool) are not chosen."""
+def _find_in_torch(scaled: Tensor, keys: Tensor, is_quiet: Tensor, columns: Columns) -> Tensor:
+    """As ``_find``, of scaled logits."""
     largest = scaled.amax(-1)
-    weights = (scaled - largest[:, None]).exp()
-    total = weights.sum(-1)
-    scores = scaled + gumbel_noise(rows.keys, columns.first, scaled.shape[1]) * (1 - rows.is_greedy[:, None])
-    kept_total = total
-    if kept is not None:
-        kept_total = (weights * kept).sum(-1)
-        scores = scores.masked_fill(~kept, -torch.inf)
+    # A rank may have no column of the vocabulary.
+    total = (scaled - largest.clamp(min=torch.finfo(scaled.dtype).min)[:, None]).exp().sum(-1)
+    scores = scaled
+    if not bool(is_quiet.all()):
+        scores = scaled + gumbel_noise(keys, columns.first, scaled.shape[1]) * (1 - is_quiet[:, None])
     best, place = scores.max(-1)
     chosen = scaled.gather(1, place[:, None])[:, 0]
-    return torch.stack([each.double() for each in (best, place + columns.first, chosen, largest, total, kept_total)])
+    return torch.stack([each.double() for each in (best, place + columns.first, chosen, largest, total, total)])
 
 
-def _settle(candidates: Tensor) -> Sampled:
-    """The winners of all ranks' candidates, ``[tp, 6, rows]``."""
-    best, ids, chosen, largest, totals, kept = candidates.unbind(1)
+def _settle(candidates: Tensor, is_greedy: Tensor) -> Sampled:
+    """The winners of all ranks' candidates, ``[tp, 6 or 8, rows]``; see ``_find`` and ``Sampler._find_special``."""
+    best, ids, chosen, largest, totals, kept = candidates[:, :6].unbind(1)
+    edited, edited_largest = (chosen, largest) if candidates.shape[1] == 6 else candidates[:, 6:].unbind(1)
     winner = best.argmax(0, keepdim=True)
+    log_probs, sampled = (
+        logit.gather(0, winner)[0] - _normalizer(*parts)
+        for logit, parts in ((chosen, (largest, totals)), (edited, (edited_largest, kept)))
+    )
+    tokens = ids.gather(0, winner)[0].long()
+    tokens[best.amax(0) == -torch.inf] = NOTHING_LEFT
+    tokens[~_normalizer(largest, totals).isfinite()] = NOT_FINITE
+    return Sampled(tokens, log_probs.float(), sampled.masked_fill(is_greedy, 0).float())
+
+
+def _normalizer(largest: Tensor, totals: Tensor) -> Tensor:
+    """The logarithm of the sum of exponentials over all ranks, of ``[tp, rows]`` each, ``[rows]``."""
     top = largest.amax(0)
-    shares = (largest - top).exp()
-    shares = torch.where(totals > 0, shares, torch.zeros_like(shares))
-    normalizer = top + (totals * shares).sum(0).log()
-    kept_normalizer = top + (kept * shares).sum(0).log()
-    tokens, logit = ids.gather(0, winner)[0].long(), chosen.gather(0, winner)[0]
-    tokens[~normalizer.isfinite()] = -1
-    return Sampled(tokens, (logit - normalizer).float(), (logit - kept_normalizer).float())
-
-
-def _cut(scaled: Tensor, top_k: Tensor, top_p: Tensor, columns: Columns) -> Tensor:
-    """Which columns may be sampled, ``[rows, columns]`` bool."""
-    largest = columns.max(scaled.amax(-1))
-    normalizer = largest + columns.sum((scaled - largest[:, None]).exp().sum(-1)).log()
-    floor = torch.full_like(normalizer, -torch.inf)
-    most = int(top_k.max())
-    if most:
-        local = scaled.topk(min(most, scaled.shape[1]), dim=-1).values
-        every = torch.cat(list(gather_over(columns.group, local)), dim=-1)
-        ordered = every.topk(min(most, every.shape[1]), dim=-1).values
-        place = (top_k - 1).clamp(0, ordered.shape[1] - 1)
-        floor = torch.where(top_k > 0, ordered.gather(1, place[:, None])[:, 0], floor)
-    if bool((top_p < 1).any()):
-        probabilities = (scaled - normalizer[:, None]).exp()
-        edge = _nucleus_edge(scaled, probabilities, floor, columns, top_p)
-        floor = torch.where(top_p < 1, torch.maximum(floor, edge), floor)
-    return scaled >= floor[:, None]
-
-
-def _nucleus_edge(scaled: Tensor, probabilities: Tensor, floor: Tensor, columns: Columns, top_p: Tensor) -> Tensor:
-    """The largest logit ``t`` with ``mass(logits ≥ t) ≥ top_p``, ``[rows]``.
-
-    Found digit by digit in the bits of fp32 numbers, with a histogram of the mass over 256 digits each time: exact
-    after four small sums over the group, with no sorting and no gathered logits.
-    """
-    kept = torch.where(scaled >= floor[:, None], probabilities, torch.zeros_like(probabilities))
-    wanted = top_p * columns.sum(kept.sum(-1))
-    order = _to_order(scaled)
-    prefix, above = torch.zeros_like(order[:, 0]), torch.zeros_like(wanted)
-    for shift in (24, 16, 8, 0):
-        in_prefix = (order >> (shift + 8)) == prefix[:, None]
-        histogram = kept.new_zeros(len(kept), 256)
-        histogram.scatter_add_(1, (order >> shift) & 255, torch.where(in_prefix, kept, torch.zeros_like(kept)))
-        histogram = columns.sum(histogram)
-        at_or_above = above[:, None] + histogram.flip(1).cumsum(1).flip(1)
-        digit = ((at_or_above >= wanted[:, None]).sum(1) - 1).clamp(min=0)[:, None]
-        above = (at_or_above - histogram).gather(1, digit)[:, 0]
-        prefix = prefix * 256 + digit[:, 0]
-    return _from_order(prefix)
-
-
-def gather_over(group: dist.ProcessGroup, value: Tensor) -> Tensor:
-    """Every rank's tensor, stacked in group order, ``[tp, …]``. Collective: tp."""
-    size = dist.get_world_size(group)
-    if size == 1:
-        return value[None]
-    parts = [torch.empty_like(value) for _ in range(size)]
-    dist.all_gather(parts, value.contiguous(), group=group)
-    return torch.stack(parts)
-
-
-def _to_order(value: Tensor) -> Tensor:
-    """fp32 to integers from 0 to 2³² in the same order, int64."""
-    bits = value.contiguous().view(torch.int32)
-    return (bits ^ ((bits >> 31) & _ORDER_BITS)).long() + _ORDER_ZERO
-
-
-def _from_order(order: Tensor) -> Tensor:
-    bits = (order - _ORDER_ZERO).int()
-    return (bits ^ ((bits >> 31) & _ORDER_BITS)).view(torch.float32)
+    shares = torch.where(totals == 0, torch.zeros_like(totals), (largest - top).exp())
+    return top + (totals * shares).sum(0).log()
 
 
 def _mix(value: Tensor) -> Tensor:
     """A bijection of 64-bit integers whose output bits all depend on all input bits (the finalizer of SplitMix64)."""
-    value = (value ^ _shift(value, 30)) * _signed(0xBF58476D1CE4E5B9)
-    value = (value ^ _shift(value, 27)) * _signed(0x94D049BB133111EB)
+    value = (value ^ _shift(value, 30)) * _signed(_FACTORS[0])
+    value = (value ^ _shift(value, 27)) * _signed(_FACTORS[1])
     return value ^ _shift(value, 31)
+
+
+def _mix_integer(value: int) -> int:
+    """As ``_mix``, of one number."""
+    for shift, factor in ((30, _FACTORS[0]), (27, _FACTORS[1])):
+        value &= _WORD
+        value = (value ^ (value >> shift)) * factor
+    value &= _WORD
+    return value ^ (value >> 31)
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
@@ -256,5 +331,5 @@ def _shift(value: Tensor, bits: int) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    value &= (1 << 64) - 1
+    value &= _WORD
     return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,9 +1,14 @@
 """Which tokens go through the model next: continuous batching over a cache of blocks.
 
 Sequences have slots, and a row of numbers in arrays over the slots, so that decoding costs no Python for each token.
-All that a sequence has is a list of known tokens, the prompt's and what was sampled, of which the first ``computed`` are
-in the cache. A step computes more of them: all but one sequence's are one token, those that begin, or lost their blocks,
-have a chunk. Who has computed all it knows gets the next token.
+All that a sequence has is a list of known tokens, the prompt's and what was sampled, of which the first ``computed``
+are in the cache. A step computes more of them: of most sequences one token, of those that begin, or lost their blocks,
+a chunk. Who has computed all it knows gets the next token.
+
+A prompt is computed once for all its samples: one computes it while the others wait, then they use its full blocks, and
+copy the one that is not full, since each goes on in it with tokens of its own. A sequence gets blocks for all that it
+knows when it begins, and one more at each border; if there is none, the youngest goes back to those that wait, and
+computes once more what it knew. Each time that happens somebody has got a token since, so that there is an end.
 
 No torch, no messages, no clock: every rank of a replica plans the same steps.
 """
@@ -18,7 +23,7 @@ import numpy as np
 
 from hybridflow.rollout.blocks import BLOCK_TOKENS, BlockPool, Key, block_keys
 
-_LOOK_AHEAD = 64
+_LOOK_AHEAD = 256
 """Waiting sequences that are looked at for one that may begin, when those before it may not."""
 
 
@@ -55,6 +60,7 @@ class Step:
         positions: Where they stand in their sequences, ``[tokens]`` int64.
         rows: The tokens behind which a token is to be sampled, ``[samples]`` int64.
         scored: The tokens whose successor, known, is to be scored, ``[scored]`` int64.
+        copies: Blocks to copy before, from where to where, ``[copies, 2]`` int64.
     """
 
     tokens: np.ndarray
@@ -62,6 +68,7 @@ class Step:
     positions: np.ndarray
     rows: np.ndarray
     scored: np.ndarray
+    copies: np.ndarray
 
     @property
     def row_slots(self) -> np.ndarray:
@@ -69,11 +76,19 @@ class Step:
         return self.slots[self.rows]
 
 
+@dataclass
+class _Waiting:
+    """A job with the keys of its blocks, once they are wanted: of all that it knows but the last token."""
+
+    job: Job
+    keys: list[Key] | None = None
+
+
 class Scheduler:
     """Sequences that run, and those that wait for a slot or for room in the cache.
 
     Args:
-        blocks: Room in the cache; schedulers may share it.
+        blocks: Room in the cache, enough for each sequence alone; schedulers may share it.
         num_slots: Most sequences that run together.
         capacity: Most tokens of a sequence.
         max_step_tokens: Most tokens of a step, as long as there are no more slots than that.
@@ -83,6 +98,7 @@ class Scheduler:
         lengths: How many are known, ``[slots]``.
         tables: Blocks of each slot, ``[slots, blocks]`` int32.
         num_computed: Tokens computed so far, in all.
+        num_prompt_computed: Those of prompts among them.
         num_preempted: How often a sequence lost its blocks.
         moves: Who took a slot (True) and who left one without having ended (False), in order; for the caller to read
             after ``plan``, and to empty.
@@ -93,7 +109,7 @@ class Scheduler:
         self.tokens = np.zeros((num_slots, capacity), np.int32)
         self.lengths = np.zeros(num_slots, np.int64)
         self.tables = np.zeros((num_slots, -(-capacity // BLOCK_TOKENS)), np.int32)
-        self.num_computed = self.num_preempted = 0
+        self.num_computed = self.num_prompt_computed = self.num_preempted = 0
         self.moves: list[tuple[bool, int, Job]] = []
         self._computed = np.zeros(num_slots, np.int64)
         self._num_prompt = np.zeros(num_slots, np.int64)
@@ -101,18 +117,30 @@ class Scheduler:
         self._no_stop_before = np.zeros(num_slots, np.int64)
         self._num_blocks = np.zeros(num_slots, np.int64)
         self._num_named = np.zeros(num_slots, np.int64)
+        # How many tokens are in the cache when something is to be named next.
+        self._name_at = np.zeros(num_slots, np.int64)
         self._stops = np.full((num_slots, 1), -1, np.int32)
         self._max_step_tokens = max(max_step_tokens, num_slots)
         self._jobs: dict[int, Job] = {}
         self._last_key: dict[int, Key] = {}
         self._running: list[int] = []
+        self._order: np.ndarray | None = None
         self._free = list(range(num_slots - 1, -1, -1))
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[_Waiting] = deque()
+        # Keys of blocks that slots are about to fill with what they know, in the order in which they will.
+        self._pending: dict[Key, int] = {}
+        self._to_fill: dict[int, deque[Key]] = {}
+        self._copies: dict[int, tuple[int, int]] = {}
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences that have no slot."""
-        return len(self._waiting)
+    def num_open(self) -> int:
+        """Sequences that run or wait."""
+        return len(self._running) + len(self._waiting)
+
+    @property
+    def waiting(self) -> list[Job]:
+        """Sequences that have no slot, with what is known of them, those that come first before others."""
+        return [each.job for each in self._waiting]
 
     @property
     def running(self) -> list[int]:
@@ -121,7 +149,7 @@ class Scheduler:
 
     def add(self, jobs: Sequence[Job]) -> None:
         """Take up sequences, which wait behind those that are there."""
-        self._waiting.extend(jobs)
+        self._waiting.extend(map(_Waiting, jobs))
 
     def job(self, slot: int) -> Job:
         """Whose a slot is."""
@@ -129,44 +157,40 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """The next step; None: all are done, or, where schedulers share the cache, none can go on before another."""
+        chosen: dict[int, int] = {}
         room = self._max_step_tokens - len(self._running)
-        chosen: list[tuple[int, int]] = []
         for slot in self._in_want():
-            if slot not in self._jobs:
-                continue  # has lost its blocks to one before it
-            missing = int(self.lengths[slot] - self._computed[slot])
-            count = min(missing, room + 1)
-            if self._make_room(slot, int(self._computed[slot]) + count):
-                room -= count - 1
-                chosen.append((slot, count))
-        chosen = [(slot, count) for slot, count in chosen if slot in self._jobs]
-        for slot in self._admit(room):
-            if slot not in self._jobs:
-                continue
-            count = min(int(self.lengths[slot] - self._computed[slot]), room)
-            if count > 0 and self._make_room(slot, int(self._computed[slot]) + count):
-                room -= count
-                chosen.append((slot, count))
-        return self._step({slot: count for slot, count in chosen if slot in self._jobs})
+            if slot in self._jobs and self._make_room(slot):
+                missing = int(self.lengths[slot] - self._computed[slot])
+                if missing > 1:
+                    chosen[slot] = min(missing, room + 1)
+                    room -= chosen[slot] - 1
+        chosen = {slot: count for slot, count in chosen.items() if slot in self._jobs}
+        if self._waiting and self._free and room > 0:
+            for slot in self._admit(room):
+                chosen[slot] = min(int(self.lengths[slot] - self._computed[slot]), room)
+                room -= chosen[slot]
+        return self._step(chosen)
+
+    def _running_array(self) -> np.ndarray:
+        if self._order is None:
+            self._order = np.array(self._running, np.int64)
+        return self._order
 
     def _in_want(self) -> list[int]:
         """Running slots that need a new block, or have more than one token to compute, the oldest first."""
-        running = np.array(self._running, np.int64)
-        lengths = self.lengths[running]
-        wants = (lengths - self._computed[running] > 1) | (lengths > self._num_blocks[running] * BLOCK_TOKENS)
-        return running[wants].tolist()
+        slots = self._running_array()
+        lengths = self.lengths[slots]
+        wants = (lengths - self._computed[slots] > 1) | (lengths > self._num_blocks[slots] * BLOCK_TOKENS)
+        return slots[wants].tolist()
 
     def _step(self, chunks: dict[int, int]) -> Step | None:
-        """Chunks of some slots, and one token of each other that has one to compute and room for it."""
-        running = np.array(self._running, np.int64)
-        is_single = np.ones(len(running), bool)
-        if chunks:
-            is_single &= ~np.isin(running, list(chunks))
-        is_single &= self.lengths[running] - self._computed[running] == 1
-        is_single &= self.lengths[running] <= self._num_blocks[running] * BLOCK_TOKENS
-        singles = running[is_single]
-        slots, positions, scored = [singles], [self._computed[singles]], []
-        rows = list(range(len(singles)))
+        """Chunks of some slots, and one token of each other."""
+        running = self._running_array()
+        if len(running) == 0:
+            return None
+        singles = running[~np.isin(running, list(chunks))] if chunks else running
+        slots, positions, rows, scored = [singles], [self._computed[singles]], [np.arange(len(singles))], []
         num = len(singles)
         for slot, count in chunks.items():
             first = int(self._computed[slot])
@@ -176,16 +200,19 @@ class Scheduler:
                 scored += range(num, num + min(count, int(self._num_prompt[slot]) - 1 - first))
             num += count
             if first + count == self.lengths[slot]:
-                rows.append(num - 1)
-        if num == 0:
-            return None
+                rows.append(np.array([num - 1]))
+        # Where they come from is used until they are copied, which is before anything else is planned.
+        copies, self._copies = np.array(list(self._copies.values()), np.int64).reshape(-1, 2), {}
+        for block in copies[:, 0].tolist():
+            self.blocks.give_up(block)
         all_slots, all_positions = np.concatenate(slots), np.concatenate(positions)
         return Step(
             tokens=self.tokens[all_slots, all_positions].astype(np.int64),
             slots=all_slots,
             positions=all_positions,
-            rows=np.array(rows, np.int64),
+            rows=np.concatenate(rows),
             scored=np.array(scored, np.int64),
+            copies=copies,
         )
 
     def absorb(self, step: Step, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -200,8 +227,12 @@ class Scheduler:
             ``[samples]`` bool.
         """
         self.num_computed += len(step.tokens)
-        np.add.at(self._computed, step.slots, 1)
-        self._name_blocks(np.unique(step.slots))
+        self.num_prompt_computed += int((step.positions < self._num_prompt[step.slots]).sum())
+        # Positions rise within a slot: of what is written twice the last stays.
+        self._computed[step.slots] = step.positions + 1
+        slots = step.slots[self._computed[step.slots] >= self._name_at[step.slots]]
+        for slot in dict.fromkeys(slots.tolist()):
+            self._name_blocks(slot)
         slots = step.row_slots
         self.tokens[slots, self.lengths[slots]] = tokens
         self.lengths[slots] += 1
@@ -214,77 +245,83 @@ class Scheduler:
         """End a sequence; what it has in the cache stays findable."""
         del self._jobs[slot]
         self._running.remove(slot)
+        self._order = None
         self._free.append(slot)
-        self._give_up(slot)
+        self.blocks.num_growing -= 1
+        for key in self._to_fill.pop(slot):
+            del self._pending[key]
+        if slot in self._copies:
+            self.blocks.give_up(self._copies.pop(slot)[0])
+        # The last first, so that of a sequence's idle blocks the first are the last to go.
+        for block in self.tables[slot, : self._num_blocks[slot]][::-1].tolist():
+            self.blocks.give_up(block)
+        self._last_key.pop(slot, None)
 
     def forget(self) -> None:
-        """The weights have changed: nothing that was computed is used again."""
-        for slot in self._running:
-            self._give_up(slot)
+        """The weights have changed: nothing that was computed is used again. All steps planned have been absorbed.
+
+        Whoever runs begins anew with what it knows, so that what was shared is computed once again, not once for each.
+        """
+        for slot in reversed(self._running.copy()):
+            self._send_back(slot)
         self.blocks.forget()
 
     def _admit(self, room: int) -> list[int]:
         """Give slots to waiting sequences, as long as there are slots and blocks for what they know, and room."""
         admitted: list[int] = []
-        pending = {key for slot in self._running for key in self._pending(slot)} if self._waiting else set()
-        skipped: list[Job] = []
+        skipped: list[_Waiting] = []
         while self._waiting and self._free and room > 0 and len(skipped) < _LOOK_AHEAD:
-            job = self._waiting.popleft()
-            keys = [] if job.with_prompt_log_probs else block_keys(job.tokens[:-1])
-            found = self._find(keys)
-            if len(found) < len(keys) and keys[len(found)] in pending:
-                # Someone is about to compute the same.
-                for block in found:
-                    self.blocks.give_up(block)
-                skipped.append(job)
+            waiting = self._waiting.popleft()
+            if waiting.keys is None:
+                # Who is to score its prompt computes all of it.
+                is_scored = waiting.job.with_prompt_log_probs
+                waiting.keys = [] if is_scored else block_keys(waiting.job.tokens[:-1])
+            keys = waiting.keys
+            # Mostly the others that have the same prompt.
+            if keys and keys[-1] in self._pending:
+                skipped.append(waiting)
                 continue
-            missing = -(-len(job.tokens) // BLOCK_TOKENS) - len(found)
-            # A block for each that runs, so that admitting one does not stop another at its next border.
-            if self._running and missing + len(self._running) > self.blocks.num_free:
-                for block in found:
-                    self.blocks.give_up(block)
-                skipped.append(job)
+            found = self.blocks.find(keys)
+            if len(found) < len(keys) and keys[len(found)] in self._pending:
+                skipped.append(waiting)
+                continue
+            usable = self._usable(len(waiting.job.tokens), found)
+            if usable is None:
+                skipped.append(waiting)
                 break
-            slot = self._seat(job, found, keys)
-            pending.update(keys[len(found) :])
-            room -= len(job.tokens) - len(found) * BLOCK_TOKENS
+            slot = self._seat(waiting.job, usable, keys)
+            room -= int(self.lengths[slot] - self._computed[slot])
             admitted.append(slot)
         self._waiting.extendleft(reversed(skipped))
         return admitted
 
-    def _find(self, keys: list[Key]) -> list[int]:
-        found = []
-        for key in keys:
-            block = self.blocks.find(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def _usable(self, num_known: int, found: list[int]) -> list[int] | None:
+        """Of the blocks found for what a job knows those that it may use; None: there is no room for it now.
 
-    def _pending(self, slot: int) -> list[Key]:
-        """Keys of blocks that a slot is about to fill with what it knows."""
-        if self.lengths[slot] - self._computed[slot] <= 1:
-            return []
-        named = int(self._num_named[slot])
-        return block_keys(
-            self.tokens[slot, named * BLOCK_TOKENS : self.lengths[slot] - 1], self._last_key.get(slot, b"")
-        )
+        There must be a block for each that runs, in any of the pool's schedulers, so that admitting one does not stop
+        another at its next border. Alone it always has room.
+        """
+        num_shared = (num_known - 1) // BLOCK_TOKENS
+        missing = -(-num_known // BLOCK_TOKENS) - len(found[:num_shared])
+        if missing + self.blocks.num_growing <= self.blocks.num_free - self.blocks.num_idle(found):
+            return found
+        # For a moment it would have one more than it needs: the one to be copied.
+        return None if self.blocks.num_growing else found[:num_shared]
 
     def _seat(self, job: Job, found: list[int], keys: list[Key]) -> int:
         slot = self._free.pop()
         self._jobs[slot] = job
         self.moves.append((True, slot, job))
         self._running.append(slot)
-        self.tokens[slot, : len(job.tokens)] = job.tokens
-        self.lengths[slot] = len(job.tokens)
+        self._order = None
+        self.blocks.num_growing += 1
+        num_known = len(job.tokens)
+        self.tokens[slot, :num_known] = job.tokens
+        self.lengths[slot] = num_known
         self._num_prompt[slot] = job.num_prompt
         self._ends[slot] = job.end
         self._no_stop_before[slot] = job.no_stop_before
-        self._computed[slot] = len(found) * BLOCK_TOKENS
-        self.tables[slot, : len(found)] = found
-        self._num_blocks[slot] = self._num_named[slot] = len(found)
-        if found:
-            self._last_key[slot] = keys[len(found) - 1]
+        self._take_blocks(slot, found, keys)
         if len(job.stop_ids) > self._stops.shape[1]:
             wider = np.full((len(self._stops), len(job.stop_ids)), -1, np.int32)
             wider[:, : self._stops.shape[1]] = self._stops
@@ -293,42 +330,69 @@ class Scheduler:
         self._stops[slot, : len(job.stop_ids)] = job.stop_ids
         return slot
 
-    def _make_room(self, slot: int, num_tokens: int) -> bool:
-        """Blocks for so many tokens of a slot, taken from the youngest if there are none; False: it lost its own."""
-        while self._num_blocks[slot] * BLOCK_TOKENS < num_tokens:
+    def _take_blocks(self, slot: int, found: list[int], keys: list[Key]) -> None:
+        """Give a slot the blocks found, and new ones for the rest of what it knows."""
+        num_known = int(self.lengths[slot])
+        num_shared = min(len(found), (num_known - 1) // BLOCK_TOKENS)
+        self.blocks.use(found)
+        self.tables[slot, :num_shared] = found[:num_shared]
+        self._num_blocks[slot] = self._num_named[slot] = num_shared
+        self._computed[slot] = num_shared * BLOCK_TOKENS
+        if num_shared:
+            self._last_key[slot] = keys[num_shared - 1]
+        is_roomy = self._make_room(slot)
+        assert is_roomy, "a sequence was given a slot without room for it"
+        if len(found) > num_shared:
+            self._copies[slot] = found[-1], int(self.tables[slot, num_shared])
+            self._computed[slot] = num_known - 1
+        self._to_fill[slot] = deque(key for key in keys[len(found) :] if key not in self._pending)
+        self._pending.update(dict.fromkeys(self._to_fill[slot], slot))
+        self._set_name_at(slot)
+
+    def _make_room(self, slot: int) -> bool:
+        """Blocks for what a slot knows, taken from the youngest if there are none; False: it lost its own."""
+        while self._num_blocks[slot] * BLOCK_TOKENS < self.lengths[slot]:
             block = self.blocks.take()
             if block is not None:
                 self.tables[slot, self._num_blocks[slot]] = block
                 self._num_blocks[slot] += 1
                 continue
             youngest = self._running[-1]
-            self._preempt(youngest)
+            self.num_preempted += 1
+            self._send_back(youngest)
             if youngest == slot:
                 return False
         return True
 
-    def _preempt(self, slot: int) -> None:
-        """Back among those that wait, at the head; what it has sampled is known, and its blocks may still be found."""
+    def _send_back(self, slot: int) -> None:
+        """To the head of those that wait; what it has sampled is known, and its blocks may still be found."""
         job = self._jobs[slot]
-        self.num_preempted += 1
         self.moves.append((False, slot, job))
         known = self.tokens[slot, : self.lengths[slot]].copy()
         self.remove(slot)
-        self._waiting.appendleft(replace(job, tokens=known))
+        self._waiting.appendleft(_Waiting(replace(job, tokens=known)))
 
-    def _give_up(self, slot: int) -> None:
-        # The last first, so that of a sequence's idle blocks the first are the last to go.
-        for block in self.tables[slot, : self._num_blocks[slot]][::-1].tolist():
-            self.blocks.give_up(block)
-        self._num_blocks[slot] = self._num_named[slot] = self._computed[slot] = 0
-        self._last_key.pop(slot, None)
-
-    def _name_blocks(self, slots: np.ndarray) -> None:
-        """Make findable what has become full."""
-        for slot in slots[self._computed[slots] // BLOCK_TOKENS > self._num_named[slots]].tolist():
-            first, last = int(self._num_named[slot]), int(self._computed[slot]) // BLOCK_TOKENS
+    def _name_blocks(self, slot: int) -> None:
+        """Make findable what has become full, and the last block of what the job came with."""
+        first, last = int(self._num_named[slot]), int(self._computed[slot]) // BLOCK_TOKENS
+        if last > first:
             span = self.tokens[slot, first * BLOCK_TOKENS : last * BLOCK_TOKENS]
-            for index, key in enumerate(block_keys(span, self._last_key.get(slot, b"")), first):
-                self.blocks.name(int(self.tables[slot, index]), key)
-                self._last_key[slot] = key
+            keys = block_keys(span, self._last_key.get(slot, b""))
+            for block, key in zip(self.tables[slot, first:last].tolist(), keys, strict=True):
+                self._name(slot, block, key)
+            self._last_key[slot] = keys[-1]
             self._num_named[slot] = last
+        num_came = len(self._jobs[slot].tokens) - 1
+        if self._to_fill[slot] and self._computed[slot] >= num_came:
+            self._name(slot, int(self.tables[slot, num_came // BLOCK_TOKENS]), self._to_fill[slot][0])
+        self._set_name_at(slot)
+
+    def _name(self, slot: int, block: int, key: Key) -> None:
+        self.blocks.name(block, key)
+        to_fill = self._to_fill[slot]
+        if to_fill and to_fill[0] == key:
+            del self._pending[to_fill.popleft()]
+
+    def _set_name_at(self, slot: int) -> None:
+        border = (int(self._num_named[slot]) + 1) * BLOCK_TOKENS
+        self._name_at[slot] = min(border, len(self._jobs[slot].tokens) - 1) if self._to_fill[slot] else border

@@ -43,6 +43,7 @@ _MAY_DIFFER = (
     *("actor.optimizer.lr", "critic.optimizer.lr", "actor.optimizer.distributed", "critic.optimizer.distributed"),
     *(f"{model}.{key}" for model in ("model", "critic.model") for key in ("path", "vocab_divisible_by", "init_std")),
     *("reward.model.vocab_divisible_by", "rollout.max_concurrent", "rollout.archive"),
+    "rollout.cache_memory",
 )
 """What of these may change all the same: where state and padding lie, what only a first start uses, and the rate, which
 people lower half-way. All else that the above does not name may change too: ranks, layouts, offload, deadlines, …"""

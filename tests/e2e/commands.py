@@ -127,7 +127,8 @@ def lasting_metrics(run_dir: Path) -> list[dict[str, float]]:
         {
             name: value
             for name, value in row.items()
-            if not name.endswith("_s") and not name.startswith(("control/", "checkpoint/", "rollout/reused", "run/"))
+            if not name.endswith("_s")
+            and not name.startswith(("control/", "checkpoint/", "rollout/reused", "rollout/continued", "run/"))
         }
         for row in rows
     ]

@@ -13,7 +13,8 @@ import torch.utils.tensorboard  # noqa: F401
 
 from hybridflow.data.rollout_log import LogWriter, list_logs, read_log
 from hybridflow.roles.actor import Actor
-from hybridflow.rollout.generate import Generator
+from hybridflow.rollout import engine
+from hybridflow.rollout.engine import MegatronEngine
 from tests.e2e.commands import fork_ranks, lasting_metrics, write_recipe
 from tests.e2e.test_resume import reused, weights
 
@@ -25,7 +26,7 @@ RUN = [
 
 def noting(rank):
     """Each rank notes what it gives on to training, and how many responses it generates."""
-    sample, generate = Actor.sample, Generator.generate
+    sample, generate = Actor.sample, MegatronEngine.generate
 
     def sample_and_note(self, batch, decided):
         found = sample(self, batch, decided)
@@ -38,23 +39,22 @@ def noting(rank):
                 file.write(json.dumps([step, ident, prompt, tokens.tolist(), log_probs.tolist()]) + "\n")
         return found
 
-    def generate_and_note(self, requests, params, purpose="rollout", progress=None):
+    def generate_and_note(self, requests, purpose="rollout", progress=None):
         if purpose == "rollout":
             with open(f"generated-{rank}", "a") as file:
                 file.write(f"{len(requests)}\n")
-        return generate(self, requests, params, purpose, progress)
+        return generate(self, requests, purpose, progress)
 
-    Actor.sample, Generator.generate = sample_and_note, generate_and_note
+    Actor.sample, MegatronEngine.generate = sample_and_note, generate_and_note
 
 
 def kill_in_the_rollout_of_step_4(rank):
-    """Rank 1 dies with the second wave of its responses in step 4, when the first is in its log."""
+    """Rank 1 dies in step 4 when the first two of its responses are in its log."""
     noting(rank)
-    add = LogWriter.add
+    add, engine.LOOK_STEPS = LogWriter.add, 4
 
     def add_or_die(self, responses):
         add(self, responses)
-        self.num_added = getattr(self, "num_added", 0) + 1
         if rank == 1 and "step-000004" in str(self._path):
             os.kill(os.getpid(), signal.SIGKILL)
 

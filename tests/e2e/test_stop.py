@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 
 import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
 import pytest
+import torch
 import torch.utils.tensorboard  # noqa: F401
 
 from hybridflow.checkpoint.store import latest_step
@@ -15,7 +17,7 @@ from hybridflow.exit_status import REQUEUE
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.observe.starts import read_starts
 from hybridflow.roles.actor import Actor
-from hybridflow.rollout.generate import Generator
+from hybridflow.rollout.engine import MegatronEngine, Session
 from hybridflow.trainer import stopping
 from hybridflow.trainer.stopping import Stopping
 from tests.e2e.commands import fork_ranks, lasting_metrics, write_recipe
@@ -194,15 +196,15 @@ LONG = [*RUN, "model.max_context=120", "rollout.max_new_tokens=100", "trainer.st
 
 def asking_while_decoding(rank):
     """A hook: in the second step's rollout rank 1 is sent a signal when it has decoded 10 tokens of each response."""
-    generate, one_token = Generator.generate, Generator._step
+    generate, one_token = MegatronEngine.generate, Session.step
     rollouts, tokens = 0, 0
 
-    def counted(self, requests, params, purpose="rollout", progress=None):
+    def counted(self, requests, purpose="rollout", progress=None):
         nonlocal rollouts
         rollouts += purpose == "rollout"
-        return generate(self, requests, params, purpose, progress)
+        return generate(self, requests, purpose, progress)
 
-    def step(self, *rest):
+    def step(self):
         nonlocal tokens
         tokens += rollouts == 2
         assert rank == 0 or tokens < 20, "it went on decoding though it was asked to stop"
@@ -210,24 +212,69 @@ def asking_while_decoding(rank):
             os.kill(os.getpid(), signal.SIGUSR1)
             # More than the watch needs to tell the other rank.
             time.sleep(3)
-        return one_token(self, *rest)
+        return one_token(self)
 
-    Generator.generate, Generator._step = counted, step
+    MegatronEngine.generate, Session.step = counted, step
 
 
-def test_asked_inside_a_long_rollout_it_ends_there_and_what_had_finished_is_used(tmp_path, tmp_path_factory):
-    whole = tmp_path_factory.mktemp("whole")
-    for folder in (whole, tmp_path):
+def noting_what_was_begun(rank):
+    """A hook: each rank notes the lengths of what it goes on from, and of what comes of it."""
+    generate = MegatronEngine.generate
+
+    def noted(self, requests, purpose="rollout", progress=None):
+        responses = generate(self, requests, purpose, progress)
+        with open(f"begun-{rank}", "a") as file:
+            for ask, got in zip(requests, responses, strict=True):
+                if ask.begun is not None:
+                    before = len(ask.begun.tokens)
+                    assert torch.equal(got.log_probs[:before], ask.begun.log_probs), (
+                        "what was sampled is kept as it was"
+                    )
+                    file.write(f"{before} {len(got.tokens)} {sorted(set(got.versions.tolist()))}\n")
+        return responses
+
+    MegatronEngine.generate = noted
+
+
+@pytest.fixture(scope="module")
+def long_runs(tmp_path_factory):
+    """A run in one go, and one that was stopped in the midst of the second step's rollout."""
+    whole, stopped = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("stopped")
+    for folder in (whole, stopped):
         write_recipe(folder)
     assert fork_ranks(LONG, whole).codes == (0, 0)
-    stopped = fork_ranks(LONG, tmp_path, hook=asking_while_decoding)
-    assert stopped.codes == (REQUEUE, REQUEUE), stopped.err
-    assert latest_step(tmp_path / "run") == 1
-    again = fork_ranks([*LONG, "--resume"], tmp_path)
+    done = fork_ranks(LONG, stopped, hook=asking_while_decoding)
+    assert done.codes == (REQUEUE, REQUEUE), done.err
+    assert latest_step(stopped / "run") == 1
+    return whole, stopped
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        None,
+        pytest.param("actor.rollout={tp: 2}", marks=pytest.mark.slow),
+        pytest.param("actor.rollout={pp: 2}", marks=pytest.mark.slow),
+    ],
+)
+def test_asked_inside_a_long_rollout_it_ends_there_and_goes_on_there(tmp_path, long_runs, layout):
+    whole, stopped = long_runs
+    folder = tmp_path / "again"
+    shutil.copytree(stopped, folder)
+    argv = [*LONG, "--resume"] if layout is None else [*LONG, "--resume", layout]
+    again = fork_ranks(argv, folder, hook=noting_what_was_begun)
     assert again.codes == (0, 0), again.err
-    rows, expected = learned(tmp_path / "run"), learned(whole / "run")
-    # The sampler's own log-probabilities are rounded otherwise when fewer are sampled together.
-    diffs = [[row.pop("rollout/logprob_abs_diff") for row in each] for each in (rows, expected)]
-    assert diffs[0] == pytest.approx(diffs[1], abs=1e-6) and rows == expected
-    reused = [row.get("rollout/reused", 0.0) for row in read_metrics(tmp_path / "run")]
-    assert reused[0] == reused[2] == 0.0 and 0.0 < reused[1] < 1.0
+    begun = [line.split(maxsplit=2) for rank in (0, 1) for line in (folder / f"begun-{rank}").read_text().splitlines()]
+    # The second step's tokens are of the weights after one step.
+    assert begun and all(4 < int(before) < int(after) and versions == "[1]" for before, after, versions in begun)
+    rows, expected = learned(folder / "run"), learned(whole / "run")
+    if layout is None:
+        # The sampler's own log-probabilities are rounded otherwise when others are sampled together.
+        diffs = [[row.pop("rollout/logprob_abs_diff") for row in each] for each in (rows, expected)]
+        assert diffs[0] == pytest.approx(diffs[1], abs=1e-6) and rows == expected
+    else:
+        names = ("reward/mean", "batch/num_tokens")
+        assert [[row[name] for name in names] for row in rows] == [[row[name] for name in names] for row in expected]
+    for name in ("rollout/reused", "rollout/continued"):
+        first, second, third = (row.get(name, 0.0) for row in read_metrics(folder / "run"))
+        assert first == third == 0.0 and 0.0 < second < 1.0

@@ -210,6 +210,10 @@ def test_example_of_the_documentation_runs(tmp_path):
     assert done.stdout == f"[3, {VOCAB}]\n", done.stderr
 
 
+_MMAP_THRESHOLD = -3
+"""``M_MMAP_THRESHOLD`` of malloc.h."""
+
+
 def anonymous_bytes() -> int:
     """Memory of this process that is no file's."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
@@ -219,8 +223,9 @@ def anonymous_bytes() -> int:
 def bytes_while_reading(world: World, path: Path, read_before: Path) -> tuple[int, int]:
     """What the weights take, and the most that was there at any time above what there was before."""
     mesh = DeviceMesh(name="actor", layout=ParallelLayout(), ranks=(0,), ranks_per_node=1)
+    # All that is freed goes back at once: the allocator else keeps some of it, now more, now less.
+    assert ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16) == 1
     from_pretrained(read_before, world, mesh)
-    # What was freed before is still this process's, and would be used again without being seen.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before, peak, is_done = anonymous_bytes(), 0, threading.Event()
@@ -250,5 +255,5 @@ def test_reading_takes_the_memory_of_a_tensor_or_two(tmp_path):
     for path, small in (("causal", "small"), ("ours", "small-ours")):
         ((weights, peak),) = run_ranks(bytes_while_reading, 1, tmp_path / path, tmp_path / small)
         assert weights > 5 * largest
-        # Two of the largest tensor, and what is small: buffers of readers, memory that the allocator holds back.
-        assert 0.9 * weights < peak < weights + 2.5 * largest, (path, weights, peak, largest)
+        # Two of the largest tensor, and small buffers.
+        assert 0.9 * weights < peak < weights + 2 * largest, (path, weights, peak, largest)

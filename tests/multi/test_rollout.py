@@ -154,24 +154,26 @@ class Noting:
 
 
 def stopped(world, layouts: list[ParallelLayout], stops: tuple[int | None, ...]):
-    """Of each layout and stop: how often it was asked, what was handed over, what came back."""
-    params = SamplingParams(max_new_tokens=LOOK_STEPS + 4, stop_ids=(2, 5))
+    """Of each layout and stop: how often it was asked, what was handed over, what came back, what was left."""
+    # So that not all has ended when it is asked for the third time.
+    params = SamplingParams(max_new_tokens=2 * LOOK_STEPS + 4, stop_ids=(2,))
     found = []
     for layout in layouts:
         model, mesh, groups, _ = make_model(world, layout)
         engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=4)
         mine = requests(params)[mesh.coordinate(world.rank).dp :: layout.dp]
         for stop_at in stops:
-            progress, responses = Noting(stop_at), None
+            progress, responses, left = Noting(stop_at), None, []
             try:
                 responses = engine.generate(mine, progress=progress)
-            except RolloutStopped:
+            except RolloutStopped as stopped:
                 assert stop_at is not None
+                left = [((ask.draw, ask.index), got.tokens.tolist()) for ask, got in stopped.unfinished]
             whole = responses and [
                 ((ask.draw, ask.index), got.tokens.tolist(), got.log_probs.tolist())
                 for ask, got in zip(mine, responses, strict=True)
             ]
-            found.append((stop_at, progress.num_asked, progress.handed, whole))
+            found.append((progress.num_asked, progress.handed, whole, left))
     return found
 
 
@@ -179,12 +181,20 @@ def test_finished_responses_are_handed_over_once_and_generating_stops_where_it_i
     stops = (None, 1, 2, 3)
     for results in run_ranks(stopped, 2, layouts_of(2), stops):
         for start in range(0, len(results), len(stops)):
-            _, num_asked, handed, whole = results[start]
+            num_asked, handed, whole, _ = results[start]
             assert sorted(handed) == sorted(whole)
             # More steps than the longest has tokens, since not all fit at once.
             assert num_asked > max(len(one[1]) for one in whole) / LOOK_STEPS and num_asked >= max(stops[1:])
-            for stop_at, asked, before, nothing in results[start + 1 : start + len(stops)]:
+            texts = {name: tokens for name, tokens, _ in whole}
+            numbers = [len(handed)]
+            for stop_at, (asked, before, nothing, left) in zip(stops[1:], results[start + 1 :], strict=False):
                 assert asked == stop_at and nothing is None
-                assert before == handed[: len(before)]
-            numbers = [len(before) for _, _, before, _ in results[start : start + len(stops)]]
+                names = [name for name, *_ in before] + [name for name, _ in left]
+                assert sorted(names) == sorted(texts)
+                # Some of those handed over last have ended in the very step that was under way.
+                assert sorted(before) == sorted(
+                    each for each in handed if each[0] in dict.fromkeys(names[: len(before)])
+                )
+                assert all(tokens == texts[name][: len(tokens)] for name, tokens in left)
+                numbers.append(len(before))
             assert numbers[1] == 0 and numbers[1:] == sorted(numbers[1:]) and 0 < numbers[-1] < numbers[0]

@@ -27,6 +27,9 @@ def rows(name):
                 index=index,
                 tokens=np.arange(3 - index, dtype=np.int32) + 100 * step + 10 * name.rank + index,
                 log_probs=-np.arange(3 - index, dtype=np.float32) - step,
+                sampled_log_probs=-np.arange(3 - index, dtype=np.float32) - step - 0.5,
+                versions=np.full(3 - index, step - 1, np.int32),
+                finish="length" if index == 0 else "stop",
             ),
         )
         for step in (name.last, name.first)
@@ -52,8 +55,8 @@ def read(folder):
 
 def expected(names=NAMES):
     """What a person would write down: by segment, and in one by step, draw, index."""
-    found = {name: [] for name in ("step", "draw", "index", "prompt_length", "response_length")}
-    found |= {name: [] for name in ("prompt_tokens", "response_tokens", "log_probs")}
+    found = {name: [] for name in ("step", "draw", "index", "finish", "prompt_length", "response_length")}
+    found |= {name: [] for name in ("prompt_tokens", "response_tokens", "log_probs", "sampled_log_probs", "versions")}
     for name in names:
         for step in (name.first, name.last):
             for index in (0, 1, 3):
@@ -61,11 +64,14 @@ def expected(names=NAMES):
                 found["step"].append(step)
                 found["draw"].append(10 * step + name.rank)
                 found["index"].append(index)
+                found["finish"].append(int(index == 0))
                 found["prompt_length"].append(step + 1)
                 found["response_length"].append(length)
                 found["prompt_tokens"] += range(step + 1)
                 found["response_tokens"] += [100 * step + 10 * name.rank + index + place for place in range(length)]
                 found["log_probs"] += [-float(place) - step for place in range(length)]
+                found["sampled_log_probs"] += [-float(place) - step - 0.5 for place in range(length)]
+                found["versions"] += [step - 1] * length
     return found
 
 
@@ -124,7 +130,7 @@ def test_foreign_file_is_left_out_with_a_message(tmp_path):
     with h5py.File(path, "w") as file:
         file.attrs["format"] = "other"
     (line,) = join_segments(tmp_path)
-    assert "is of the format other, expected hybridflow-rollouts-1" in line
+    assert "is of the format other, expected hybridflow-rollouts-2" in line
 
 
 def test_a_flipped_byte_never_gives_a_wrong_number(tmp_path):
@@ -139,7 +145,7 @@ def test_a_flipped_byte_never_gives_a_wrong_number(tmp_path):
             found = read(tmp_path)
             for name, values in found.items():
                 wrong = values != np.asarray(right[name])
-                missing = np.isnan(values) if name == "log_probs" else values == -1
+                missing = np.isnan(values) if values.dtype.kind == "f" else values == -1
                 assert not (wrong & ~missing).any(), (place, name)
             num_seen -= not any((values == -1).any() for values in found.values())
         num_seen += 1

@@ -22,14 +22,21 @@ def response(draw, index, length):
         index=index,
         tokens=values.integers(0, 100, length).astype(np.int32),
         log_probs=-values.random(length).astype(np.float32),
+        sampled_log_probs=-values.random(length).astype(np.float32),
+        versions=values.integers(0, 9, length).astype(np.int32),
+        finish=("stop", "length", "paused")[index % 3],
     )
 
 
-RESPONSES = [response(draw, index, length) for draw, index, length in [(9, 0, 4), (9, 1, 1), (8, 0, 0), (10, 1, 30)]]
+RESPONSES = [response(draw, index, length) for draw, index, length in [(9, 0, 4), (9, 1, 1), (8, 2, 0), (10, 1, 30)]]
 
 
 def plain(responses):
-    return [(each.draw, each.index, each.tokens.tolist(), each.log_probs.tolist()) for each in responses]
+    return [(each.draw, each.index, each.finish, *(values.tolist() for values in columns(each))) for each in responses]
+
+
+def columns(each):
+    return each.tokens, each.log_probs, each.sampled_log_probs, each.versions
 
 
 def write(path, responses=RESPONSES):
@@ -58,19 +65,22 @@ def test_what_was_added_is_read_as_it_was(tmp_path):
     header, found = read_log(path)
     assert header == HEADER
     assert plain(found) == plain(RESPONSES)
-    assert all(each.tokens.dtype == np.int32 and each.log_probs.dtype == np.float32 for each in found)
+    kinds = [np.int32, np.float32, np.float32, np.int32]
+    assert all([values.dtype for values in columns(each)] == kinds for each in found)
+    assert [each.is_whole for each in found] == [True, True, False, True]
 
 
 def test_layout_of_the_file_is_the_documented_one(tmp_path):
     path = tmp_path / "a.log"
     sizes = write(path)
-    # A block's 4 bytes of length and 16 of checksum; three numbers of 8 bytes; 8 bytes for each token.
+    # A block's 4 bytes of length and 16 of checksum; four numbers of 8 bytes; 16 bytes for each token.
     assert [after - before for before, after in zip(sizes, sizes[1:], strict=False)] == [
-        4 + 16 + 24 + 8 * count for count in (4, 1, 0, 30)
+        4 + 16 + 32 + 16 * count for count in (4, 1, 0, 30)
     ]
     last = path.read_bytes()[sizes[3] :]
-    assert last[:4] == (24 + 8 * 30).to_bytes(4, "little") and last[20:28] == (10).to_bytes(8, "little")
-    assert last[44 : 44 + 120] == RESPONSES[3].tokens.tobytes() and last[164:] == RESPONSES[3].log_probs.tobytes()
+    head = [int.from_bytes(last[start : start + 8], "little") for start in range(20, 52, 8)]
+    assert last[:4] == (32 + 16 * 30).to_bytes(4, "little") and head == [10, 1, 30, 1]
+    assert last[52:] == b"".join(values.tobytes() for values in columns(RESPONSES[3]))
 
 
 def test_cut_anywhere_what_stands_before_is_read(whole, tmp_path):

@@ -62,7 +62,7 @@ def test_another_recipe_does_not_go_on_from_a_checkpoint(tmp_path, change, says)
         "actor.update={dp: 4}; actor.rollout={tp: 2, dp: 2}; critic.layout={tp: 2, dp: 2}; actor.offload=true",
         "actor.optimizer.lr=1e-5; critic.optimizer.lr=1e-5; actor.optimizer.distributed=false",
         "trainer.steps=50; trainer.save_every=7; trainer.keep_last=5; trainer.micro_batch_tokens=128; name=other",
-        "model.vocab_divisible_by=8; rollout.max_concurrent=7; cluster.deadline_s=7",
+        "model.vocab_divisible_by=8; rollout.max_concurrent=7; rollout.cache_memory=0.25; cluster.deadline_s=7",
     ],
 )
 def test_where_and_how_fast_it_is_computed_may_change(tmp_path, change):

@@ -1,0 +1,101 @@
+"""The text of a response while it grows: which token completes a stop string, and which would complete a bad one.
+
+The text of a response is what the tokenizer makes of its tokens, without the prompt's. A token *completes* a string
+when the text that ends with it has an occurrence that reaches beyond what it has in common with the text before. That
+is decided exactly, also where a character's bytes are several tokens, or a leading space is there or not depending on
+what stands before, and in a time that does not grow with the response.
+
+Torch-free, and a function of the tokens alone: every rank of a replica finds the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+
+from hybridflow.data.tokenizer import Tokenizer
+
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_UNKNOWN = "\ufffd"
+
+
+class Texts:
+    """A tokenizer, and which of its tokens nothing before or behind them can change."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.decode = tokenizer.decode
+        self._bytes = {index for index, piece in tokenizer.pieces().items() if _BYTE.fullmatch(piece)}
+        self._alone: dict[int, str] = {}
+
+    def alone(self, token: int) -> str | None:
+        """The text of a token that is text in itself; None: part of a character, or nothing, such as an end."""
+        if token in self._bytes:
+            return None
+        if token not in self._alone:
+            self._alone[token] = self.decode([token])
+        text = self._alone[token]
+        return None if not text or _UNKNOWN in text else text
+
+
+class Watch:
+    """Looks for strings in one response.
+
+    All before the last token that is text in itself (the anchor) is settled: of it, only as many characters are kept as
+    a string may reach back. The anchor is decoded again with each token behind it, since the first token of a text may
+    lose its leading space.
+
+    Args:
+        texts: Of the tokenizer.
+        stop: Strings that end the response.
+        bad: Strings that it is not to have.
+        tokens: What it has already.
+    """
+
+    def __init__(self, texts: Texts, stop: Sequence[str], bad: Sequence[str], tokens: Iterable[int] = ()) -> None:
+        self._texts = texts
+        self._stop, self._bad = tuple(stop), tuple(bad)
+        self._reach = max(map(len, (*stop, *bad)), default=1) - 1
+        self._settled = ""
+        self._open: list[int] = []
+        self._num_anchor = 0
+        self._text = ""
+        for token in tokens:
+            self.add(token)
+
+    def would_complete_bad(self, token: int) -> bool:
+        """Whether the response's next token, were it this one, would complete a bad string."""
+        return self._has_new(self._text_with(token), self._bad)
+
+    def add(self, token: int) -> bool:
+        """The response's next token; whether it completes a stop string."""
+        text = self._text_with(token)
+        is_stop = self._has_new(text, self._stop)
+        self._open.append(token)
+        self._text = text
+        anchor = self._texts.alone(token)
+        if anchor is not None:
+            whole = self._settled + text
+            self._settled = whole[max(len(whole) - self._reach, 0) :]
+            self._open, self._num_anchor, self._text = [token], len(anchor), ""
+        return is_stop
+
+    def _text_with(self, token: int) -> str:
+        """What stands behind the settled text, with one more token."""
+        return self._texts.decode([*self._open, token])[self._num_anchor :]
+
+    def _has_new(self, text: str, strings: Sequence[str]) -> bool:
+        return first_new(self._settled + self._text, self._settled + text, strings) is not None
+
+
+def first_new(before: str, after: str, strings: Sequence[str]) -> int | None:
+    """Where the first occurrence of a string begins in ``after`` that reaches beyond what it shares with ``before``."""
+    num_same = len(os.path.commonprefix([before, after]))
+    places = [after.find(string, max(num_same - len(string) + 1, 0)) for string in strings]
+    return min((place for place in places if place >= 0), default=None)
+
+
+def text_before_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> str:
+    """The text of a response that has ended, without the stop string that ended it and what its token has behind."""
+    before, text = tokenizer.decode(list(tokens[:-1])), tokenizer.decode(list(tokens))
+    return text[: first_new(before, text, stop)]

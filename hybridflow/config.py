@@ -247,7 +247,7 @@ class Environment:
     name: str
     max_turns: Count = 4
     step_deadline_s: Positive = 30.0
-    failure_reward: float = 0.0
+    failure_reward: Annotated[float, Bounds(low=-1e30, high=1e30)] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from hybridflow.config import Environment as Settings
 from hybridflow.data.prompts import Example
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, DataError
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.rollout.calculator import Calculator
 from hybridflow.rollout.calls import CallFailed, Calls
@@ -154,10 +154,14 @@ class Environments:
         Collective: tp, pp.
 
         Raises:
+            DataError: A prompt leaves no room for a response, in the model's context or in the cache.
             RolloutStopped: ``is_stopping`` said so, on all ranks; conversations that had begun are dropped.
         """
         talks = [_Talk(request) for request in requests]
         session = engine.open(requests, purpose)
+        for request in requests:
+            if reason := engine.refusal(request):
+                raise DataError(f"prompt of draw {request.draw}: {reason}")
         for number, example in enumerate(examples):
             self._begin(number, talks[number], example)
         # Of the conversations that are going on, some wait for their environment; others, by request, for the policy.
@@ -183,6 +187,7 @@ class Environments:
         finally:
             if self._calls is not None:
                 self._calls.drop()
+        engine.metrics = session.metrics()
         return [talk.ended() for talk in talks]
 
     def _begin(self, number: int, talk: _Talk, example: Example) -> None:
@@ -312,10 +317,11 @@ class _Talk:
             )
         )
         self._masks.append(none)
+        params = self._asked.params
         return replace(
             self._asked,
             prompt=torch.cat([self._asked.prompt, *(part.tokens for part in self._parts)]),
-            params=replace(self._asked.params, max_new_tokens=self.room),
+            params=replace(params, max_new_tokens=self.room, min_new_tokens=min(params.min_new_tokens, self.room)),
         )
 
     def ended(self) -> Conversation:

@@ -35,6 +35,7 @@ CHARACTERS = SimpleNamespace(
     stop_ids=STOPS,
     encode=lambda text: [LETTERS.index(each) for each in text],
     decode=lambda ids: "".join(LETTERS[each] for each in ids),
+    pieces=lambda: dict(enumerate(LETTERS)),
 )
 """A token for each letter."""
 PARAMS = SamplingParams(max_new_tokens=30, temperature=TEMPERATURE, stop_ids=STOPS)
@@ -52,6 +53,17 @@ class Echo:
 
 def heard(response: str) -> str:
     return f"A{response[::-1][:4]}B"
+
+
+GATE = threading.Event()
+
+
+class Held(Echo):
+    """Begins when the gate is open."""
+
+    def reset(self, prompt, answer):
+        GATE.wait()
+        return super().reset(prompt, answer)
 
 
 class Faulty(Echo):
@@ -276,12 +288,25 @@ def test_an_environment_that_fails_ends_its_own_sample_alone():
 def stopping(world, layout: ParallelLayout):
     model, mesh, groups, _ = make_model(world, layout)
     engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=4)
-    led, asked = environments(world, mesh), []
-    whole = led.converse(engine, *problems())
+    few = [each[:6] for each in problems()]
+    led, asked = environments(world, mesh, "Held"), []
     with pytest.raises(RolloutStopped):
-        led.converse(engine, *problems(), "rollout", lambda: bool(asked.append(0)) or len(asked) == 3)
-    again = led.converse(engine, *problems())
-    greedy = led.converse(engine, *problems(), "validation")
+        led.converse(engine, *few, "rollout", lambda: bool(asked.append(0)) or len(asked) == 3)
+    # What those say now that nobody waits for is not heard.
+    GATE.set()
+    whole = led.converse(engine, *few)
+    with pytest.raises(RolloutStopped):
+        led.converse(engine, *few, "rollout", lambda: bool(asked.append(0)) or len(asked) == 6)
+    again = led.converse(engine, *few)
+    requests, examples = few
+    patient = [replace(ask, params=replace(PARAMS, min_new_tokens=13)) for ask in requests]
+    for talk in led.converse(engine, patient, examples):
+        said = [turn for is_said, turn in turns_of(plain(talk)) if is_said]
+        # What is left of the 30 tokens may be fewer.
+        assert all(len(turn) >= 13 for turn in said[:-1]) and (len(said[-1]) >= 13 or len(talk.mask) == 30)
+    known = environments(world, mesh).converse(engine, *few)
+    assert [talk.response.tokens.tolist() for talk in known] == [talk.response.tokens.tolist() for talk in whole]
+    greedy = led.converse(engine, *few, "validation")
     return [[talk.response.tokens.tolist() for talk in talks] for talks in (whole, again, greedy)]
 
 

@@ -97,6 +97,9 @@ def test_overrides_win_and_later_ones_over_earlier(recipe_file):
         ("rollout.group_size=3", ["global_batch_size=16", "group_size=3", "set it to 18"]),
         ("trainer.mini_batch_size=5", ["mini_batch_size=5 does not divide trainer.global_batch_size=16"]),
         ("rollout.max_new_tokens=32", ["rollout.max_new_tokens=32", "model.max_context=32"]),
+        ("rollout.environment={}", ["rollout.environment.name: missing; expected text"]),
+        ("rollout.environment={name: calculator, max_turns: 0}", ["max_turns: expected an integer of at least 1"]),
+        ("rollout.environment={name: calculator, failure_reward: .nan}", ["failure_reward", "found nan"]),
         ("model.num_query_groups=3", ["model.num_query_groups=3 does not divide model.num_attention_heads=4"]),
         ("model.hidden_size=30", ["model.hidden_size=30", "multiple of 2·heads", "model.head_dim"]),
         ("model.head_dim=7", ["model.head_dim=7", "even"]),
@@ -127,6 +130,14 @@ def test_bad_key_is_named_with_the_remedy(recipe_file, override, says):
         (["model.window=4", "model.window_layers=[1, 2]"], "model.window_layers: [2] not among layers 0 to 1"),
         (["model.num_experts=4", "model.experts_per_token=5"], "experts_per_token=5 is more than model.num_experts=4"),
         (["model.num_experts=4", "model.experts_per_token=1"], "set normalized_experts to false"),
+        (
+            ["data.arithmetic={num_train: 9, num_held_out: 1, operation: multiply, mistake_share: 0.5}"],
+            "data.arithmetic.mistake_share=0.5: only additions have a wrong carry",
+        ),
+        (
+            ["rollout.environment={name: calculator}", "rollout.archive=true"],
+            "rollout.archive=true: the archive has no",
+        ),
     ],
 )
 def test_keys_at_odds_are_named_with_the_remedy(recipe_file, overrides, says):
@@ -223,7 +234,7 @@ def test_unknown_recipe_lists_the_shipped_ones():
         find_recipe("nonsense")
 
 
-@pytest.mark.parametrize("name", ["quickstart", "grpo", "split", "ppo-70b"])
+@pytest.mark.parametrize("name", ["quickstart", "grpo", "split", "calculator", "ppo-70b"])
 def test_shipped_recipes_are_valid(name):
     assert load_recipe(name).name == name
 

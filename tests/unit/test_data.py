@@ -16,6 +16,7 @@ from hybridflow.data.order import permuted
 from hybridflow.data.pieces import PieceTokenizer, train_tokenizer
 from hybridflow.data.prompts import Example, PromptSource, encode_prompts, encode_solutions, read_examples
 from hybridflow.errors import DataError
+from hybridflow.rollout.calculator import Calculator
 
 ROOT = Path(__file__).parents[2]
 DATA = Data(train="train.jsonl", held_out="held_out.jsonl")
@@ -164,10 +165,13 @@ def test_truncated_tokenizer(tmp_path, tokenizer):
 def test_rows_are_read_in_order_with_their_place(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"q": "1+1=", "answer": "2", "solution": "3"}\n\n{"q": "2+2=", "answer": "4"}\n')
+    with path.open("a") as file:
+        file.write('{"q": "3+3=", "answer": "6", "solution": ["[3+3]", "6;", "6"]}\n')
     data = Data(train="", held_out="", prompt_field="q")
     assert read_examples(path, data) == (
         Example(prompt="1+1=", answer="2", solution="3", place=f"{path}:1"),
         Example(prompt="2+2=", answer="4", place=f"{path}:3"),
+        Example(prompt="3+3=", answer="6", solution=("[3+3]", "6;", "6"), place=f"{path}:4"),
     )
 
 
@@ -185,6 +189,9 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
         (GOOD + b'{"prompt": "1"}', "rows.jsonl:2: no field 'answer'"),
         (GOOD + b'{"prompt": "1", "answer": 2}', "rows.jsonl:2: field 'answer': expected text, found 2"),
         (GOOD + b'{"prompt": "1", "answer": "2", "solution": null}', "rows.jsonl:2: field 'solution': expected text"),
+        (GOOD + b'{"prompt": "1", "answer": "2", "solution": ["1", "2"]}', "'solution': a list of 2 texts; a conv"),
+        (GOOD + b'{"prompt": "1", "answer": "2", "solution": []}', "'solution': a list of 0 texts; a conversation"),
+        (GOOD + b'{"prompt": "1", "answer": "2", "solution": [7]}', "field 'solution[0]': expected text, found 7"),
         (GOOD + b'{"prompt": "", "answer": "2"}', "rows.jsonl:2: field 'prompt' is empty"),
         (GOOD + b'{"prompt": "\xff", "answer": "2"}', "rows.jsonl:2: not UTF-8: invalid start byte at byte 12"),
         (GOOD + b'{"prompt": "\\ud800", "answer": "2"}', "rows.jsonl:2: field 'prompt': half of a surrogate pair"),
@@ -217,10 +224,41 @@ def test_solutions_end_and_fit_exactly_or_are_named(tokenizer):
         Example(prompt="8+8=", answer="16", solution="6", place="f:2"),
     ]
     pairs = encode_solutions(examples, tokenizer, max_context=7)
-    assert [response for _, response in pairs] == [(*tokenizer.encode(text), tokenizer.eos_id) for text in ("2", "6")]
-    assert pairs[0][0] == encode_prompts(examples, tokenizer, max_new_tokens=1, max_context=7)[0]
+    assert [pair.tokens for pair in pairs] == [(*tokenizer.encode(text), tokenizer.eos_id) for text in ("2", "6")]
+    assert all(all(pair.is_written) and len(pair.is_written) == len(pair.tokens) for pair in pairs)
+    assert pairs[0].prompt == encode_prompts(examples, tokenizer, max_new_tokens=1, max_context=7)[0]
     with pytest.raises(DataError, match=r"f:1: prompt of 5 tokens \+ solution of 2 = 7 exceeds model.max_context=6"):
         encode_solutions(examples, tokenizer, max_context=6)
+
+
+def test_a_conversation_to_imitate_has_ends_where_the_policy_ends(tokenizer):
+    one = Example(prompt="1+1=", answer="2", solution=("=1+1", "2+", "2"), place="f:1")
+    (found,) = encode_solutions([one], tokenizer, max_context=20)
+    written, observed, last = (tokenizer.encode(text) for text in one.solution)
+    assert found.tokens == (*written, tokenizer.eos_id, *observed, *last, tokenizer.eos_id)
+    assert found.is_written == (True,) * 5 + (False,) * 2 + (True,) * 2
+    # 5 of the prompt, with its beginning, and these 9.
+    with pytest.raises(DataError, match=r"solution of 9 = 14 exceeds model.max_context=13"):
+        encode_solutions([one], tokenizer, max_context=13)
+
+
+def test_products_of_which_some_ask_the_calculator():
+    spec = Arithmetic(num_train=2000, num_held_out=50, operation="multiply", tool_share=0.25)
+    train, held_out = make_problems(spec)
+    asking = [row for row in train if isinstance(row["solution"], list)]
+    # Standard deviation of the share: sqrt(0.25 · 0.75 / 2 000) = 0.01.
+    assert abs(len(asking) / len(train) - 0.25) < 0.05
+    for row in train + held_out:
+        left, right = row["prompt"].removesuffix("=").split("*")
+        assert row["answer"] == str(int(left) * int(right))
+    for row in asking:
+        problem = row["prompt"].removesuffix("=")
+        calculator = Calculator()
+        calculator.reset(row["prompt"], row["answer"])
+        ask, observed, answer = row["solution"]
+        assert ask == f"[{problem}]" and calculator.step(ask) == (observed, 0.0, False)
+        assert calculator.step(answer)[1:] == (1.0, True)
+    assert all(row["solution"] == row["answer"] for row in train if row not in asking)
 
 
 def test_tool_makes_the_files(tmp_path):

@@ -319,13 +319,15 @@ class Session:
         """Tokens that went through the model."""
         return sum(lane.scheduler.num_computed for lane in self._lanes)
 
+    @property
+    def num_preempted(self) -> int:
+        """How often a sequence lost its place in the cache."""
+        return sum(lane.scheduler.num_preempted for lane in self._lanes)
+
     def metrics(self) -> dict[str, float]:
-        """How often a sequence lost its place in the cache; and the prompts' tokens computed, over those asked for."""
-        schedulers = [lane.scheduler for lane in self._lanes]
-        return {
-            "preempted": sum(each.num_preempted for each in schedulers),
-            "prefill_share": sum(each.num_prompt_computed for each in schedulers) / max(self._num_prompt, 1),
-        }
+        """``preempted``, and ``prefill_share``: the prompts' tokens computed, over those asked for."""
+        num_computed = sum(lane.scheduler.num_prompt_computed for lane in self._lanes)
+        return {"preempted": self.num_preempted, "prefill_share": num_computed / max(self._num_prompt, 1)}
 
     def add(self, requests: Sequence[Request]) -> None:
         """Take up requests. One that cannot be met is handed out as failed, one that has ended before as it is."""

@@ -26,7 +26,7 @@ RUN = [
 
 def noting(rank):
     """Each rank notes what it gives on to training, and how many responses it generates."""
-    sample, generate = Actor.sample, MegatronEngine.generate
+    sample, drive = Actor.sample, MegatronEngine.drive
 
     def sample_and_note(self, batch, decided):
         found = sample(self, batch, decided)
@@ -39,13 +39,13 @@ def noting(rank):
                 file.write(json.dumps([step, ident, prompt, tokens.tolist(), log_probs.tolist()]) + "\n")
         return found
 
-    def generate_and_note(self, requests, purpose="rollout", progress=None):
+    def drive_and_note(self, requests, purpose="rollout", progress=None, **rest):
         if purpose == "rollout":
             with open(f"generated-{rank}", "a") as file:
                 file.write(f"{len(requests)}\n")
-        return generate(self, requests, purpose, progress)
+        return drive(self, requests, purpose, progress, **rest)
 
-    Actor.sample, MegatronEngine.generate = sample_and_note, generate_and_note
+    Actor.sample, MegatronEngine.drive = sample_and_note, drive_and_note
 
 
 def kill_in_the_rollout_of_step_4(rank):

@@ -120,6 +120,10 @@ def fork_ranks(
     return Done(codes=codes, **logs, seconds=time.monotonic() - start)
 
 
+_OF_THE_START = tuple(f"rollout/{name}" for name in ("reused", "continued", "claimed", "preempted", "prefill_share"))
+"""What of a rollout depends on how much of it was sampled before, and on who was quicker."""
+
+
 def lasting_metrics(run_dir: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl without what depends on the clock, on when a checkpoint was written, or on a kill."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -127,8 +131,7 @@ def lasting_metrics(run_dir: Path) -> list[dict[str, float]]:
         {
             name: value
             for name, value in row.items()
-            if not name.endswith("_s")
-            and not name.startswith(("control/", "checkpoint/", "rollout/reused", "rollout/continued", "run/"))
+            if not name.endswith("_s") and not name.startswith(("control/", "checkpoint/", *_OF_THE_START, "run/"))
         }
         for row in rows
     ]

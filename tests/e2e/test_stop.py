@@ -196,13 +196,13 @@ LONG = [*RUN, "model.max_context=120", "rollout.max_new_tokens=100", "trainer.st
 
 def asking_while_decoding(rank):
     """A hook: in the second step's rollout rank 1 is sent a signal when it has decoded 10 tokens of each response."""
-    generate, one_token = MegatronEngine.generate, Session.step
+    drive, one_token = MegatronEngine.drive, Session.step
     rollouts, tokens = 0, 0
 
-    def counted(self, requests, purpose="rollout", progress=None):
+    def counted(self, requests, purpose="rollout", progress=None, **rest):
         nonlocal rollouts
         rollouts += purpose == "rollout"
-        return generate(self, requests, purpose, progress)
+        return drive(self, requests, purpose, progress, **rest)
 
     def step(self):
         nonlocal tokens
@@ -214,26 +214,26 @@ def asking_while_decoding(rank):
             time.sleep(3)
         return one_token(self)
 
-    MegatronEngine.generate, Session.step = counted, step
+    MegatronEngine.drive, Session.step = counted, step
 
 
 def noting_what_was_begun(rank):
     """A hook: each rank notes the lengths of what it goes on from, and of what comes of it."""
-    generate = MegatronEngine.generate
+    drive = MegatronEngine.drive
 
-    def noted(self, requests, purpose="rollout", progress=None):
-        responses = generate(self, requests, purpose, progress)
+    def noted(self, *args, **rest):
+        pairs = drive(self, *args, **rest)
         with open(f"begun-{rank}", "a") as file:
-            for ask, got in zip(requests, responses, strict=True):
+            for ask, got in pairs:
                 if ask.begun is not None:
                     before = len(ask.begun.tokens)
                     assert torch.equal(got.log_probs[:before], ask.begun.log_probs), (
                         "what was sampled is kept as it was"
                     )
                     file.write(f"{before} {len(got.tokens)} {sorted(set(got.versions.tolist()))}\n")
-        return responses
+        return pairs
 
-    MegatronEngine.generate = noted
+    MegatronEngine.drive = noted
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,17 @@ import functools
 import zlib
 from importlib import machinery
 from pathlib import Path
+from typing import Any
 
 import torch  # noqa: F401  (its OpenMP has to be there first, so that kernels and matrix products share threads)
 
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
-    "hf_rms_norm": (None, [_POINTER] * 3 + [_INTEGER] * 2 + [_FLOAT] * 2),
-    "hf_store": (None, [_POINTER] * 7 + [_INTEGER] * 4 + [_POINTER] * 2 + [_FLOAT] * 2),
-    "hf_attend": (None, [_POINTER] * 5 + [_INTEGER] + [_POINTER] * 2 + [_INTEGER] * 4 + [_FLOAT] * 2 + [_INTEGER]),
-    "hf_sample": (None, [_POINTER] * 5 + [_INTEGER] * 4),
-    "hf_sum_by_digit": (None, [_POINTER] * 5 + [_INTEGER] * 3),
+_SIGNATURES: dict[str, list[Any]] = {
+    "hf_rms_norm": [_POINTER] * 3 + [_INTEGER] * 2 + [_FLOAT] * 2,
+    "hf_store": [_POINTER] * 7 + [_INTEGER] * 4 + [_POINTER] * 2 + [_FLOAT] * 2,
+    "hf_attend": [_POINTER] * 5 + [_INTEGER] + [_POINTER] * 2 + [_INTEGER] * 4 + [_FLOAT] * 2 + [_INTEGER],
+    "hf_sample": [_POINTER] * 5 + [_INTEGER] * 4,
+    "hf_sum_by_digit": [_POINTER] * 5 + [_INTEGER] * 3,
 }
 
 
@@ -38,9 +39,9 @@ def find_kernels() -> ctypes.CDLL | str:
         library.hf_source.restype = ctypes.c_uint32
         if library.hf_source() != zlib.crc32((folder / "kernels.c").read_bytes()):
             return f"{path} was built from another kernels.c; install hybridflow again"
-        for name, (result, arguments) in _SIGNATURES.items():
+        for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
+            function.restype, function.argtypes = None, arguments
     except (OSError, AttributeError) as error:
         return f"{path} cannot be used: {error}; install hybridflow again on this machine"
     return library

@@ -62,14 +62,14 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
             self.loaded = from_pretrained(folder, world, mesh, max_context=settings["context"], dtype=dtype)
             self.engine = self.make_engine()
 
-        def make_engine(self, cache_bytes: int | None = None) -> MegatronEngine:
+        def make_engine(self, cache_memory: float = 0.5) -> MegatronEngine:
             return MegatronEngine(
                 self.loaded.transformer,
                 self.loaded.groups,
                 vocab_size=self.loaded.model.vocab_size,
                 seed=1,
                 max_concurrent=settings["max_concurrent"],
-                cache_bytes=cache_bytes,
+                cache_memory=cache_memory,
             )
 
         def generate(self, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:

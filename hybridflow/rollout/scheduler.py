@@ -261,7 +261,7 @@ class Scheduler:
         """End a sequence that runs or waits; nothing where there is none of that number."""
         for slot in [slot for slot, job in self._jobs.items() if job.number == number]:
             self.remove(slot)
-        self._waiting = deque(job for job in self._waiting if job.number != number)
+        self._waiting = deque(each for each in self._waiting if each.job.number != number)
 
     def forget(self) -> None:
         """The weights have changed: nothing that was computed is used again. All steps planned have been absorbed.

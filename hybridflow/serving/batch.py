@@ -20,7 +20,7 @@ from hybridflow.exit_status import DONE, FAILURE, REQUEUE
 from hybridflow.observe.doing import doing
 from hybridflow.observe.rank_log import tell
 from hybridflow.parallel.world import World
-from hybridflow.rollout.engine import LOOK_STEPS, MegatronEngine
+from hybridflow.rollout.engine import LOOK_STEPS
 from hybridflow.rollout.request import Request, Response, SamplingParams
 from hybridflow.serving.files import identity, sampling_of
 from hybridflow.serving.options import Options
@@ -81,7 +81,7 @@ def dry_run(arguments: argparse.Namespace) -> int:
         f"prompts of {sum(len(task.ids) for task in tasks)} tokens in all, the longest of {longest}; context "
         f"{model.max_context}\n"
         f"layout {layout} on {layout.world_size} ranks, {model.dtype}\n"
-        f"{memory_line(model, layout, sum(lengths[-arguments.max_concurrent :]), arguments.cache_gib)}"
+        f"{memory_line(model, layout, sum(lengths[-arguments.max_concurrent :]), arguments.cache_memory)}"
     )
     for draw, reason in list(bad.items())[:5]:
         print(f"{prompts[draw].place}: {reason}")
@@ -103,9 +103,7 @@ def generate(arguments: argparse.Namespace, world: World) -> int:
     with doing("reading the model"):
         placed = place_model(arguments, world)
     with doing("preparing"):
-        tasks, bad = _tasks(
-            prompts, placed.tokenizer, options, placed.vocab_size, placed.model.max_context, placed.engine
-        )
+        tasks, bad = _tasks(prompts, placed.tokenizer, options, placed.vocab_size, placed.model.max_context)
         if arguments.strict and bad:
             raise _strict(prompts, bad)
         results = Results(arguments.out)
@@ -168,26 +166,18 @@ def _tasks(
     options: Options,
     vocab_size: int,
     max_context: int,
-    engine: MegatronEngine | None = None,
 ) -> tuple[list[Task], dict[int, str]]:
-    """What can be answered, and why the others cannot, by their numbers; an engine may refuse more."""
+    """What can be answered, and why the others cannot, by their numbers; the cache may have no room for more."""
     tasks, bad = [], {}
     for prompt in prompts:
         if prompt.error is not None:
             bad[prompt.draw] = prompt.error
             continue
         try:
-            task = _task(prompt, encode_prompt(prompt, tokenizer, vocab_size), tokenizer, options, max_context)
+            ids = encode_prompt(prompt, tokenizer, vocab_size)
+            tasks.append(_task(prompt, ids, tokenizer, options, max_context))
         except DataError as error:
             bad[prompt.draw] = str(error)
-            continue
-        refusal = None
-        if engine is not None:
-            refusal = engine.refusal(Request(prompt=as_tensor(task.ids), params=task.params, draw=prompt.draw))
-        if refusal is None:
-            tasks.append(task)
-        else:
-            bad[prompt.draw] = refusal
     return tasks, bad
 
 

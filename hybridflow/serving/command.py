@@ -143,7 +143,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-concurrent", type=int, default=64, metavar="N", help="sequences decoded together (default: 64)"
     )
-    parser.add_argument("--cache-gib", type=float, metavar="X", help="most memory of the key-value cache of a rank")
+    parser.add_argument(
+        "--cache-memory",
+        type=float,
+        default=0.5,
+        metavar="X",
+        help="most memory of a rank's key-value cache: bytes, or below 1 a share of what is free (default: 0.5)",
+    )
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -233,7 +239,7 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name, None)
         if value is not None and not value >= bound:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: expected at least {bound:g}")
-    for name in ("cache_gib", "request_s"):
+    for name in ("cache_memory", "request_s"):
         value = getattr(arguments, name, None)
         if value is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: expected more than 0")

@@ -26,10 +26,6 @@ from hybridflow.reshard.spec import ITEM_BYTES
 from hybridflow.roles.pretrained import from_pretrained
 from hybridflow.rollout.engine import MegatronEngine
 
-_GIB = 1 << 30
-_CACHE_SHARE = 0.5
-"""Of the memory that is free, for the cache where none is said."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
@@ -134,7 +130,7 @@ def place_model(arguments: argparse.Namespace, world: World) -> Placed:
         vocab_size=vocab_of(model),
         seed=everyone.decide("seed", secrets.randbits(62) if arguments.seed is None else arguments.seed),
         max_concurrent=arguments.max_concurrent,
-        cache_memory=_CACHE_SHARE if arguments.cache_gib is None else arguments.cache_gib * _GIB,
+        cache_memory=arguments.cache_memory,
         ranks_per_node=min(world.ranks_per_node, world.size),
         tokenizer=tokenizer,
     )
@@ -150,14 +146,14 @@ def place_model(arguments: argparse.Namespace, world: World) -> Placed:
     )
 
 
-def memory_line(model: Model, layout: ParallelLayout, cached_tokens: int, cache_gib: float | None) -> str:
+def memory_line(model: Model, layout: ParallelLayout, cached_tokens: int, cache_memory: float) -> str:
     """What the rank that needs the most holds, in words.
 
     Args:
         model: The model.
         layout: How it is cut.
         cached_tokens: Most tokens in the key-value cache at a time.
-        cache_gib: Most memory of the cache; None: no limit.
+        cache_memory: Most memory of the cache: in bytes, or, below 1, a share of what will be free.
     """
     spec = model_spec(shape_of(model, vocab_of(model)))
     mesh = DeviceMesh(
@@ -168,8 +164,9 @@ def memory_line(model: Model, layout: ParallelLayout, cached_tokens: int, cache_
     groups = max(1, model.query_groups // layout.tp)
     of_a_token = 2 * (model.num_layers // layout.pp) * groups * model.head_size * ITEM_BYTES[model.dtype]
     cache = cached_tokens * of_a_token
-    cache = cache if cache_gib is None else min(cache, int(cache_gib * _GIB))
-    return f"memory of a rank: weights {format_bytes(weights)}, key-value cache up to {format_bytes(cache)}"
+    most = int(cache_memory) if cache_memory >= 1 else cache
+    least = format_bytes(min(cache, most))
+    return f"memory of a rank: weights {format_bytes(weights)}, key-value cache up to {least}"
 
 
 def as_tensor(ids: list[int]) -> torch.Tensor:

@@ -154,7 +154,8 @@ def test_answers_do_not_depend_on_who_else_asks_and_greedy_ones_are_those_of_tra
             assert finish == ("stop" if expected[-1] == 0 else "length")
             num_compared += 1
     assert num_compared >= 4
-    assert "1" not in alone["alone"][-1][0][0]
+    (stopped,) = alone["alone"][-1]
+    assert stopped[1] == "stop" and "1" not in stopped[0], "greedy, it begins with a 1 further on"
     assert len({text for text, _ in alone["alone"][8]}) > 1, "samples of a prompt are all alike"
 
 

@@ -1,12 +1,14 @@
 """The package, its dependencies and where its files lie. Tool settings are in pyproject.toml."""
 
 import re
+import zlib
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "hybridflow/__init__.py").read_text(encoding="utf-8"))[1]
+KERNELS = "hybridflow/rollout/kernels.c"
 
 setup(
     name="hybridflow",
@@ -19,12 +21,18 @@ setup(
     packages=[*find_packages(include=["hybridflow", "hybridflow.*"]), "hybridflow.launch", "hybridflow.slurm"],
     # A top-level module named launch would collide with others, so both folders are installed inside the package.
     package_dir={"hybridflow.launch": "launch", "hybridflow.slurm": "slurm"},
-    package_data={"hybridflow.launch": ["recipes/*.yaml"], "hybridflow.slurm": ["*.sbatch", "*.sh"]},
+    package_data={
+        "hybridflow.launch": ["recipes/*.yaml"],
+        "hybridflow.rollout": ["kernels.c"],
+        "hybridflow.slurm": ["*.sbatch", "*.sh"],
+    },
     # Without a compiler the package is installed all the same, and decodes more slowly on a CPU.
     ext_modules=[
         Extension(
             "hybridflow.rollout._kernels",
-            ["hybridflow/rollout/kernels.c"],
+            [KERNELS],
+            # Who loads it compares this with the source that lies beside it.
+            define_macros=[("HF_SOURCE", f"{zlib.crc32((ROOT / KERNELS).read_bytes())}u")],
             extra_compile_args=["-O3", "-fopenmp", "-Wno-psabi", "-fno-math-errno", "-fno-trapping-math"],
             extra_link_args=["-fopenmp", "-lm"],
             optional=True,

@@ -6,12 +6,9 @@ import argparse
 import json
 import os
 import re
-import signal
-import socket
 import sys
 import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,16 +21,16 @@ from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import DONE, REQUEUE, exit_status
 from hybridflow.launch.command import add_launch, add_recipe, add_slurm_options, batch_file, request_of, train_here
-from hybridflow.observe.doing import doing
-from hybridflow.observe.rank_log import tell
 from hybridflow.observe.status_command import add_status
-from hybridflow.parallel.cause import cause_of, tell_cause
+from hybridflow.parallel.rank import run_rank
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import find_start, is_launched, rank_hint
+from hybridflow.serving.command import add_serving
 
 if TYPE_CHECKING:
     from hybridflow.parallel.mesh import DeviceMesh
     from hybridflow.parallel.start import Start
+    from hybridflow.parallel.world import World
     from hybridflow.reshard.report import Bandwidth
     from hybridflow.reshard.spec import ModelSpec
 
@@ -47,6 +44,8 @@ _EXAMPLES = """examples:
   hybridflow train quickstart --resume
   hybridflow status runs/quickstart
   hybridflow launch slurm quickstart --time 30 --print
+  hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.jsonl
+  hybridflow serve --model models/sums
   hybridflow plan job split
   hybridflow doctor --nodes runs
   hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
@@ -94,6 +93,7 @@ def _speaks(recipe: str) -> bool:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
+    arguments.words = list(sys.argv[1:] if argv is None else argv)
     # argparse does not take settings that follow an option, as in: train quickstart --resume trainer.steps=10
     strangers = [word for word in rest if word.startswith("-")]
     if arguments.recipe is None:
@@ -150,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_reshard(reshard)
     reshard.set_defaults(run=_plan_reshard, recipe=None, overrides=())
+    add_serving(commands)
     add_launch(commands)
     add_convert(commands)
     add_commands(commands)
@@ -337,45 +338,21 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _train_rank(recipe: Recipe, start: Start, signals: CaughtSignals, *, resume: bool) -> int:
-    """One rank's part of a job: whatever goes wrong ends the process at once, and is told by one rank alone."""
+    """One rank's part of a job."""
     # A reward function may lie in the working directory, also for the console script.
     sys.path.insert(0, os.getcwd())
-    # The launcher, which Ctrl-C reaches too, speaks for its ranks.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # What megatron-core and torch say about themselves; none of it is for our user to act on.
-    warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from hybridflow.parallel.failure import lost_contact, tell_once
-    from hybridflow.parallel.process import allow_many_files
-    from hybridflow.parallel.watch import Watch
-    from hybridflow.parallel.world import join_world, open_store
-    from hybridflow.trainer.trainer import train
 
-    allow_many_files()
-    cluster, store, watch = recipe.cluster, None, None
-    try:
-        with lost_contact("the job", tuple(range(start.size)), cluster.deadline_s):
-            store = open_store(start, start_deadline_s=cluster.start_deadline_s)
-            world = join_world(start, store, deadline_s=cluster.deadline_s, start_deadline_s=cluster.start_deadline_s)
-            world.watch = watch = Watch(
-                world.new_store("watch"),
-                rank=start.rank,
-                size=start.size,
-                address=start.address,
-                dead_after_s=cluster.dead_after_s,
-                signals=signals,
-            )
-            is_done = train(recipe, world, resume=resume)
-            with doing("the end of the job"):
-                world.close()
-                watch.close()
-                signals.ignore()
-    except Exception as error:
-        if watch is not None:
-            watch.fail(error)
-        cause = cause_of(error, start.rank, socket.gethostname())
-        tell_once(error, lambda: tell(tell_cause(cause)), store, start.rank)
-        sys.stdout.flush()
-        # No interpreter shutdown: it could wait for ranks that are gone.
-        os._exit(cause.status)
-    return DONE if is_done else REQUEUE
+    def load() -> Callable[[World], int]:
+        from hybridflow.trainer.trainer import train
+
+        return lambda world: DONE if train(recipe, world, resume=resume) else REQUEUE
+
+    cluster = recipe.cluster
+    return run_rank(
+        start,
+        signals,
+        load,
+        deadline_s=cluster.deadline_s,
+        start_deadline_s=cluster.start_deadline_s,
+        dead_after_s=cluster.dead_after_s,
+    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from hybridflow.checkpoint.settings import Settings, read_settings
 from hybridflow.errors import ConfigError, HybridflowError, LayoutError
@@ -250,6 +251,47 @@ class Environment:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplingEngine:
+    """What generates the responses. All but ours need ``actor.rollout`` with tp, pp and ep of 1.
+
+    Attributes:
+        kind: ``megatron``: our own, on the weights being trained. ``vllm``: vLLM within each rollout rank, which is
+            given the weights before each rollout. ``openai``: a server that completes token ids at ``/v1/completions``,
+            such as ``vllm serve``. ``tgi``: a server with ``/generate``. The weights of a server do not follow.
+        urls: Of servers of one model, ``http://host:port`` each, asked in turn.
+        model: What the servers call the model; None: they have only one.
+        auth_env: Environment variable that holds the token to show to the servers; None: they ask for none.
+        log_probs: What a server's log-probabilities are of: the model's own distribution, or the one that was sampled
+            from, after temperature and cuts (vLLM: ``--logprobs-mode processed_logprobs``; TGI always).
+        off_policy: Train on what a server samples, though its weights stay what they are.
+        max_in_flight: Requests that a rank has at the servers at one time.
+        retries: How often a request is sent again when a server fails.
+        connect_timeout_s: Longest wait for a connection.
+        read_timeout_s: Longest wait for an answer.
+        deadline_s: Longest time for a request, all tries together.
+        memory_share: With ``vllm`` on a GPU: share of its memory that vLLM takes.
+    """
+
+    kind: Literal["megatron", "vllm", "openai", "tgi"] = "megatron"
+    urls: tuple[str, ...] = ()
+    model: str | None = None
+    auth_env: Annotated[str, re.compile(r"[A-Za-z_][A-Za-z0-9_]*")] | None = None
+    log_probs: Literal["raw", "processed"] = "raw"
+    off_policy: bool = False
+    max_in_flight: Count = 64
+    retries: CountOrZero = 5
+    connect_timeout_s: Positive = 10.0
+    read_timeout_s: Positive = 600.0
+    deadline_s: Positive = 1800.0
+    memory_share: Annotated[float, Bounds(low=0, high=1, above=True)] = 0.4
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is asked over HTTP."""
+        return self.kind in ("openai", "tgi")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """How responses are sampled. Validation is greedy whatever stands here.
 
@@ -272,6 +314,7 @@ class Rollout:
             from 1 on, bytes. What has no room waits.
         archive: Keep what was sampled, in HDF5; what a killed job had sampled is kept until it is used in any case.
         environment: What answers the responses; None: a sample is one response.
+        engine: What generates them.
     """
 
     group_size: Count = 1
@@ -289,6 +332,29 @@ class Rollout:
     cache_memory: Positive = 0.5
     archive: bool = False
     environment: Environment | None = None
+    engine: SamplingEngine = SamplingEngine()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """Weighs the loss of tokens by how much likelier they are to the trainer than they were to the sampler.
+
+    ``w = exp(old_log_prob - rollout_log_prob)``, no gradient, times the clipped loss.
+
+    Attributes:
+        kind: ``truncate``: at most ``high``; ``icepop``: 0 outside of ``low`` to ``high``; ``none``; ``auto``: as
+            ``truncate`` where another engine than ours samples, ``none`` elsewhere.
+        level: Of each token, or the product over its response.
+        low: Of ``icepop``.
+        high: Largest weight.
+
+    Paper: truncation arXiv 1802.01561; IcePop arXiv 2510.18855.
+    """
+
+    kind: Literal["auto", "none", "truncate", "icepop"] = "auto"
+    level: Literal["token", "sequence"] = "token"
+    low: NotNegative = 0.5
+    high: Positive = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,6 +500,7 @@ class Recipe:
         rollout: How responses are sampled.
         ppo: PPO's numbers; only with ``algorithm: ppo``.
         grpo: GRPO's numbers; only with ``algorithm: grpo``.
+        correction: Weighs tokens whose sampler was not quite the policy that is trained.
         trainer: The loop.
         profile: Which steps are looked at closely.
         fallbacks: What else to run with, where ``cluster.ranks`` ranks are not there.
@@ -455,6 +522,7 @@ class Recipe:
     rollout: Rollout
     ppo: PPO = PPO()
     grpo: GRPO = GRPO()
+    correction: Correction = Correction()
     trainer: Trainer
     profile: Profile = Profile()
     fallbacks: tuple[Fallback, ...] = ()
@@ -462,6 +530,13 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.run_dir == "":
             object.__setattr__(self, "run_dir", f"runs/{self.name}")
+
+    @property
+    def correction_kind(self) -> Literal["none", "truncate", "icepop"]:
+        """How tokens are weighed, once it is known what samples them."""
+        if self.correction.kind != "auto":
+            return self.correction.kind
+        return "none" if self.rollout.engine.kind == "megatron" else "truncate"
 
     def model_of(self, name: str) -> Model:
         """The settings of the model of a role or mesh."""
@@ -687,11 +762,16 @@ def check_recipe(recipe: Recipe) -> None:
     _check_algorithm(recipe)
     _check_reward(recipe.reward)
     for key in _MODELS:
-        check_model(recipe.model_of(key.removesuffix(".model")), key)
+        model = recipe.model_of(key.removesuffix(".model"))
+        check_model(model, key)
+        if model.dtype == "fp16":
+            raise ConfigError(f"{key}.dtype=fp16: is for generating alone, since gradients underflow; set bf16 or fp32")
     _check_contexts(recipe)
     _check_placement(recipe)
     _check_batches(recipe)
     _check_environment(recipe)
+    _check_engine(recipe)
+    _check_correction(recipe.correction)
     _check_profile(recipe)
 
 
@@ -805,10 +885,96 @@ def _check_environment(recipe: Recipe) -> None:
             f"data.arithmetic.mistake_share={made.mistake_share}: only additions have a wrong carry; set it to 0, or "
             "data.arithmetic.operation to add"
         )
+    if recipe.rollout.environment is not None and recipe.rollout.engine.kind != "megatron":
+        raise ConfigError(
+            f"rollout.engine.kind={recipe.rollout.engine.kind}: rollout.environment needs our own engine; "
+            "set it to megatron, or remove the environment"
+        )
     if recipe.rollout.environment is not None and recipe.rollout.archive:
         raise ConfigError(
             "rollout.archive=true: the archive has no place for what an environment said; set it to false, or remove "
             "rollout.environment"
+        )
+
+
+def _check_engine(recipe: Recipe) -> None:
+    engine, layout = recipe.rollout.engine, recipe.actor.rollout
+    if engine.kind != "megatron" and (layout.tp, layout.pp, layout.ep, layout.cp) != (1, 1, 1, 1):
+        raise ConfigError(
+            f"actor.rollout: rollout.engine.kind={engine.kind} takes no part of a model, found {layout}; set tp, pp, ep "
+            "and cp to 1, and dp to the number of the actor's ranks"
+        )
+    if engine.kind == "vllm" and recipe.actor.ranks not in (None, tuple(range(recipe.cluster.ranks))):
+        raise ConfigError(
+            f"actor.ranks={list(recipe.actor.ranks or ())}: with rollout.engine.kind=vllm all ranks of the job must be "
+            "the actor's, in their order, since vLLM starts on all of them together; leave the key out"
+        )
+    if engine.kind != "megatron" and recipe.trainer.steps > 0:
+        _check_known_log_probs(recipe.rollout)
+    if not engine.is_server:
+        for key in ("urls", "model", "auth_env", "log_probs", "off_policy"):
+            if getattr(engine, key) != getattr(SamplingEngine(), key):
+                raise ConfigError(
+                    f"rollout.engine.{key}: kind={engine.kind} asks no server; remove it, or set kind to openai or tgi"
+                )
+        return
+    if not engine.urls:
+        raise ConfigError(f"rollout.engine.urls: missing; kind={engine.kind} needs at least one, as http://host:port")
+    for url in engine.urls:
+        check_url(url, "rollout.engine.urls")
+    if not engine.off_policy and (recipe.trainer.steps > 0 or recipe.warm_start is not None):
+        raise ConfigError(
+            f"rollout.engine.kind={engine.kind}: the server's weights do not follow those that are trained; set "
+            "trainer.steps=0 without warm_start to validate alone, choose kind=vllm, or set "
+            "rollout.engine.off_policy=true to train on its samples all the same"
+        )
+
+
+def _check_known_log_probs(rollout: Rollout) -> None:
+    """What an engine tells must be what the trainer computes: log-probabilities at the temperature, before cuts."""
+    kind, is_cut = rollout.engine.kind, rollout.top_k > 0 or rollout.top_p < 1
+    is_processed = kind == "tgi" or rollout.engine.log_probs == "processed" or (kind == "vllm" and not is_cut)
+    if is_processed and is_cut:
+        raise ConfigError(
+            "rollout.top_k, rollout.top_p: rollout.engine.log_probs=processed (TGI always) tells none but those after "
+            "the cut, which the trainer does not compute; remove them"
+        )
+    if not is_processed and rollout.temperature != 1:
+        if kind == "vllm":
+            raise ConfigError(
+                f"rollout.temperature={rollout.temperature:g} with top_k or top_p: vLLM tells log-probabilities before "
+                "both or after both, and the trainer computes those between; set the temperature to 1, or remove the cut"
+            )
+        raise ConfigError(
+            f"rollout.temperature={rollout.temperature:g}: rollout.engine.log_probs=raw tells those at temperature 1; "
+            "set it to 1, or start vLLM with --logprobs-mode processed_logprobs and set log_probs=processed"
+        )
+
+
+def check_url(url: str, key: str) -> None:
+    """Refuse what is no plain address of a server.
+
+    Raises:
+        ConfigError: It has no host, another scheme, or a user, query or fragment; a secret is not repeated.
+    """
+    try:
+        parts = urlsplit(url)
+        has_port = parts.port is None or parts.port > 0
+    except ValueError:
+        raise ConfigError(f"{key}: {url!r} is no address; expected http://host:port") from None
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError(
+            f"{key}: the address of {parts.hostname} has a user or password, which would be kept in the run's recipe; "
+            "put the token into an environment variable, and name that in rollout.engine.auth_env"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname or not has_port or parts.query or parts.fragment:
+        raise ConfigError(f"{key}: found {url!r}, expected http://host:port or https://host, with a path at most")
+
+
+def _check_correction(correction: Correction) -> None:
+    if correction.kind == "icepop" and correction.low >= correction.high:
+        raise ConfigError(
+            f"correction.low={correction.low:g} is not below correction.high={correction.high:g}; nothing would count"
         )
 
 

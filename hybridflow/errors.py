@@ -28,6 +28,10 @@ class RewardError(HybridflowError):
     """A reward function raised, or returned something other than one finite number per sample."""
 
 
+class EngineError(HybridflowError):
+    """Another engine, in this process or a server, failed, or answered what cannot be right."""
+
+
 class ReshardError(HybridflowError):
     """A tensor cannot be described, or two ranks disagree about a plan."""
 

@@ -168,17 +168,17 @@ def check_memory(memory: Sequence[RankMemory], gpu_memory_gb: float) -> list[str
     Raises:
         ConfigError: A rank needs more.
     """
-    rank = max(range(len(memory)), key=lambda rank: (memory[rank].peak, -rank))
+    rank = max(range(len(memory)), key=lambda rank: (memory[rank].least, -rank))
     needed, room = memory[rank], gpu_memory_gb * 1e9
-    if needed.peak <= _NEAR_SHARE * room:
+    if needed.least <= _NEAR_SHARE * room:
         return []
-    phase = "update" if needed.update >= needed.rollout else "rollout"
+    phase = "update" if needed.update >= needed.rollout - needed.spare else "rollout"
     remedies = {
         "update": "lower trainer.micro_batch_tokens or model.max_context, or cut models more ways (tp, pp)",
-        "rollout": "lower rollout.max_concurrent, set actor.offload=true, or cut the rollout more ways (tp)",
+        "rollout": "lower rollout.max_concurrent or rollout.cache_memory, set actor.offload=true, or cut the rollout more ways (tp)",
     }
-    found = f"rank {rank} needs about {format_bytes(needed.peak)} during the {phase}, a GPU has {gpu_memory_gb:g} GB"
-    if needed.peak > room:
+    found = f"rank {rank} needs about {format_bytes(needed.least)} during the {phase}, a GPU has {gpu_memory_gb:g} GB"
+    if needed.least > room:
         raise ConfigError(
             f"{found} (gpu_memory_gb in the site settings); {remedies[phase]}; `hybridflow plan job` tells what needs "
             "how much"

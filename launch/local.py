@@ -29,6 +29,7 @@ def run_local(
     threads_per_rank: int = 1,
     end_s: float = 15.0,
     save_s: float = 60.0,
+    is_asked_by_interrupt: bool = False,
     program: Sequence[str] = (sys.executable, "-m", "hybridflow"),
 ) -> int:
     """Run a command as ``num_ranks`` processes of this machine, and wait for all of them.
@@ -48,13 +49,14 @@ def run_local(
         threads_per_rank: CPU threads of each (OMP_NUM_THREADS).
         end_s: Seconds that the others have to end once a rank has failed.
         save_s: Seconds that the ranks have to save and end once they are asked to.
+        is_asked_by_interrupt: A first SIGINT asks the ranks to end, as SIGTERM does.
         program: What to start.
 
     Returns:
         0 if every rank exited with 0; else the exit status of the rank that failed first; 128 + the signal where a
         signal ended that rank, or this process before the ranks could end by themselves.
     """
-    with _caught_signals() as received:
+    with _caught_signals(asks=(signal.SIGINT,) if is_asked_by_interrupt else ()) as received:
         ranks = _start([*program, *argv], num_ranks, threads_per_rank)
         try:
             return _watch(ranks, received, end_s, save_s)
@@ -160,11 +162,11 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextmanager
-def _caught_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and what asks a job to stop in a list instead of ending on them."""
+def _caught_signals(asks: Sequence[int] = ()) -> Iterator[list[int]]:
+    """Collect SIGINT and what asks a job to stop in a list instead of ending on them; ``asks`` count as SIGTERM."""
     received: list[int] = []
     before = {
-        signum: signal.signal(signum, lambda number, _frame: received.append(number))
+        signum: signal.signal(signum, lambda number, _: received.append(signal.SIGTERM if number in asks else number))
         for signum in (signal.SIGINT, *STOP_SIGNALS)
     }
     try:

@@ -21,7 +21,8 @@ from hybridflow.observe.files import replace_file, sync_path
 from hybridflow.programs import try_program
 from hybridflow.sections import to_dict
 
-_KEPT = (".py", ".yaml", ".sbatch", ".sh", ".typed")
+# Kernels are compiled for this machine, and used where they fit the source beside them.
+_KEPT = (".py", ".yaml", ".sbatch", ".sh", ".typed", ".so", ".c")
 
 
 def next_folder(run_dir: Path) -> Path:

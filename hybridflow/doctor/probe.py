@@ -20,6 +20,8 @@ def main(parts: list[str]) -> None:
             _torch()
         elif part == "megatron":
             _try("megatron", lambda: _version("megatron.core", "megatron-core"))
+        elif part == "kernels":
+            _try("kernels", _kernels)
         elif part == "mpi":
             _mpi()
         else:
@@ -42,6 +44,12 @@ def _try(name: str, look: Any) -> bool:
 def _version(module: str, distribution: str) -> str:
     importlib.import_module(module)
     return importlib.metadata.version(distribution)
+
+
+def _kernels() -> str:
+    """Why the compiled kernels are not used; empty if they are."""
+    found = importlib.import_module("hybridflow.rollout.kernels").find_kernels()
+    return found if isinstance(found, str) else ""
 
 
 def _optional(module: str) -> None:

@@ -56,11 +56,12 @@ def merge_lines(text: str) -> dict[str, Any]:
 
 def check_software() -> list[Finding]:
     """Versions of Python and hybridflow, torch and its GPUs, megatron-core, and what is optional."""
-    found = probe(("torch", "megatron", *OPTIONAL))
+    found = probe(("torch", "megatron", "kernels", *OPTIONAL))
     return [
         *_base(),
         *torch_findings(found),
         megatron_finding(found),
+        kernels_finding(found),
         *(optional(name, found) for name in OPTIONAL),
     ]
 
@@ -156,6 +157,15 @@ def megatron_finding(found: Mapping[str, Any]) -> Finding:
     else:
         value, verdict, remedy = version, OK, ""
     return Finding(area="software", name="megatron-core", value=value, verdict=verdict, remedy=remedy)
+
+
+def kernels_finding(found: Mapping[str, Any]) -> Finding:
+    """Whether decoding on a CPU has its compiled kernels."""
+    why = found.get("kernels_error") or found.get("kernels")
+    if why is None:
+        why = f"could not be looked at: {found['failure'] or 'no answer'}"
+    value = f"{why} (without them, decoding on a CPU is slower)" if why else "used where a CPU decodes"
+    return Finding(area="software", name="compiled kernels", value=value, verdict=NOTE if why else OK)
 
 
 def optional(module: str, found: Mapping[str, Any]) -> Finding:

@@ -75,7 +75,8 @@ class Model:
         experts_per_token: Experts that each token goes to.
         normalized_experts: Whether the weights of a token's experts add up to 1; else they are shares of all experts'.
         init_std: Standard deviation of initial weights.
-        dtype: Number format of weights and activations; gradients are summed and optimizer steps taken in fp32.
+        dtype: Number format of weights and activations; gradients are summed and optimizer steps taken in fp32. fp16
+            is for generating alone.
     """
 
     # Where the weights come from makes no other model of it.
@@ -108,7 +109,7 @@ class Model:
     experts_per_token: Count = 2
     normalized_experts: bool = True
     init_std: Positive = 0.02
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
 
     @property
     def query_groups(self) -> int:

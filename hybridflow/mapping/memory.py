@@ -2,8 +2,9 @@
 
 Weights, gradients and optimizer state are counted tensor by tensor and are exact, but for the padding of the buffers
 that gradients are reduced in, and what it shifts between the replicas of a mixture of experts. Caches and activations
-are upper bounds from the formulas below. What is not counted: the CUDA context and the buffers of NCCL, and what the
-allocator loses between blocks.
+are upper bounds from the formulas below. A cache whose budget is a share of what is free is counted as large as it
+would ever be, and what of it can be done without is told beside. What is not counted: the CUDA context and the buffers
+of NCCL, and what the allocator loses between blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.optimizer import OptimizerHoldings
 from hybridflow.reshard.plan import aliases, held_bytes, shares_storage
 from hybridflow.reshard.report import format_bytes
-from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec
+from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, TensorSpec
+from hybridflow.rollout.blocks import BLOCK_TOKENS
 
 STEP_TOKENS = 2048
 """As ``rollout.engine`` has it, which a login node cannot import."""
@@ -40,7 +42,8 @@ class MeshMemory:
 
     Attributes:
         mesh: Name of the mesh, as in ``plan job``.
-        weights: Parameters; of ``actor.rollout`` only those that it does not share with ``actor.update``.
+        weights: Parameters; of ``actor.rollout`` only those that it does not share with ``actor.update``, and in fp32
+            the copy, in another layout, with which a CPU generates.
         gradients: Summed in fp32.
         optimizer: Two moments, and fp32 weights where the model's own are not.
         cache: Keys and values of the sequences being decoded.
@@ -68,16 +71,23 @@ class RankMemory:
         meshes: In the order of the job's meshes.
         rollout: While responses are generated and scored.
         update: While models learn.
+        spare: What of ``rollout`` is cache beyond one sequence's, of which no more is taken than is free.
     """
 
     meshes: tuple[MeshMemory, ...]
     rollout: int
     update: int
+    spare: int = 0
 
     @property
     def peak(self) -> int:
         """The larger of the two phases."""
         return max(self.rollout, self.update)
+
+    @property
+    def least(self) -> int:
+        """As ``peak``, with the smallest cache."""
+        return max(self.rollout - self.spare, self.update)
 
 
 def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMemory, ...]:
@@ -99,7 +109,8 @@ def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMe
             if key not in needed:
                 needed[key] = _mesh_memory(recipe, placed, rank)
             found[rank].append(needed[key])
-    return tuple(_together(tuple(parts), recipe.actor.offload) for parts in found.values())
+    spare = _spare_bytes(recipe, meshes["actor.rollout"]) if "actor.rollout" in meshes else 0
+    return tuple(_together(tuple(parts), recipe.actor.offload, spare) for parts in found.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +172,10 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
     if name == "actor.rollout":
         return MeshMemory(
             mesh=name,
-            weights=_own_bytes(placed.spec, placed.update, mesh, rank),
+            weights=_own_bytes(placed.spec, placed.update, mesh, rank) + packed_bytes(placed.spec, model, mesh, rank),
             cache=cache_bytes(recipe, model, mesh),
-            activations=_passing_bytes(model, mesh, STEP_TOKENS),
+            activations=_passing_bytes(model, mesh, STEP_TOKENS)
+            + _output_bytes(model, mesh, rank, recipe.rollout.max_concurrent, has_value_head=False, copies=1),
         )
     tokens = max(recipe.trainer.micro_batch_tokens, recipe.model.max_context)
     weights = placed.stage_bytes[mesh.coordinate(rank).pp]
@@ -183,7 +195,7 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
     )
 
 
-def _together(parts: tuple[MeshMemory, ...], is_offloaded: bool) -> RankMemory:
+def _together(parts: tuple[MeshMemory, ...], is_offloaded: bool, spare: int) -> RankMemory:
     """Models on one rank compute one after the other: what they keep adds up, what passes does not."""
     kept = sum(part.kept for part in parts if part.mesh != "actor.rollout")
     away = sum(part.gradients + part.optimizer for part in parts if part.mesh == "actor.update" and is_offloaded)
@@ -194,6 +206,7 @@ def _together(parts: tuple[MeshMemory, ...], is_offloaded: bool) -> RankMemory:
         meshes=parts,
         rollout=kept - away + own + max(in_rollout),
         update=kept + max(passing.values(), default=0),
+        spare=min(spare, max(0, in_rollout[0] - in_rollout[1])),
     )
 
 
@@ -232,10 +245,47 @@ def optimizer_bytes(
     return (2 if model.dtype == "fp32" else 3) * _FP32_BYTES * elements
 
 
+def packed_bytes(spec: ModelSpec, model: Model, mesh: DeviceMesh, rank: int) -> int:
+    """Matrices of a dense fp32 model, as ``rollout.cpu_transformer`` copies them to generate with on a CPU."""
+    fits = model.num_experts is None and model.head_size % 16 == 0 and model.query_groups >= mesh.layout.tp
+    if model.dtype != "fp32" or not fits:
+        return 0
+    held = WeightHoldings(spec, mesh)
+    is_last = mesh.coordinate(rank).pp == mesh.layout.pp - 1
+    return sum(
+        math.prod(region.local_shape) * ITEM_BYTES[tensor.dtype]
+        for tensor in spec.tensors
+        if _is_packed(tensor, is_last)
+        for region in held.regions(tensor, rank)
+    )
+
+
+def _is_packed(tensor: TensorSpec, is_last: bool) -> bool:
+    """Whether a stage multiplies with it; of tied embeddings the last does."""
+    if tensor.place == "embedding":
+        return is_last and tensor.also_held_by == "output"
+    is_output = tensor.name == "output_layer.weight"
+    return is_output or "linear_" in tensor.name and tensor.name.endswith("weight")
+
+
 def cache_bytes(recipe: Recipe, model: Model, mesh: DeviceMesh) -> int:
-    """Keys and values of ``rollout.max_concurrent`` sequences, each as long as the context."""
+    """Keys and values of ``rollout.max_concurrent`` sequences, each as long as the context; no more than its budget."""
+    need = recipe.rollout.max_concurrent * _sequence_bytes(model, mesh)
+    budget = recipe.rollout.cache_memory
+    return need if budget < 1 else min(need, int(budget))
+
+
+def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:
+    """What of the cache is not taken where it is not free."""
+    model = recipe.model_of("actor.rollout")
+    is_share = recipe.rollout.cache_memory < 1
+    return cache_bytes(recipe, model, mesh) - _sequence_bytes(model, mesh) if is_share else 0
+
+
+def _sequence_bytes(model: Model, mesh: DeviceMesh) -> int:
+    """Keys and values of a sequence as long as the context, in whole blocks, in the layers of a stage."""
     layers, groups = model.num_layers // mesh.layout.pp, max(1, model.query_groups // mesh.layout.tp)
-    tokens = recipe.rollout.max_concurrent * model.max_context
+    tokens = -(-model.max_context // BLOCK_TOKENS) * BLOCK_TOKENS
     return 2 * layers * tokens * groups * model.head_size * ITEM_BYTES[model.dtype]
 
 
@@ -318,4 +368,5 @@ def memory_summary(memory: Sequence[RankMemory]) -> str:
         f"most on rank {most}: {format_bytes(memory[most].peak)}; least on rank {least}: "
         f"{format_bytes(memory[least].peak)}\n"
         "rollout, update: all models of the rank in that phase; without the CUDA context, NCCL and fragmentation"
+        + ("; of the cache no more is taken than rollout.cache_memory of what is free" if memory[most].spare else "")
     )

@@ -35,7 +35,7 @@ from hybridflow.parallel.layout import ParallelLayout
 
 use_cpu_for_cuda()
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def padded_vocab_size(model: Model, vocab_size: int, tp: int) -> int:
@@ -84,6 +84,7 @@ def transformer_config(model: Model, layout: ParallelLayout, device: torch.devic
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
         # Micro-batches are packed, so each has its own number of tokens.
         variable_seq_lengths=True,
         # Not used, but the default dispatcher refuses variable lengths.

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridflow.algorithms.advantages import gae, group_normalize, token_rewards, whiten
+from hybridflow.algorithms.correction import Weights, correction_weights
 from hybridflow.algorithms.kl import adapt_kl_coef, kl_penalty, sequence_mean_kl
 from hybridflow.config import Recipe
 from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.errors import EngineError
 from hybridflow.models.training import sum_over
 from hybridflow.roles.job import Job
 from hybridflow.roles.placed import column_rows, padded
@@ -44,6 +47,20 @@ class KLCoefficient:
             self.value = adapt_kl_coef(
                 self.value, measured, target=self._target, num_samples=self._num_samples, horizon=self._horizon
             )
+
+
+def corrections(recipe: Recipe, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Weights:
+    """What the recipe multiplies the loss of each token by; all ``[samples, tokens]``."""
+    settings = recipe.correction
+    return correction_weights(
+        old_log_probs,
+        rollout_log_probs,
+        mask,
+        kind=recipe.correction_kind,
+        level=settings.level,
+        low=settings.low,
+        high=settings.high,
+    )
 
 
 class Advantage:
@@ -105,7 +122,10 @@ class Advantage:
         """Report scores, lengths, the KL to the reference, and how far sampler and trainer differ."""
         mask = padded(batch, "response_mask")
         old, sampled = padded(batch, "old_log_probs"), padded(batch, "rollout_log_probs")
-        difference = (old - sampled).abs() * mask
+        difference = torch.where(mask > 0, (old - sampled).abs(), 0)
+        self._check_known(batch, sampled, mask)
+        # Of the sampler to the trainer, over what the sampler drew.
+        sampler_kl = torch.where(mask > 0, kl_penalty(sampled, old, "k3"), 0)
         scores = batch.columns["scores"].double()
         sums = self._sum()(
             torch.stack(
@@ -115,10 +135,11 @@ class Advantage:
                     mask.sum().double(),
                     batch.columns["tokens"].lengths.sum().double(),
                     difference.sum().double(),
+                    sampler_kl.sum().double(),
                 ]
             )
         )
-        score_sum, num_samples, num_tokens, num_all_tokens, difference_sum = sums.tolist()
+        score_sum, num_samples, num_tokens, num_all_tokens, difference_sum, sampler_kl_sum = sums.tolist()
         kl = kl_penalty(old, padded(batch, "ref_log_probs"), "k1")
         self.metrics |= {
             "reward/mean": score_sum / num_samples,
@@ -127,6 +148,32 @@ class Advantage:
             "kl/ref": sequence_mean_kl(kl, mask, sum_over_ranks=self._sum()),
             "kl/coef": self._kl_coef.value,
             "rollout/logprob_abs_diff": difference_sum / num_tokens,
+            # Of this rank; of several ranks' the largest counts.
+            "rollout/logprob_abs_diff_max": difference.max().item() if difference.numel() else 0.0,
+            "rollout/kl_k3": sampler_kl_sum / num_tokens,
+        }
+        if self._job.recipe.correction_kind != "none":
+            self._measure_correction(corrections(self._job.recipe, old, sampled, mask), mask, num_tokens)
+
+    def _check_known(self, batch: Batch, sampled: Tensor, mask: Tensor) -> None:
+        """What a sampler did not tell, nothing can be computed with."""
+        unknown = (sampled.isnan() & (mask > 0)).any(dim=1)
+        if unknown.any():
+            raise EngineError(
+                f"draw {batch.columns['draws'][unknown][0].item()}: the engine did not tell the log-probability of a token "
+                f"that it sampled (rollout.engine.kind={self._job.recipe.rollout.engine.kind}); train with a server that "
+                "tells them all, such as vLLM's"
+            )
+
+    def _measure_correction(self, found: Weights, mask: Tensor, num_tokens: float) -> None:
+        """The share of tokens that a bound changed; and of how many equal weights these are worth."""
+        weights = torch.where(mask > 0, found.weights, 0).double()
+        bounded, total, squares = self._sum()(
+            torch.stack([found.is_bounded.double().sum(), weights.sum(), weights.square().sum()])
+        ).tolist()
+        self.metrics |= {
+            "correction/bounded_share": bounded / num_tokens,
+            "correction/effective_share": total**2 / (squares * num_tokens) if squares > 0 else 0.0,
         }
 
     def _sum(self) -> Any:

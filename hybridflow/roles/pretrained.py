@@ -50,7 +50,7 @@ def from_pretrained(
     *,
     role: Literal["actor", "critic", "reward"] = "actor",
     max_context: int | None = None,
-    dtype: Literal["fp32", "bf16"] | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     seed: int = 1,
 ) -> Pretrained:
     """A model with the weights of a directory of Hugging Face, or of a model directory of ours.

@@ -126,7 +126,7 @@ class CpuTransformer:
             self._centre,
         )
         scoring = layer.scoring
-        failed = self._kernels.hf_attend(
+        self._kernels.hf_attend(
             *_addresses(context, queries, keys, values, attention.tables),
             attention.tables.shape[1],
             *_addresses(attention.sequences, attention.positions),
@@ -135,8 +135,6 @@ class CpuTransformer:
             scoring.softcap or 0.0,
             scoring.window or 0,
         )
-        if failed:
-            raise MemoryError("no memory for the scores of attention")
         return self._add(context, hidden, layer.projection, layer.attention_norm)
 
     def _feed_forward_block(self, layer: _Layer, hidden: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.models.log_probs import Columns
+from hybridflow.rollout.kernels import load_kernels
 
 _ORDER_BITS = 0x7FFFFFFF
 _ORDER_ZERO = 1 << 31
@@ -86,21 +87,20 @@ class Rows:
 def penalized(logits: Tensor, rows: Rows, columns: Columns) -> Tensor:
     """Logits with the penalties of tokens that are there already, ``[rows, columns]``."""
     assert rows.known is not None, "penalties need to know the tokens so far"
-    longest = int(rows.positions.max())
-    places = np.arange(longest)
-    is_known = places < rows.positions[:, None]
-    local = rows.known[rows.slots, :longest].astype(np.int64) - columns.first
-    is_mine = is_known & (local >= 0) & (local < columns.num_real)
-    is_response = places >= rows.values["num_prompt"][:, None]
-    # One column more, for what is another rank's.
-    at = torch.from_numpy(np.where(is_mine, local, logits.shape[1])).to(rows.device)
-    wider = logits.new_zeros(len(logits), logits.shape[1] + 1)
-    num_known = wider.scatter(1, at, 1.0)[:, :-1]
-    num_sampled = wider.scatter_add_(1, at, torch.from_numpy(is_response).to(rows.device, logits.dtype))[:, :-1]
-    repetition, presence, frequency = (rows.tensor(name)[:, None] for name in ("repetition", "presence", "frequency"))
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    changed = torch.where(num_known > 0, repeated, logits)
-    return changed - presence * (num_sampled > 0) - frequency * num_sampled
+    places = np.arange(int(rows.positions.max()))
+    local = rows.known[rows.slots, : len(places)].astype(np.int64) - columns.first
+    is_mine = (places < rows.positions[:, None]) & (local >= 0) & (local < columns.num_real)
+    owner, place = is_mine.nonzero()
+    is_sampled = place >= rows.values["num_prompt"][owner]
+    at = tuple(torch.from_numpy(each).to(rows.device) for each in (owner, local[is_mine]))
+    counts = torch.zeros_like(logits).index_put_(
+        at, torch.from_numpy(is_sampled).to(rows.device, logits.dtype), accumulate=True
+    )[at]
+    repetition, presence, frequency = (rows.tensor(name)[at[0]] for name in ("repetition", "presence", "frequency"))
+    values = logits[at]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    # What stands there twice is written twice, the same.
+    return logits.index_put(at, values - presence * (counts > 0) - frequency * counts)
 
 
 def forbidden(
@@ -165,9 +165,8 @@ def floors(scaled: Tensor, rows: Rows, columns: Columns) -> Tensor:
         floor[where] = _top_k_edge(scaled[where], rows.tensor("top_k")[where], columns)
     if (top_p < 1).any():
         where = torch.from_numpy(np.flatnonzero(top_p < 1)).to(rows.device)
-        some = scaled[where]
-        weights = (some - largest[where, None]).exp().double().masked_fill(some < floor[where, None], 0)
-        edge = _nucleus_edge(some, weights, rows.tensor("top_p")[where].double(), columns)
+        top_shares = rows.tensor("top_p")[where].double()
+        edge = _nucleus_edge(scaled[where], floor[where], largest[where], top_shares, columns)
         floor[where] = torch.maximum(floor[where], edge)
     # The logarithm of 0 is minus infinity, which keeps all.
     return torch.maximum(floor, largest + rows.tensor("min_p").log())
@@ -182,27 +181,40 @@ def _top_k_edge(scaled: Tensor, top_k: Tensor, columns: Columns) -> Tensor:
     return ordered.gather(1, (top_k - 1).clamp(max=ordered.shape[1] - 1)[:, None])[:, 0]
 
 
-def _nucleus_edge(scaled: Tensor, weights: Tensor, top_p: Tensor, columns: Columns) -> Tensor:
-    """The largest logit ``t`` with ``sum(weights of logits ≥ t) ≥ top_p · sum(weights)``, ``[rows]``.
+def _nucleus_edge(scaled: Tensor, floor: Tensor, largest: Tensor, top_p: Tensor, columns: Columns) -> Tensor:
+    """The largest logit that with all above it has ``top_p`` of the weight of those not below ``floor``, ``[rows]``.
 
     Found digit by digit in the bits of fp32 numbers, with a histogram of the weights over 256 digits each time: exact
     after four small sums over the group, with no sorting and no gathered logits.
     """
-    wanted = top_p * columns.sum(weights.sum(-1))
-    order = _to_order(scaled)
-    prefix, above = torch.zeros_like(order[:, 0]), torch.zeros_like(wanted)
+    prefix = torch.zeros(len(scaled), dtype=torch.int64, device=scaled.device)
+    above, wanted = top_p.new_zeros(len(scaled)), None
     for shift in (24, 16, 8, 0):
-        in_prefix = (order >> (shift + 8)) == prefix[:, None]
-        histogram = weights.new_zeros(len(weights), 256)
-        histogram.scatter_add_(1, (order >> shift) & 255, weights * in_prefix)
-        histogram = columns.sum(histogram)
+        histogram = columns.sum(_sums_by_digit(scaled, floor, largest, prefix, shift))
         at_or_above = above[:, None] + histogram.flip(1).cumsum(1).flip(1)
-        # In another order the same sum may come out a little smaller.
-        wanted = torch.minimum(wanted, at_or_above[:, 0])
+        # The same sum in another order may come out a little smaller.
+        wanted = top_p * at_or_above[:, 0] if wanted is None else torch.minimum(wanted, at_or_above[:, 0])
         digit = ((at_or_above >= wanted[:, None]).sum(1) - 1).clamp(min=0)[:, None]
         above = (at_or_above - histogram).gather(1, digit)[:, 0]
         prefix = prefix * 256 + digit[:, 0]
     return _from_order(prefix)
+
+
+def _sums_by_digit(scaled: Tensor, floor: Tensor, largest: Tensor, prefix: Tensor, shift: int) -> Tensor:
+    """Weights of this rank's columns, summed by the eight bits above ``shift`` of their order, ``[rows, 256]`` fp64.
+
+    Only of those whose higher bits are ``prefix`` (``[rows]``), and that are not below ``floor``.
+    """
+    sums = torch.zeros(len(scaled), 256, dtype=torch.float64, device=scaled.device)
+    kernels = load_kernels()
+    if kernels is not None and scaled.device.type == "cpu":
+        given = [each.contiguous() for each in (sums, scaled, floor, largest, prefix)]
+        kernels.hf_sum_by_digit(*(each.data_ptr() for each in given), *scaled.shape, shift)
+        return sums
+    order = _to_order(scaled)
+    is_wanted = ((order >> (shift + 8)) == prefix[:, None]) & (scaled >= floor[:, None])
+    weights = (scaled - largest[:, None]).exp().double() * is_wanted
+    return sums.scatter_add_(1, (order >> shift) & 255, weights)
 
 
 def gather_over(group: dist.ProcessGroup, value: Tensor) -> Tensor:

@@ -323,8 +323,8 @@ class Session:
         """How often a sequence lost its place in the cache; and the prompts' tokens computed, over those asked for."""
         schedulers = [lane.scheduler for lane in self._lanes]
         return {
-            "rollout/preempted": sum(each.num_preempted for each in schedulers),
-            "rollout/prefill_share": sum(each.num_prompt_computed for each in schedulers) / max(self._num_prompt, 1),
+            "preempted": sum(each.num_preempted for each in schedulers),
+            "prefill_share": sum(each.num_prompt_computed for each in schedulers) / max(self._num_prompt, 1),
         }
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -389,6 +389,33 @@ class Session:
         self._requests.clear()
         self._watches.clear()
         return ended
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Requests that nobody waits for any more are not gone on with; those that have ended are passed over.
+
+        Collective: tp, pp.
+        """
+        numbers = {number for number, request in self._requests.items() if any(request is each for each in requests)}
+        # What was sampled has its place among what is known, from which a sequence is then taken.
+        self._ready += self._catch_up()
+        for lane in self._lanes:
+            for number in numbers & self._requests.keys():
+                lane.scheduler.drop(number)
+                lane.records.drop(number)
+        for number in numbers & self._requests.keys():
+            del self._requests[number]
+            self._watches.pop(number, None)
+        self._ready = [pair for pair in self._ready if not any(pair[0] is each for each in requests)]
+
+    def running(self) -> list[tuple[Request, list[int]]]:
+        """The requests that have a slot, each with the tokens sampled so far."""
+        found = []
+        for lane in self._lanes:
+            for slot in lane.scheduler.running:
+                request = self._requests[lane.scheduler.job(slot).number]
+                known = lane.scheduler.tokens[slot, len(request.prompt) : lane.scheduler.lengths[slot]]
+                found.append((request, known.tolist()))
+        return found
 
     def _catch_up(self) -> list[tuple[Request, Response]]:
         """Take what all lanes have sampled, in the order in which they did; what ended."""
@@ -511,7 +538,7 @@ class Session:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a step gave, and by which weights: the tokens, received on all stages from the last, the rest there alone."""
+    """What a step gave, of which weights: tokens, received on all stages from the last; the rest there alone."""
 
     tokens: Tensor
     version: int

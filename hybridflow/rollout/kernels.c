@@ -9,10 +9,9 @@
 
 #include <math.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define LEVELS __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define LEVELS
@@ -20,14 +19,17 @@
 #define INLINE static inline __attribute__((always_inline))
 
 #define LANES 16
-#define BLOCK 16 /* tokens of a block of the cache: BLOCK_TOKENS of kv_cache.py */
-#define MAX_SHARERS 8
+#define BLOCK 16 /* tokens of a block of the cache: BLOCK_TOKENS of blocks.py */
+#define CHUNK 8 /* blocks whose scores are held at a time */
+#define COLUMNS 8 /* heads that see the same keys and are computed together, at most */
 #define PARTS 8 /* pieces that a loop over rows is split into */
 
 typedef float floats __attribute__((vector_size(64), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t uints __attribute__((vector_size(64), aligned(4)));
 typedef uint64_t words __attribute__((vector_size(64), aligned(8)));
 typedef float half_floats __attribute__((vector_size(32), aligned(4)));
+typedef int32_t half_ints __attribute__((vector_size(32), aligned(4)));
 
 #define LOAD(p) (*(const floats *)(p))
 #define STORE(p, v) (*(floats *)(p) = (v))
@@ -35,15 +37,30 @@ typedef float half_floats __attribute__((vector_size(32), aligned(4)));
 
 INLINE floats choose(ints mask, floats yes, floats no) { return (floats)(((ints)yes & mask) | ((ints)no & ~mask)); }
 
+typedef union {
+    floats whole;
+    half_floats halves[2];
+} pair;
+
+typedef union {
+    half_floats whole;
+    float parts[8];
+} eight;
+
 INLINE float sum_of(floats v) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += v[i];
-    return total;
+    pair both = {.whole = v};
+    eight e = {.whole = both.halves[0] + both.halves[1]};
+    const float *p = e.parts;
+    return ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7]));
 }
 
 INLINE float max_of(floats v) {
-    float most = v[0];
-    for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
+    pair both = {.whole = v};
+    half_floats a = both.halves[0], b = both.halves[1];
+    half_ints is_more = a > b;
+    eight e = {.whole = (half_floats)(((half_ints)a & is_more) | ((half_ints)b & ~is_more))};
+    float most = e.parts[0];
+    for (int i = 1; i < 8; i++) most = e.parts[i] > most ? e.parts[i] : most;
     return most;
 }
 
@@ -88,6 +105,24 @@ INLINE floats log_of(floats x) {
     p = p * m * z + e * -2.12194440e-4f - z * 0.5f;
     return m + p + e * 0.693359375f;
 }
+
+/* tanh (Cephes). */
+INLINE floats tanh_of(floats x) {
+    floats large = FILL(44.0f), size = (floats)((ints)x & 0x7fffffff);
+    floats e = exp_of(choose(size < large, size, large) * 2.0f);
+    floats far = 1.0f - 2.0f / (e + 1.0f);
+    far = (floats)((ints)far | ((ints)x & (int32_t)0x80000000));
+    floats z = x * x;
+    floats p = FILL(-5.70498872745e-3f);
+    p = p * z + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    return choose(size < FILL(0.625f), p * z * x + x, far);
+}
+
+/* Names the source that this was built from: its CRC-32. */
+uint32_t hf_source(void) { return HF_SOURCE; }
 
 /* RMSNorm of rows: out = x / rms(x) * (centre + weight). */
 LEVELS static void norm_rows(float *out, const float *x, const float *weight, int64_t begin, int64_t end, int64_t width,
@@ -174,124 +209,216 @@ void hf_store(float *queries, float *keys, float *values, const float *mixed, co
                    (part + 1) * rows / PARTS, groups, sharers, head, query_norm, key_norm, eps, centre);
 }
 
-/* Scores of the sharers of a group with the tokens of one block. */
-INLINE void score_block(float *scores, int64_t stride, const float *query, const float *keys, int head, int sharers,
-                        float scale) {
-    floats even[MAX_SHARERS], odd[MAX_SHARERS];
-    for (int s = 0; s < sharers; s++) even[s] = odd[s] = FILL(0.0f);
+/* How attention of a layer is scored. */
+typedef struct {
+    float scale, softcap; /* no cap: 0 */
+    int64_t window;       /* none: 0 */
+} scoring;
+
+/* The cached tokens of a sequence, of one group, and those that come after it, which are fetched in good time. */
+typedef struct {
+    const float *keys, *values; /* of the group in block 0 */
+    int64_t stride;             /* floats from a block to the next */
+    const int32_t *table;
+    int64_t from, to; /* blocks that are seen */
+    const int32_t *next_table; /* of who is next, from the first block that is seen */
+    int64_t next_blocks;
+} stream;
+
+/* Into the second cache: for the first, there are too many lines on their way. */
+INLINE void fetch(const float *from, int count) {
+    for (int i = 0; i < count; i += 16) __builtin_prefetch(from + i, 0, 2);
+}
+
+/* Scores of some queries with the tokens of one block; those that a query does not see are -INFINITY. */
+INLINE void score_block(float *scores, const float *queries, const float *keys, const int32_t *positions, int first,
+                        int head, const int columns, scoring how) {
+    const ints steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    floats even[COLUMNS], odd[COLUMNS];
+    for (int c = 0; c < columns; c++) even[c] = odd[c] = FILL(0.0f);
     for (int d = 0; d < head; d += 2) {
         floats a = LOAD(keys + d * BLOCK), b = LOAD(keys + (d + 1) * BLOCK);
-        for (int s = 0; s < sharers; s++) {
-            even[s] += a * query[s * head + d];
-            odd[s] += b * query[s * head + d + 1];
+        for (int c = 0; c < columns; c++) {
+            even[c] += a * queries[c * head + d];
+            odd[c] += b * queries[c * head + d + 1];
         }
     }
-    for (int s = 0; s < sharers; s++) STORE(scores + s * stride, (even[s] + odd[s]) * scale);
+    for (int c = 0; c < columns; c++) {
+        floats score = (even[c] + odd[c]) * how.scale;
+        if (how.softcap > 0) score = tanh_of(score / how.softcap) * how.softcap;
+        ints place = steps + first, is_seen = place <= positions[c];
+        if (how.window > 0) is_seen &= place > positions[c] - (int32_t)how.window;
+        STORE(scores + c * CHUNK * BLOCK, choose(is_seen, score, FILL(-INFINITY)));
+    }
 }
 
-/* Adds the values of one block, LANES * 4 of their dims at most, weighted. */
-INLINE void add_block(floats *sums, const float *weights, int64_t stride, const float *values, int head, int sharers,
-                      int parts) {
-    for (int token = 0; token < BLOCK; token++)
+/* Adds the values of some tokens of one block, weighted, in LANES * parts of their dims. */
+INLINE void add_block(floats *sums, const float *weights, const float *values, int tokens, int head, const int columns,
+                      const int parts) {
+    for (int token = 0; token < tokens; token++)
         for (int part = 0; part < parts; part++) {
             floats value = LOAD(values + token * head + part * LANES);
-            for (int s = 0; s < sharers; s++) sums[s * 4 + part] += value * weights[s * stride + token];
+            for (int c = 0; c < columns; c++) sums[c * parts + part] += value * weights[c * CHUNK * BLOCK + token];
         }
 }
 
-INLINE void attend_row(float *out, const float *query, const float *keys, const float *values, const int32_t *table,
-                       float *scores, int64_t position, int64_t group, int64_t groups, int head, const int sharers,
-                       float scale, float softcap, int64_t window) {
-    int64_t first = window > 0 && position >= window ? position - window + 1 : 0;
-    int64_t from = first / BLOCK, to = position / BLOCK + 1, stride = (to - from) * BLOCK;
-    for (int64_t block = from; block < to; block++)
-{
-        const float *next = keys + ((int64_t)table[block + 1 < to ? block + 1 : from] * groups + group) * head * BLOCK;
-        for (int i = 0; i < head * BLOCK; i += LANES) __builtin_prefetch(next + i);
-        score_block(scores + (block - from) * BLOCK, stride, query,
-                    keys + ((int64_t)table[block] * groups + group) * head * BLOCK, head, sharers, scale);}
-    for (int s = 0; s < sharers; s++) {
-        float *row = scores + s * stride;
-        if (softcap > 0)
-            for (int64_t i = 0; i < stride; i++) row[i] = softcap * tanhf(row[i] / softcap);
-        for (int64_t i = from * BLOCK; i < first; i++) row[i - from * BLOCK] = -INFINITY;
-        for (int64_t i = position + 1; i < to * BLOCK; i++) row[i - from * BLOCK] = -INFINITY;
-        floats most = LOAD(row), total = {0};
-        for (int64_t i = LANES; i < stride; i += LANES) {
-            floats v = LOAD(row + i);
-            most = choose(v > most, v, most);
-        }
-        floats top = FILL(max_of(most));
-        for (int64_t i = 0; i < stride; i += LANES) {
-            floats weight = exp_of(LOAD(row + i) - top);
-            total += weight;
-            STORE(row + i, weight);
-        }
-        floats share = FILL(1.0f / sum_of(total));
-        for (int64_t i = 0; i < stride; i += LANES) STORE(row + i, LOAD(row + i) * share);
+/* Adds the values of the blocks of a chunk, in LANES * parts of their dims, to sums scaled by factors. */
+INLINE void add_chunk(float *sums, const float *factors, const float *weights, const stream *at, int64_t begin,
+                      int64_t end, int tokens, int dim, int head, const int columns, const int parts) {
+    floats local[COLUMNS * 2];
+    for (int c = 0; c < columns; c++)
+        for (int part = 0; part < parts; part++)
+            local[c * parts + part] = LOAD(sums + c * head + dim + part * LANES) * factors[c];
+    for (int64_t block = begin; block < end; block++)
+        add_block(local, weights + (block - begin) * BLOCK, at->values + at->table[block] * at->stride + dim,
+                  block + 1 < at->to ? BLOCK : tokens, head, columns, parts);
+    for (int c = 0; c < columns; c++)
+        for (int part = 0; part < parts; part++) STORE(sums + c * head + dim + part * LANES, local[c * parts + part]);
+}
+
+/* Weights of a chunk out of its scores, in place; what was summed before is to be scaled by the factor. */
+INLINE float weigh(float *scores, int count, float *top, floats *total) {
+    floats most = FILL(*top);
+    for (int i = 0; i < count; i += LANES) {
+        floats v = LOAD(scores + i);
+        most = choose(v > most, v, most);
     }
-    for (int dim = 0; dim < head; dim += 4 * LANES) {
-        int parts = (head - dim) / LANES < 4 ? (head - dim) / LANES : 4;
-        floats sums[MAX_SHARERS * 4];
-        for (int i = 0; i < sharers * 4; i++) sums[i] = FILL(0.0f);
-        for (int64_t block = from; block < to; block++) {
-            const float *next = values + ((int64_t)table[block + 1 < to ? block + 1 : from] * groups + group) * BLOCK * head + dim;
-            for (int i = 0; i < BLOCK; i++) for (int j=0;j<parts;j++) __builtin_prefetch(next + i * head + j * LANES);
-            const float *at = values + ((int64_t)table[block] * groups + group) * BLOCK * head + dim;
-            const float *weights = scores + (block - from) * BLOCK;
-            switch (parts) {
-            case 4: add_block(sums, weights, stride, at, head, sharers, 4); break;
-            case 2: add_block(sums, weights, stride, at, head, sharers, 2); break;
-            default: add_block(sums, weights, stride, at, head, sharers, parts);
-            }
+    float now = max_of(most);
+    floats factor = exp_of(FILL(*top - now));
+    *top = now;
+    *total *= factor;
+    for (int i = 0; i < count; i += LANES) {
+        floats weight = exp_of(LOAD(scores + i) - now);
+        *total += weight;
+        STORE(scores + i, weight);
+    }
+    return factor[0];
+}
+
+/* Attention of some queries that see the tokens of one sequence, and of one group, each up to its own position.
+
+   Chunks begin at multiples of CHUNK, so that a query's result is the same whichever others are computed with it. */
+INLINE void attend_columns(float *sums, const float *queries, const int32_t *positions, const stream *at, int head,
+                           const int columns, scoring how) {
+    float scores[COLUMNS * CHUNK * BLOCK] __attribute__((aligned(64)));
+    float tops[COLUMNS], factors[COLUMNS];
+    floats totals[COLUMNS];
+    int tokens = 1; /* of the last block; those behind it may be NaN */
+    for (int c = 0; c < columns; c++) {
+        tops[c] = -3.0e38f; /* finite, since infinities have no difference */
+        totals[c] = FILL(0.0f);
+        int last = positions[c] - (int)(at->to - 1) * BLOCK + 1;
+        tokens = last > tokens ? last : tokens;
+    }
+    memset(sums, 0, columns * head * sizeof(float));
+    for (int64_t begin = at->from, end; begin < at->to; begin = end) {
+        end = (begin / CHUNK + 1) * CHUNK < at->to ? (begin / CHUNK + 1) * CHUNK : at->to;
+        for (int64_t block = begin; block < end; block++) {
+            if (block + 1 < end) fetch(at->keys + at->table[block + 1] * at->stride, head * BLOCK);
+            fetch(at->values + at->table[block] * at->stride, head * BLOCK);
+            score_block(scores + (block - begin) * BLOCK, queries, at->keys + at->table[block] * at->stride, positions,
+                        (int)block * BLOCK, head, columns, how);
         }
-        for (int s = 0; s < sharers; s++)
-            for (int part = 0; part < parts; part++) STORE(out + s * head + dim + part * LANES, sums[s * 4 + part]);
+        for (int c = 0; c < columns; c++)
+            factors[c] = weigh(scores + c * CHUNK * BLOCK, (int)(end - begin) * BLOCK, tops + c, totals + c);
+        /* While the values are added, the keys that follow come: of the next chunk, or of who is next. */
+        for (int64_t block = end; block < at->to && block < end + 2; block++)
+            fetch(at->keys + at->table[block] * at->stride, head * BLOCK);
+        for (int64_t i = 0; end == at->to && i < at->next_blocks && i < CHUNK; i++)
+            fetch(at->keys + at->next_table[i] * at->stride, head * BLOCK);
+        int dim = 0;
+        for (; dim + 2 * LANES <= head; dim += 2 * LANES)
+            add_chunk(sums, factors, scores, at, begin, end, tokens, dim, head, columns, 2);
+        if (dim < head) add_chunk(sums, factors, scores, at, begin, end, tokens, dim, head, columns, 1);
+    }
+    for (int c = 0; c < columns; c++) {
+        float share = 1.0f / sum_of(totals[c]);
+        for (int i = 0; i < head; i += LANES) STORE(sums + c * head + i, LOAD(sums + c * head + i) * share);
     }
 }
 
-#define SHARERS(n)                                                                                                     \
-    case n:                                                                                                            \
-        attend_row(out, query, keys, values, table, scores, position, group, groups, head, n, scale, softcap, window); \
-        break;
+/* As attend_columns; fewer of them are filled up with empty ones. */
+LEVELS static void attend_queries(float *sums, const float *queries, const int32_t *positions, const stream *at,
+                                  int64_t head, int columns, scoring how) {
+    switch (columns) {
+    case 1: attend_columns(sums, queries, positions, at, (int)head, 1, how); break;
+    case 2: attend_columns(sums, queries, positions, at, (int)head, 2, how); break;
+    case 4: attend_columns(sums, queries, positions, at, (int)head, 4, how); break;
+    default: attend_columns(sums, queries, positions, at, (int)head, COLUMNS, how);
+    }
+}
 
-LEVELS static void attend_group(float *out, const float *query, const float *keys, const float *values,
-                                const int32_t *table, float *scores, int64_t position, int64_t group, int64_t groups,
-                                int64_t sharers, int64_t head, float scale, float softcap, int64_t window) {
-    for (; sharers > 0; sharers -= MAX_SHARERS, out += MAX_SHARERS * head, query += MAX_SHARERS * head)
-        switch (sharers < MAX_SHARERS ? sharers : MAX_SHARERS) {
-            SHARERS(1) SHARERS(2) SHARERS(3) SHARERS(4) SHARERS(5) SHARERS(6) SHARERS(7) SHARERS(8)
+/* What attention is computed of; see hf_attend. */
+typedef struct {
+    float *outs;
+    const float *queries, *keys, *values;
+    const int32_t *tables;
+    int64_t table_width;
+    const int64_t *sequences, *positions;
+    int64_t rows, groups, sharers, head;
+    scoring how;
+} work;
+
+INLINE int64_t first_block(const work *w, int64_t row) {
+    int64_t position = w->positions[row];
+    return w->how.window > 0 && position >= w->how.window ? (position - w->how.window + 1) / BLOCK : 0;
+}
+
+/* Some rows of one sequence, positions rising, and one group; next: the row of the same group that follows. */
+static void attend_rows(const work *w, int64_t row, int64_t count, int64_t group, int64_t next) {
+    int64_t head = w->head, size = head * BLOCK, before = group * size;
+    stream at = {w->keys + before,
+                 w->values + before,
+                 w->groups * size,
+                 w->tables + w->sequences[row] * w->table_width,
+                 first_block(w, row),
+                 w->positions[row + count - 1] / BLOCK + 1,
+                 NULL,
+                 0};
+    if (next < w->rows) {
+        at.next_table = w->tables + w->sequences[next] * w->table_width + first_block(w, next);
+        at.next_blocks = w->positions[next] / BLOCK + 1 - first_block(w, next);
+    }
+    float queries[COLUMNS * head], sums[COLUMNS * head];
+    int32_t positions[COLUMNS];
+    for (int64_t first = 0; first < w->sharers; first += COLUMNS) {
+        int64_t heads = w->sharers - first < COLUMNS ? w->sharers - first : COLUMNS, used = heads * count;
+        int columns = used <= 2 ? (int)used : used <= 4 ? 4 : COLUMNS;
+        for (int64_t c = 0; c < columns; c++) {
+            int64_t query = c < used ? c : 0, line = row + query / heads;
+            int64_t from = (line * w->groups + group) * w->sharers + first + query % heads;
+            positions[c] = (int32_t)w->positions[line];
+            memcpy(queries + c * head, w->queries + from * head, head * sizeof(float));
         }
+        attend_queries(sums, queries, positions, &at, head, columns, w->how);
+        for (int64_t c = 0; c < used; c++) {
+            int64_t to = (((row + c / heads) * w->groups + group) * w->sharers + first + c % heads) * head;
+            memcpy(w->outs + to, sums + c * head, head * sizeof(float));
+        }
+    }
 }
 
 /* Attention of rows, each with the tokens of its own sequence up to its position, which are in the cache.
 
    outs, queries [rows, groups, sharers, head]; tables [sequences, table_width] int32: the blocks of each sequence;
-   sequences [rows]: which table a row has. Returns nonzero when there is no memory for the scores. */
-int hf_attend(float *outs, const float *queries, const float *keys, const float *values, const int32_t *tables,
-              int64_t table_width, const int64_t *sequences, const int64_t *positions, int64_t rows, int64_t groups,
-              int64_t sharers, int64_t head, float scale, float softcap, int64_t window) {
-    int64_t longest = 0;
-    int failed = 0;
-    for (int64_t row = 0; row < rows; row++) longest = positions[row] > longest ? positions[row] : longest;
-    size_t room = (size_t)(longest / BLOCK + 1) * BLOCK * MAX_SHARERS * sizeof(float);
-#pragma omp parallel
-    {
-        float *scores = aligned_alloc(64, room);
-        if (!scores) {
-#pragma omp atomic write
-            failed = 1;
+   sequences [rows]: which table a row has, those of one sequence side by side, their positions rising. */
+void hf_attend(float *outs, const float *queries, const float *keys, const float *values, const int32_t *tables,
+               int64_t table_width, const int64_t *sequences, const int64_t *positions, int64_t rows, int64_t groups,
+               int64_t sharers, int64_t head, float scale, float softcap, int64_t window) {
+    const work w = {outs,      queries, keys,   values,  tables, table_width, sequences,
+                    positions, rows,    groups, sharers, head,   {scale, softcap, window}};
+    /* Rows that one load of the keys serves, where they are of one sequence. */
+    int64_t together = sharers < COLUMNS ? COLUMNS / sharers : 1, tiles = (rows + together - 1) / together;
+#pragma omp parallel for schedule(dynamic, 2) if (rows * groups > 1)
+    for (int64_t item = 0; item < tiles * groups; item++) {
+        int64_t group = item % groups, row = item / groups * together;
+        int64_t end = row + together < rows ? row + together : rows;
+        for (int64_t count; row < end; row += count) {
+            count = 1;
+            while (row + count < end && sequences[row + count] == sequences[row]) count++;
+            attend_rows(&w, row, count, group, row + count);
         }
-#pragma omp for schedule(dynamic, 8)
-        for (int64_t item = 0; item < rows * groups; item++) {
-            int64_t group = item % groups, row = item / groups, at = (row * groups + group) * sharers * head;
-            if (scores)
-                attend_group(outs + at, queries + at, keys, values, tables + sequences[row] * table_width, scores,
-                             positions[row], group, groups, sharers, head, scale, softcap, window);
-        }
-        free(scores);
     }
-    return failed;
 }
 
 INLINE words mix(words v) {
@@ -306,8 +433,8 @@ INLINE floats noise(uint64_t key, int64_t column) {
     words ids = steps + (uint64_t)(column + 1);
     words low = mix(key + ids * 0x9E3779B97F4A7C15ull) >> 32, high = mix(key + (ids + 8) * 0x9E3779B97F4A7C15ull) >> 32;
     half_floats a = __builtin_convertvector(low, half_floats), b = __builtin_convertvector(high, half_floats);
-    floats u = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    u = (u + 0.5f) * 2.3283064e-10f;
+    pair both = {.halves = {a, b}};
+    floats u = (both.whole + 0.5f) * 2.3283064e-10f;
     ints is_one = u >= FILL(1.0f);
     u = choose(is_one, FILL(0.99999994f), u);
     floats w = 1.0f - u;
@@ -360,4 +487,38 @@ void hf_sample(double *found, const float *logits, const int64_t *keys, const fl
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t row = 0; row < rows; row++)
         sample_row(found + row, rows, logits + row * width, keys[row], temperatures[row], greedy[row], real, first);
+}
+
+LEVELS static void sum_row(double *to, const float *from, float floor, float top, uint32_t prefix, int64_t width,
+                           int64_t shift) {
+    memset(to, 0, 256 * sizeof *to);
+    for (int64_t i = 0; i < width; i += LANES) {
+        floats z = FILL(-INFINITY);
+        if (i + LANES <= width) z = LOAD(from + i);
+        else
+            for (int64_t j = i; j < width; j++) z[j - i] = from[j];
+        ints bits = (ints)z;
+        uints order = (uints)(bits ^ ((bits >> 31) | INT32_MIN));
+        ints is_wanted = (z >= FILL(floor)) & (z > FILL(-INFINITY));
+        if (shift < 24) is_wanted &= (order >> (uint32_t)(shift + 8)) == (uints){0} + prefix;
+        int32_t any = 0;
+        for (int lane = 0; lane < LANES; lane++) any |= is_wanted[lane];
+        if (!any) continue;
+        floats weights = exp_of(z - top);
+        uints digits = (order >> (uint32_t)shift) & 255;
+        for (int lane = 0; lane < LANES; lane++)
+            if (is_wanted[lane]) to[digits[lane]] += weights[lane];
+    }
+}
+
+/* Weights of columns, exp(scaled - largest), summed for each row by eight bits of the place in the order of fp32 numbers:
+   those above the last shift bits. Only of columns whose higher bits are prefix, and which are not below floor.
+
+   sums [rows, 256] fp64; scaled [rows, width]; floors, largest [rows]; prefixes [rows]. See edits.py, which has the same
+   in torch. */
+void hf_sum_by_digit(double *sums, const float *scaled, const float *floors, const float *largest,
+                     const int64_t *prefixes, int64_t rows, int64_t width, int64_t shift) {
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t row = 0; row < rows; row++)
+        sum_row(sums + row * 256, scaled + row * width, floors[row], largest[row], (uint32_t)prefixes[row], width, shift);
 }

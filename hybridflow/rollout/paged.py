@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,11 +15,14 @@ from hybridflow.models.attention import Scoring, attend
 from hybridflow.models.gpt import Transformer
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 
+_LARGE_PAGE_BYTES = 2 << 20
+
 
 class PagedCache:
     """Keys and values of the layers of this stage, in blocks that any sequence may own.
 
     A block's keys lie token by token for each dim, its values dim by dim for each token: as ``kernels.c`` reads them.
+    What was not written by a block's present owner may be anything, and is not read.
 
     Attributes:
         keys: One tensor for each local layer, ``[blocks, groups/tp, head, BLOCK_TOKENS]``.
@@ -26,15 +32,27 @@ class PagedCache:
     def __init__(self, model: Transformer, num_blocks: int, device: torch.device) -> None:
         groups, head = cache_shape(model)
         dtype = model.config.params_dtype
-        # Zeros, since what was never written must not be NaN: it is weighted with zero.
-        self.keys = [
-            torch.zeros(num_blocks, groups, head, BLOCK_TOKENS, dtype=dtype, device=device)
-            for _ in model.decoder.layers
-        ]
-        self.values = [
-            torch.zeros(num_blocks, groups, BLOCK_TOKENS, head, dtype=dtype, device=device)
-            for _ in model.decoder.layers
-        ]
+        shape = (2 * len(model.decoder.layers), num_blocks, groups, head * BLOCK_TOKENS)
+        pool = _empty_pool(shape, dtype, device)
+        self.keys = list(pool[::2].unflatten(-1, (head, BLOCK_TOKENS)))
+        self.values = list(pool[1::2].unflatten(-1, (BLOCK_TOKENS, head)))
+
+
+def _empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of any content; on a CPU in large pages where the system has them.
+
+    A step reads blocks from all over the pool, and with small pages waits for their addresses.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes < _LARGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes + _LARGE_PAGE_BYTES)
+    # A system that was built without large pages refuses, and is as good with small ones.
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    everything = torch.frombuffer(memory, dtype=dtype)
+    first = -everything.data_ptr() % _LARGE_PAGE_BYTES // dtype.itemsize
+    return everything[first : first + math.prod(shape)].view(shape)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks; ``[copies]`` int64 each, none of which is both."""
@@ -117,8 +135,11 @@ class _Part:
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
         """``[rows, heads, head]`` over keys and values of ``[sequences, blocks, …]``."""
-        width = keys.shape[1] * BLOCK_TOKENS
-        places = torch.arange(width, device=query.device)
+        places = torch.arange(keys.shape[1] * BLOCK_TOKENS, device=query.device)
+        # Masked scores would not do: what was not written may be NaN, also after it is weighted with zero.
+        is_unwritten = (places > self.positions[:, -1:]).unflatten(1, (-1, BLOCK_TOKENS))
+        keys = keys.masked_fill(is_unwritten[:, :, None, None], 0)
+        values = values.masked_fill(is_unwritten[:, :, None, :, None], 0)
         seen = places <= self.positions[:, :, None]
         if scoring.window is not None:
             seen &= places > self.positions[:, :, None] - scoring.window

@@ -39,6 +39,10 @@ class Records:
         """A sequence leaves its slot, to come back."""
         self._aside[number] = self._log_probs[:, slot].copy(), self._versions[slot].copy()
 
+    def drop(self, number: int) -> None:
+        """A sequence that was put aside does not come back."""
+        self._aside.pop(number, None)
+
     def add(
         self, slots: np.ndarray, positions: np.ndarray, log_probs: np.ndarray, sampled: np.ndarray, version: int
     ) -> None:

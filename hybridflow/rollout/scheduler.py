@@ -257,6 +257,12 @@ class Scheduler:
             self.blocks.give_up(block)
         self._last_key.pop(slot, None)
 
+    def drop(self, number: int) -> None:
+        """End a sequence that runs or waits; nothing where there is none of that number."""
+        for slot in [slot for slot, job in self._jobs.items() if job.number == number]:
+            self.remove(slot)
+        self._waiting = deque(job for job in self._waiting if job.number != number)
+
     def forget(self) -> None:
         """The weights have changed: nothing that was computed is used again. All steps planned have been absorbed.
 

@@ -140,11 +140,10 @@ class Trainer:
         self._mover = Mover(job.world, plan.meshes, chunk=mini_batch_size(job))
         self._has_own_critic = recipe.critic is not None and recipe.critic.model is not None
         self._rollouts = KeptRollouts(job, start.token, start.fingerprint, self._start)
-        self.roles["actor"].kept = self._rollouts
-        rollout = plan.meshes["actor.rollout"]
-        if job.world.rank in rollout:
+        rollouts, rollout = self.roles["actor"].rollouts, plan.meshes["actor.rollout"]
+        if rollouts is not None:
             replica = job.world.coordinator(rollout.replica(rollout.coordinate(job.world.rank).dp))
-            self.roles["actor"].is_stopping = lambda: stopping.agree(replica)
+            rollouts.kept, rollouts.is_stopping = self._rollouts, lambda: stopping.agree(replica)
 
     def run(self) -> bool:
         """Warm start, reinforcement learning, and validation before and after; or what is left of it after a resume.

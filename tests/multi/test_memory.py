@@ -18,7 +18,8 @@ from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.optimizer import OptimizerHoldings
 from hybridflow.reshard.plan import held_bytes
-from hybridflow.rollout import generate
+from hybridflow.rollout import engine, kernels
+from hybridflow.rollout.cpu_transformer import CpuTransformer
 from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, make_model
 from tests.ranks import run_ranks
 
@@ -115,4 +116,29 @@ def test_activations_are_what_is_kept_for_the_backward_pass(dtype):
 
 
 def test_constants_of_modules_that_need_torch():
-    assert (memory.PREFILL_TOKENS, memory.CHUNK_TOKENS) == (generate.PREFILL_TOKENS, log_probs.CHUNK_TOKENS)
+    assert (memory.STEP_TOKENS, memory.CHUNK_TOKENS) == (engine.STEP_TOKENS, log_probs.CHUNK_TOKENS)
+
+
+PACKED = [replace(WIDE, num_layers=4), replace(WIDE, num_layers=4, tied_embeddings=True)]
+
+
+def packed(world) -> list[tuple[int, int]]:
+    """Bytes of the matrices laid out for decoding, as they are and as arithmetic has them."""
+    found = []
+    for model in PACKED:
+        built, mesh, groups, _ = make_model(world, ParallelLayout(tp=2, pp=2), model=model)
+        quick = CpuTransformer(built, groups.tp)
+        names = ("qkv", "projection", "gate", "up", "down")
+        matrices = [getattr(layer, name) for layer in quick._layers for name in names]
+        matrices += [] if quick._output is None else [quick._output]
+        spec = model_spec(shape_of(model, VOCAB), has_value_head=False)
+        sizes = memory.packed_bytes(spec, model, mesh, world.rank)
+        found.append((sum(each.numel() for each in matrices) * 4, sizes))
+    return found
+
+
+@pytest.mark.skipif(kernels.load_kernels() is None, reason="needs the compiled kernels: python setup.py build_ext")
+def test_the_copy_that_a_cpu_generates_with_is_counted():
+    for found in run_ranks(packed, 4):
+        for is_there, counted in found:
+            assert is_there == counted > 0

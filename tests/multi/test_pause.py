@@ -18,8 +18,8 @@ from tests.multi.models import VOCAB, layouts_of, make_model
 from tests.ranks import run_ranks
 
 SEED = 11
-STEPS = (1, 2, 3, 4, 7, 12, 17, 18, 35)
-PARAMS = SamplingParams(max_new_tokens=20, temperature=0.8, stop_ids=(2,))
+STEPS = (1, 2, 3, 7, 12, 17, 35)
+PARAMS = SamplingParams(max_new_tokens=30, temperature=0.8, stop_ids=(2,))
 CASES = [(1, ParallelLayout()), *((2, layout) for layout in layouts_of(2))]
 
 
@@ -54,9 +54,9 @@ def plain(got: Response) -> dict:
 def make_engine(world, layout: ParallelLayout, max_concurrent: int, num_blocks: int | None = None):
     """An engine, this rank's requests, and whether it knows log-probabilities."""
     model, mesh, groups, _ = make_model(world, layout)
-    cache_bytes = None if num_blocks is None else num_blocks * block_bytes(model)
+    cache_memory = 0.5 if num_blocks is None else num_blocks * block_bytes(model)
     engine = MegatronEngine(
-        model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=max_concurrent, cache_bytes=cache_bytes
+        model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=max_concurrent, cache_memory=cache_memory
     )
     place = mesh.coordinate(world.rank)
     return engine, requests()[place.dp :: layout.dp], place.pp == layout.pp - 1
@@ -76,7 +76,14 @@ def drain(engine: MegatronEngine, asked: list[Request], num_steps: int | None = 
         ended += session.step()
         num_steps = None if num_steps is None else num_steps - 1
         num_aside = sum(len(lane.records._aside) for lane in session._lanes)
+    waiting = {
+        key(session._requests[job.number]): job.tokens[job.num_prompt :].tolist()
+        for lane in session._lanes
+        for job in lane.scheduler.waiting
+    }
     pairs = ended + session.pause()
+    # Sampled anew it would be the same: that it is kept is seen here alone.
+    assert all(got.tokens.tolist() == waiting.get(key(ask), got.tokens.tolist()) for ask, got in pairs)
     assert session.is_idle
     done = [pair for pair in pairs if pair[1].finish != "paused"]
     return done, [pair for pair in pairs if pair[1].finish == "paused"], num_aside
@@ -94,13 +101,13 @@ def paused_everywhere(world, layout: ParallelLayout):
         rest, none, _ = drain(engine, go_on(left))
         assert not none
         ways[f"after {num_steps} steps"] = {key(ask): plain(got) for ask, got in done + rest}
-    short, _, _ = make_engine(world, layout, 4, num_blocks=5)
+    short, _, _ = make_engine(world, layout, 4, num_blocks=4)
     num_lost = 0
     for seed in range(2):
         counts = np.random.default_rng(seed)
         done, asked = [], mine
         while asked:
-            ended, left, lost = drain(short, asked, int(counts.integers(1, 40)))
+            ended, left, lost = drain(short, asked, int(counts.integers(1, (40, 150)[seed])))
             done, asked, num_lost = done + ended, go_on(left), num_lost + lost
         ways[f"often, {seed}"] = {key(ask): plain(got) for ask, got in done}
     return whole, ways, knows, num_lost
@@ -108,10 +115,10 @@ def paused_everywhere(world, layout: ParallelLayout):
 
 @pytest.mark.parametrize(("size", "layout"), CASES, ids=lambda value: str(value))
 def test_paused_after_any_step_and_as_often_as_you_like_it_gives_the_same(size, layout):
-    num_texts, found_lost = 0, 0
+    num_texts, found_lost, kinds = 0, 0, set()
     for whole, ways, knows, num_lost in run_ranks(paused_everywhere, size, layout):
         found_lost += num_lost
-        assert {got["finish"] for got in whole.values()} == {"stop", "length"}
+        kinds |= {got["finish"] for got in whole.values()}
         for way, found in ways.items():
             assert found.keys() == whole.keys(), way
             for name, got in found.items():
@@ -123,7 +130,8 @@ def test_paused_after_any_step_and_as_often_as_you_like_it_gives_the_same(size, 
                 for column in ("log_probs", "sampled_log_probs") if knows else ():
                     assert np.abs(got[column] - expected[column]).max() < 1e-5, (way, name, column)
     assert num_texts == len(requests()) * (len(STEPS) + 2) * (size // layout.dp)
-    assert found_lost or layout.dp > 1, "no sequence was paused that had lost its blocks"
+    assert kinds == {"stop", "length"}
+    assert found_lost or size > layout.tp, "no sequence was paused that had lost its blocks"
 
 
 class Stopping:

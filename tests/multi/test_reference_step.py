@@ -7,6 +7,7 @@ Adam, straight from the formulas.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -75,6 +76,10 @@ SETTINGS = {
     ),
     "grpo": config.GRPO(clip_low=0.002, clip_high=0.003, dual_clip=1.001, kl_coef=0.1, entropy_coef=0.01),
 }
+CORRECTIONS = {
+    "ppo": config.Correction(kind="truncate", high=1.2),
+    "grpo": config.Correction(kind="icepop", level="sequence", low=0.3, high=3.0),
+}
 OPTIMIZERS = {
     "ppo": config.Optimizer(lr=1e-4, clip_grad=0.5, distributed=False),
     "grpo": config.Optimizer(lr=1e-4, clip_grad=0.0, distributed=False),
@@ -91,7 +96,7 @@ COMPUTED = {
 
 
 def recipe_of(algorithm: str, layout: ParallelLayout, critic: ParallelLayout) -> config.Recipe:
-    return tiny_recipe(
+    recipe = tiny_recipe(
         layout,
         algorithm,
         model=MODELS[algorithm],
@@ -103,6 +108,7 @@ def recipe_of(algorithm: str, layout: ParallelLayout, critic: ParallelLayout) ->
         group_size=GROUP_SIZE,
         optimizer=OPTIMIZERS[algorithm],
     )
+    return replace(recipe, correction=CORRECTIONS[algorithm])
 
 
 def given_columns() -> dict[str, list[Any]]:
@@ -119,7 +125,7 @@ def given_columns() -> dict[str, list[Any]]:
         "prompt_lengths": prompts,
         "draws": [sample // GROUP_SIZE for sample in range(NUM_SAMPLES)],
         "response_mask": masks,
-        "rollout_log_probs": [-3.0 * torch.ones(length) for length in lengths],
+        "rollout_log_probs": [0.5 * torch.randn(length, generator=generator) - 4.0 for length in lengths],
         "scores": scores.tolist(),
     }
 
@@ -287,6 +293,8 @@ class Plain:
         self.tokens, self.prompts, self.draws = given["tokens"], given["prompt_lengths"], given["draws"]
         self.masks = [mask.double() for mask in given["response_mask"]]
         self.scores = torch.tensor(given["scores"], dtype=torch.float32).double()
+        self.sampled = [row.double() for row in given["rollout_log_probs"]]
+        self.num_bounded = self.num_whole = 0
 
     def hidden(self, role: str, sample: int) -> Tensor:
         """States that predict the sample's response tokens, ``[response, hidden]``."""
@@ -363,11 +371,24 @@ class Plain:
             loss = torch.maximum(-advantage * ratio, -advantage * clipped)
             if settings.dual_clip is not None:
                 loss = torch.where(advantage < 0, torch.minimum(loss, -advantage * settings.dual_clip), loss)
+            loss = loss * self.correction(columns["old_log_probs"][sample], sample)
             if self.algorithm == "grpo":
                 d = log_probs - columns["ref_log_probs"][sample]
                 loss = loss + settings.kl_coef * ((-d).exp() + d - 1).clamp(-10, 10)
             losses.append(loss - settings.entropy_coef * entropy)
         return self.aggregate(losses, chosen)
+
+    def correction(self, old: Tensor, sample: int) -> Tensor:
+        settings, d = CORRECTIONS[self.algorithm], old - self.sampled[sample]
+        if self.algorithm == "ppo":
+            weight = d.exp()
+            bounded = weight.clamp(max=settings.high)
+        else:
+            weight = (d * self.masks[sample]).sum().exp()
+            bounded = weight * (settings.low <= weight <= settings.high)
+        self.num_bounded += int((bounded != weight).sum())
+        self.num_whole += int((bounded == weight).sum())
+        return bounded
 
     def critic_loss(self, chosen: range, columns: dict[str, list[Tensor]]) -> Tensor:
         losses = []
@@ -415,6 +436,7 @@ def differences(world: World, algorithm: str, weights: Any, ranks: list[dict[str
         for sample, row in seen.items():
             note(name, float((torch.tensor(row) - columns[name][sample]).abs().max()))
     updates = {"actor": plain.update("actor", plain.actor_loss, columns)}
+    assert plain.num_bounded > 0 and plain.num_whole > 0, "the correction is to act on some"
     if algorithm == "ppo":
         updates["critic"] = plain.update("critic", plain.critic_loss, columns)
     for role, (first, second) in updates.items():

@@ -283,7 +283,7 @@ def test_a_damaged_embedding_fails_those_that_have_the_token_and_no_other(layout
                     place = len(ask.prompt) + len(expected)
                     assert got.error == f"token {place}: its logits are not finite; look for damaged weights"
                 else:
-                    assert expected == tokens and (got.log_probs == whole.log_probs).all()
+                    assert expected == tokens and np.abs(got.log_probs - whole.log_probs).max() <= 1e-5
             assert 3 <= num_failed <= 17
 
 

@@ -98,6 +98,15 @@ def test_doctors_commands_are_understood(command):
     assert arguments.run is doctor_command.run
 
 
+@pytest.mark.parametrize("command", [line for line in COMMANDS if re.search(r"\bhybridflow (generate|serve)\b", line)])
+def test_generating_commands_are_understood(command):
+    words = shlex.split(command)
+    if "--wrap" in words:
+        words = shlex.split(words[words.index("--wrap") + 1].partition(";")[0])
+    arguments = cli._parse(words[words.index("hybridflow") + 1 :])
+    assert arguments.run.__module__ == "hybridflow.serving.command"
+
+
 @pytest.mark.parametrize("command", [line for line in COMMANDS if re.search(r"\bhybridflow status\b", line)])
 def test_statuses_are_understood(command):
     words = shlex.split(command.partition(" | ")[0])

@@ -245,6 +245,20 @@ def test_optional_packages(module, found, verdict, word):
     assert finding.verdict == verdict and word in finding.value
 
 
+@pytest.mark.parametrize(
+    ("found", "verdict", "word"),
+    [
+        ({"kernels": ""}, OK, "used"),
+        ({"kernels": "not built; why"}, NOTE, "not built; why (without them"),
+        ({"kernels_error": "ImportError: torch"}, NOTE, "ImportError"),
+        ({"failure": "python3 was ended by SIGSEGV"}, NOTE, "SIGSEGV"),
+    ],
+)
+def test_compiled_kernels(found, verdict, word):
+    finding = software.kernels_finding({"failure": "", **found})
+    assert finding.verdict == verdict and word in finding.value
+
+
 def test_megatron_of_another_release():
     assert software.megatron_finding({"megatron": software.MEGATRON, "failure": ""}).verdict == OK
     assert software.megatron_finding({"megatron": "0.9.0", "failure": ""}).verdict == PROBLEM

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import hybridflow
 from hybridflow import cli
 from hybridflow.config import load_recipe, recipe_from_dict
 from hybridflow.errors import ConfigError, LayoutError, WriteError
@@ -319,6 +320,9 @@ def test_memory_near_the_limit_warns_and_above_it_is_refused():
     assert "rank 1 needs about 73.0 GB during the rollout, a GPU has 80 GB" in warning
     with pytest.raises(ConfigError, match=r"rank 0 needs about 80\.1 GB during the rollout.* rollout\.max_concurrent"):
         check_memory(ranks(80.1, 10), 80)
+    # A cache that takes no more than is free fits.
+    roomy = RankMemory(meshes=(), rollout=int(200e9), update=1, spare=int(190e9))
+    assert check_memory([roomy, *ranks(20)], 80) == []
 
 
 @pytest.fixture
@@ -376,8 +380,10 @@ def test_the_copy_of_the_code_is_a_whole_package_that_goes_before_the_installed_
         check=True,
     )
     assert all(line.startswith(f"{code}/hybridflow/") for line in done.stdout.split()) and len(done.stdout.split()) == 3
-    for name in ("launch/recipes/grpo.yaml", "slurm/train.sbatch"):
+    for name in ("launch/recipes/grpo.yaml", "slurm/train.sbatch", "rollout/kernels.c"):
         assert (code / "hybridflow" / name).is_file()
+    built, copied = (Path(root).glob("rollout/_kernels*") for root in (hybridflow.__path__[0], code / "hybridflow"))
+    assert sorted(path.name for path in copied) == sorted(path.name for path in built)
 
 
 def test_installed_runs_what_is_installed(on_a_login_node):

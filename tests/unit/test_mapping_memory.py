@@ -72,8 +72,31 @@ def test_offload_frees_gradients_and_optimizer_of_the_actor_during_the_rollout()
 
 
 def test_one_layout_for_both_phases_has_the_weights_once():
-    parts = by_mesh(memory_of("grpo", "actor.rollout={tp: 2, dp: 2}")[0])
+    layout = "actor.rollout={tp: 2, dp: 2}"
+    parts = by_mesh(memory_of("grpo", layout, "model.dtype=bf16")[0])
     assert parts["actor.rollout"].weights == 0 and parts["actor.rollout"].cache > 0
+    # In fp32 a CPU generates with a copy of the matrices: half of two layers of 4 · 128 · 128 + 3 · 512 · 128 numbers,
+    # and of 64 · 128 of the output.
+    parts = by_mesh(memory_of("grpo", layout)[0])
+    assert parts["actor.rollout"].weights == (2 * 262_144 + 8192) // 2 * 4
+
+
+def test_the_cache_keeps_to_its_budget():
+    # 2 · 80 layers, 4096 tokens, one group of 128, 2 bytes.
+    one = 2 * 80 * 4096 * 128 * 2
+    for share, cache, spare in (("0.5", 32 * one, 31 * one), ("1e9", 10**9, 0), ("1e12", 32 * one, 0)):
+        needed = memory_of("ppo-70b", f"rollout.cache_memory={share}")[100]
+        assert (by_mesh(needed)["actor.rollout"].cache, needed.spare) == (cache, spare)
+        assert needed.least == max(needed.update, needed.rollout - spare)
+        assert ("no more is taken" in memory_summary([needed])) == (spare > 0)
+
+
+def test_sequences_are_cached_in_whole_blocks():
+    longer, whole = (
+        by_mesh(memory_of("ppo-70b", f"model.max_context={tokens}")[0])["actor.rollout"].cache
+        for tokens in (4081, 4096)
+    )
+    assert longer == whole
 
 
 def test_optimizer_state_that_is_not_distributed_is_whole():

@@ -1,9 +1,12 @@
-"""Packed, padded and cached attention are one."""
+"""Packed, padded and paged attention are one."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hybridflow.models.attention import CachedAttention, KeyValueCache, PackedAttention, Scoring
+from hybridflow.models.attention import PackedAttention, Scoring
+from hybridflow.rollout.paged import PagedAttention, PagedCache
 
 HEAD = 6
 
@@ -66,21 +69,41 @@ def test_positions_begin_anew_in_each_sequence():
     assert PackedAttention([2, 1, 3], torch.device("cpu")).positions.tolist() == [0, 1, 0, 0, 1, 2]
 
 
-@pytest.mark.parametrize("scoring", SCORINGS)
-def test_cached_continues_packed(scoring):
-    lengths, device = [3, 6, 1], torch.device("cpu")
+def empty_cache(groups: int, num_blocks: int) -> PagedCache:
+    """A cache of one layer whose memory held NaN before."""
+    attention = SimpleNamespace(num_query_groups_per_partition=groups, hidden_size_per_attention_head=HEAD)
+    model = SimpleNamespace(
+        config=SimpleNamespace(params_dtype=torch.float32),
+        decoder=SimpleNamespace(layers=[SimpleNamespace(self_attention=attention)]),
+    )
+    cache = PagedCache(model, num_blocks, torch.device("cpu"))
+    for each in (*cache.keys, *cache.values):
+        each.fill_(torch.nan)
+    return cache
+
+
+@pytest.mark.parametrize("heads, groups", [(4, 2), (3, 1)])
+@pytest.mark.parametrize(
+    "scoring", [*SCORINGS, Scoring(scale=0.4, window=17), Scoring(scale=0.7, softcap=1.2, window=20)]
+)
+def test_paged_continues_packed(scoring, heads, groups):
+    lengths = [3, 40, 1, 17]
+    # Tokens of each sequence in each step: prompts in pieces, single tokens beside them, some not there at all.
+    steps = [[2, 15, 0, 16], [1, 1, 0, 1], [0, 23, 1, 0], [0, 1, 0, 0]]
+    assert [sum(counts) for counts in zip(*steps, strict=True)] == lengths
     with torch.no_grad():
-        query, key, value = random_packed([length + 1 for length in lengths], 4, 2)
-        expected = PackedAttention([length + 1 for length in lengths], device).attend(0, query, key, value, scoring)
-        cache = KeyValueCache(
-            num_layers=1, num_slots=3, num_tokens=8, num_groups=2, head_size=HEAD, dtype=torch.float32, device=device
-        )
-        is_last = torch.zeros(sum(lengths) + 3, dtype=torch.bool)
-        is_last[(torch.tensor(lengths) + 1).cumsum(0) - 1] = True
-        prompts = PackedAttention(lengths, device, cache).attend(
-            0, query[~is_last], key[~is_last], value[~is_last], scoring
-        )
-        torch.testing.assert_close(prompts, expected[~is_last], atol=1e-6, rtol=0)
-        following = CachedAttention(cache, torch.tensor(lengths))
-        context = following.attend(0, query[is_last], key[is_last], value[is_last], scoring)
-        torch.testing.assert_close(context, expected[is_last], atol=1e-6, rtol=0)
+        packed = random_packed(lengths, heads, groups)
+        expected = PackedAttention(lengths, torch.device("cpu")).attend(0, *packed, scoring).split(lengths)
+        parts = [each.split(lengths) for each in packed]
+        cache = empty_cache(groups, 13)
+        tables = torch.randperm(13, generator=torch.Generator().manual_seed(3))[:12].int().view(4, 3)
+        done = [0] * len(lengths)
+        for counts in steps:
+            where = [(index, slice(done[index], done[index] + count)) for index, count in enumerate(counts)]
+            sequences = torch.tensor([index for index, count in enumerate(counts) for _ in range(count)])
+            positions = torch.cat([torch.arange(part.start, part.stop) for _, part in where])
+            query, key, value = (torch.cat([each[index][part] for index, part in where]) for each in parts)
+            context = PagedAttention(cache, tables, sequences, positions).attend(0, query, key, value, scoring)
+            wanted = torch.cat([expected[index][part] for index, part in where])
+            torch.testing.assert_close(context, wanted, atol=1e-6, rtol=0)
+            done = [part.stop for _, part in where]

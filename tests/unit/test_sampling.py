@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridflow.errors import DataError
 from hybridflow.models.log_probs import Columns
 from hybridflow.parallel.world import World
-from hybridflow.rollout import sampling
+from hybridflow.rollout import edits, sampling
 from hybridflow.rollout.request import PURPOSES, Request, SamplingParams, expand
 from hybridflow.rollout.sampling import (
     BAD_TEXT,
@@ -48,7 +48,7 @@ def sampled(world: World, logits: Tensor, asked: list, bad: frozenset[int], is_q
     everyone = tuple(range(world.size))
     world.make_groups([everyone, *((rank,) for rank in everyone)])
     if not is_quick:
-        sampling.load_kernels = lambda: None
+        sampling.load_kernels = edits.load_kernels = lambda: None
     group, width = world.group(everyone), logits.shape[1] // world.size
     first = Columns(width, group, vocab).first
     sampler = Sampler(len(asked), group, vocab, torch.device("cpu"))

@@ -33,7 +33,7 @@ ORDER = [
         "config",
     ),
     *("parallel", "algorithms", "observe", "dataflow", "reshard", "data", "models", "checkpoint"),
-    *("rollout", "roles", "mapping", "trainer", "doctor", "launch", "cli", "__main__"),
+    *("rollout", "roles", "mapping", "trainer", "doctor", "launch", "serving", "cli", "__main__"),
 ]
 
 # Imported on login nodes and before ranks start: none may bring in torch or MPI.
@@ -76,6 +76,8 @@ LIGHT = [
         "doctor.compare",
         "doctor.rounds",
         "data.rollout_log",
+        "rollout.blocks",
+        "rollout.scheduler",
         "mapping.memory",
         "launch",
         "launch.local",
@@ -85,12 +87,23 @@ LIGHT = [
         "launch.snapshot",
         "launch.submit",
         "launch.command",
+        "parallel.rank",
+        "serving.command",
+        "serving.options",
+        "serving.chat",
+        "serving.prompts",
+        "serving.results",
+        "serving.files",
+        "serving.text",
+        "serving.api",
+        "serving.desk",
+        "serving.endpoint",
         "cli",
     ),
 ]
 
 # One third-party package, one door.
-DOORS = ["sentencepiece", "tokenizers", "h5py", "mpi4py", "transformer_engine", "apex", "vllm", "wandb"]
+DOORS = ["sentencepiece", "tokenizers", "h5py", "mpi4py", "transformer_engine", "apex", "vllm", "wandb", "jinja2"]
 
 
 def modules():

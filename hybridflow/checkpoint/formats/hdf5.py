@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -424,6 +424,45 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], form: str) -> None:
             file.create_dataset(name, data=array, chunks=chunks, fletcher32=True)
 
     _replace(path, form, fill)
+
+
+def write_rows(path: Path, texts: Mapping[str, Sequence[str]], arrays: Mapping[str, Any], form: str) -> None:
+    """Write texts and arrays of one dim, of any length, as a file that is there whole or not at all.
+
+    Args:
+        path: Of the file; what is there is replaced.
+        texts: Name -> texts, kept as strings of variable length in UTF-8.
+        arrays: Name -> array of numpy.
+        form: What kind of file it is.
+
+    Raises:
+        OSError: The file system refuses; ``path`` is as it was.
+    """
+
+    def fill(file: h5py.File) -> None:
+        for name, values in texts.items():
+            # HDF5's strings of variable length end at a zero.
+            clean = [value.replace("\0", "\ufffd").encode("utf-8", "replace") for value in values]
+            file.create_dataset(name, data=clean, shape=(len(clean),), dtype=h5py.string_dtype())
+        for name, array in arrays.items():
+            file.create_dataset(name, data=array)
+
+    _replace(path, form, fill)
+
+
+def read_texts(path: Path, name: str) -> list[str]:
+    """The texts of a dataset of strings.
+
+    Raises:
+        CheckpointError: There is no such dataset, or it cannot be read.
+    """
+    with _reading(path, name), h5py.File(path, "r") as file:
+        dataset = file[name] if isinstance(file.get(name, getlink=True), h5py.HardLink) else None
+        if not isinstance(dataset, h5py.Dataset) or h5py.check_string_dtype(dataset.dtype) is None:
+            raise ValueError(f"has no dataset {name!r} of strings")
+        if dataset.ndim != 1 or dataset.is_virtual or dataset.external:
+            raise ValueError(f"dataset {name!r} is not a list of strings in this file")
+        return [str(text) for text in dataset.asstr()[:]]
 
 
 def join_arrays(path: Path, parts: Mapping[str, Mapping[str, int]], dtypes: Mapping[str, Any], form: str) -> None:

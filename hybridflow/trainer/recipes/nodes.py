@@ -86,7 +86,7 @@ ACTOR_UPDATE = repeat(
         call="update",
         mesh="actor.update",
         phase="update",
-        reads=(*SEQUENCES, "response_mask", "old_log_probs", "ref_log_probs", "advantages", "order"),
+        reads=(*SEQUENCES, *_LOG_PROBS, "advantages", "order"),
     ),
     mesh="actor.update",
 )

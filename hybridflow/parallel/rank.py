@@ -1,0 +1,87 @@
+"""One rank's part of a job from its start to its exit status, whatever the job is. Light until it runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from hybridflow.observe.doing import doing
+from hybridflow.observe.rank_log import tell
+from hybridflow.parallel.cause import cause_of, tell_cause
+from hybridflow.parallel.signals import CaughtSignals
+from hybridflow.parallel.start import Start
+
+if TYPE_CHECKING:
+    from hybridflow.parallel.world import World
+
+
+def silence_libraries() -> None:
+    """What megatron-core and torch say about themselves is not heard; none of it is for our user to act on."""
+    warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+
+
+def run_rank(
+    start: Start,
+    signals: CaughtSignals,
+    load: Callable[[], Callable[[World], int]],
+    *,
+    deadline_s: float,
+    start_deadline_s: float,
+    dead_after_s: float,
+) -> int:
+    """Meet the other ranks, work, and leave in order: whatever goes wrong ends the process at once.
+
+    What went wrong is told by one rank alone.
+
+    Args:
+        start: Which rank this is, from ``find_start``.
+        signals: Those that this process catches.
+        load: Imports what the work takes, before the ranks meet, and gives the work. That is called with the world of
+            all ranks, on each of them, and gives the exit status, the same on all.
+        deadline_s: Longest wait for another rank, in seconds.
+        start_deadline_s: Longest wait for all ranks to join, in seconds.
+        dead_after_s: A rank that is silent for so long is lost, in seconds.
+    """
+    # The launcher, which Ctrl-C reaches too, speaks for its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    silence_libraries()
+    from hybridflow.parallel.failure import lost_contact, tell_once
+    from hybridflow.parallel.process import allow_many_files
+    from hybridflow.parallel.watch import Watch
+    from hybridflow.parallel.world import join_world, open_store
+
+    work = load()
+    allow_many_files()
+    store, watch = None, None
+    try:
+        with lost_contact("the job", tuple(range(start.size)), deadline_s):
+            store = open_store(start, start_deadline_s=start_deadline_s)
+            world = join_world(start, store, deadline_s=deadline_s, start_deadline_s=start_deadline_s)
+            world.watch = watch = Watch(
+                world.new_store("watch"),
+                rank=start.rank,
+                size=start.size,
+                address=start.address,
+                dead_after_s=dead_after_s,
+                signals=signals,
+            )
+            status = work(world)
+            with doing("the end of the job"):
+                world.close()
+                watch.close()
+                signals.ignore()
+    except Exception as error:
+        if watch is not None:
+            watch.fail(error)
+        cause = cause_of(error, start.rank, socket.gethostname())
+        tell_once(error, lambda: tell(tell_cause(cause)), store, start.rank)
+        sys.stdout.flush()
+        # No interpreter shutdown: it could wait for ranks that are gone.
+        os._exit(cause.status)
+    return status

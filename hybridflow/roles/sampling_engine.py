@@ -1,0 +1,133 @@
+"""What samples the actor's responses, as the recipe chooses: our engine, vLLM in this process, or servers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch import Tensor
+
+from hybridflow.checkpoint.settings import read_settings
+from hybridflow.config import SamplingEngine
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.families.config_json import Described, describe
+from hybridflow.models.weights import local_shards
+from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec
+from hybridflow.roles.job import Job
+from hybridflow.roles.placed import PlacedModel
+from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.engines.hf_weights import hf_weights
+from hybridflow.rollout.engines.http_engine import HttpEngine
+from hybridflow.rollout.engines.openai import OpenAi, find_model
+from hybridflow.rollout.engines.tgi import Tgi
+from hybridflow.rollout.engines.wire import Lines, token_of
+
+
+class PushedEngine:
+    """vLLM in this process, and the way that the actor's weights take there.
+
+    Collective: with several ranks, all of the job make it together.
+
+    Attributes:
+        engine: vLLM.
+    """
+
+    def __init__(self, job: Job, spec: ModelSpec) -> None:
+        # Where it is not asked for it need not be there.
+        from hybridflow.rollout.engines.vllm_engine import VllmEngine
+
+        recipe = job.recipe
+        self._described = _described(job)
+        self._spec = spec
+        self._rank = job.world.rank
+        rollout = recipe.rollout
+        self.engine = VllmEngine(
+            self._described,
+            # Exact are the raw ones at temperature 1, the others where nothing is cut; the recipe has one of both.
+            log_probs="raw" if rollout.temperature == 1 else "processed",
+            seed=recipe.seed,
+            vocab_size=job.vocab_size,
+            max_concurrent=rollout.max_concurrent,
+            memory_share=rollout.engine.memory_share,
+            cache_bytes=_cache_bytes(job) if job.world.device.type == "cpu" else None,
+        )
+
+    def push(self, model: PlacedModel) -> None:
+        """Hand it the weights of the rollout layout, which this rank holds whole."""
+        self.engine.load(hf_weights(self._described, self._whole(model)))
+
+    def _whole(self, model: PlacedModel) -> dict[str, Tensor]:
+        shards = local_shards(model.transformer, self._spec, model.mesh, self._rank)
+        return {
+            name: local[tuple(slice(0, stop - start) for start, stop in part.box)]
+            for name, (local, part) in shards.items()
+        }
+
+
+def our_engine(job: Job, model: PlacedModel) -> MegatronEngine:
+    """Generates with the weights being trained."""
+    return MegatronEngine(
+        model.transformer,
+        model.groups,
+        vocab_size=job.vocab_size,
+        seed=job.recipe.seed,
+        max_concurrent=job.recipe.rollout.max_concurrent,
+        cache_memory=job.recipe.rollout.cache_memory,
+        ranks_per_node=min(job.world.ranks_per_node, job.world.size),
+        tokenizer=job.tokenizer,
+    )
+
+
+def server_engine(settings: SamplingEngine, *, tokenizer: Tokenizer, seed: int, vocab_size: int | None) -> HttpEngine:
+    """Generates with the servers that a recipe names.
+
+    Args:
+        settings: ``rollout.engine`` of the recipe.
+        tokenizer: The model's own.
+        seed: Of the noise.
+        vocab_size: Ids that the trainer knows; None: any will do.
+
+    Raises:
+        ConfigError: The token's environment variable is not set.
+        EngineError: The servers do not answer, or have no such model.
+    """
+    lines = Lines(settings.urls, token_of(settings.auth_env), settings.connect_timeout_s)
+    api: OpenAi | Tgi
+    if settings.kind == "tgi":
+        api = Tgi(tokenizer)
+    else:
+        model, is_vllm = find_model(
+            lines,
+            settings.model,
+            retries=settings.retries,
+            timeout_s=min(settings.read_timeout_s, 60.0),
+            deadline_s=settings.deadline_s,
+        )
+        api = OpenAi(model=model, is_vllm=is_vllm, log_probs=settings.log_probs, tokenizer=tokenizer)
+    return HttpEngine(
+        lines,
+        api,
+        seed=seed,
+        vocab_size=vocab_size,
+        max_in_flight=settings.max_in_flight,
+        retries=settings.retries,
+        read_timeout_s=settings.read_timeout_s,
+        deadline_s=settings.deadline_s,
+    )
+
+
+def _described(job: Job) -> Described:
+    model = job.model_of("actor")
+    family = None if model.path is None else read_settings(Path(model.path)).family
+    return describe(model, family=family, has_value_head=False)
+
+
+def _cache_bytes(job: Job) -> int:
+    """Of a CPU's key-value cache: what the samples decoded together take, within this rank's share of the memory."""
+    recipe, model = job.recipe, job.model_of("actor")
+    per_token = 2 * model.num_layers * model.query_groups * model.head_size * ITEM_BYTES[model.dtype]
+    # vLLM deals the cache out in blocks of up to 128 tokens, and keeps one for itself.
+    blocks = recipe.rollout.max_concurrent * (-(-model.max_context // 128)) + 1
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    per_node = recipe.cluster.ranks_per_node or recipe.cluster.ranks
+    return min(blocks * 128 * per_token, int(memory * recipe.rollout.engine.memory_share) // per_node)

@@ -1,0 +1,197 @@
+"""From what another engine answered to a ``Response``, or to a reason why it cannot be one."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from hybridflow.rollout.request import Request, Response, SamplingParams
+
+LogProbsKind = Literal["raw", "processed"]
+"""What log-probabilities are of: the model's own distribution, or the one sampled from, after temperature and cuts."""
+
+_ROUNDING = 1e-3
+"""A log-probability may be so much above 0."""
+
+
+class BadAnswer(Exception):
+    """An answer that cannot be right; the message says what was found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What an engine says it sampled.
+
+    Attributes:
+        tokens: Ids, as they came.
+        log_probs: Of each of them, as they came; ``lacks_last``: but the last.
+        finish: Why it ended.
+        kind: What the log-probabilities are of.
+        lacks_last: The last token's log-probability is not told.
+        prompt_log_probs: Of the prompt's tokens but the first; None: not asked for.
+    """
+
+    tokens: Any
+    log_probs: Any
+    finish: Literal["stop", "length"]
+    kind: LogProbsKind
+    lacks_last: bool = False
+    prompt_log_probs: Any = None
+
+
+def is_cut(params: SamplingParams) -> bool:
+    """Whether penalties, biases or cuts make the distribution sampled from another than the tempered one."""
+    neutral = SamplingParams(max_new_tokens=1)
+    names = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+    return params.min_new_tokens > 0 or any(getattr(params, name) != getattr(neutral, name) for name in names)
+
+
+def num_left(request: Request) -> int:
+    """Tokens that may still be sampled."""
+    return request.params.max_new_tokens - num_begun(request)
+
+
+def num_begun(request: Request) -> int:
+    """Tokens that were sampled before."""
+    return 0 if request.begun is None else len(request.begun.tokens)
+
+
+def known_tokens(request: Request) -> list[int]:
+    """Prompt and what was sampled before."""
+    begun = [] if request.begun is None else request.begun.tokens.tolist()
+    return [*request.prompt.tolist(), *begun]
+
+
+def request_seed(seed: int, purpose: str, request: Request) -> int:
+    """A seed of a request's own, under 2^53 so that every JSON reader keeps it; another where it goes on."""
+    seed = seed if request.params.seed is None else request.params.seed
+    text = f"{seed}:{purpose}:{request.draw}:{request.index}:{num_begun(request)}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 11
+
+
+def failed(request: Request, error: str) -> Response:
+    """Nothing but what was sampled before, and why."""
+    return _join(request, [], [], [], version=0, finish="failed", error=error)
+
+
+def unfinished(request: Request) -> Response:
+    """What was sampled before, to go on from."""
+    return _join(request, [], [], [], version=0, finish="paused")
+
+
+def response_of(request: Request, answer: Answer, *, version: int, vocab_size: int | None) -> Response:
+    """The response that an answer stands for; it is cut behind the first stop token, wherever the engine ended.
+
+    A log-probability that the engine did not tell is NaN: see ``Answer.kind``. Raw ones are those of ``log_probs``
+    at temperature 1 alone; processed ones where nothing was cut.
+
+    Raises:
+        BadAnswer: It is not what was asked for.
+    """
+    params, tokens = request.params, answer.tokens
+    _check_tokens(tokens, num_left(request), vocab_size)
+    values = _numbers(answer.log_probs, "log-probabilities", len(tokens) - answer.lacks_last)
+    values += [math.nan] * answer.lacks_last
+    first = max(0, params.min_new_tokens - num_begun(request) - 1)
+    at = next((at for at, token in enumerate(tokens) if at >= first and token in params.stop_ids), None)
+    finish = answer.finish if at is None else "stop"
+    tokens, values = (tokens, values) if at is None else (tokens[: at + 1], values[: at + 1])
+    if finish == "length" and len(tokens) != num_left(request):
+        raise BadAnswer(f"found {len(tokens)} tokens and the end 'length', expected {num_left(request)} or another end")
+    if finish == "stop" and at is None and not params.stop:
+        raise BadAnswer(
+            f"it stopped at token {tokens[-1]}, which is none of stop_ids={list(params.stop_ids)}; the server has an end "
+            "of its own: leave that out of its generation config, or add it to the tokenizer's ends"
+        )
+    prompt_log_probs = None
+    if params.with_prompt_log_probs:
+        prompt_log_probs = torch.tensor(
+            _numbers(answer.prompt_log_probs, "log-probabilities of the prompt", len(request.prompt) - 1)
+        )
+    is_tempered = params.temperature != 1 and not params.greedy
+    nothing = [math.nan] * len(values)
+    untruncated = values if not (is_tempered if answer.kind == "raw" else is_cut(params)) else nothing
+    sampled = values if answer.kind == "processed" or not (is_tempered or is_cut(params)) else nothing
+    return _join(
+        request, tokens, untruncated, sampled, version=version, finish=finish, prompt_log_probs=prompt_log_probs
+    )
+
+
+def _check_tokens(tokens: Any, most: int, vocab_size: int | None) -> None:
+    if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
+        raise BadAnswer(f"tokens: found {_shown(tokens)}, expected a list of token ids")
+    if not 1 <= len(tokens) <= most:
+        raise BadAnswer(f"found {len(tokens)} tokens, expected 1 to {most}")
+    if vocab_size is not None and max(tokens) >= vocab_size:
+        raise BadAnswer(f"found token {max(tokens)}, expected ids below {vocab_size}; is it the same model?")
+
+
+def _numbers(values: Any, what: str, count: int) -> list[float]:
+    if not isinstance(values, list) or len(values) != count:
+        found = f"{len(values)} of them" if isinstance(values, list) else _shown(values)
+        raise BadAnswer(f"{what}: found {found}, expected {count}")
+    for value in values:
+        if type(value) not in (int, float) or not math.isfinite(value) or value > _ROUNDING:
+            raise BadAnswer(f"{what}: found {_shown(value)}, expected finite numbers of at most 0")
+    return [float(value) for value in values]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _join(
+    request: Request,
+    tokens: Sequence[int],
+    log_probs: Sequence[float],
+    sampled: Sequence[float],
+    *,
+    version: int,
+    finish: Any,
+    error: str | None = None,
+    prompt_log_probs: torch.Tensor | None = None,
+) -> Response:
+    """A response of what was sampled before and now."""
+    new = (
+        torch.tensor(tokens, dtype=torch.int64),
+        torch.tensor(log_probs, dtype=torch.float32),
+        torch.tensor(sampled, dtype=torch.float32),
+        torch.full((len(tokens),), version, dtype=torch.int32),
+    )
+    begun = request.begun
+    if begun is not None:
+        before = (begun.tokens, begun.log_probs, begun.sampled_log_probs, begun.versions)
+        new = tuple(torch.cat(pair) for pair in zip(before, new, strict=True))  # type: ignore[assignment]
+    return Response(
+        tokens=new[0],
+        log_probs=new[1],
+        sampled_log_probs=new[2],
+        versions=new[3],
+        prompt_log_probs=prompt_log_probs,
+        finish=finish,
+        error=error,
+    )
+
+
+def going_on_refusal(request: Request) -> str | None:
+    """Why an engine that takes what was sampled before for a part of the prompt cannot go on from it; None: it can."""
+    params = request.params
+    if num_left(request) < 1:
+        return f"{num_begun(request)} tokens were sampled before, and max_new_tokens={params.max_new_tokens}"
+    if num_begun(request) > 0 and (params.presence_penalty, params.frequency_penalty) != (0, 0):
+        return "presence_penalty and frequency_penalty count the response, whose beginning would count as prompt"
+    if num_begun(request) > 0 and params.with_prompt_log_probs:
+        return "with_prompt_log_probs: ask for them where it begins"
+    return None
+
+
+def bias_refusal(params: SamplingParams) -> str | None:
+    """Why a bias cannot be had of engines that take none beyond ±100; None: it can."""
+    far = [bias for _, bias in params.logit_bias if abs(bias) > 100]
+    return f"logit_bias={far[0]:g}: the engine takes -100 to 100" if far else None

@@ -1,0 +1,25 @@
+"""Live weights under the names and in the forms that ``transformers`` and vLLM know; no file, nothing of megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from hybridflow.checkpoint.formats.forms import from_logical
+from hybridflow.checkpoint.formats.huggingface import parts_of
+from hybridflow.families.config_json import Described
+
+
+def hf_weights(described: Described, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a model, one logical tensor's parts at a time; views where the form allows.
+
+    Args:
+        described: The model, and the table of its family.
+        tensors: Logical name -> the whole tensor without padding.
+
+    Raises:
+        ConfigError: The family has no place for a tensor of the model.
+    """
+    for name, parts in parts_of(described).items():
+        yield from zip(parts.names, from_logical(parts.form, tensors[name], described.model), strict=True)

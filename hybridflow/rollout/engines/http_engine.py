@@ -1,0 +1,295 @@
+"""Generates by asking servers over HTTP: many requests in flight, tried again where a server fails."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from hybridflow.errors import DataError, EngineError
+from hybridflow.rollout.engines.answers import (
+    Answer,
+    BadAnswer,
+    failed,
+    going_on_refusal,
+    request_seed,
+    response_of,
+    unfinished,
+)
+from hybridflow.rollout.engines.wire import Flight, Lines, Refused, Unavailable
+from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped
+
+LOOK_S = 0.1
+"""So often generating looks up: what is finished is handed over, what is late is ended, and it may be told to stop."""
+
+BACKOFF_S = 0.5
+"""About so long it waits before the second try; twice as long before each further one."""
+
+MOST_BACKOFF_S = 30.0
+"""No wait is longer, whatever a server asks for."""
+
+
+class Api(Protocol):
+    """How a kind of server is asked.
+
+    Attributes:
+        path: Where.
+    """
+
+    path: str
+
+    def refusal(self, request: Request) -> str | None:
+        """What of a request the server cannot be asked for; None: nothing."""
+        ...
+
+    def body(self, request: Request, seed: int) -> dict[str, Any]:
+        """What is sent."""
+        ...
+
+    def read(self, request: Request, answer: Any) -> Answer:
+        """What came back. Raises BadAnswer: it has not the form that it should."""
+        ...
+
+
+class HttpEngine:
+    """Generates with servers of one model, see ``request.Engine``. No other rank takes part.
+
+    Args:
+        lines: Connections to the servers.
+        api: How they are asked.
+        seed: Of the noise.
+        vocab_size: Ids that the trainer knows; None: any will do.
+        max_in_flight: Requests at the servers at one time.
+        retries: How often a request is sent again.
+        read_timeout_s: Longest wait for an answer.
+        deadline_s: Longest time for a request, all tries together.
+
+    Attributes:
+        version: Number of the weights, noted beside each token; the caller's to set.
+    """
+
+    def __init__(
+        self,
+        lines: Lines,
+        api: Api,
+        *,
+        seed: int,
+        vocab_size: int | None,
+        max_in_flight: int,
+        retries: int,
+        read_timeout_s: float,
+        deadline_s: float,
+    ) -> None:
+        self.version = 0
+        self._lines = lines
+        self._api = api
+        self._seed = seed
+        self._vocab_size = vocab_size
+        self._max_in_flight = max_in_flight
+        self._retries = retries
+        self._read_timeout_s = read_timeout_s
+        self._deadline_s = deadline_s
+
+    def generate(
+        self, requests: list[Request], purpose: str = "rollout", progress: Progress | None = None
+    ) -> list[Response]:
+        """One response for each request, in their order; ``failed`` where no try gave a right answer.
+
+        Raises:
+            DataError: The server cannot be asked for what a request wants; nothing has been sent.
+            EngineError: All requests fail: the server is not there, or does not let us in.
+            RolloutStopped: ``progress`` said to stop; what was under way begins anew.
+        """
+        for request in requests:
+            if reason := self.refusal(request):
+                raise DataError(f"request of draw {request.draw}: rollout.engine: {reason}")
+        run = _Run(len(requests), lambda number, run: self._try_all(run, number, requests[number], purpose))
+        try:
+            return self._collect(run, requests, progress)
+        finally:
+            run.end()
+
+    def refusal(self, request: Request) -> str | None:
+        """Why a request cannot be met; None: it can."""
+        if len(request.prompt) == 0:
+            return "the prompt has no tokens; give at least one, such as the tokenizer's beginning of a sequence"
+        return going_on_refusal(request) or self._api.refusal(request)
+
+    def weights_changed(self) -> None:
+        """The trainer's; a server's do not follow."""
+
+    def close(self) -> None:
+        """Hang up."""
+        self._lines.close()
+
+    def _collect(self, run: _Run, requests: list[Request], progress: Progress | None) -> list[Response]:
+        responses: dict[int, Response] = {}
+        run.start(min(self._max_in_flight, len(requests)))
+        while len(responses) < len(requests):
+            new = run.wait()
+            for number, outcome in new:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                responses[number] = outcome
+            _check_hope(responses, min(self._max_in_flight, len(requests)))
+            if progress is None:
+                continue
+            if new:
+                progress.finished([(requests[number], responses[number]) for number, _ in new])
+            if len(responses) < len(requests) and progress.is_stopping():
+                others = (request for number, request in enumerate(requests) if number not in responses)
+                raise RolloutStopped([(request, unfinished(request)) for request in others])
+        return [responses[number] for number in range(len(requests))]
+
+    def _try_all(self, run: _Run, number: int, request: Request, purpose: str) -> Response:
+        """A request, sent until it is answered, tries are used up, or its time is."""
+        body = self._api.body(request, request_seed(self._seed, purpose, request))
+        flight = run.begin(number, self._deadline_s)
+        error: Exception = TimeoutError()
+        for attempt in range(self._retries + 1):
+            try:
+                return self._try(flight, number + attempt, request, body)
+            except Refused as refused:
+                if refused.is_for_all:
+                    raise EngineError(f"{refused}; look at rollout.engine.urls, model and auth_env") from None
+                return failed(request, str(refused))
+            except (Unavailable, BadAnswer) as failure:
+                error = failure
+            wait_s = backoff_s(attempt, getattr(error, "after_s", None))
+            if attempt == self._retries or wait_s >= flight.left_s() or run.is_ended.wait(wait_s):
+                break
+        if flight.left_s() == 0 or isinstance(error, TimeoutError):
+            told = f"not answered within rollout.engine.deadline_s={self._deadline_s:g}"
+        else:
+            told = f"given up after {attempt + 1} tries"
+        return failed(request, f"{told}; the last: {error}")
+
+    def _try(self, flight: Flight, turn: int, request: Request, body: Mapping[str, Any]) -> Response:
+        line = self._lines.take(turn)
+        try:
+            if not flight.board(line):
+                raise Unavailable(f"{line.url}: ended")
+            timeout_s = max(min(self._read_timeout_s, flight.left_s()), 1e-3)
+            answer = line.ask("POST", self._api.path, body, timeout_s=timeout_s)
+        finally:
+            flight.board(None)
+            self._lines.give_back(line)
+        try:
+            told = self._api.read(request, answer)
+            return response_of(request, told, version=self.version, vocab_size=self._vocab_size)
+        except BadAnswer as error:
+            raise BadAnswer(f"{line.url}: {error}") from None
+
+
+def ask_once(
+    lines: Lines, method: str, path: str, *, retries: int, timeout_s: float, deadline_s: float
+) -> tuple[str, Any]:
+    """The first server's JSON, tried as often as a request is.
+
+    Returns:
+        The server's address, and what it said.
+
+    Raises:
+        EngineError: It does not answer, or refuses.
+        Refused: It has no such path.
+    """
+    flight, error = Flight(time.monotonic() + deadline_s), None
+    for attempt in range(retries + 1):
+        line = lines.take(attempt)
+        try:
+            return line.url, line.ask(method, path, None, timeout_s=min(timeout_s, flight.left_s() + 1e-3))
+        except (Unavailable, BadAnswer) as failure:
+            error = failure
+        finally:
+            lines.give_back(line)
+        wait_s = backoff_s(attempt, getattr(error, "after_s", None))
+        if attempt == retries or wait_s >= flight.left_s():
+            break
+        time.sleep(wait_s)
+    raise EngineError(f"{error}; given up after {attempt + 1} tries: is the server of rollout.engine.urls up?")
+
+
+def backoff_s(attempt: int, after_s: float | None) -> float:
+    """How long to wait after a failed try: twice as long each time, drawn so that clients do not come back together."""
+    drawn = BACKOFF_S * 2.0**attempt * random.uniform(0.5, 1.5)
+    return min(drawn if after_s is None else max(drawn, after_s), MOST_BACKOFF_S)
+
+
+def _check_hope(responses: Mapping[int, Response], enough: int) -> None:
+    """Do not go through all requests where no server works: if the first all fail, so will the others."""
+    errors = [response.error for response in responses.values() if response.finish == "failed"]
+    if len(errors) >= max(enough, 2) and len(errors) == len(responses):
+        raise EngineError(f"all of the first {len(errors)} requests failed; the first: {errors[0]}")
+
+
+class _Run:
+    """Requests being tried by threads, which leave what comes of each in a queue.
+
+    Args:
+        count: Number of requests.
+        work: ``(number, run)`` to a response.
+    """
+
+    def __init__(self, count: int, work: Callable[[int, _Run], Response]) -> None:
+        self.is_ended = threading.Event()
+        self._work = work
+        self._waiting = deque(range(count))
+        self._flights: dict[int, Flight] = {}
+        self._lock = threading.Lock()
+        self._results: queue.SimpleQueue[tuple[int, Response | BaseException]] = queue.SimpleQueue()
+
+    def start(self, num_threads: int) -> None:
+        """Begin."""
+        for _ in range(num_threads):
+            # What is left of them when the run ends early waits for nothing but its own connection.
+            threading.Thread(target=self._serve, name="http-engine", daemon=True).start()
+
+    def begin(self, number: int, deadline_s: float) -> Flight:
+        """A request's time begins."""
+        flight = Flight(time.monotonic() + deadline_s)
+        with self._lock:
+            self._flights[number] = flight
+        if self.is_ended.is_set():
+            flight.end()
+        return flight
+
+    def wait(self) -> Sequence[tuple[int, Response | BaseException]]:
+        """What has come since it was last asked, perhaps nothing; ends what is late."""
+        found = []
+        try:
+            found.append(self._results.get(timeout=LOOK_S))
+            while True:
+                found.append(self._results.get_nowait())
+        except queue.Empty:
+            pass
+        with self._lock:
+            for number, _ in found:
+                self._flights.pop(number, None)
+            late = [flight for flight in self._flights.values() if flight.left_s() == 0]
+        for flight in late:
+            flight.end()
+        return found
+
+    def end(self) -> None:
+        """Begin no other request, and end those that are under way."""
+        self.is_ended.set()
+        with self._lock:
+            flights = list(self._flights.values())
+        for flight in flights:
+            flight.end()
+
+    def _serve(self) -> None:
+        while not self.is_ended.is_set():
+            try:
+                number = self._waiting.popleft()
+            except IndexError:
+                return
+            try:
+                self._results.put((number, self._work(number, self)))
+            except BaseException as error:  # told where it is waited for
+                self._results.put((number, error))
+                return

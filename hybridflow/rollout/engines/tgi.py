@@ -1,0 +1,103 @@
+"""Servers that speak ``/generate`` of text-generation-inference, which takes text and tells token ids."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.rollout.engines.answers import Answer, BadAnswer, num_begun, num_left
+from hybridflow.rollout.request import Request
+
+_UNKNOWN = {
+    "min_new_tokens": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    # It has one, of another meaning: it counts the prompt too.
+    "frequency_penalty": 0.0,
+    "logit_bias": (),
+    "bad_ids": (),
+    "bad": (),
+}
+"""What it cannot be asked for, and the values that ask for nothing."""
+
+_FINISH: dict[str, Literal["stop", "length"]] = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
+
+
+class Tgi:
+    """See ``http_engine.Api``. Its log-probabilities are those of the distribution sampled from.
+
+    Args:
+        tokenizer: The model's own: a prompt is sent as text, which must be read as the same tokens.
+    """
+
+    path = "/generate"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def refusal(self, request: Request) -> str | None:
+        """See ``Api``."""
+        for name, neutral in _UNKNOWN.items():
+            if getattr(request.params, name) != neutral:
+                return f"{name}={getattr(request.params, name)}: TGI's interface does not know it"
+        if num_begun(request) > 0:
+            return "TGI takes text, and does not go on from tokens"
+        tokens, start = request.prompt.tolist(), self._start()
+        if start + self._tokenizer.encode(self._text(request)) != tokens:
+            return "TGI takes text, and that of the prompt is not read as the same tokens"
+        return None
+
+    def body(self, request: Request, seed: int) -> dict[str, Any]:
+        """See ``Api``."""
+        params = request.params
+        asked: dict[str, Any] = {
+            "max_new_tokens": num_left(request),
+            "do_sample": not params.greedy,
+            "seed": seed,
+            "stop": list(params.stop),
+            "details": True,
+            "decoder_input_details": params.with_prompt_log_probs,
+            "return_full_text": False,
+        }
+        if not params.greedy:
+            asked["temperature"] = params.temperature
+        # It refuses the values that cut nothing.
+        if params.top_k > 0:
+            asked["top_k"] = params.top_k
+        if params.top_p < 1:
+            asked["top_p"] = params.top_p
+        if params.repetition_penalty != 1:
+            asked["repetition_penalty"] = params.repetition_penalty
+        return {"inputs": self._text(request), "parameters": asked}
+
+    def read(self, request: Request, answer: Any) -> Answer:
+        """See ``Api``."""
+        answer = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
+        details = answer.get("details") if isinstance(answer, dict) else None
+        if not isinstance(details, dict):
+            raise BadAnswer("details: found none, expected those of the sampled tokens")
+        finish = _FINISH.get(str(details.get("finish_reason")))
+        if finish is None:
+            raise BadAnswer(f"finish_reason={details.get('finish_reason')!r}: expected one of {', '.join(_FINISH)}")
+        tokens, log_probs = _columns(details.get("tokens"), "tokens")
+        prompt_log_probs = None
+        if request.params.with_prompt_log_probs:
+            prompt, scores = _columns(details.get("prefill"), "prefill")
+            if prompt != request.prompt.tolist():
+                raise BadAnswer("prefill: found another prompt than was sent; does the server cut or add to it?")
+            prompt_log_probs = scores[1:]
+        return Answer(
+            tokens=tokens, log_probs=log_probs, finish=finish, kind="processed", prompt_log_probs=prompt_log_probs
+        )
+
+    def _start(self) -> list[int]:
+        return [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
+
+    def _text(self, request: Request) -> str:
+        return self._tokenizer.decode(request.prompt.tolist()[len(self._start()) :])
+
+
+def _columns(rows: Any, what: str) -> tuple[list[Any], list[Any]]:
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise BadAnswer(f"{what}: found none, expected a list with ids and log-probabilities")
+    return [row.get("id") for row in rows], [row.get("logprob") for row in rows]

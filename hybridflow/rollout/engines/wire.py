@@ -1,0 +1,247 @@
+"""JSON to servers over HTTP connections that stay open: one try of one request at a time."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from hybridflow.errors import ConfigError
+from hybridflow.rollout.engines.answers import BadAnswer
+
+MOST_BYTES = 1 << 26
+"""An answer is no longer than this."""
+
+_EXCERPT = 300
+_ALL_FAIL = (300, 301, 302, 303, 307, 308, 401, 403, 404, 405)
+"""With these every request fails, not this one alone."""
+
+
+class Unavailable(Exception):
+    """It may go better the next time.
+
+    Attributes:
+        after_s: The server asked to wait so long; None: it did not.
+    """
+
+    def __init__(self, reason: str, after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.after_s = after_s
+
+
+class Refused(Exception):
+    """The server will not do it however often it is asked.
+
+    Attributes:
+        is_for_all: So it would say to every request.
+    """
+
+    def __init__(self, reason: str, *, is_for_all: bool) -> None:
+        super().__init__(reason)
+        self.is_for_all = is_for_all
+
+
+def token_of(auth_env: str | None) -> str | None:
+    """The secret that an environment variable holds; None: none is named.
+
+    Raises:
+        ConfigError: The variable is not set, or holds what cannot be in a header; its value is not told.
+    """
+    if auth_env is None:
+        return None
+    value = os.environ.get(auth_env, "")
+    if not value or not value.isascii() or not value.isprintable() or " " in value:
+        found = "nothing" if not value else "something with blanks or unprintable signs"
+        raise ConfigError(
+            f"rollout.engine.auth_env={auth_env}: found {found} in that environment variable, expected the servers' token"
+        )
+    return value
+
+
+class Line:
+    """A connection to one server, opened when needed. One thread asks; any may hang up."""
+
+    def __init__(self, url: str, token: str | None, connect_timeout_s: float) -> None:
+        self.url = url
+        self._parts = urlsplit(url)
+        self._token = token
+        self._connect_timeout_s = connect_timeout_s
+        self._connection: http.client.HTTPConnection | None = None
+        self._was_used = False
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout_s: float) -> Any:
+        """The parsed JSON of an answer.
+
+        Args:
+            method: ``GET`` or ``POST``.
+            path: Below the url.
+            body: Sent as JSON; None: nothing.
+            timeout_s: Longest silence.
+
+        Raises:
+            Unavailable: No connection, no answer in time, or the server is busy or broken.
+            Refused: It does not want the request.
+            BadAnswer: What came is not JSON.
+        """
+        content = None if body is None else json.dumps(body, allow_nan=False).encode()
+        try:
+            status, after_s, answer = self._exchange(method, path, content, timeout_s)
+        except http.client.BadStatusLine as error:
+            # RemoteDisconnected is one too; an idle connection may have been closed by the other side at any time.
+            if isinstance(error, OSError) and self._was_used:
+                self.hang_up()
+                return self.ask(method, path, body, timeout_s=timeout_s)
+            raise self._lost(error) from None
+        except (OSError, ValueError, http.client.HTTPException, AttributeError) as error:
+            # ValueError and AttributeError: hung up by another thread in the midst of it.
+            if isinstance(error, ConnectionError) and self._was_used:
+                self.hang_up()
+                return self.ask(method, path, body, timeout_s=timeout_s)
+            raise self._lost(error) from None
+        if status == 200:
+            return self._parsed(answer)
+        said = f"{self.url}{path}: answered {status}: {self._excerpt(answer)}"
+        if status in (408, 425, 429) or status >= 500:
+            raise Unavailable(said, after_s)
+        raise Refused(said, is_for_all=status in _ALL_FAIL)
+
+    def hang_up(self) -> None:
+        """End the connection, also while another thread waits on it, which then fails."""
+        connection, self._connection, self._was_used = self._connection, None, False
+        if connection is not None and connection.sock is not None:
+            try:
+                connection.sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            # The file that a waiting thread reads from is closed by that thread.
+            connection.sock.close()
+
+    def _exchange(
+        self, method: str, path: str, content: bytes | None, timeout_s: float
+    ) -> tuple[int, float | None, bytes]:
+        connection = self._open()
+        connection.sock.settimeout(timeout_s)
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
+        connection.request(method, f"{self._parts.path.rstrip('/')}{path}", body=content, headers=headers)
+        answer = connection.getresponse()
+        body = answer.read(MOST_BYTES + 1)
+        if len(body) > MOST_BYTES:
+            self.hang_up()
+            raise BadAnswer(f"{self.url}{path}: answered with more than {MOST_BYTES} bytes")
+        if answer.length:
+            raise http.client.IncompleteRead(body, answer.length)
+        self._was_used = not answer.will_close
+        if answer.will_close:
+            self.hang_up()
+        return answer.status, _seconds(answer.getheader("Retry-After")), body
+
+    def _open(self) -> http.client.HTTPConnection:
+        if self._connection is None:
+            kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+            assert self._parts.hostname is not None, "addresses are checked before"
+            connection = kind(self._parts.hostname, self._parts.port, timeout=self._connect_timeout_s)
+            connection.connect()
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._connection = connection
+        return self._connection
+
+    def _lost(self, error: Exception) -> Unavailable:
+        self.hang_up()
+        told = "no answer in time" if isinstance(error, TimeoutError) else self._excerpt(str(error).encode())
+        return Unavailable(f"{self.url}: {type(error).__name__}: {told}")
+
+    def _parsed(self, answer: bytes) -> Any:
+        try:
+            return json.loads(answer, parse_constant=_no_constant)
+        except (ValueError, RecursionError):
+            raise BadAnswer(f"{self.url}: answered what is not JSON: {self._excerpt(answer)}") from None
+
+    def _excerpt(self, answer: bytes) -> str:
+        """The beginning of what a server said, in one line and without the token, should it repeat that."""
+        text = answer.decode("utf-8", "replace")
+        if self._token is not None:
+            text = text.replace(self._token, "***")
+        text = " ".join(text.split())
+        return text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}…"
+
+
+class Lines:
+    """Connections to several servers, kept while they are idle."""
+
+    def __init__(self, urls: Sequence[str], token: str | None, connect_timeout_s: float) -> None:
+        self.urls = tuple(url.rstrip("/") for url in urls)
+        self._token = token
+        self._connect_timeout_s = connect_timeout_s
+        self._idle: dict[str, deque[Line]] = {url: deque() for url in self.urls}
+
+    def take(self, number: int) -> Line:
+        """A connection to the server whose turn it is."""
+        url = self.urls[number % len(self.urls)]
+        try:
+            return self._idle[url].pop()
+        except IndexError:
+            return Line(url, self._token, self._connect_timeout_s)
+
+    def give_back(self, line: Line) -> None:
+        """It is idle."""
+        self._idle[line.url].append(line)
+
+    def close(self) -> None:
+        """Hang up all that are idle."""
+        for lines in self._idle.values():
+            while lines:
+                lines.pop().hang_up()
+
+
+class Flight:
+    """A request that is under way, and may be ended from outside.
+
+    Attributes:
+        deadline: Monotonic time after which it has failed.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self._line: Line | None = None
+        self._lock = threading.Lock()
+        self._is_ended = False
+
+    def left_s(self) -> float:
+        """Until the deadline."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def board(self, line: Line | None) -> bool:
+        """Use a connection, or none; False: it was ended."""
+        with self._lock:
+            self._line = line
+            return not self._is_ended
+
+    def end(self) -> None:
+        """Hang up, and use no other connection."""
+        with self._lock:
+            self._is_ended = True
+            if self._line is not None:
+                self._line.hang_up()
+
+
+def _seconds(text: str | None) -> float | None:
+    """What a Retry-After header says in seconds; a date is not looked at."""
+    try:
+        value = math.nan if text is None else float(text)
+    except ValueError:
+        return None
+    return value if 0 <= value < math.inf else None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,351 @@
+"""Requests and answers in the form of OpenAI's interface. No torch, no sockets.
+
+What is asked for and not computed is refused rather than passed over, but for names that say nothing about the text.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import DataError
+from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
+from hybridflow.serving.prompts import encode_chat, encode_text
+from hybridflow.serving.text import visible_text
+
+_MOST_SAMPLES = 256
+_FEWEST_TOKENS = 16
+"""``max_tokens`` of a completion that names none, as OpenAI has it."""
+
+_PASSED_OVER = frozenset({"user", "metadata", "store", "service_tier"})
+
+# Name here -> name in the interface, where they differ.
+_SAMPLING: dict[str, tuple[str, ...]] = {
+    "max_new_tokens": ("max_tokens", "max_completion_tokens"),
+    "min_new_tokens": ("min_tokens",),
+    "stop_ids": ("stop_token_ids",),
+    "bad": ("bad_words",),
+    **{
+        name: (name,)
+        for name in (
+            *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+            *("frequency_penalty", "logit_bias", "stop", "seed"),
+        )
+    },
+}
+_COMMON = frozenset({"model", "stream", "stream_options", "logprobs", "ignore_eos"})
+_COMPLETION = frozenset({"prompt", "echo", "best_of", "suffix"})
+_CHAT = frozenset({"messages", "top_logprobs"})
+
+
+class ApiError(Exception):
+    """A request that is refused.
+
+    Attributes:
+        status: Of HTTP.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI's clients expect it."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": None}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A request, checked.
+
+    Attributes:
+        is_chat: Whether it is a conversation.
+        prompts: Tokens of each prompt.
+        count: Samples of each.
+        params: Fields of ``SamplingParams``, as JSON.
+        is_streamed: Whether pieces are sent as they come.
+        with_usage: Whether a stream ends with the counts.
+        with_log_probs: Whether log-probabilities are sent.
+        echo: Whether the prompt is part of the text.
+    """
+
+    is_chat: bool
+    prompts: list[list[int]]
+    count: int
+    params: Options
+    is_streamed: bool
+    with_usage: bool
+    with_log_probs: bool
+    echo: bool
+
+    @property
+    def stop(self) -> Sequence[str]:
+        """Texts that end a sample."""
+        stop: Sequence[str] = self.params.get("stop", ())
+        return stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What is served.
+
+    Attributes:
+        name: What clients call it.
+        tokenizer: None: it takes and gives token ids alone.
+        vocab_size: True vocabulary.
+        max_context: Longest sequence.
+    """
+
+    name: str
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_context: int
+
+
+def read_ask(body: bytes, served: Served, *, is_chat: bool) -> Ask:
+    """A request's body.
+
+    Raises:
+        ApiError: It is malformed, or asks for what is not there.
+    """
+    try:
+        given = json.loads(body.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON in UTF-8: {error}") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, f"the body is {type(given).__name__}, expected a JSON object")
+    given = {name: value for name, value in given.items() if value is not None and name not in _PASSED_OVER}
+    try:
+        return _ask(given, served, is_chat=is_chat)
+    except DataError as error:
+        raise ApiError(400, str(error)) from None
+
+
+def _ask(given: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
+    known = _COMMON | (_CHAT if is_chat else _COMPLETION) | {name for names in _SAMPLING.values() for name in names}
+    if strangers := sorted(set(given) - known):
+        raise ApiError(400, f"unknown parameters {', '.join(strangers)}; known are {', '.join(sorted(known))}")
+    if given.get("model", served.name) != served.name:
+        raise ApiError(404, f"no model {given['model']!r:.80} here; the one that is served is {served.name!r}")
+    _check_extras(given, is_chat=is_chat)
+    options = _sampling(given, served)
+    count = options.pop("n", 1)
+    if "best_of" in given and given["best_of"] != count:
+        raise ApiError(400, f"best_of={given['best_of']!r:.20} is not computed; leave it out")
+    prompts = _prompts(given, served, is_chat=is_chat)
+    if len(prompts) * count > _MOST_SAMPLES:
+        raise ApiError(400, f"{len(prompts)} prompts of n={count} samples: at most {_MOST_SAMPLES} samples a request")
+    longest = max(map(len, prompts))
+    if "max_new_tokens" not in options:
+        options["max_new_tokens"] = max(1, served.max_context - longest) if is_chat else _FEWEST_TOKENS
+        options["max_new_tokens"] = max(1, min(options["max_new_tokens"], served.max_context - longest))
+    if longest + options["max_new_tokens"] > served.max_context:
+        raise ApiError(
+            400,
+            f"a prompt of {longest} tokens with max_tokens={options['max_new_tokens']} exceeds the context of "
+            f"{served.max_context} tokens; shorten the prompt, or ask for fewer",
+        )
+    check_together(options, served.vocab_size, "request")
+    if served.tokenizer is None and (options.get("stop") or options.get("bad")):
+        raise ApiError(400, "stop and bad_words are texts, and the model has no tokenizer; use stop_token_ids")
+    with_log_probs, echo = _with_log_probs(given, is_chat=is_chat), _flag(given, "echo")
+    is_streamed = _flag(given, "stream")
+    if echo and is_streamed:
+        raise ApiError(400, "echo cannot be streamed; leave one of them out")
+    if with_log_probs and is_streamed:
+        raise ApiError(400, "logprobs cannot be streamed; leave one of them out")
+    if echo and with_log_probs:
+        options["with_prompt_log_probs"] = True
+    return Ask(
+        is_chat=is_chat,
+        prompts=prompts,
+        count=count,
+        params=options,
+        is_streamed=is_streamed,
+        with_usage=_with_usage(given),
+        with_log_probs=with_log_probs,
+        echo=echo,
+    )
+
+
+def _check_extras(given: Mapping[str, Any], *, is_chat: bool) -> None:
+    for name in ("suffix",) if not is_chat else ():
+        if given.get(name):
+            raise ApiError(400, f"{name} is not computed; leave it out")
+    if given.get("top_logprobs"):
+        raise ApiError(400, "top_logprobs: only the sampled token's log-probability is given; leave it out, or set 0")
+
+
+def _sampling(given: Mapping[str, Any], served: Served) -> Options:
+    named: Options = {}
+    for name, theirs in _SAMPLING.items():
+        values = [given[each] for each in theirs if each in given]
+        if len(values) > 1:
+            raise ApiError(400, f"{' and '.join(theirs)} mean the same; give one")
+        if values:
+            named[name] = values[0]
+    options = read_options(named, "request")
+    ends = () if served.tokenizer is None or _flag(given, "ignore_eos") else served.tokenizer.stop_ids
+    options["stop_ids"] = tuple(dict.fromkeys((*ends, *options.get("stop_ids", ()))))
+    return options
+
+
+def _prompts(given: Mapping[str, Any], served: Served, *, is_chat: bool) -> list[list[int]]:
+    value = given.get("messages" if is_chat else "prompt")
+    if value is None or value == [] or value == "":
+        raise ApiError(400, f"{'messages' if is_chat else 'prompt'} is missing or empty")
+    if is_chat:
+        if served.tokenizer is None:
+            raise ApiError(
+                400, "the model has no tokenizer, so it takes no messages; use /v1/completions with token ids"
+            )
+        prompts = [encode_chat(value, served.tokenizer)]
+    else:
+        several = value if isinstance(value, list) and not all(map(is_int, value)) else [value]
+        if len(several) > _MOST_SAMPLES:
+            raise ApiError(400, f"{len(several)} prompts; at most {_MOST_SAMPLES} in a request")
+        prompts = [_prompt(each, served) for each in several]
+    if not all(prompts):
+        raise ApiError(400, "a prompt has no tokens; give at least one")
+    return prompts
+
+
+def _prompt(value: Any, served: Served) -> list[int]:
+    if isinstance(value, list) and value and all(map(is_int, value)):
+        check_ids(value, served.vocab_size, "prompt")
+        return list(value)
+    if not isinstance(value, str) or not value:
+        raise ApiError(400, f"prompt: found {value!r:.60}, expected text, a list of token ids, or a list of those")
+    if served.tokenizer is None:
+        raise ApiError(400, "the model has no tokenizer; give token ids as the prompt")
+    return encode_text(value, served.tokenizer)
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise ApiError(400, f"{name}: found {value!r:.60}, expected true or false")
+    return value
+
+
+def _with_log_probs(given: Mapping[str, Any], *, is_chat: bool) -> bool:
+    if is_chat:
+        return _flag(given, "logprobs")
+    value = given.get("logprobs")
+    if value is None:
+        return False
+    if not is_int(value) or value not in (0, 1):
+        raise ApiError(400, f"logprobs: found {value!r:.60}, expected 0 or 1: the sampled token's alone is given")
+    return True
+
+
+def _with_usage(given: Mapping[str, Any]) -> bool:
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict) or set(options) - {"include_usage"}:
+        raise ApiError(400, f"stream_options: found {options!r:.60}, expected {{'include_usage': true or false}}")
+    return _flag(options, "include_usage")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What was generated for one sample.
+
+    Attributes:
+        tokens: Of the response.
+        log_probs: Of each of them.
+        prompt_log_probs: Of the prompt's tokens but the first; None: not asked for.
+        finish: ``stop``, ``length`` or ``failed``.
+        error: Why it failed.
+    """
+
+    tokens: list[int]
+    log_probs: list[float | None]
+    prompt_log_probs: list[float | None] | None
+    finish: str
+    error: str | None
+
+
+def completion(ask: Ask, served: Served, samples: Sequence[Sample], answer_id: str) -> dict[str, Any]:
+    """The whole answer; samples prompt by prompt.
+
+    Raises:
+        ApiError: A sample failed.
+    """
+    failed = next((sample for sample in samples if sample.finish == "failed"), None)
+    if failed is not None:
+        raise ApiError(500, f"generating failed: {failed.error}")
+    make = _chat_choice if ask.is_chat else _text_choice
+    choices = [make(ask, served, sample, index) for index, sample in enumerate(samples)]
+    return {**head(ask, served, answer_id), "choices": choices, "usage": usage(ask, samples)}
+
+
+def head(ask: Ask, served: Served, answer_id: str, *, is_piece: bool = False) -> dict[str, Any]:
+    """What every answer, or piece of one, begins with."""
+    kind = "chat.completion" if ask.is_chat else "text_completion"
+    kind += ".chunk" if ask.is_chat and is_piece else ""
+    return {"id": answer_id, "object": kind, "created": int(time.time()), "model": served.name}
+
+
+def piece(ask: Ask, text: str, index: int, finish: str | None) -> dict[str, Any]:
+    """A choice in a piece of a stream."""
+    if ask.is_chat:
+        return {"index": index, "delta": {"content": text} if text or finish is None else {}, "finish_reason": finish}
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+
+
+def usage(ask: Ask, samples: Sequence[Sample]) -> dict[str, int]:
+    """How many tokens it was."""
+    asked, made = sum(map(len, ask.prompts)), sum(len(sample.tokens) for sample in samples)
+    return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+
+
+def models(served: Served, since_s: int) -> dict[str, Any]:
+    """The list of models: one."""
+    model = {"id": served.name, "object": "model", "created": since_s, "owned_by": "hybridflow"}
+    return {"object": "list", "data": [{**model, "max_model_len": served.max_context}]}
+
+
+def text_of(ask: Ask, served: Served, tokens: Sequence[int]) -> str:
+    """What a sample says; empty without a tokenizer."""
+    return "" if served.tokenizer is None else visible_text(served.tokenizer, tokens, ask.stop)
+
+
+def _text_choice(ask: Ask, served: Served, sample: Sample, index: int) -> dict[str, Any]:
+    prompt = ask.prompts[index // ask.count]
+    text, tokens, log_probs = text_of(ask, served, sample.tokens), sample.tokens, list(sample.log_probs)
+    if ask.echo:
+        text = ("" if served.tokenizer is None else served.tokenizer.decode(prompt)) + text
+        tokens = [*prompt, *tokens]
+        log_probs = [None, *(sample.prompt_log_probs or ()), *log_probs]
+    choice = {"index": index, "text": text, "token_ids": tokens, "finish_reason": sample.finish, "logprobs": None}
+    if ask.with_log_probs:
+        choice["logprobs"] = {
+            "tokens": _pieces(served, tokens),
+            "token_logprobs": log_probs,
+            "top_logprobs": None,
+            "text_offset": None,
+        }
+    return choice
+
+
+def _chat_choice(ask: Ask, served: Served, sample: Sample, index: int) -> dict[str, Any]:
+    message = {"role": "assistant", "content": text_of(ask, served, sample.tokens)}
+    choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": sample.finish, "logprobs": None}
+    if ask.with_log_probs:
+        pairs = zip(_pieces(served, sample.tokens), sample.log_probs, strict=True)
+        choice["logprobs"] = {
+            "content": [{"token": text, "logprob": number, "bytes": None, "top_logprobs": []} for text, number in pairs]
+        }
+    return choice
+
+
+def _pieces(served: Served, tokens: Sequence[int]) -> list[str]:
+    if served.tokenizer is None:
+        return [str(token) for token in tokens]
+    return [served.tokenizer.decode([token]) for token in tokens]

@@ -1,0 +1,318 @@
+"""The work of ``hybridflow generate`` on each rank: prompts to samples, in as many starts as it takes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import DataError
+from hybridflow.exit_status import DONE, FAILURE, REQUEUE
+from hybridflow.observe.doing import doing
+from hybridflow.observe.rank_log import tell
+from hybridflow.parallel.world import World
+from hybridflow.rollout.engine import LOOK_STEPS, MegatronEngine
+from hybridflow.rollout.request import Request, Response, SamplingParams
+from hybridflow.serving.files import identity, sampling_of
+from hybridflow.serving.options import Options
+from hybridflow.serving.placed import (
+    Placed,
+    as_tensor,
+    find_tokenizer,
+    layout_of,
+    memory_line,
+    model_settings,
+    place_model,
+    vocab_of,
+)
+from hybridflow.serving.prompts import Prompt, deal, encode_prompt, read_prompts
+from hybridflow.serving.results import Key, ResultLog, Results, Row
+from hybridflow.serving.text import visible_text
+from hybridflow.trainer.stopping import Stopping
+
+_TELL_S = 10.0
+"""So often a line says how far it is."""
+
+_LEAVE_S = 2.0
+"""What stopping takes beside ending the process: samples are on disk as they come."""
+
+_LOOK_S = 0.2
+_PIECES = 4
+"""At least so many pieces of work for each replica, as long as there are so many samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A prompt that can be answered.
+
+    Attributes:
+        prompt: The line.
+        ids: Its tokens.
+        params: How to sample.
+        count: Samples wanted.
+    """
+
+    prompt: Prompt
+    ids: list[int]
+    params: SamplingParams
+    count: int
+
+
+def dry_run(arguments: argparse.Namespace) -> int:
+    """Check model, prompts and layout, and print what would be done."""
+    model, layout = model_settings(arguments), layout_of(arguments, arguments.ranks)
+    prompts, _ = read_prompts(arguments.prompts)
+    tasks, bad = _tasks(prompts, find_tokenizer(arguments), sampling_of(arguments), vocab_of(model), model.max_context)
+    if arguments.strict and bad:
+        raise _strict(prompts, bad)
+    longest = max((len(task.ids) for task in tasks), default=0)
+    lengths = sorted(len(task.ids) + task.params.max_new_tokens for task in tasks for _ in range(task.count))
+    print(
+        f"{len(prompts)} prompts, {len(bad)} of them bad; {sum(task.count for task in tasks)} samples\n"
+        f"prompts of {sum(len(task.ids) for task in tasks)} tokens in all, the longest of {longest}; context "
+        f"{model.max_context}\n"
+        f"layout {layout} on {layout.world_size} ranks, {model.dtype}\n"
+        f"{memory_line(model, layout, sum(lengths[-arguments.max_concurrent :]), arguments.cache_gib)}"
+    )
+    for draw, reason in list(bad.items())[:5]:
+        print(f"{prompts[draw].place}: {reason}")
+    return FAILURE if bad else DONE
+
+
+def generate(arguments: argparse.Namespace, world: World) -> int:
+    """Generate what is not there yet; the output when all is. Returns the exit status, the same on all ranks.
+
+    Collective: all ranks.
+
+    Raises:
+        HybridflowError: Something that was asked for cannot be, or a file cannot be written.
+    """
+    began_s = time.monotonic()
+    with doing("reading the prompts"):
+        prompts, sha256 = read_prompts(arguments.prompts)
+        options = sampling_of(arguments)
+    with doing("reading the model"):
+        placed = place_model(arguments, world)
+    with doing("preparing"):
+        tasks, bad = _tasks(
+            prompts, placed.tokenizer, options, placed.vocab_size, placed.model.max_context, placed.engine
+        )
+        if arguments.strict and bad:
+            raise _strict(prompts, bad)
+        results = Results(arguments.out)
+        if world.rank == 0:
+            run = identity(arguments, sha256, placed.model.dtype, placed.model.max_context)
+            results.prepare(run, is_forced=arguments.force)
+    placed.everyone.barrier("the results of earlier starts")
+    there = results.find()
+    start = placed.everyone.decide("the name of this start", f"{time.time_ns():020d}-{secrets.token_hex(4)}")
+    log = ResultLog(results, start, world.rank) if placed.is_reporter or world.rank == 0 else None
+    if world.rank == 0 and log is not None:
+        log.add(_refusal(draw, reason) for draw, reason in bad.items() if (draw, 0) not in there)
+    requests = _requests(tasks, there, placed)
+    num_wanted = sum(task.count for task in tasks)
+    counts = _Counts(world, num_wanted - sum(key[0] not in bad for key in there), num_wanted)
+    with doing("generating"):
+        _run(requests, placed, Stopping(world), counts, log, arguments)
+    with doing("waiting for the other replicas"):
+        counts.wait_for_all(world.size)
+    if log is not None:
+        log.close()
+    placed.everyone.barrier("the end of generating")
+    status = _finish(results, prompts, num_wanted + len(bad), began_s, counts, placed) if world.rank == 0 else DONE
+    return int(placed.everyone.decide("the end", status))
+
+
+@torch.inference_mode()
+def _run(
+    requests: list[Request],
+    placed: Placed,
+    stopping: Stopping,
+    counts: _Counts,
+    log: ResultLog | None,
+    arguments: argparse.Namespace,
+) -> None:
+    """Generate until all are done or the job is to stop. Collective: tp, pp."""
+    # A time limit is to leave room for what stopping takes, which is next to nothing.
+    stopping.learn({"checkpoint/write_s": _LEAVE_S})
+    session = placed.engine.open(requests)
+    session.add(requests)
+    num_steps = 0
+    while not session.is_idle:
+        if num_steps % LOOK_STEPS == 0 and stopping.agree(placed.replica):
+            session.pause()
+            if placed.everyone.is_lead:
+                tell(f"hybridflow: stops, what is finished is kept: {stopping.reason}")
+            return
+        ended = session.step()
+        if ended and placed.is_reporter:
+            assert log is not None, "who reports has a log"
+            log.add(_row(request, response, placed.tokenizer, arguments) for request, response in ended)
+            counts.add(len(ended), sum(len(response.tokens) for _, response in ended))
+        counts.tell()
+        num_steps += 1
+
+
+def _tasks(
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer | None,
+    options: Options,
+    vocab_size: int,
+    max_context: int,
+    engine: MegatronEngine | None = None,
+) -> tuple[list[Task], dict[int, str]]:
+    """What can be answered, and why the others cannot, by their numbers; an engine may refuse more."""
+    tasks, bad = [], {}
+    for prompt in prompts:
+        if prompt.error is not None:
+            bad[prompt.draw] = prompt.error
+            continue
+        try:
+            task = _task(prompt, encode_prompt(prompt, tokenizer, vocab_size), tokenizer, options, max_context)
+        except DataError as error:
+            bad[prompt.draw] = str(error)
+            continue
+        refusal = None
+        if engine is not None:
+            refusal = engine.refusal(Request(prompt=as_tensor(task.ids), params=task.params, draw=prompt.draw))
+        if refusal is None:
+            tasks.append(task)
+        else:
+            bad[prompt.draw] = refusal
+    return tasks, bad
+
+
+def _task(prompt: Prompt, ids: list[int], tokenizer: Tokenizer | None, options: Options, max_context: int) -> Task:
+    if len(ids) >= max_context:
+        raise DataError(f"the prompt has {len(ids)} tokens, the context {max_context}; shorten the prompt")
+    merged = {"stop_ids": () if tokenizer is None else tokenizer.stop_ids, **options, **prompt.options}
+    if tokenizer is None and (merged.get("stop") or merged.get("bad")):
+        raise DataError("stop and bad are texts, and the model's directory has no tokenizer; give --tokenizer")
+    count = merged.pop("n", 1)
+    # What the context leaves is what there can be.
+    merged["max_new_tokens"] = min(merged["max_new_tokens"], max_context - len(ids))
+    merged["min_new_tokens"] = min(merged.get("min_new_tokens", 0), merged["max_new_tokens"])
+    return Task(prompt=prompt, ids=ids, params=SamplingParams(**merged), count=count)
+
+
+def _requests(tasks: Sequence[Task], there: dict[Key, Any], placed: Placed) -> list[Request]:
+    """What this rank's replica is to generate: all but what is there."""
+    missing = [(task, index) for task in tasks for index in range(task.count) if (task.prompt.draw, index) not in there]
+    replicas = placed.mesh.layout.dp
+    # Samples of a prompt share its computation, so they stay together, but not where replicas would have nothing.
+    most = max(1, math.ceil(len(missing) / (_PIECES * replicas)))
+    pieces: list[list[tuple[Task, int]]] = []
+    for task, index in missing:
+        if not pieces or pieces[-1][0][0] is not task or len(pieces[-1]) == most:
+            pieces.append([])
+        pieces[-1].append((task, index))
+    lengths = (sum(len(task.ids) + task.params.max_new_tokens for task, _ in piece) for piece in pieces)
+    prompts = {task.prompt.draw: as_tensor(task.ids) for task, _ in missing}
+    return [
+        Request(prompt=prompts[task.prompt.draw], params=task.params, draw=task.prompt.draw, index=index)
+        for place in deal(lengths, replicas)[placed.dp]
+        for task, index in pieces[place]
+    ]
+
+
+def _row(request: Request, response: Response, tokenizer: Tokenizer | None, arguments: argparse.Namespace) -> Row:
+    tokens = response.tokens.tolist()
+    row: Row = {"draw": request.draw, "index": request.index}
+    if tokenizer is not None:
+        row["text"] = visible_text(tokenizer, tokens, request.params.stop)
+    row["token_ids"] = tokens
+    if arguments.log_probs:
+        row["log_probs"] = [_finite(number) for number in response.log_probs.tolist()]
+    if arguments.prompt_log_probs and response.prompt_log_probs is not None:
+        row["prompt_log_probs"] = [_finite(number) for number in response.prompt_log_probs.tolist()]
+    row["finish"] = response.finish
+    if response.error is not None:
+        row["error"] = response.error
+    return row
+
+
+def _refusal(draw: int, reason: str) -> Row:
+    return {"draw": draw, "index": 0, "text": "", "token_ids": [], "finish": "failed", "error": reason}
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _strict(prompts: Sequence[Prompt], bad: dict[int, str]) -> DataError:
+    draw, reason = next(iter(bad.items()))
+    return DataError(f"{prompts[draw].place}: {reason}; without --strict the other prompts are answered")
+
+
+def _finish(
+    results: Results, prompts: Sequence[Prompt], num_rows: int, began_s: float, counts: _Counts, placed: Placed
+) -> int:
+    """Write the output if all is there, and say what was done; the exit status."""
+    found = results.find()
+    if len(found) < num_rows:
+        print(f"hybridflow: {len(found)} of {num_rows} samples are kept in {results.folder}; run the same again")
+        sys.stdout.flush()
+        return REQUEUE
+    failed = sum(row["finish"] == "failed" for row in results.read(found))
+    results.finish({prompt.draw: prompt for prompt in prompts}, found)
+    seconds, (num_samples, num_tokens) = time.monotonic() - began_s, counts.totals()
+    rate = num_tokens / max(counts.seconds, 1e-9)
+    print(
+        f"hybridflow: {results.out}: {num_rows} samples of {len(prompts)} prompts, {failed} failed; now {num_samples} "
+        f"samples, {num_tokens} tokens, {rate:.0f} tokens/s, {seconds:.1f} s in all; {placed.mesh.layout}, "
+        f"{placed.model.dtype}",
+        flush=True,
+    )
+    return FAILURE if failed else DONE
+
+
+class _Counts:
+    """How far all replicas are, by way of where the ranks met: none waits for another."""
+
+    def __init__(self, world: World, num_left: int, num_wanted: int) -> None:
+        self._store = world.new_store("generate")
+        self._num_left, self._num_wanted = num_left, num_wanted
+        self._is_teller = world.rank == 0
+        self._began_s = self._told_s = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since generating began."""
+        return time.monotonic() - self._began_s
+
+    def add(self, num_samples: int, num_tokens: int) -> None:
+        """This replica has finished more."""
+        self._store.add("samples", num_samples)
+        self._store.add("tokens", num_tokens)
+
+    def totals(self) -> tuple[int, int]:
+        """Samples and tokens of all replicas in this start."""
+        return self._store.add("samples", 0), self._store.add("tokens", 0)
+
+    def tell(self) -> None:
+        """Now and then, on rank 0, say how far all are."""
+        if not self._is_teller or time.monotonic() - self._told_s < _TELL_S:
+            return
+        self._told_s = time.monotonic()
+        num_samples, num_tokens = self.totals()
+        left = "?"
+        if num_samples:
+            left = str(timedelta(seconds=round((self._num_left - num_samples) / num_samples * self.seconds)))
+        done = self._num_wanted - self._num_left + num_samples
+        tell(f"hybridflow: {done} of {self._num_wanted} samples, {num_tokens / self.seconds:.0f} tokens/s, {left} left")
+
+    def wait_for_all(self, num_ranks: int) -> None:
+        """Return when all have come. Replicas may differ by hours, so no deadline: the watch sees deaths."""
+        self._store.add("ended", 1)
+        while self._store.add("ended", 0) < num_ranks:
+            time.sleep(_LOOK_S)
+            self.tell()

@@ -1,0 +1,245 @@
+"""The commands ``hybridflow generate`` and ``hybridflow serve``. Light at import."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.config import Cluster
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.launch.local import run_local
+from hybridflow.parallel.rank import run_rank, silence_libraries
+from hybridflow.parallel.signals import CaughtSignals
+from hybridflow.parallel.start import find_start, is_launched
+from hybridflow.serving.files import sampling_of
+from hybridflow.serving.results import check_free
+
+if TYPE_CHECKING:
+    from hybridflow.parallel.world import World
+
+Load = Callable[[], "Callable[[World], int]"]
+
+_GRACE_MARGIN_S = 30.0
+
+_GENERATE_EXAMPLES = """examples:
+  hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.jsonl --max-new-tokens 64
+  hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.h5 -n 8 --temperature 0.7 --log-probs
+  hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.jsonl --ranks 4 --layout tp2.dp2
+  hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.jsonl --dry-run
+  srun --ntasks 8 hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.jsonl --layout tp2.dp4
+
+a line of the prompts: {"prompt": "1+1=", "id": 7, "sampling": {"temperature": 0.2, "n": 4}}; instead of prompt also
+  prompt_ids, a list of token ids, or messages, a conversation. The same command goes on after a kill or a signal.
+
+exit status: 0 all is generated, 1 so it is but some samples failed, 2 an error in what was asked for, 3 a damaged
+  checkpoint, 4 what cannot be written, 75 what is finished is kept and the rest to be generated: begin again
+"""
+
+_SERVE_EXAMPLES = """examples:
+  hybridflow serve --model models/sums
+  hybridflow serve --model models/sums --port 8001 --ranks 2 --layout tp2
+  hybridflow serve --model models/sums --host 0.0.0.0 --token-env SERVE_TOKEN
+  srun --ntasks 4 hybridflow serve --model models/sums --layout tp2.dp2 --host 0.0.0.0 --token-env SERVE_TOKEN
+
+exit status: 0 asked to end by SIGTERM or SIGINT, 2 an error in what was asked for, else as for hybridflow train
+"""
+
+
+def add_serving(commands: Any) -> None:
+    """Add both sub-commands to those of a parser."""
+    _add_generate(commands)
+    _add_serve(commands)
+
+
+def _add_generate(commands: Any) -> None:
+    generate = commands.add_parser(
+        "generate",
+        help="answer the prompts of a file with a model",
+        description="Answer each prompt of a file. Started plainly it brings up --ranks ranks on this machine; under "
+        "torchrun, mpirun or srun it joins the ranks that are there. Samples are kept as they are finished, in "
+        "OUT.parts: the same command goes on from them.",
+        epilog=_GENERATE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_model(generate)
+    generate.add_argument(
+        "--prompts", required=True, type=Path, metavar="FILE", help="JSON lines, or HDF5 with strings in `prompt`"
+    )
+    generate.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON lines, or HDF5 by .h5 or .hdf5")
+    generate.add_argument("--force", action="store_true", help="replace the output, and parts of another")
+    generate.add_argument("--strict", action="store_true", help="stop at a prompt that cannot be answered")
+    generate.add_argument("--dry-run", action="store_true", help="check all, print what would be done, and stop")
+    _add_sampling(generate)
+    generate.set_defaults(run=_generate, recipe=None, overrides=())
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling, for prompts that name no other")
+    group.add_argument("-n", type=int, metavar="N", help="samples of each prompt (default: 1)")
+    group.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="most of a sample (default: 256)")
+    group.add_argument("--min-new-tokens", type=int, metavar="N", help="before these it does not stop (default: 0)")
+    group.add_argument("--temperature", type=float, metavar="X", help="divides the logits; 0: greedy (default: 1)")
+    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default: 0, all)")
+    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest that reach P (default: 1, all)")
+    group.add_argument("--min-p", type=float, metavar="P", help="keep those P times as likely as the likeliest")
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help="divides logits of tokens that were there")
+    group.add_argument("--presence-penalty", type=float, metavar="X", help="taken from logits of sampled tokens")
+    group.add_argument("--frequency-penalty", type=float, metavar="X", help="the same, times how often")
+    group.add_argument("--greedy", action="store_true", default=None, help="take the likeliest token")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends a sample; may be given several times")
+    group.add_argument("--bad", action="append", metavar="TEXT", help="is never sampled; may be given several times")
+    group.add_argument("--seed", type=int, default=1, metavar="N", help="of the noise (default: 1)")
+    group.add_argument("--log-probs", action="store_true", help="write the log-probability of each token")
+    group.add_argument("--prompt-log-probs", action="store_true", help="write those of the prompt's tokens")
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, as OpenAI's interface has it",
+        description="Serve /v1/completions, /v1/chat/completions, /v1/models and /health, on this machine alone unless "
+        "told otherwise. Requests join and leave the running batch at any token.",
+        epilog=_SERVE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_model(serve)
+    serve.add_argument("--name", metavar="NAME", help="what clients call the model (default: its directory's name)")
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1); another needs --token-env"
+    )
+    serve.add_argument("--port", type=int, default=8000, help="0 for a free one (default: 8000)")
+    serve.add_argument(
+        "--token-env", metavar="VARIABLE", help="environment variable with the token that clients must send"
+    )
+    serve.add_argument("--seed", type=int, metavar="N", help="of the noise (default: another at each start)")
+    serve.add_argument(
+        "--max-waiting", type=int, default=1024, metavar="N", help="samples taken up at a time (default: 1024)"
+    )
+    serve.add_argument(
+        "--request-s", type=float, default=600.0, metavar="S", help="a request may take so long (default: 600)"
+    )
+    serve.add_argument(
+        "--grace-s", type=float, default=30.0, metavar="S", help="for what runs, when asked to end (default: 30)"
+    )
+    serve.set_defaults(run=_serve, recipe=None, overrides=())
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", required=True, type=Path, metavar="DIR", help="of Hugging Face, or a checkpoint of ours or Megatron"
+    )
+    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="default: that of the model's directory")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="number format (default: the model's)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks to bring up here (default: 1)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of each rank (default: 1)")
+    parser.add_argument(
+        "--layout", metavar="LAYOUT", help="such as tp2.pp1.dp2 (default: each rank has the whole model)"
+    )
+    parser.add_argument("--max-context", type=int, metavar="N", help="longest sequence (default: the model's)")
+    parser.add_argument(
+        "--max-concurrent", type=int, default=64, metavar="N", help="sequences decoded together (default: 64)"
+    )
+    parser.add_argument("--cache-gib", type=float, metavar="X", help="most memory of the key-value cache of a rank")
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    _check_numbers(arguments)
+    if arguments.dry_run:
+        silence_libraries()
+        from hybridflow.serving.batch import dry_run
+
+        check_free(arguments.out, is_forced=arguments.force)
+        return dry_run(arguments)
+
+    def load() -> Callable[[World], int]:
+        from hybridflow.serving.batch import generate
+
+        return lambda world: generate(arguments, world)
+
+    def check() -> None:
+        sampling_of(arguments)
+        if not arguments.prompts.is_file():
+            raise DataError(f"--prompts {arguments.prompts}: there is no such file")
+        check_free(arguments.out, is_forced=arguments.force)
+
+    return _start(arguments, check, load)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    _check_numbers(arguments)
+    from hybridflow.serving.endpoint import is_loopback, token_of
+
+    token_of(arguments)
+    if not is_loopback(arguments.host) and arguments.token_env is None:
+        raise ConfigError(
+            f"--host {arguments.host}: others than this machine's users could reach it; give --token-env VARIABLE, "
+            "with a token in that environment variable"
+        )
+
+    def load() -> Callable[[World], int]:
+        from hybridflow.serving.serve import serve
+
+        return lambda world: serve(arguments, world)
+
+    return _start(arguments, lambda: None, load, save_s=arguments.grace_s + _GRACE_MARGIN_S, is_server=True)
+
+
+def _start(
+    arguments: argparse.Namespace,
+    check: Callable[[], None],
+    load: Load,
+    *,
+    save_s: float = 60.0,
+    is_server: bool = False,
+) -> int:
+    """Be a rank, or bring up ranks on this machine, after what can be checked without them."""
+    signals = CaughtSignals() if is_launched() else None
+    start = find_start()
+    if start.launcher == "alone":
+        check()
+        if arguments.ranks > 1:
+            return run_local(
+                arguments.words,
+                num_ranks=arguments.ranks,
+                threads_per_rank=arguments.threads,
+                save_s=save_s,
+                is_asked_by_interrupt=is_server,
+            )
+        os.environ.setdefault("OMP_NUM_THREADS", str(arguments.threads))
+    cluster = Cluster()
+    return run_rank(
+        start,
+        CaughtSignals() if signals is None else signals,
+        load,
+        deadline_s=cluster.deadline_s,
+        start_deadline_s=cluster.start_deadline_s,
+        dead_after_s=cluster.dead_after_s,
+    )
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    """Refuse numbers that no use has.
+
+    Raises:
+        ConfigError: Names the first.
+    """
+    least: dict[str, float] = {"ranks": 1, "threads": 1, "max_concurrent": 1, "max_context": 2}
+    least |= {"max_waiting": 1, "seed": 0, "grace_s": 0, "port": 0}
+    for name, bound in least.items():
+        value = getattr(arguments, name, None)
+        if value is not None and not value >= bound:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected at least {bound:g}")
+    for name in ("cache_gib", "request_s"):
+        value = getattr(arguments, name, None)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected more than 0")
+    if getattr(arguments, "port", 0) > 65535:
+        raise ConfigError(f"--port {arguments.port}: expected at most 65535")
+    variable = getattr(arguments, "token_env", None)
+    if variable is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
+        # It is not repeated: it may be the token itself.
+        raise ConfigError("--token-env: expected the name of an environment variable, such as SERVE_TOKEN")

@@ -1,0 +1,149 @@
+"""Between the threads that speak with clients and the one that generates: what goes in, and what comes of it. No torch.
+
+One lock, held for moments; who waits for a sample waits on a queue of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from hybridflow.serving.api import ApiError, Ask, Sample
+
+
+class Event(NamedTuple):
+    """Something has come of a request.
+
+    Attributes:
+        place: Which of its samples.
+        tokens: All that was generated of it so far; empty when it has ended.
+        sample: It, when it has ended.
+    """
+
+    place: int
+    tokens: Sequence[int]
+    sample: Sample | None
+
+
+class Ticket:
+    """A request that has been taken up.
+
+    Attributes:
+        ids: Of its samples, prompt by prompt.
+        events: What comes of them; None: the server ends.
+    """
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self.events: SimpleQueue[Event | None] = SimpleQueue()
+
+
+class Desk:
+    """Where requests are handed in and samples handed out.
+
+    Args:
+        num_replicas: Among which the work is dealt: each prompt goes to the one with the fewest samples.
+        max_waiting: Most samples taken up at a time.
+    """
+
+    def __init__(self, num_replicas: int, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._condition = threading.Condition()
+        self._commands: list[dict[str, Any]] = []
+        self._waiting: dict[int, tuple[Ticket, int, int]] = {}
+        self._loads = [0] * num_replicas
+        self._ids, self._draws = itertools.count(), itertools.count()
+        self._num_open = 0
+        self._is_closed = False
+
+    @property
+    def num_running(self) -> int:
+        """Samples that are taken up and have not ended."""
+        with self._condition:
+            return len(self._waiting)
+
+    def submit(self, ask: Ask) -> Ticket:
+        """Take up a request; each must be followed by ``leave``.
+
+        Raises:
+            ApiError: There are too many, or the server ends.
+        """
+        number = len(ask.prompts) * ask.count
+        with self._condition:
+            if self._is_closed:
+                raise ApiError(503, "the server is about to end")
+            if len(self._waiting) + number > self._max_waiting:
+                raise ApiError(429, f"{len(self._waiting)} samples are being generated already; try again later")
+            ticket = Ticket([next(self._ids) for _ in range(number)])
+            for place, prompt in enumerate(ask.prompts):
+                replica = min(range(len(self._loads)), key=lambda each: self._loads[each])
+                ids = ticket.ids[place * ask.count : (place + 1) * ask.count]
+                self._commands.append(
+                    {
+                        "do": "add",
+                        "ids": ids,
+                        "replica": replica,
+                        "prompt": prompt,
+                        "params": ask.params,
+                        # With a seed of its own the same request gives the same answer.
+                        "draw": place if "seed" in ask.params else next(self._draws),
+                        "is_streamed": ask.is_streamed,
+                    }
+                )
+                self._loads[replica] += len(ids)
+                self._waiting |= {each: (ticket, place * ask.count + index, replica) for index, each in enumerate(ids)}
+            self._num_open += 1
+            self._condition.notify_all()
+        return ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        """The client has its answer, or is gone: what still runs for it need not."""
+        with self._condition:
+            running = [each for each in ticket.ids if each in self._waiting]
+            if running:
+                self._commands.append({"do": "cancel", "ids": running})
+                for each in running:
+                    self._forget(each)
+            self._num_open -= 1
+            self._condition.notify_all()
+
+    def take(self, wait_s: float) -> list[dict[str, Any]]:
+        """What is new, for the thread that generates; waits for it so long where nothing runs."""
+        with self._condition:
+            if not self._commands and not self._waiting:
+                self._condition.wait(wait_s)
+            commands, self._commands = self._commands, []
+            return commands
+
+    def deliver(self, sample_id: int, tokens: Sequence[int], sample: Sample | None) -> None:
+        """Something has come of a sample; nothing, where nobody waits for it any more."""
+        with self._condition:
+            if sample_id not in self._waiting:
+                return
+            ticket, index, _ = self._waiting[sample_id]
+            if sample is not None:
+                self._forget(sample_id)
+            ticket.events.put(Event(index, tokens, sample))
+
+    def close(self) -> None:
+        """From now on nothing is taken up."""
+        with self._condition:
+            self._is_closed = True
+
+    def give_up(self, within_s: float) -> None:
+        """Nothing more comes: who still waits is told, and has so long to tell its client."""
+        with self._condition:
+            self._is_closed = True
+            for ticket in {id(entry[0]): entry[0] for entry in self._waiting.values()}.values():
+                ticket.events.put(None)
+            end_s = time.monotonic() + within_s
+            while self._num_open and time.monotonic() < end_s:
+                self._condition.wait(max(0.0, end_s - time.monotonic()))
+
+    def _forget(self, sample_id: int) -> None:
+        _, _, replica = self._waiting.pop(sample_id)
+        self._loads[replica] -= 1

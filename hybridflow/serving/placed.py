@@ -1,0 +1,173 @@
+"""A model that only generates, on the ranks of a job: its mesh, its engine, its tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from hybridflow.checkpoint.formats.registry import open_source
+from hybridflow.config import check_cut
+from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
+from hybridflow.errors import ConfigError
+from hybridflow.families.model import Model
+from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.parallel.coordinator import Coordinator
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.parallel.world import World
+from hybridflow.reshard.holdings import WeightHoldings
+from hybridflow.reshard.plan import held_bytes
+from hybridflow.reshard.report import format_bytes
+from hybridflow.reshard.spec import ITEM_BYTES
+from hybridflow.roles.pretrained import from_pretrained
+from hybridflow.rollout.engine import MegatronEngine
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """This rank's part of a model that generates.
+
+    Attributes:
+        model: Its settings, the vocabulary included.
+        mesh: Where it is.
+        engine: Generates; all ranks of a replica make the same calls.
+        tokenizer: Of the model's directory, or the one that was named; None: there is none.
+        replica: The ranks of this rank's replica.
+        everyone: All ranks.
+        is_reporter: Whether this rank has all that its replica's responses say, and tells it.
+    """
+
+    model: Model
+    mesh: DeviceMesh
+    engine: MegatronEngine
+    tokenizer: Tokenizer | None
+    replica: Coordinator
+    everyone: Coordinator
+    is_reporter: bool
+
+    @property
+    def vocab_size(self) -> int:
+        """True vocabulary."""
+        return vocab_of(self.model)
+
+    @property
+    def dp(self) -> int:
+        """Which replica this is."""
+        return self.mesh.coordinate(self.everyone.rank).dp
+
+
+def vocab_of(model: Model) -> int:
+    """True vocabulary of a model from a directory."""
+    assert model.vocab_size is not None, "a source's model has a vocabulary"
+    return model.vocab_size
+
+
+def layout_of(arguments: argparse.Namespace, num_ranks: int) -> ParallelLayout:
+    """The layout that was asked for; left out, each rank has the whole model.
+
+    Raises:
+        LayoutError: It cannot be read, or does not fill the ranks.
+    """
+    layout = ParallelLayout(dp=num_ranks) if arguments.layout is None else ParallelLayout.parse(arguments.layout)
+    layout.check_fits(num_ranks, "--layout")
+    return layout
+
+
+def model_settings(arguments: argparse.Namespace) -> Model:
+    """The settings of the model that was asked for, in the number format and with the context that were.
+
+    Raises:
+        ConfigError: There is none, it is no language model, or its context is shorter.
+        CheckpointError: The directory is damaged.
+    """
+    source = open_source(arguments.model)
+    if source.has_value_head:
+        raise ConfigError(f"--model {arguments.model}: found a scorer, expected a language model; choose another")
+    model = source.model
+    if arguments.max_context is not None and arguments.max_context > model.max_context:
+        raise ConfigError(
+            f"--max-context {arguments.max_context}: the model's own is {model.max_context}; ask for no more"
+        )
+    return replace(
+        model,
+        max_context=model.max_context if arguments.max_context is None else arguments.max_context,
+        dtype=model.dtype if arguments.dtype is None else arguments.dtype,
+    )
+
+
+def find_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
+    """The tokenizer that was named, or that of the model's directory; None: it has none.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    path = tokenizer_in(arguments.model) if arguments.tokenizer is None else Path(arguments.tokenizer)
+    return None if path is None else open_tokenizer(path)
+
+
+def place_model(arguments: argparse.Namespace, world: World) -> Placed:
+    """Read the weights into the layout that was asked for. Collective: all ranks.
+
+    Raises:
+        HybridflowError: The model, its tokenizer or the layout are not what they should be.
+    """
+    model, layout = model_settings(arguments), layout_of(arguments, world.size)
+    check_cut(model, layout, f"--layout {layout}")
+    mesh = DeviceMesh(
+        name="--layout", layout=layout, ranks=tuple(range(world.size)), ranks_per_node=world.ranks_per_node
+    )
+    tokenizer = find_tokenizer(arguments)
+    placed = from_pretrained(arguments.model, world, mesh, max_context=model.max_context, dtype=model.dtype)
+    assert placed.groups is not None and placed.transformer is not None, "all ranks are in the mesh"
+    everyone = world.coordinator(mesh.ranks)
+    engine = MegatronEngine(
+        placed.transformer,
+        placed.groups,
+        vocab_size=vocab_of(model),
+        seed=everyone.decide("seed", secrets.randbits(62) if arguments.seed is None else arguments.seed),
+        max_concurrent=arguments.max_concurrent,
+        cache_bytes=None if arguments.cache_gib is None else int(arguments.cache_gib * _GIB),
+    )
+    place = mesh.coordinate(world.rank)
+    return Placed(
+        model=model,
+        mesh=mesh,
+        engine=engine,
+        tokenizer=tokenizer,
+        replica=world.coordinator(mesh.group_of(world.rank, "tp", "pp")),
+        everyone=everyone,
+        is_reporter=place.tp == 0 and place.pp == layout.pp - 1,
+    )
+
+
+def memory_line(model: Model, layout: ParallelLayout, cached_tokens: int, cache_gib: float | None) -> str:
+    """What the rank that needs the most holds, in words.
+
+    Args:
+        model: The model.
+        layout: How it is cut.
+        cached_tokens: Most tokens in the key-value cache at a time.
+        cache_gib: Most memory of the cache; None: no limit.
+    """
+    spec = model_spec(shape_of(model, vocab_of(model)))
+    mesh = DeviceMesh(
+        name="--layout", layout=layout, ranks=tuple(range(layout.world_size)), ranks_per_node=layout.world_size
+    )
+    held = WeightHoldings(spec, mesh)
+    weights = max(held_bytes(spec, held, mesh.rank_at(pp=stage)) for stage in range(layout.pp))
+    groups = max(1, model.query_groups // layout.tp)
+    of_a_token = 2 * (model.num_layers // layout.pp) * groups * model.head_size * ITEM_BYTES[model.dtype]
+    cache = cached_tokens * of_a_token
+    cache = cache if cache_gib is None else min(cache, int(cache_gib * _GIB))
+    return f"memory of a rank: weights {format_bytes(weights)}, key-value cache up to {format_bytes(cache)}"
+
+
+def as_tensor(ids: list[int]) -> torch.Tensor:
+    """Token ids as the engine takes them."""
+    return torch.tensor(ids, dtype=torch.int64)

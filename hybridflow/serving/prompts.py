@@ -1,0 +1,163 @@
+"""Prompts of a file: JSON lines, or HDF5. A line that is no prompt is kept with what is wrong with it. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import DataError
+from hybridflow.serving.chat import chat_template, read_messages, render_chat
+from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
+
+HDF5_SUFFIXES = (".h5", ".hdf5")
+_FORMS = ("prompt", "prompt_ids", "messages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A line of a file of prompts.
+
+    Attributes:
+        draw: Its number in the file, counted from 0, blank lines not counted.
+        place: File and line, for messages.
+        fields: All that the line has, for the output.
+        options: Sampling parameters of its own.
+        error: What is wrong with it; None: nothing.
+    """
+
+    draw: int
+    place: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
+    error: str | None = None
+
+
+def read_prompts(path: Path) -> tuple[list[Prompt], str]:
+    """The prompts of a file, and the sha256 of what they were read from.
+
+    Raises:
+        DataError: It cannot be read, or holds no line.
+    """
+    try:
+        if path.suffix in HDF5_SUFFIXES:
+            from hybridflow.checkpoint.formats.hdf5 import read_texts
+
+            texts = read_texts(path, "prompt")
+            content = json.dumps(texts).encode()
+            prompts = [
+                _checked(Prompt(draw=draw, place=f"{path}: prompt {draw}", fields={"prompt": text}))
+                for draw, text in enumerate(texts)
+            ]
+        else:
+            content = path.read_bytes()
+            numbered = ((number, line) for number, line in enumerate(content.split(b"\n"), start=1) if line.strip())
+            prompts = [_of_line(draw, f"{path}:{number}", line) for draw, (number, line) in enumerate(numbered)]
+    except OSError as error:
+        raise DataError(f"--prompts {path}: cannot be read: {error.strerror or error}") from error
+    if not prompts:
+        raise DataError(f"--prompts {path}: holds no prompts; expected one JSON object on each line")
+    return prompts, hashlib.sha256(content).hexdigest()
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
+    """A prompt's tokens: of a text after the beginning of a sequence where the tokenizer has one, else as given.
+
+    Raises:
+        DataError: It needs a tokenizer and there is none; it has no tokens, or some that the model has not.
+    """
+    check_together(prompt.options, vocab_size, "sampling")
+    fields = prompt.fields
+    if "prompt_ids" in fields:
+        ids = list(fields["prompt_ids"])
+    elif tokenizer is None:
+        raise DataError("the model's directory has no tokenizer; give prompt_ids, or --tokenizer")
+    elif "messages" in fields:
+        ids = encode_chat(fields["messages"], tokenizer)
+    else:
+        ids = encode_text(fields["prompt"], tokenizer)
+    if not ids:
+        raise DataError("the prompt has no tokens; give at least one")
+    check_ids(ids, vocab_size, "prompt")
+    return ids
+
+
+def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
+    """A text's tokens, after the beginning of a sequence where the tokenizer has one.
+
+    Raises:
+        DataError: It is half of a surrogate pair.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"the prompt has half of a surrogate pair at character {error.start}; mend it") from error
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return [*begin, *tokenizer.encode(text)]
+
+
+def encode_chat(messages: Any, tokenizer: Tokenizer) -> list[int]:
+    """A conversation's tokens; what begins it is for its template to say.
+
+    Raises:
+        DataError: The tokenizer has no template, or the messages are not for it.
+    """
+    template = chat_template(tokenizer)
+    if template is None:
+        raise DataError(
+            f"the tokenizer {tokenizer.path} has no chat_template, so it takes no messages; give the text as a prompt"
+        )
+    return tokenizer.encode(render_chat(template, tokenizer, read_messages(messages, "messages")))
+
+
+def _of_line(draw: int, place: str, line: bytes) -> Prompt:
+    try:
+        fields = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        return Prompt(draw=draw, place=place, error=f"not JSON in UTF-8: {error}")
+    if not isinstance(fields, dict):
+        return Prompt(draw=draw, place=place, error=f"found {type(fields).__name__}, expected a JSON object")
+    return _checked(Prompt(draw=draw, place=place, fields=fields))
+
+
+def _checked(prompt: Prompt) -> Prompt:
+    """The prompt with its sampling parameters, or with what is wrong with it."""
+    try:
+        options = _options(prompt.fields)
+    except DataError as error:
+        return Prompt(draw=prompt.draw, place=prompt.place, fields=prompt.fields, error=str(error))
+    return Prompt(draw=prompt.draw, place=prompt.place, fields=prompt.fields, options=options)
+
+
+def _options(fields: dict[str, Any]) -> Options:
+    given = [name for name in _FORMS if name in fields]
+    if len(given) != 1:
+        raise DataError(f"found {' and '.join(given) or 'none'} of {', '.join(_FORMS)}; give one of them")
+    value = fields[given[0]]
+    if given[0] == "prompt" and (not isinstance(value, str) or not value):
+        raise DataError(f"prompt: found {value!r:.60}, expected a text that is not empty")
+    if given[0] == "prompt_ids" and not (isinstance(value, list) and value and all(map(is_int, value))):
+        raise DataError(f"prompt_ids: found {value!r:.60}, expected a list of token ids, at least one")
+    sampling = fields.get("sampling", {})
+    if not isinstance(sampling, dict):
+        raise DataError(f"sampling: found {sampling!r:.60}, expected an object of sampling parameters")
+    return read_options(sampling, "sampling")
+
+
+def deal(lengths: Iterable[int], num_replicas: int) -> list[list[int]]:
+    """Which of the prompts each replica takes, by their places: in turn from the longest, so that the work is even.
+
+    Every replica keeps the order of the file, in which prompts that begin alike are often neighbours.
+
+    Args:
+        lengths: Tokens that each prompt may come to, with all its samples.
+        num_replicas: Replicas.
+    """
+    taken: list[list[int]] = [[] for _ in range(num_replicas)]
+    for turn, (_, place) in enumerate(sorted((-length, place) for place, length in enumerate(lengths))):
+        taken[turn % num_replicas].append(place)
+    return [sorted(places) for places in taken]

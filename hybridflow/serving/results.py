@@ -1,0 +1,256 @@
+"""Answers as they come, kept beside the output until it is whole: what a kill leaves is gone on from. No torch.
+
+    OUT.parts/run.json                    what is generated, from what and how
+    OUT.parts/START-rank-00000.log        a line for each sample: crc32 of the rest, space, JSON
+
+A line counts when its checksum is right; a sample that two lines have is taken from the first. When all samples are
+there, the output is written aside, renamed, and the directory removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybridflow.errors import ConfigError, WriteError
+from hybridflow.observe.files import replace_file, sync_path
+from hybridflow.serving.prompts import HDF5_SUFFIXES, Prompt
+
+Row = dict[str, Any]
+Key = tuple[int, int]
+"""Number of the prompt, and of the sample among those of its prompt."""
+
+FORMAT = "hybridflow-generated-1"
+_RUN = "run.json"
+_LOGS = "*-rank-*.log"
+
+
+class _Where(NamedTuple):
+    """Where a sample's line is."""
+
+    path: Path
+    offset: int
+    length: int
+
+
+class Results:
+    """The parts of one output.
+
+    Args:
+        out: The output.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.folder = out.with_name(f"{out.name}.parts")
+
+    def prepare(self, run: Mapping[str, Any], *, is_forced: bool) -> None:
+        """Begin, or see that what is there belongs to the same. For one rank.
+
+        Args:
+            run: What is generated, from what and how, as JSON.
+            is_forced: What is there and does not fit is removed.
+
+        Raises:
+            WriteError: The output is there already, or its directory cannot be written.
+            ConfigError: The parts are of something else.
+        """
+        check_free(self.out, is_forced=is_forced)
+        try:
+            kept = self._kept()
+            changed = None if kept is None else [name for name in {**kept, **run} if kept.get(name) != run.get(name)]
+            if changed and not is_forced:
+                raise ConfigError(
+                    f"{self.folder}: was begun with another {', '.join(sorted(changed))}; give what it was begun with "
+                    "to go on, --force to begin anew, or another --out"
+                )
+            if changed or (kept is None and self.folder.exists()):
+                shutil.rmtree(self.folder)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if kept is None or changed:
+                replace_file(self.folder / _RUN, json.dumps(dict(run), indent=1).encode())
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def find(self) -> dict[Key, _Where]:
+        """What is there of earlier starts.
+
+        Raises:
+            WriteError: The file system refuses.
+        """
+        found: dict[Key, _Where] = {}
+        try:
+            for path in sorted(self.folder.glob(_LOGS)):
+                for where, row in _lines(path):
+                    found.setdefault((row["draw"], row["index"]), where)
+        except OSError as error:
+            raise self._refused(error) from error
+        return found
+
+    def read(self, found: Mapping[Key, _Where]) -> Iterator[Row]:
+        """Their rows, in the order of the prompts."""
+        for key in sorted(found):
+            path, offset, length = found[key]
+            with path.open("rb") as file:
+                file.seek(offset)
+                row: Row = json.loads(file.read(length).partition(b" ")[2])
+                yield row
+
+    def finish(self, prompts: Mapping[int, Prompt], found: Mapping[Key, _Where]) -> None:
+        """Write the output and remove the parts. For one rank.
+
+        Raises:
+            WriteError: The file system refuses; the parts are still there.
+        """
+        rows = (merge_row(prompts[row["draw"]], row) for row in self.read(found))
+        try:
+            if self.out.suffix in HDF5_SUFFIXES:
+                _write_hdf5(self.out, list(rows))
+            else:
+                _write_jsonl(self.out, rows)
+            shutil.rmtree(self.folder)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _kept(self) -> dict[str, Any] | None:
+        try:
+            kept = json.loads((self.folder / _RUN).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+        return kept if isinstance(kept, dict) else None
+
+    def _refused(self, error: OSError) -> WriteError:
+        return WriteError(
+            f"{error.filename or self.folder}: cannot be written: {error.strerror or error}; make room, "
+            "or choose another --out"
+        )
+
+
+class ResultLog:
+    """Appends rows to a log that is not there yet; what was added survives this process at once.
+
+    Raises:
+        WriteError: It cannot be made.
+    """
+
+    def __init__(self, results: Results, start: str, rank: int) -> None:
+        self._path = results.folder / f"{start}-rank-{rank:05d}.log"
+        try:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Append rows.
+
+        Raises:
+            WriteError: The file system refuses.
+        """
+        left = memoryview(b"".join(map(_line, rows)))
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def close(self) -> None:
+        """Return when all is on disk.
+
+        Raises:
+            WriteError: The file system refuses.
+        """
+        try:
+            os.fsync(self._file)
+            os.close(self._file)
+            sync_path(self._path.parent)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> WriteError:
+        return WriteError(
+            f"{self._path}: cannot be written: {error.strerror or error}; make room, or choose another --out"
+        )
+
+
+def check_free(out: Path, *, is_forced: bool) -> None:
+    """Refuse an output that is there already, or can never be.
+
+    Raises:
+        WriteError: It is.
+    """
+    if out.exists() and not is_forced:
+        raise WriteError(f"--out {out}: is there already; give --force to replace it, or choose another name")
+    if not out.parent.is_dir():
+        raise WriteError(f"--out {out}: there is no directory {out.parent}; make it")
+
+
+def merge_row(prompt: Prompt, row: Row) -> Row:
+    """A line of the output: the fields of the prompt's line, then what was generated, ours where names are equal."""
+    made = {name: value for name, value in row.items() if name not in ("draw", "index")}
+    if prompt.error is not None and not prompt.fields:
+        made["place"] = prompt.place
+    return {**prompt.fields, "sample": row["index"], **made}
+
+
+def _line(row: Row) -> bytes:
+    content = json.dumps(row, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode()
+    return b"%08x %b\n" % (zlib.crc32(content), content)
+
+
+def _lines(path: Path) -> Iterator[tuple[_Where, Row]]:
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            checksum, _, content = line.rstrip(b"\n").partition(b" ")
+            if line.endswith(b"\n") and checksum == b"%08x" % zlib.crc32(content):
+                yield _Where(path, offset, len(line)), json.loads(content)
+            offset += len(line)
+
+
+def _write_jsonl(path: Path, rows: Iterable[Row]) -> None:
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        with aside.open("w", encoding="utf-8", newline="\n") as file:
+            for row in rows:
+                # ASCII, since a model may make halves of surrogate pairs, which are no UTF-8.
+                file.write(json.dumps(row, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_path(path.parent)
+
+
+def _write_hdf5(path: Path, rows: list[Row]) -> None:
+    """Texts as strings; tokens and log-probabilities of all samples one behind the other, with their numbers."""
+    import numpy as np
+
+    from hybridflow.checkpoint.formats.hdf5 import write_rows
+
+    ours = ("sample", "text", "token_ids", "log_probs", "prompt_log_probs", "finish", "error", "place")
+    texts = {name: [row.get(name) or "" for row in rows] for name in ("text", "finish", "error")}
+    texts["prompt"] = [_as_text(row) for row in rows]
+    fields = [{name: value for name, value in row.items() if name not in (*ours, "prompt")} for row in rows]
+    texts["fields"] = [json.dumps(each) for each in fields]
+    arrays = {
+        "sample": np.array([row["sample"] for row in rows], np.int64),
+        "response_length": np.array([len(row["token_ids"]) for row in rows], np.int64),
+        "response_tokens": np.array([token for row in rows for token in row["token_ids"]], np.int32),
+    }
+    for name in ("log_probs", "prompt_log_probs"):
+        if any(name in row for row in rows):
+            arrays[name] = np.array([number for row in rows for number in row.get(name) or ()], np.float32)
+            arrays[f"{name}_length"] = np.array([len(row.get(name) or ()) for row in rows], np.int64)
+    write_rows(path, texts, arrays, FORMAT)
+
+
+def _as_text(row: Row) -> str:
+    prompt = row.get("prompt", "")
+    return prompt if isinstance(prompt, str) else json.dumps(prompt)

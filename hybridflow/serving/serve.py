@@ -1,0 +1,213 @@
+"""The work of ``hybridflow serve`` on each rank: rank 0 listens, and tells the others what is new at each step."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from hybridflow.exit_status import DONE
+from hybridflow.observe.doing import doing
+from hybridflow.observe.rank_log import say, tell
+from hybridflow.parallel.world import World
+from hybridflow.rollout.request import Request, Response, SamplingParams
+from hybridflow.serving.api import Sample, Served
+from hybridflow.serving.desk import Desk
+from hybridflow.serving.endpoint import Endpoint, token_of
+from hybridflow.serving.placed import Placed, as_tensor, place_model
+
+_IDLE_S = 0.5
+"""So often all ranks meet while there is nothing to do."""
+
+_LAST_ANSWERS_S = 5.0
+
+
+@torch.inference_mode()
+def serve(arguments: argparse.Namespace, world: World) -> int:
+    """Serve until asked to end. Collective: all ranks.
+
+    Raises:
+        HybridflowError: The model cannot be served as was asked, or the address not be listened on.
+    """
+    with doing("reading the model"):
+        placed = place_model(arguments, world)
+    replicas = _Replica(placed)
+    front = _Front(arguments, placed, world) if world.rank == 0 else None
+    news: dict[str, Any] = {}
+    with doing("serving"):
+        while True:
+            if front is not None:
+                news["commands"], news["is_over"] = front.take(), front.is_over()
+            told = placed.everyone.gather(news, "a step of serving")
+            if front is not None:
+                front.deliver(told)
+            if told[0]["is_over"]:
+                break
+            news = {"results": replicas.step(told[0]["commands"])}
+    if front is not None:
+        front.close()
+    return DONE
+
+
+class _Replica:
+    """This rank's part in generating.
+
+    Args:
+        placed: The model.
+    """
+
+    def __init__(self, placed: Placed) -> None:
+        self._placed = placed
+        self._session = placed.engine.open()
+        self._ids: dict[int, int] = {}
+        self._running: dict[int, Request] = {}
+        self._streamed: set[int] = set()
+        self._num_sent: dict[int, int] = {}
+
+    def step(self, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Take up what is new and go on by a step; what came of it, on the rank that reports. Collective: tp, pp."""
+        for command in commands:
+            if command["do"] == "cancel":
+                self._cancel(command["ids"])
+            elif command["replica"] == self._placed.dp:
+                self._add(command)
+        if self._session.is_idle:
+            return []
+        ended = self._session.step()
+        results = [self._ended(request, response) for request, response in ended]
+        if not self._placed.is_reporter:
+            return []
+        return [*results, *self._pieces()]
+
+    def _add(self, command: dict[str, Any]) -> None:
+        prompt = as_tensor(command["prompt"])
+        params = SamplingParams(**{name: _as_tuples(value) for name, value in command["params"].items()})
+        requests = [
+            Request(prompt=prompt, params=params, draw=command["draw"], index=index)
+            for index in range(len(command["ids"]))
+        ]
+        for sample_id, request in zip(command["ids"], requests, strict=True):
+            self._ids[id(request)], self._running[sample_id] = sample_id, request
+            if command["is_streamed"]:
+                self._streamed.add(sample_id)
+        self._session.add(requests)
+
+    def _cancel(self, ids: list[int]) -> None:
+        requests = [self._running[each] for each in ids if each in self._running]
+        self._session.cancel(requests)
+        for request in requests:
+            self._forget(request)
+
+    def _ended(self, request: Request, response: Response) -> dict[str, Any]:
+        prompt = response.prompt_log_probs
+        sample = Sample(
+            tokens=response.tokens.tolist(),
+            log_probs=_finite(response.log_probs.tolist()),
+            prompt_log_probs=None if prompt is None else _finite(prompt.tolist()),
+            finish=response.finish,
+            error=response.error,
+        )
+        return {"id": self._forget(request), "sample": asdict(sample)}
+
+    def _pieces(self) -> list[dict[str, Any]]:
+        """What is there of samples that are streamed, where there is more than before."""
+        if not self._streamed:
+            return []
+        found = []
+        for request, tokens in self._session.running():
+            sample_id = self._ids[id(request)]
+            if sample_id in self._streamed and len(tokens) > self._num_sent.get(sample_id, 0):
+                self._num_sent[sample_id] = len(tokens)
+                found.append({"id": sample_id, "tokens": tokens})
+        return found
+
+    def _forget(self, request: Request) -> int:
+        sample_id = self._ids.pop(id(request))
+        del self._running[sample_id]
+        self._streamed.discard(sample_id)
+        self._num_sent.pop(sample_id, None)
+        return sample_id
+
+
+class _Front:
+    """Rank 0's part with clients.
+
+    Args:
+        arguments: Of the command.
+        placed: The model.
+        world: All ranks.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, placed: Placed, world: World) -> None:
+        self._watch, self._grace_s = world.watch, arguments.grace_s
+        self._desk = Desk(placed.mesh.layout.dp, arguments.max_waiting)
+        self._end_s: float | None = None
+        served = Served(
+            name=Path(arguments.model).resolve().name if arguments.name is None else arguments.name,
+            tokenizer=placed.tokenizer,
+            vocab_size=placed.vocab_size,
+            max_context=placed.model.max_context,
+        )
+        self._endpoint = Endpoint(
+            arguments.host,
+            arguments.port,
+            served=served,
+            desk=self._desk,
+            token=token_of(arguments),
+            request_s=arguments.request_s,
+        )
+        signal.signal(signal.SIGINT, self._interrupt)
+        self._thread = threading.Thread(target=self._endpoint.serve_forever, name="endpoint", daemon=True)
+        self._thread.start()
+        say(f"hybridflow: serving {served.name} at {self._endpoint.url}")
+
+    def take(self) -> list[dict[str, Any]]:
+        """What is new; where nothing runs, within ``_IDLE_S``."""
+        return self._desk.take(_IDLE_S)
+
+    def is_over(self) -> bool:
+        """Whether to end now: asked to, and nothing runs or the grace is over."""
+        if self._watch is None or self._watch.stop_reason is None:
+            return False
+        if self._end_s is None:
+            self._desk.close()
+            self._end_s = time.monotonic() + self._grace_s
+            tell(f"hybridflow: ends, {self._desk.num_running} samples run: {self._watch.stop_reason}")
+        return self._desk.num_running == 0 or time.monotonic() > self._end_s
+
+    def deliver(self, told: list[dict[str, Any]]) -> None:
+        """Hand out what all replicas have."""
+        for news in told:
+            for result in news.get("results", ()):
+                sample = Sample(**result["sample"]) if "sample" in result else None
+                self._desk.deliver(result["id"], result.get("tokens", ()), sample)
+
+    def close(self) -> None:
+        """Tell who still waits, and leave."""
+        self._desk.give_up(_LAST_ANSWERS_S)
+        self._endpoint.shutdown()
+        self._endpoint.server_close()
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        # A second one ends the process at once.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if self._watch is not None:
+            self._watch.ask_stop("SIGINT")
+
+
+def _as_tuples(value: Any) -> Any:
+    """Lists of JSON as ``SamplingParams`` has them."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _finite(numbers: list[float]) -> list[float | None]:
+    """As JSON can have them."""
+    return [number if math.isfinite(number) else None for number in numbers]

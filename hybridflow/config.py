@@ -901,8 +901,8 @@ def _check_engine(recipe: Recipe) -> None:
     engine, layout = recipe.rollout.engine, recipe.actor.rollout
     if engine.kind != "megatron" and (layout.tp, layout.pp, layout.ep, layout.cp) != (1, 1, 1, 1):
         raise ConfigError(
-            f"actor.rollout: rollout.engine.kind={engine.kind} takes no part of a model, found {layout}; set tp, pp, ep "
-            "and cp to 1, and dp to the number of the actor's ranks"
+            f"actor.rollout: rollout.engine.kind={engine.kind} takes no part of a model, found {layout}; set tp, pp, "
+            "ep and cp to 1, and dp to the number of the actor's ranks"
         )
     if engine.kind == "vllm" and recipe.actor.ranks not in (None, tuple(range(recipe.cluster.ranks))):
         raise ConfigError(
@@ -943,7 +943,7 @@ def _check_known_log_probs(rollout: Rollout) -> None:
         if kind == "vllm":
             raise ConfigError(
                 f"rollout.temperature={rollout.temperature:g} with top_k or top_p: vLLM tells log-probabilities before "
-                "both or after both, and the trainer computes those between; set the temperature to 1, or remove the cut"
+                "both or after both, and the trainer computes those between; set the temperature to 1, or drop the cut"
             )
         raise ConfigError(
             f"rollout.temperature={rollout.temperature:g}: rollout.engine.log_probs=raw tells those at temperature 1; "
@@ -957,16 +957,16 @@ def check_url(url: str, key: str) -> None:
     Raises:
         ConfigError: It has no host, another scheme, or a user, query or fragment; a secret is not repeated.
     """
+    if "@" in url:
+        raise ConfigError(
+            f"{key}: an address has a user or password, which would be kept in the run's recipe; put the token into an "
+            "environment variable, and name that in rollout.engine.auth_env"
+        )
     try:
         parts = urlsplit(url)
         has_port = parts.port is None or parts.port > 0
     except ValueError:
         raise ConfigError(f"{key}: {url!r} is no address; expected http://host:port") from None
-    if parts.username is not None or parts.password is not None:
-        raise ConfigError(
-            f"{key}: the address of {parts.hostname} has a user or password, which would be kept in the run's recipe; "
-            "put the token into an environment variable, and name that in rollout.engine.auth_env"
-        )
     if parts.scheme not in ("http", "https") or not parts.hostname or not has_port or parts.query or parts.fragment:
         raise ConfigError(f"{key}: found {url!r}, expected http://host:port or https://host, with a path at most")
 

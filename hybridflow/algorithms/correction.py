@@ -59,8 +59,5 @@ def correction_weights(
     if level == "sequence":
         d = d.sum(dim=1, keepdim=True).expand_as(d)
     raw = torch.exp(d.clamp(-20, 20))
-    if kind == "truncate":
-        bounded = raw.clamp(max=high)
-    else:
-        bounded = torch.where((raw >= low) & (raw <= high), raw, 0)
+    bounded = raw.clamp(max=high) if kind == "truncate" else torch.where((raw >= low) & (raw <= high), raw, 0)
     return Weights(weights=torch.where(on, bounded, 1), is_bounded=on & (bounded != raw))

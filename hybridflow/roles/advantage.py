@@ -150,7 +150,7 @@ class Advantage:
             "rollout/logprob_abs_diff": difference_sum / num_tokens,
             # Of this rank; of several ranks' the largest counts.
             "rollout/logprob_abs_diff_max": difference.max().item() if difference.numel() else 0.0,
-            "rollout/kl_k3": sampler_kl_sum / num_tokens,
+            "rollout/kl": sampler_kl_sum / num_tokens,
         }
         if self._job.recipe.correction_kind != "none":
             self._measure_correction(corrections(self._job.recipe, old, sampled, mask), mask, num_tokens)
@@ -160,9 +160,9 @@ class Advantage:
         unknown = (sampled.isnan() & (mask > 0)).any(dim=1)
         if unknown.any():
             raise EngineError(
-                f"draw {batch.columns['draws'][unknown][0].item()}: the engine did not tell the log-probability of a token "
-                f"that it sampled (rollout.engine.kind={self._job.recipe.rollout.engine.kind}); train with a server that "
-                "tells them all, such as vLLM's"
+                f"draw {batch.columns['draws'][unknown][0].item()}: rollout.engine.kind="
+                f"{self._job.recipe.rollout.engine.kind} did not tell the log-probability of a token that it sampled; "
+                "train with a server that tells them all, such as vLLM's"
             )
 
     def _measure_correction(self, found: Weights, mask: Tensor, num_tokens: float) -> None:

@@ -199,9 +199,7 @@ class Rollouts:
             except RolloutStopped as stopped:
                 progress.finished(stopped.unfinished)
                 raise
-        if isinstance(self._engine, MegatronEngine):
-            measured = self._engine.metrics
-            self.metrics |= {f"rollout/{name}": measured[name] for name in ("preempted", "prefill_share")}
+        self._measure_engine()
         num = len(again) + len(new)
         shares = {"rollout/reused": len(again), "rollout/continued": num_begun, "rollout/claimed": deal.num_claimed}
         self.metrics |= {name: count / num for name, count in shares.items() if count}
@@ -256,7 +254,7 @@ class Rollouts:
             found = conversations.converse(self._engine, requests, examples, "rollout", self.is_stopping)
         except RolloutStopped:
             requests, found = [], []
-        self.metrics |= self._engine.metrics
+        self._measure_engine()
         self._measure(found)
         return self._conversed(requests, found)
 
@@ -268,6 +266,11 @@ class Rollouts:
         rewards = torch.tensor([each.reward for each in found], dtype=torch.float32)
         mask = Ragged.from_list([each.mask for each in found], torch.float32)
         return batch.with_columns({"response_mask": mask, "environment_rewards": rewards})
+
+    def _measure_engine(self) -> None:
+        if isinstance(self._engine, MegatronEngine):
+            self.metrics["rollout/preempted"] = self._engine.metrics["preempted"]
+            self.metrics["rollout/prefill_share"] = self._engine.metrics["prefill_share"]
 
     def _measure(self, found: list[Conversation]) -> None:
         """How long conversations were, and how many failed. Collective: the rollout mesh."""

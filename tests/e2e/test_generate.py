@@ -172,7 +172,7 @@ def test_bad_lines_are_told_in_their_places_and_strict_stops_at_the_first(folder
     found = rows(folder, "bad-out.jsonl")
     failed = [row for row in found if row["finish"] == "failed"]
     assert "not JSON" in failed[0]["error"] and failed[0]["place"] == "bad.jsonl:3" and "context" in failed[1]["error"]
-    # Lines after the bad ones have other numbers, so other noise; those before, and those without any, are as they were.
+    # Lines after the bad ones have other numbers, so other noise; those before, and those without, are as before.
     good = [row for row in found if row["finish"] != "failed"]
     same([*good[:4], *good[-2:]], [*whole[:4], *whole[-2:]])
     strict = generate(folder, "strict.jsonl", *bad, "--strict")

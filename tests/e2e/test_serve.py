@@ -1,4 +1,4 @@
-"""``hybridflow serve`` on a tiny model over real HTTP: concurrent clients, streams, layouts, clients that leave, the end."""
+"""``hybridflow serve`` on a tiny model over real HTTP: many clients, streams, layouts, clients that leave, the end."""
 
 import http.client
 import json

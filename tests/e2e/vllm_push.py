@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 import transformers
+
 from hybridflow.checkpoint.formats.forms import to_logical
 from hybridflow.checkpoint.formats.huggingface import parts_of
 from hybridflow.families.config_json import read_config

@@ -1,4 +1,4 @@
-"""Prompts, sampling parameters and kept results of ``hybridflow generate``, and the form of requests: without a model."""
+"""Prompts, parameters and kept results of ``hybridflow generate``, and the form of requests, without a model."""
 
 import json
 from pathlib import Path

@@ -102,11 +102,14 @@ def response_of(request: Request, answer: Answer, *, version: int, vocab_size: i
     finish = answer.finish if at is None else "stop"
     tokens, values = (tokens, values) if at is None else (tokens[: at + 1], values[: at + 1])
     if finish == "length" and len(tokens) != num_left(request):
-        raise BadAnswer(f"found {len(tokens)} tokens and the end 'length', expected {num_left(request)} or another end")
+        raise BadAnswer(
+            f"found {len(tokens)} tokens and the end 'length', expected {num_left(request)}; does "
+            "the server's context end there?"
+        )
     if finish == "stop" and at is None and not params.stop:
         raise BadAnswer(
-            f"it stopped at token {tokens[-1]}, which is none of stop_ids={list(params.stop_ids)}; the server has an end "
-            "of its own: leave that out of its generation config, or add it to the tokenizer's ends"
+            f"it stopped at token {tokens[-1]}, which is none of stop_ids={list(params.stop_ids)}; the server has an "
+            "end of its own: leave that out of its generation config, or add it to the tokenizer's ends"
         )
     prompt_log_probs = None
     if params.with_prompt_log_probs:

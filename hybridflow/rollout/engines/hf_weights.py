@@ -1,4 +1,4 @@
-"""Live weights under the names and in the forms that ``transformers`` and vLLM know; no file, nothing of megatron-core."""
+"""Live weights under the names and in the forms that ``transformers`` and vLLM know: no files, no megatron-core."""
 
 from __future__ import annotations
 

@@ -134,8 +134,8 @@ class OpenAi:
         lacks_last = is_ended and len(log_probs) == len(tokens) - 1
         if len(log_probs) != len(tokens) - lacks_last:
             raise BadAnswer(
-                f"found {len(log_probs)} log-probabilities for a text of {len(tokens)} tokens of {self._tokenizer.path}; "
-                "is it the model's tokenizer? A server with return_token_ids, such as vLLM, leaves no doubt"
+                f"found {len(log_probs)} log-probabilities for a text of {len(tokens)} tokens of "
+                f"{self._tokenizer.path}; is it the model's tokenizer? vLLM tells the ids themselves"
             )
         return Answer(tokens=tokens, log_probs=log_probs, finish=finish, kind=self._log_probs, lacks_last=lacks_last)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import math
@@ -61,7 +62,7 @@ def token_of(auth_env: str | None) -> str | None:
     if not value or not value.isascii() or not value.isprintable() or " " in value:
         found = "nothing" if not value else "something with blanks or unprintable signs"
         raise ConfigError(
-            f"rollout.engine.auth_env={auth_env}: found {found} in that environment variable, expected the servers' token"
+            f"rollout.engine.auth_env={auth_env}: found {found} in that environment variable, expected the token"
         )
     return value
 
@@ -116,13 +117,13 @@ class Line:
     def hang_up(self) -> None:
         """End the connection, also while another thread waits on it, which then fails."""
         connection, self._connection, self._was_used = self._connection, None, False
-        if connection is not None and connection.sock is not None:
-            try:
-                connection.sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
-            # The file that a waiting thread reads from is closed by that thread.
-            connection.sock.close()
+        # The thread that waits on it may take the socket out of the connection at any time.
+        found = None if connection is None else connection.sock
+        if found is not None:
+            with contextlib.suppress(OSError):
+                found.shutdown(socket.SHUT_RDWR)
+            # What that thread reads from stays open until it lets go.
+            found.close()
 
     def _exchange(
         self, method: str, path: str, content: bytes | None, timeout_s: float

@@ -1,0 +1,90 @@
+"""Runs whose responses come from a server on loopback, a made-up one that speaks as vLLM's does."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_http_engine import Server, ok
+
+ROOT = Path(__file__).parents[2]
+SECRET = "s3cr3t-t0ken"
+RECIPE = """
+name: run
+algorithm: grpo
+cluster: {ranks: 2}
+model: {num_layers: 2, hidden_size: 16, ffn_hidden_size: 32, num_attention_heads: 2, max_context: 24}
+data:
+  train: train.jsonl
+  held_out: held_out.jsonl
+  arithmetic: {num_train: 60, num_held_out: 8}
+actor: {update: {tp: 2}, rollout: {dp: 2}, optimizer: {lr: 1.0e-2}}
+rollout: {max_new_tokens: 4, group_size: 2, engine: {kind: openai, auth_env: ENGINE_TOKEN, retries: 0}}
+trainer: {steps: 2, global_batch_size: 8, mini_batch_size: 4}
+"""
+
+
+def sampled(asked, number):
+    """Tokens that every tokenizer here has, at probabilities that no model gives them."""
+    drawn = random.Random(f"{asked['prompt']}:{asked['seed']}")
+    tokens = [drawn.randrange(4, 12) for _ in range(asked["max_tokens"])]
+    return ok(asked, tokens=tokens, logprobs={"token_logprobs": [-drawn.random() * 5 for _ in tokens]})
+
+
+def train(folder, url, *overrides):
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return subprocess.run(
+        [sys.executable, "-m", "hybridflow", "train", "recipe.yaml", f"rollout.engine.urls=['{url}']", *overrides],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "ENGINE_TOKEN": SECRET},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture
+def serve():
+    servers = []
+    yield lambda answer: servers.append(Server(answer)) or servers[-1]
+    for server in servers:
+        server.close()
+
+
+@pytest.mark.slow
+def test_training_and_validation_on_what_a_server_samples(tmp_path, serve):
+    server = serve(sampled)
+    done = train(tmp_path, server.url, "rollout.engine.off_policy=true")
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    for step in steps:
+        assert 1 < step["rollout/logprob_abs_diff"] < step["rollout/logprob_abs_diff_max"] < 5
+        assert 0 < step["correction/bounded_share"] < 1 and 0 < step["correction/effective_share"] < 1
+    # Two steps of 8, and 8 held-out problems before and after.
+    assert len(steps) == 2 and len(server.asked) == 2 * 8 + 2 * 8
+    assert sum(asked["temperature"] == 0 for asked in server.asked) == 16
+    assert all(headers["Authorization"] == f"Bearer {SECRET}" for headers in server.headers)
+    for path in (tmp_path / "runs").rglob("*"):
+        assert path.is_dir() or SECRET.encode() not in path.read_bytes(), path
+
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    done = train(alone, server.url, "trainer.steps=0")
+    assert done.returncode == 0 and "held-out accuracy" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_a_sample_that_fails_ends_the_step_with_the_reason(tmp_path, serve):
+    broken = (500, {}, b"no " + SECRET.encode())
+    server = serve(lambda asked, number: sampled(asked, number) if asked["temperature"] == 0 or number % 5 else broken)
+    done = train(tmp_path, server.url, "rollout.engine.off_policy=true")
+    assert done.returncode != 0
+    assert "given up after 1 tries" in done.stderr and "answered 500: no ***" in done.stderr
+    assert SECRET not in done.stdout + done.stderr

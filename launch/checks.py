@@ -175,7 +175,8 @@ def check_memory(memory: Sequence[RankMemory], gpu_memory_gb: float) -> list[str
     phase = "update" if needed.update >= needed.rollout - needed.spare else "rollout"
     remedies = {
         "update": "lower trainer.micro_batch_tokens or model.max_context, or cut models more ways (tp, pp)",
-        "rollout": "lower rollout.max_concurrent or rollout.cache_memory, set actor.offload=true, or cut the rollout more ways (tp)",
+        "rollout": "lower rollout.max_concurrent or rollout.cache_memory, set actor.offload=true, or cut the rollout more "
+        "ways (tp)",
     }
     found = f"rank {rank} needs about {format_bytes(needed.least)} during the {phase}, a GPU has {gpu_memory_gb:g} GB"
     if needed.least > room:

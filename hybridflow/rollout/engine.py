@@ -263,7 +263,7 @@ class MegatronEngine:
         num_bytes = self._cache_memory
         if num_bytes < 1:
             num_bytes *= free_bytes(self.device, self._ranks_per_node)
-        allowed = torch.tensor(min(int(num_bytes) // block_bytes(self.model), most))
+        allowed = torch.tensor(min(int(num_bytes) // block_bytes(self.model), most), device=self.device)
         for group in (self.groups.tp, self.groups.pp):
             if group.size() > 1:
                 dist.all_reduce(allowed, dist.ReduceOp.MIN, group=group)

@@ -27,6 +27,8 @@ from hybridflow.roles.pretrained import from_pretrained
 from hybridflow.rollout.engine import MegatronEngine
 
 _GIB = 1 << 30
+_CACHE_SHARE = 0.5
+"""Of the memory that is free, for the cache where none is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,9 @@ def place_model(arguments: argparse.Namespace, world: World) -> Placed:
         vocab_size=vocab_of(model),
         seed=everyone.decide("seed", secrets.randbits(62) if arguments.seed is None else arguments.seed),
         max_concurrent=arguments.max_concurrent,
-        cache_bytes=None if arguments.cache_gib is None else int(arguments.cache_gib * _GIB),
+        cache_memory=_CACHE_SHARE if arguments.cache_gib is None else arguments.cache_gib * _GIB,
+        ranks_per_node=min(world.ranks_per_node, world.size),
+        tokenizer=tokenizer,
     )
     place = mesh.coordinate(world.rank)
     return Placed(

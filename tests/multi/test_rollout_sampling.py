@@ -189,7 +189,7 @@ def check_all(runs: list[tuple[str, dict, int, bool]]) -> None:
     num_near = 0
     for _, responses, *_ in runs:
         for key, got in responses.items():
-            num_near += check(asked[key], got, logits[*asked[key].prompt.tolist(), *got.tokens.tolist()])
+            num_near += check(asked[key], got, logits[(*asked[key].prompt.tolist(), *got.tokens.tolist())])
     assert num_near <= sum(len(responses) for _, responses, *_ in runs) / 5
 
 

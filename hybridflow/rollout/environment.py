@@ -185,9 +185,9 @@ class Environments:
                     asked |= {id(request): number for number, request in requests_to_go.items()}
                     session.add(list(requests_to_go.values()))
         finally:
+            engine.metrics = session.metrics()
             if self._calls is not None:
                 self._calls.drop()
-        engine.metrics = session.metrics()
         return [talk.ended() for talk in talks]
 
     def _begin(self, number: int, talk: _Talk, example: Example) -> None:

@@ -37,6 +37,11 @@ class PagedCache:
         self.keys = list(pool[::2].unflatten(-1, (head, BLOCK_TOKENS)))
         self.values = list(pool[1::2].unflatten(-1, (BLOCK_TOKENS, head)))
 
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy blocks; ``[copies]`` int64 each, none of which is both."""
+        for blocks in (*self.keys, *self.values):
+            blocks[targets] = blocks[sources]
+
 
 def _empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of any content; on a CPU in large pages where the system has them.
@@ -53,11 +58,6 @@ def _empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     everything = torch.frombuffer(memory, dtype=dtype)
     first = -everything.data_ptr() % _LARGE_PAGE_BYTES // dtype.itemsize
     return everything[first : first + math.prod(shape)].view(shape)
-
-    def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy blocks; ``[copies]`` int64 each, none of which is both."""
-        for blocks in (*self.keys, *self.values):
-            blocks[targets] = blocks[sources]
 
 
 def cache_shape(model: Transformer) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from torch import Tensor
@@ -15,6 +14,7 @@ from hybridflow.models.weights import local_shards
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec
 from hybridflow.roles.job import Job
 from hybridflow.roles.placed import PlacedModel
+from hybridflow.rollout.budget import cache_bytes
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.hf_weights import hf_weights
 from hybridflow.rollout.engines.http_engine import HttpEngine
@@ -73,7 +73,7 @@ def our_engine(job: Job, model: PlacedModel) -> MegatronEngine:
         seed=job.recipe.seed,
         max_concurrent=job.recipe.rollout.max_concurrent,
         cache_memory=job.recipe.rollout.cache_memory,
-        ranks_per_node=min(job.world.ranks_per_node, job.world.size),
+        ranks_per_node=_ranks_per_node(job),
         tokenizer=job.tokenizer,
     )
 
@@ -123,11 +123,15 @@ def _described(job: Job) -> Described:
 
 
 def _cache_bytes(job: Job) -> int:
-    """Of a CPU's key-value cache: what the samples decoded together take, within this rank's share of the memory."""
-    recipe, model = job.recipe, job.model_of("actor")
+    """Of a CPU's key-value cache: what the samples decoded together take, within ``rollout.cache_memory``."""
+    rollout, model = job.recipe.rollout, job.model_of("actor")
     per_token = 2 * model.num_layers * model.query_groups * model.head_size * ITEM_BYTES[model.dtype]
     # vLLM deals the cache out in blocks of up to 128 tokens, and keeps one for itself.
-    blocks = recipe.rollout.max_concurrent * (-(-model.max_context // 128)) + 1
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    per_node = recipe.cluster.ranks_per_node or recipe.cluster.ranks
-    return min(blocks * 128 * per_token, int(memory * recipe.rollout.engine.memory_share) // per_node)
+    blocks = rollout.max_concurrent * (-(-model.max_context // 128)) + 1
+    most = cache_bytes(rollout.cache_memory, job.world.device, _ranks_per_node(job))
+    return min(blocks * 128 * per_token, most)
+
+
+def _ranks_per_node(job: Job) -> int:
+    """Ranks that share a node's memory."""
+    return min(job.world.ranks_per_node, job.world.size)

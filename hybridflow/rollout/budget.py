@@ -10,6 +10,17 @@ import torch
 _ROOT = Path("/")
 
 
+def cache_bytes(cache_memory: float, device: torch.device, ranks_per_node: int) -> int:
+    """Most memory of this rank's key-value cache.
+
+    Args:
+        cache_memory: In bytes, or, below 1, a share of what is free.
+        device: Where the cache is to be.
+        ranks_per_node: Ranks that share the memory of the node.
+    """
+    return int(cache_memory if cache_memory >= 1 else cache_memory * free_bytes(device, ranks_per_node))
+
+
 def free_bytes(device: torch.device, ranks_per_node: int, root: Path = _ROOT) -> int:
     """Memory of a device that nobody uses; of a node's, which its ranks share, this rank's part.
 

@@ -16,7 +16,7 @@ from hybridflow.errors import DataError
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.rollout.blocks import BLOCK_TOKENS, BlockPool
-from hybridflow.rollout.budget import free_bytes
+from hybridflow.rollout.budget import cache_bytes
 from hybridflow.rollout.cpu_transformer import CpuTransformer, runs_on_cpu
 from hybridflow.rollout.paged import PagedAttention, PagedCache, block_bytes
 from hybridflow.rollout.records import Records
@@ -260,10 +260,8 @@ class MegatronEngine:
         Collective: tp, pp.
         """
         most = self._max_concurrent * blocks_for(self.model.max_sequence_length)
-        num_bytes = self._cache_memory
-        if num_bytes < 1:
-            num_bytes *= free_bytes(self.device, self._ranks_per_node)
-        allowed = torch.tensor(min(int(num_bytes) // block_bytes(self.model), most), device=self.device)
+        num_bytes = cache_bytes(self._cache_memory, self.device, self._ranks_per_node)
+        allowed = torch.tensor(min(num_bytes // block_bytes(self.model), most), device=self.device)
         for group in (self.groups.tp, self.groups.pp):
             if group.size() > 1:
                 dist.all_reduce(allowed, dist.ReduceOp.MIN, group=group)

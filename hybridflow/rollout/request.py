@@ -1,14 +1,15 @@
-"""What is asked of an engine, and what it answers: the one interface of ours and of other engines."""
+"""What is asked of an engine, and what it answers: the one interface of ours and of other engines. Light at import."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hybridflow.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PURPOSES = {"rollout": 1, "validation": 2}
 """What samples are for: each purpose has noise of its own."""

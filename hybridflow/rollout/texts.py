@@ -99,3 +99,15 @@ def text_before_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Toke
     """The text of a response that has ended, without the stop string that ended it and what its token has behind."""
     before, text = tokenizer.decode(list(tokens[:-1])), tokenizer.decode(list(tokens))
     return text[: first_new(before, text, stop)]
+
+
+def settled_text(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> str:
+    """Of a response that goes on, the text that stays whatever comes.
+
+    Kept back are letters that lack bytes, and an end that may be the beginning of a stop string.
+    """
+    text = tokenizer.decode(list(tokens)).rstrip(_UNKNOWN)
+    for length in range(min(len(text), max(map(len, stop), default=0)), 0, -1):
+        if any(each.startswith(text[-length:]) for each in stop):
+            return text[:-length]
+    return text

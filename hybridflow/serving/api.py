@@ -13,9 +13,9 @@ from typing import Any
 
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
+from hybridflow.rollout.texts import text_before_stop
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
 from hybridflow.serving.prompts import encode_chat, encode_text
-from hybridflow.serving.text import visible_text
 
 _MOST_SAMPLES = 256
 _FEWEST_TOKENS = 16
@@ -313,7 +313,7 @@ def models(served: Served, since_s: int) -> dict[str, Any]:
 
 def text_of(ask: Ask, served: Served, tokens: Sequence[int]) -> str:
     """What a sample says; empty without a tokenizer."""
-    return "" if served.tokenizer is None else visible_text(served.tokenizer, tokens, ask.stop)
+    return "" if served.tokenizer is None else text_before_stop(tokens, ask.stop, served.tokenizer)
 
 
 def _text_choice(ask: Ask, served: Served, sample: Sample, index: int) -> dict[str, Any]:

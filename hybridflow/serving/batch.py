@@ -22,6 +22,7 @@ from hybridflow.observe.rank_log import tell
 from hybridflow.parallel.world import World
 from hybridflow.rollout.engine import LOOK_STEPS
 from hybridflow.rollout.request import Request, Response, SamplingParams
+from hybridflow.rollout.texts import text_before_stop
 from hybridflow.serving.files import identity, sampling_of
 from hybridflow.serving.options import Options
 from hybridflow.serving.placed import (
@@ -36,7 +37,6 @@ from hybridflow.serving.placed import (
 )
 from hybridflow.serving.prompts import Prompt, deal, encode_prompt, read_prompts
 from hybridflow.serving.results import Key, ResultLog, Results, Row
-from hybridflow.serving.text import visible_text
 from hybridflow.trainer.stopping import Stopping
 
 _TELL_S = 10.0
@@ -218,7 +218,7 @@ def _row(request: Request, response: Response, tokenizer: Tokenizer | None, argu
     tokens = response.tokens.tolist()
     row: Row = {"draw": request.draw, "index": request.index}
     if tokenizer is not None:
-        row["text"] = visible_text(tokenizer, tokens, request.params.stop)
+        row["text"] = text_before_stop(tokens, request.params.stop, tokenizer)
     row["token_ids"] = tokens
     if arguments.log_probs:
         row["log_probs"] = [_finite(number) for number in response.log_probs.tolist()]

@@ -25,9 +25,21 @@ from typing import Any
 
 from hybridflow import __version__
 from hybridflow.errors import ConfigError
-from hybridflow.serving.api import ApiError, Ask, Sample, Served, completion, head, models, piece, read_ask, usage
+from hybridflow.rollout.texts import settled_text
+from hybridflow.serving.api import (
+    ApiError,
+    Ask,
+    Sample,
+    Served,
+    completion,
+    head,
+    models,
+    piece,
+    read_ask,
+    text_of,
+    usage,
+)
 from hybridflow.serving.desk import Desk, Event, Ticket
-from hybridflow.serving.text import settled_text, visible_text
 
 MAX_BODY_BYTES = 8 << 20
 _MAX_CONNECTIONS = 512
@@ -290,9 +302,9 @@ class _Handler(BaseHTTPRequestHandler):
                 if event.sample is not None and event.sample.finish == "failed":
                     raise ApiError(500, f"generating failed: {event.sample.error}")
                 if event.sample is None:
-                    text, finish = settled_text(tokenizer, event.tokens, ask.stop), None
+                    text, finish = settled_text(event.tokens, ask.stop, tokenizer), None
                 else:
-                    text, finish = visible_text(tokenizer, event.sample.tokens, ask.stop), event.sample.finish
+                    text, finish = text_of(ask, self.server.served, event.sample.tokens), event.sample.finish
                     samples.append(event.sample)
                 before = sent.get(event.place, "")
                 if finish is None and not (text.startswith(before) and len(text) > len(before)):

@@ -1,19 +1,21 @@
-"""Sampling parameters as people give them, in files, requests and arguments: checked one by one. No torch."""
+"""Sampling parameters as people give them, in files, requests and arguments, in the engine's form. No torch."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from hybridflow.errors import DataError
+from hybridflow.rollout.request import SamplingParams
 
 MOST_SAMPLES = 4096
-_MOST_TEXTS = 64
-_MOST_BITS = 63
+_MOST_TOKENS = 2**31 - 1
 
 Options = dict[str, Any]
 """Fields of ``SamplingParams``, and ``n``, those that were given alone."""
+
+_NAMES = {field.name for field in fields(SamplingParams)} - {"with_prompt_log_probs"} | {"n"}
 
 
 def read_options(given: Mapping[str, Any], where: str) -> Options:
@@ -28,17 +30,21 @@ def read_options(given: Mapping[str, Any], where: str) -> Options:
     Raises:
         DataError: A name is unknown, or a value is not allowed.
     """
-    options: Options = {}
-    for name, value in given.items():
-        if name not in _READERS:
-            raise DataError(f"{where}: no sampling parameter {name!r}; known are {', '.join(sorted(_READERS))}")
-        expected, read = _READERS[name]
-        try:
-            options[name] = read(value)
-        except (ValueError, TypeError, OverflowError):
-            raise DataError(f"{where}: {name}: found {value!r:.60}, expected {expected}") from None
-    if options.get("temperature") == 0:
+    if stranger := next((name for name in given if name not in _NAMES), None):
+        raise DataError(f"{where}: no sampling parameter {stranger!r:.60}; known are {', '.join(sorted(_NAMES))}")
+    options = {name: as_tuples(value) for name, value in given.items()}
+    for name in ("stop", "bad"):
+        if isinstance(options.get(name), str):
+            options[name] = (options[name],)
+    if "logit_bias" in given:
+        options["logit_bias"] = _bias(given["logit_bias"], where)
+    count = options.get("n", 1)
+    if not is_int(count) or not 1 <= count <= MOST_SAMPLES:
+        raise DataError(f"{where}: n: found {count!r:.60}, expected an integer from 1 to {MOST_SAMPLES}")
+    temperature = options.get("temperature")
+    if temperature == 0 and not isinstance(temperature, bool):
         options |= {"temperature": 1.0, "greedy": True}
+    _check(options, where)
     return options
 
 
@@ -48,9 +54,7 @@ def check_together(options: Options, vocab_size: int, where: str) -> None:
     Raises:
         DataError: They contradict each other, or name tokens that the model does not have.
     """
-    least, most = options.get("min_new_tokens", 0), options.get("max_new_tokens", math.inf)
-    if least > most:
-        raise DataError(f"{where}: min_new_tokens={least} is more than max_new_tokens={most}; lower the first")
+    _check(options, where)
     ids = [*options.get("stop_ids", ()), *(pair[0] for pair in options.get("logit_bias", ()))]
     ids += [token for sequence in options.get("bad_ids", ()) for token in sequence]
     check_ids(ids, vocab_size, where)
@@ -72,78 +76,25 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _whole(least: int, most: int = 2**31 - 1) -> Callable[[Any], int]:
-    def read(value: Any) -> int:
-        if not is_int(value) or not least <= value <= most:
-            raise ValueError
-        return int(value)
-
-    return read
+def as_tuples(value: Any, depth: int = 2) -> Any:
+    """Lists of JSON, and those in them, as ``SamplingParams`` has them."""
+    if depth == 0 or not isinstance(value, (list, tuple)):
+        return value
+    return tuple(as_tuples(each, depth - 1) for each in value)
 
 
-def _number(holds: Callable[[float], bool]) -> Callable[[Any], float]:
-    def read(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError
-        number = float(value)
-        if not math.isfinite(number) or not holds(number):
-            raise ValueError
-        return number
-
-    return read
+def _check(options: Options, where: str) -> None:
+    params = {name: value for name, value in options.items() if name != "n"}
+    try:
+        SamplingParams(**{"max_new_tokens": _MOST_TOKENS, **params})
+    except DataError as error:
+        raise DataError(f"{where}: {str(error).removeprefix('SamplingParams.')}") from None
 
 
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else tuple(value)
-    if len(texts) > _MOST_TEXTS or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError
-    return texts
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple)) or not all(is_int(token) for token in value):
-        raise ValueError
-    return tuple(value)
-
-
-def _sequences(value: Any) -> tuple[tuple[int, ...], ...]:
-    sequences = tuple(_ids(each) for each in value)
-    if not all(sequences):
-        raise ValueError
-    return sequences
-
-
-def _bias(value: Any) -> tuple[tuple[int, float], ...]:
-    add = _number(lambda number: True)
-    return tuple(sorted((int(token), add(number)) for token, number in dict(value).items()))
-
-
-_POSITIVE: tuple[str, Callable[[Any], Any]] = ("a number above 0", _number(lambda number: number > 0))
-_ANY: tuple[str, Callable[[Any], Any]] = ("a finite number", _number(lambda number: True))
-
-# Name -> what is allowed, in words, and what reads it.
-_READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "n": (f"an integer from 1 to {MOST_SAMPLES}", _whole(1, MOST_SAMPLES)),
-    "max_new_tokens": ("an integer of at least 1", _whole(1)),
-    "min_new_tokens": ("an integer of at least 0", _whole(0)),
-    "temperature": ("a number of at least 0", _number(lambda number: number >= 0)),
-    "top_k": ("an integer of at least 0, 0 for all", _whole(0)),
-    "top_p": ("a number above 0, at most 1", _number(lambda number: 0 < number <= 1)),
-    "min_p": ("a number from 0 to 1", _number(lambda number: 0 <= number <= 1)),
-    "repetition_penalty": _POSITIVE,
-    "presence_penalty": _ANY,
-    "frequency_penalty": _ANY,
-    "logit_bias": ("an object of token id and number", _bias),
-    "bad_ids": ("a list of lists of token ids, none empty", _sequences),
-    "stop_ids": ("a list of token ids", _ids),
-    "stop": (f"a text, or up to {_MOST_TEXTS} of them, none empty", _texts),
-    "bad": (f"a text, or up to {_MOST_TEXTS} of them, none empty", _texts),
-    "greedy": ("true or false", _flag),
-    "seed": (f"an integer from 0 to 2^{_MOST_BITS} - 1", _whole(0, 2**_MOST_BITS - 1)),
-}
+def _bias(value: Any, where: str) -> tuple[tuple[int, Any], ...]:
+    try:
+        return tuple(sorted((int(token), number) for token, number in value.items()))
+    except (AttributeError, TypeError, ValueError):
+        raise DataError(
+            f"{where}: logit_bias: found {value!r:.60}, expected an object of token ids and numbers"
+        ) from None

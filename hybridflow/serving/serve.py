@@ -22,6 +22,7 @@ from hybridflow.rollout.request import Request, Response, SamplingParams
 from hybridflow.serving.api import Sample, Served
 from hybridflow.serving.desk import Desk
 from hybridflow.serving.endpoint import Endpoint, token_of
+from hybridflow.serving.options import as_tuples
 from hybridflow.serving.placed import Placed, as_tensor, place_model
 
 _IDLE_S = 0.5
@@ -89,7 +90,7 @@ class _Replica:
 
     def _add(self, command: dict[str, Any]) -> None:
         prompt = as_tensor(command["prompt"])
-        params = SamplingParams(**{name: _as_tuples(value) for name, value in command["params"].items()})
+        params = SamplingParams(**{name: as_tuples(value) for name, value in command["params"].items()})
         requests = [
             Request(prompt=prompt, params=params, draw=command["draw"], index=index)
             for index in range(len(command["ids"]))
@@ -201,11 +202,6 @@ class _Front:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if self._watch is not None:
             self._watch.ask_stop("SIGINT")
-
-
-def _as_tuples(value: Any) -> Any:
-    """Lists of JSON as ``SamplingParams`` has them."""
-    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _finite(numbers: list[float]) -> list[float | None]:

@@ -14,7 +14,7 @@ from hybridflow.families.model import Model
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
-from hybridflow.rollout.budget import free_bytes
+from hybridflow.rollout.budget import cache_bytes, free_bytes
 from hybridflow.rollout.dealing import Deal
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.paged import block_bytes
@@ -301,6 +301,7 @@ def test_free_memory_is_what_the_node_and_the_control_groups_leave(tmp_path, oth
     root = files(tmp_path, MEMINFO | others)
     assert free_bytes(torch.device("cpu"), 1, root) == free
     assert free_bytes(torch.device("cpu"), 4, root) == free // 4
+    assert cache_bytes(4096.0, torch.device("cpu"), 4) == 4096, "from 1 on it is bytes, whatever is free"
 
 
 def test_free_memory_of_this_machine():

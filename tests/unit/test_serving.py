@@ -4,16 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError, DataError, WriteError
+from hybridflow.rollout.texts import Texts, Watch, settled_text, text_before_stop
 from hybridflow.serving.api import ApiError, Sample, Served, completion, read_ask
 from hybridflow.serving.chat import chat_template, render_chat
 from hybridflow.serving.options import check_together, read_options
 from hybridflow.serving.prompts import deal, read_prompts
 from hybridflow.serving.results import ResultLog, Results
-from hybridflow.serving.text import settled_text, visible_text
 
 
 class Letters:
@@ -54,14 +54,17 @@ def test_sampling_parameters_take_the_form_of_the_engine(name, value, expected):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *[("temperature", value) for value in (-0.1, float("nan"), float("inf"), "1", True, None, 10**400)],
+        *[
+            ("temperature", value)
+            for value in (-0.1, 1e-9, float("nan"), float("inf"), "1", True, False, None, 10**400)
+        ],
         *[("top_p", value) for value in (0, 1.1)],
         *[("n", value) for value in (0, 1.0, True, 10**9)],
-        *[("stop", value) for value in ("", [""], [1], 3, ["a"] * 65)],
+        *[("stop", value) for value in ("", [""], [1], 3, ["a"] * 1025)],
         *[("logit_bias", value) for value in (["x"], {"a": 1}, {"1": float("nan")}, 3)],
         *[("bad_ids", value) for value in ([[]], [1], [["a"]])],
         *[("stop_ids", value) for value in ([1.5], "12", 7)],
-        *[("seed", value) for value in (-1, 2**63)],
+        *[("seed", value) for value in (0.5, 2**63)],
         ("top_q", 1),
     ],
 )
@@ -71,9 +74,9 @@ def test_what_is_not_allowed_is_named(name, value):
 
 
 def test_tokens_and_lengths_are_checked_against_each_other_and_the_model():
-    with pytest.raises(DataError, match="min_new_tokens=5 is more than max_new_tokens=4"):
+    with pytest.raises(DataError, match="line: min_new_tokens: found 5, expected at most max_new_tokens=4"):
         check_together({"min_new_tokens": 5, "max_new_tokens": 4}, 10, "line")
-    for options in ({"stop_ids": (10,)}, {"logit_bias": ((-1, 0.0),)}, {"bad_ids": ((1, 12),)}):
+    for options in ({"stop_ids": (10,)}, {"logit_bias": ((10, 0.0),)}, {"bad_ids": ((1, 12),)}):
         with pytest.raises(DataError, match="not among the model's, which are 0 to 9"):
             check_together(options, 10, "line")
 
@@ -226,19 +229,27 @@ def test_a_template_that_fails_or_wants_more_is_an_error(template, found, tmp_pa
         render_chat(template, tokenizer, MESSAGES)
 
 
-@given(st.text(alphabet="abcé😀", max_size=12), st.lists(st.text(alphabet="abcé", min_size=1, max_size=3), max_size=3))
-def test_what_is_streamed_is_a_beginning_of_the_text_without_its_stop(text, stop):
-    tokens = Letters().encode(text)
-    whole = visible_text(Letters(), tokens, stop)
-    # By hand: the shortest beginning that ends with a stop text, without the longest of those.
-    ended = [text[:end] for end in range(len(text) + 1) if any(text[:end].endswith(each) for each in stop)]
-    longest = max((len(each) for each in stop if ended and ended[0].endswith(each)), default=0)
-    assert whole == (ended[0][: len(ended[0]) - longest] if ended else text)
-    shown = ""
-    for length in range(len(tokens) + 1):
-        settled = settled_text(Letters(), tokens[:length], stop)
-        assert settled.startswith(shown) and whole.startswith(settled), (settled, shown, whole)
-        shown = settled
+@given(
+    st.text(alphabet="abcé😀", max_size=12),
+    st.lists(st.text(alphabet="abcé", min_size=1, max_size=3), max_size=3),
+    st.integers(0, 6),
+)
+def test_what_is_streamed_is_a_beginning_of_the_text_without_its_stop(text, stop, fewest):
+    tokens, shown, num_sampled = Letters().encode(text), [""], 0
+    assume(len(tokens) >= fewest)
+    watch = Watch(Texts(Letters()), stop, [])
+    for token in tokens:
+        num_sampled += 1
+        if watch.add(token) and num_sampled >= fewest:
+            break
+        shown.append(settled_text(tokens[:num_sampled], stop, Letters()))
+    whole = text_before_stop(tokens[:num_sampled], stop, Letters())
+    assert all(after.startswith(before) for before, after in zip(shown, [*shown[1:], whole], strict=True)), shown
+    # By hand: the shortest beginning that is long enough and ends with a stop text, without the longest of those.
+    beginnings = [text[:end] for end in range(len(text) + 1) if len(text[:end].encode()) >= fewest]
+    ended = next((each for each in beginnings if any(map(each.endswith, stop))), None)
+    longest = max((len(each) for each in stop if ended is not None and ended.endswith(each)), default=0)
+    assert whole == (text if ended is None else ended[: len(ended) - longest])
 
 
 def ask(is_chat=False, **body):
@@ -284,7 +295,7 @@ def test_a_request_becomes_prompts_and_parameters():
         ({"prompt": "a", "stream": True, "logprobs": 0}, "cannot be streamed"),
         ({"prompt": "a", "stream_options": []}, "include_usage"),
         ({"prompt": "a", "tools": []}, "unknown parameters tools"),
-        ({"prompt": "a", "min_tokens": 9, "max_tokens": 4}, "min_new_tokens=9"),
+        ({"prompt": "a", "min_tokens": 9, "max_tokens": 4}, "min_new_tokens: found 9"),
     ],
 )
 def test_what_cannot_be_met_is_refused_with_400(body, found):

@@ -17,10 +17,19 @@ def replace_file(path: Path, content: bytes) -> None:
     Raises:
         OSError: The disk refused; ``path`` is as it was.
     """
+    replace_by_pieces(path, [content])
+
+
+def replace_by_pieces(path: Path, pieces: Iterable[bytes]) -> None:
+    """As ``replace_file``, of content that need not be in memory as a whole.
+
+    Raises:
+        OSError: The disk refused, or the pieces did; ``path`` is as it was.
+    """
     aside = path.with_name(f".{path.name}.tmp")
     try:
         with aside.open("wb") as file:
-            file.write(content)
+            file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)

@@ -29,6 +29,7 @@ from hybridflow.serving.placed import (
     Placed,
     as_tensor,
     find_tokenizer,
+    finite_or_none,
     layout_of,
     memory_line,
     model_settings,
@@ -221,9 +222,9 @@ def _row(request: Request, response: Response, tokenizer: Tokenizer | None, argu
         row["text"] = text_before_stop(tokens, request.params.stop, tokenizer)
     row["token_ids"] = tokens
     if arguments.log_probs:
-        row["log_probs"] = [_finite(number) for number in response.log_probs.tolist()]
+        row["log_probs"] = finite_or_none(response.log_probs)
     if arguments.prompt_log_probs and response.prompt_log_probs is not None:
-        row["prompt_log_probs"] = [_finite(number) for number in response.prompt_log_probs.tolist()]
+        row["prompt_log_probs"] = finite_or_none(response.prompt_log_probs)
     row["finish"] = response.finish
     if response.error is not None:
         row["error"] = response.error
@@ -232,10 +233,6 @@ def _row(request: Request, response: Response, tokenizer: Tokenizer | None, argu
 
 def _refusal(draw: int, reason: str) -> Row:
     return {"draw": draw, "index": 0, "text": "", "token_ids": [], "finish": "failed", "error": reason}
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 def _strict(prompts: Sequence[Prompt], bad: dict[int, str]) -> DataError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -172,3 +173,8 @@ def memory_line(model: Model, layout: ParallelLayout, cached_tokens: int, cache_
 def as_tensor(ids: list[int]) -> torch.Tensor:
     """Token ids as the engine takes them."""
     return torch.tensor(ids, dtype=torch.int64)
+
+
+def finite_or_none(numbers: torch.Tensor) -> list[float | None]:
+    """Log-probabilities as JSON can have them."""
+    return [number if math.isfinite(number) else None for number in numbers.tolist()]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.errors import ConfigError, WriteError
-from hybridflow.observe.files import replace_file, sync_path
+from hybridflow.observe.files import replace_by_pieces, replace_file, sync_path
 from hybridflow.serving.prompts import HDF5_SUFFIXES, Prompt
 
 Row = dict[str, Any]
@@ -213,19 +213,8 @@ def _lines(path: Path) -> Iterator[tuple[_Where, Row]]:
 
 
 def _write_jsonl(path: Path, rows: Iterable[Row]) -> None:
-    aside = path.with_name(f".{path.name}.tmp")
-    try:
-        with aside.open("w", encoding="utf-8", newline="\n") as file:
-            for row in rows:
-                # ASCII, since a model may make halves of surrogate pairs, which are no UTF-8.
-                file.write(json.dumps(row, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    sync_path(path.parent)
+    # ASCII: a model may make halves of surrogate pairs, which are no UTF-8.
+    replace_by_pieces(path, (json.dumps(row, allow_nan=False).encode("ascii") + b"\n" for row in rows))
 
 
 def _write_hdf5(path: Path, rows: list[Row]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import signal
 import threading
 import time
@@ -23,7 +22,7 @@ from hybridflow.serving.api import Sample, Served
 from hybridflow.serving.desk import Desk
 from hybridflow.serving.endpoint import Endpoint, token_of
 from hybridflow.serving.options import as_tuples
-from hybridflow.serving.placed import Placed, as_tensor, place_model
+from hybridflow.serving.placed import Placed, as_tensor, finite_or_none, place_model
 
 _IDLE_S = 0.5
 """So often all ranks meet while there is nothing to do."""
@@ -111,8 +110,8 @@ class _Replica:
         prompt = response.prompt_log_probs
         sample = Sample(
             tokens=response.tokens.tolist(),
-            log_probs=_finite(response.log_probs.tolist()),
-            prompt_log_probs=None if prompt is None else _finite(prompt.tolist()),
+            log_probs=finite_or_none(response.log_probs),
+            prompt_log_probs=None if prompt is None else finite_or_none(prompt),
             finish=response.finish,
             error=response.error,
         )
@@ -202,8 +201,3 @@ class _Front:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if self._watch is not None:
             self._watch.ask_stop("SIGINT")
-
-
-def _finite(numbers: list[float]) -> list[float | None]:
-    """As JSON can have them."""
-    return [number if math.isfinite(number) else None for number in numbers]

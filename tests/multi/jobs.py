@@ -81,7 +81,7 @@ def make_job(world: World, recipe: Recipe) -> tuple[Job, JobPlan]:
         world=world,
         recipe=recipe,
         meshes=plan.meshes,
-        tokenizer=SimpleNamespace(eos_id=EOS, stop_ids=(EOS,), vocab_size=VOCAB),
+        tokenizer=SimpleNamespace(eos_id=EOS, stop_ids=(EOS,), vocab_size=VOCAB, decode=str, pieces=dict),
         train=None,
         held_out=(),
     )

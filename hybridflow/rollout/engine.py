@@ -69,7 +69,8 @@ class MegatronEngine:
         self.groups = groups
         self.vocab_size = vocab_size
         self.seed = seed
-        self.texts = None if tokenizer is None else Texts(tokenizer)
+        self._tokenizer = tokenizer
+        self._texts: Texts | None = None
         self.device = next(model.parameters()).device
         self._max_concurrent = max_concurrent
         self._cache_memory = cache_memory
@@ -161,6 +162,7 @@ class MegatronEngine:
         self.metrics = session.metrics()
         return done
 
+    @torch.inference_mode()
     def open(self, expected: Sequence[Request] | None = None, purpose: str = "rollout") -> Session:
         """Begin to generate: requests are added to the session, those that are expected or, without, any.
 
@@ -208,9 +210,16 @@ class MegatronEngine:
             return (
                 f"its logit_bias or bad_ids name token {request.params.largest_id}; expected 0 to {self.vocab_size - 1}"
             )
-        if request.params.has_texts and self.texts is None:
+        if request.params.has_texts and self._tokenizer is None:
             return "it has stop or bad texts, and there is no tokenizer to look for them with; give the engine one"
         return None
+
+    def texts(self) -> Texts:
+        """The tokenizer, for requests with texts, of which there are none without it."""
+        if self._texts is None:
+            assert self._tokenizer is not None, "such a request is refused"
+            self._texts = Texts(self._tokenizer)
+        return self._texts
 
     def room(self, expected: Sequence[Request] | None) -> tuple[int, int, int]:
         """Slots, most tokens of a sequence, and blocks, for requests that are expected, or for any."""
@@ -347,6 +356,7 @@ class Session:
             self._last_draw = request.draw
             self._lane.scheduler.add([_job(number, request)])
 
+    @torch.inference_mode()
     def step(self) -> list[tuple[Request, Response]]:
         """Take what the lane whose turn it is has sampled, and begin its next step; what ended, failed ones included.
 
@@ -366,6 +376,7 @@ class Session:
             lane.pending = step, self._forward(lane, step)
         return ended
 
+    @torch.inference_mode()
     def pause(self) -> list[tuple[Request, Response]]:
         """End, and give all that has not been handed out: what has just ended, and what is not done.
 
@@ -390,6 +401,7 @@ class Session:
         self._watches.clear()
         return ended
 
+    @torch.inference_mode()
     def cancel(self, requests: Sequence[Request]) -> None:
         """Requests that nobody waits for any more are not gone on with; those that have ended are passed over.
 
@@ -445,8 +457,7 @@ class Session:
         lane.scheduler.moves.clear()
 
     def _watch(self, request: Request) -> Watch:
-        texts, params = self._engine.texts, request.params
-        assert texts is not None, "refused before"
+        texts, params = self._engine.texts(), request.params
         return Watch(texts, params.stop, params.bad, [] if request.begun is None else request.begun.tokens.tolist())
 
     def _seat(self, lane: _Lane, slot: int, number: int) -> None:

@@ -15,8 +15,11 @@ from hybridflow.parallel.world import World
 from hybridflow.trainer.trainer import train
 from tests.ranks import run_ranks
 
-OF_THE_MACHINE = ("time", "throughput/", "control/", "reshard/", "checkpoint/")
-"""Beginnings of metrics that differ from run to run."""
+OF_THE_MACHINE = (
+    *("time", "throughput/", "control/", "reshard/", "checkpoint/"),
+    *("rollout/prefill_share", "rollout/preempted"),
+)
+"""Beginnings of metrics that differ from run to run, or say how the work was shared out."""
 
 
 def share_of_ones(prompt: str, response: str, answer: str) -> float:

@@ -105,7 +105,7 @@ def generated(world, layouts: list[ParallelLayout], variants: list[dict]):
                 vocab_size=VOCAB,
                 seed=SEED,
                 max_concurrent=variant.get("max_concurrent", 256),
-                cache_bytes=None if blocks is None else blocks * block_bytes(model),
+                cache_memory=0.5 if blocks is None else blocks * block_bytes(model),
                 tokenizer=Bytes(),
             )
             mine = requests()[mesh.coordinate(world.rank).dp :: layout.dp]
@@ -245,7 +245,7 @@ def damaged(world, layout: ParallelLayout, token: int):
             engine_module.runs_on_cpu = RUNS_ON_CPU if is_quick else lambda model: False
             # Few blocks, so that what one that failed leaves behind is used by others.
             engine = MegatronEngine(
-                model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=4, cache_bytes=8 * block_bytes(model)
+                model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=4, cache_memory=8 * block_bytes(model)
             )
             found.append([plain(got) for got in engine.generate(plain_requests())])
     return found

@@ -199,7 +199,7 @@ fi
 def clone(tmp_path):
     """A clone in a folder with a space in its name; called, runs a script of it: exit status, calls, errors."""
     root = tmp_path / "my clone"
-    for name in ("launch/venv.sh", "launch/quickstart.sh", "tests/run.sh", "setup.py"):
+    for name in ("launch/venv.sh", "launch/quickstart.sh", "tests/run.sh", "setup.py", "hybridflow/rollout/kernels.c"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     python = tmp_path / "fake-python"

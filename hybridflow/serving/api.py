@@ -152,6 +152,9 @@ def _ask(given: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
             f"{served.max_context} tokens; shorten the prompt, or ask for fewer",
         )
     check_together(options, served.vocab_size, "request")
+    if options.get("min_new_tokens"):
+        # Elsewhere the token that stops is not counted.
+        options["min_new_tokens"] = min(options["min_new_tokens"] + 1, options["max_new_tokens"])
     if served.tokenizer is None and (options.get("stop") or options.get("bad")):
         raise ApiError(400, "stop and bad_words are texts, and the model has no tokenizer; use stop_token_ids")
     with_log_probs, echo = _with_log_probs(given, is_chat=is_chat), _flag(given, "echo")

@@ -216,7 +216,9 @@ class Rollouts:
         if not deal.has_queue:
             return batch
         home = Batch(torch.tensor([self._id_of(ask) for ask in self._share(groups)], dtype=torch.int64), {})
-        mover = Mover(self._job.world, self._job.meshes, chunk=max(1, len(home)))
+        # Equal on all ranks, whose shares may not be: where a replica has stopped, what there is is dealt out by it.
+        chunk = max(1, sum(map(len, groups)))
+        mover = Mover(self._job.world, self._job.meshes, chunk=chunk)
         moved = mover.move(Move(columns=_COLUMNS, source=self._mesh.name, destination=self._mesh.name), batch, home)
         if batch is None or moved is None:
             return None

@@ -23,7 +23,7 @@ from tests.multi.models import VOCAB, layouts_of, make_model
 from tests.ranks import run_ranks
 from tests.sampling_truth import choice_by_hand, log_probs_by_hand
 
-SEED, LONGEST = 11, 12
+SEED, LONGEST = 11, 28
 PIECES = [b"", *(bytes([letter]) for letter in b"abcdefghijklmnopqrst "), b"\xc3", b"\xa9", b"ab", b"ba", b" t", b"the"]
 
 
@@ -105,7 +105,7 @@ def generated(world, layouts: list[ParallelLayout], variants: list[dict]):
                 vocab_size=VOCAB,
                 seed=SEED,
                 max_concurrent=variant.get("max_concurrent", 256),
-                cache_bytes=None if blocks is None else blocks * block_bytes(model),
+                cache_memory=0.5 if blocks is None else blocks * block_bytes(model),
                 tokenizer=Bytes(),
             )
             mine = requests()[mesh.coordinate(world.rank).dp :: layout.dp]
@@ -199,7 +199,7 @@ def test_every_batching_makes_the_decisions_of_plain_python():
         {},
         {"max_concurrent": 3},
         {"step_tokens": 7},
-        {"blocks": 5},
+        {"blocks": 4},
         {"is_alone": True},
         {"is_quick": False},
     ]
@@ -245,7 +245,7 @@ def damaged(world, layout: ParallelLayout, token: int):
             engine_module.runs_on_cpu = RUNS_ON_CPU if is_quick else lambda model: False
             # Few blocks, so that what one that failed leaves behind is used by others.
             engine = MegatronEngine(
-                model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=4, cache_bytes=8 * block_bytes(model)
+                model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=4, cache_memory=8 * block_bytes(model)
             )
             found.append([plain(got) for got in engine.generate(plain_requests())])
     return found

@@ -930,20 +930,33 @@ def _check_engine(recipe: Recipe) -> None:
         )
 
 
+_CUTS = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "min_new_tokens": 0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""What makes the distribution sampled from another than the tempered one, and the values that do not."""
+
+
 def _check_known_log_probs(rollout: Rollout) -> None:
     """What an engine tells must be what the trainer computes: log-probabilities at the temperature, before cuts."""
-    kind, is_cut = rollout.engine.kind, rollout.top_k > 0 or rollout.top_p < 1
+    kind, cuts = rollout.engine.kind, [name for name in _CUTS if getattr(rollout, name) != _CUTS[name]]
+    is_cut, named = len(cuts) > 0, ", ".join(f"rollout.{name}" for name in cuts)
     is_processed = kind == "tgi" or rollout.engine.log_probs == "processed" or (kind == "vllm" and not is_cut)
     if is_processed and is_cut:
         raise ConfigError(
-            "rollout.top_k, rollout.top_p: rollout.engine.log_probs=processed (TGI always) tells none but those after "
-            "the cut, which the trainer does not compute; remove them"
+            f"{named}: rollout.engine.log_probs=processed (TGI always) tells no log-probabilities but those after it, "
+            "which the trainer does not compute; remove it"
         )
     if not is_processed and rollout.temperature != 1:
         if kind == "vllm":
             raise ConfigError(
-                f"rollout.temperature={rollout.temperature:g} with top_k or top_p: vLLM tells log-probabilities before "
-                "both or after both, and the trainer computes those between; set the temperature to 1, or drop the cut"
+                f"rollout.temperature={rollout.temperature:g} with {named}: vLLM tells log-probabilities before both "
+                "or after both, and the trainer computes those between; set the temperature to 1, or drop the other"
             )
         raise ConfigError(
             f"rollout.temperature={rollout.temperature:g}: rollout.engine.log_probs=raw tells those at temperature 1; "

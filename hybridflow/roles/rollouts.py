@@ -21,7 +21,7 @@ from hybridflow.rollout.dealing import Claims, Deal
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.http_engine import HttpEngine
 from hybridflow.rollout.environment import Conversation, Environments
-from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, SamplingParams
+from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, SamplingParams, expand
 
 if TYPE_CHECKING:
     from hybridflow.rollout.engines.vllm_engine import VllmEngine
@@ -81,12 +81,9 @@ class Rollouts:
 
     def sample(self, step: int, first: int, count: int) -> Batch | None:
         """``group_size`` responses to each prompt from draw ``first`` on; see ``Actor.sample``. Collective: rollout."""
-        params = self._sampling(greedy=False)
+        params, group_size = self._sampling(greedy=False), self._job.recipe.rollout.group_size
         groups = [
-            [
-                Request(prompt=torch.tensor(self._job.train.prompt(draw)), params=params, draw=draw, index=index)
-                for index in range(self._job.recipe.rollout.group_size)
-            ]
+            expand(Request(prompt=torch.tensor(self._job.train.prompt(draw)), params=params, draw=draw), group_size)
             for draw in range(first, first + count)
         ]
         # Steps whose updates the weights have.
@@ -216,7 +213,9 @@ class Rollouts:
         if not deal.has_queue:
             return batch
         home = Batch(torch.tensor([self._id_of(ask) for ask in self._share(groups)], dtype=torch.int64), {})
-        mover = Mover(self._job.world, self._job.meshes, chunk=max(1, len(home)))
+        # Equal on all ranks, whose shares may not be: where a replica has stopped, what there is is dealt out by it.
+        chunk = max(1, sum(map(len, groups)))
+        mover = Mover(self._job.world, self._job.meshes, chunk=chunk)
         moved = mover.move(Move(columns=_COLUMNS, source=self._mesh.name, destination=self._mesh.name), batch, home)
         if batch is None or moved is None:
             return None

@@ -141,17 +141,7 @@ def _ask(given: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
     prompts = _prompts(given, served, is_chat=is_chat)
     if len(prompts) * count > _MOST_SAMPLES:
         raise ApiError(400, f"{len(prompts)} prompts of n={count} samples: at most {_MOST_SAMPLES} samples a request")
-    longest = max(map(len, prompts))
-    if "max_new_tokens" not in options:
-        options["max_new_tokens"] = max(1, served.max_context - longest) if is_chat else _FEWEST_TOKENS
-        options["max_new_tokens"] = max(1, min(options["max_new_tokens"], served.max_context - longest))
-    if longest + options["max_new_tokens"] > served.max_context:
-        raise ApiError(
-            400,
-            f"a prompt of {longest} tokens with max_tokens={options['max_new_tokens']} exceeds the context of "
-            f"{served.max_context} tokens; shorten the prompt, or ask for fewer",
-        )
-    check_together(options, served.vocab_size, "request")
+    _limit_lengths(options, prompts, served, is_chat=is_chat)
     if served.tokenizer is None and (options.get("stop") or options.get("bad")):
         raise ApiError(400, "stop and bad_words are texts, and the model has no tokenizer; use stop_token_ids")
     with_log_probs, echo = _with_log_probs(given, is_chat=is_chat), _flag(given, "echo")
@@ -172,6 +162,29 @@ def _ask(given: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
         with_log_probs=with_log_probs,
         echo=echo,
     )
+
+
+def _limit_lengths(options: Options, prompts: Sequence[list[int]], served: Served, *, is_chat: bool) -> None:
+    """Set how long samples may be, and have to be, as the engine counts it; the parameters are checked together.
+
+    Raises:
+        ApiError: The context is too short for it.
+        DataError: The parameters contradict each other.
+    """
+    longest = max(map(len, prompts))
+    if "max_new_tokens" not in options:
+        options["max_new_tokens"] = max(1, served.max_context - longest) if is_chat else _FEWEST_TOKENS
+        options["max_new_tokens"] = max(1, min(options["max_new_tokens"], served.max_context - longest))
+    if longest + options["max_new_tokens"] > served.max_context:
+        raise ApiError(
+            400,
+            f"a prompt of {longest} tokens with max_tokens={options['max_new_tokens']} exceeds the context of "
+            f"{served.max_context} tokens; shorten the prompt, or ask for fewer",
+        )
+    check_together(options, served.vocab_size, "request")
+    if options.get("min_new_tokens"):
+        # Elsewhere the token that stops is not counted.
+        options["min_new_tokens"] = min(options["min_new_tokens"] + 1, options["max_new_tokens"])
 
 
 def _check_extras(given: Mapping[str, Any], *, is_chat: bool) -> None:

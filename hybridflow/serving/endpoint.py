@@ -100,7 +100,6 @@ class Endpoint(ThreadingHTTPServer):
     ) -> None:
         self.served, self.desk, self.token, self.request_s = served, desk, token, request_s
         self.since_s = int(time.time())
-        self.is_local = is_loopback(host)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._host = host
         self._room = threading.Semaphore(_MAX_CONNECTIONS)

@@ -17,7 +17,7 @@ from hybridflow.exit_status import DONE
 from hybridflow.observe.doing import doing
 from hybridflow.observe.rank_log import say, tell
 from hybridflow.parallel.world import World
-from hybridflow.rollout.request import Request, Response, SamplingParams
+from hybridflow.rollout.request import Request, Response, SamplingParams, expand
 from hybridflow.serving.api import Sample, Served
 from hybridflow.serving.desk import Desk
 from hybridflow.serving.endpoint import Endpoint, token_of
@@ -39,7 +39,7 @@ def serve(arguments: argparse.Namespace, world: World) -> int:
     """
     with doing("reading the model"):
         placed = place_model(arguments, world)
-    replicas = _Replica(placed)
+    replica = _Replica(placed)
     front = _Front(arguments, placed, world) if world.rank == 0 else None
     news: dict[str, Any] = {}
     with doing("serving"):
@@ -51,7 +51,7 @@ def serve(arguments: argparse.Namespace, world: World) -> int:
                 front.deliver(told)
             if told[0]["is_over"]:
                 break
-            news = {"results": replicas.step(told[0]["commands"])}
+            news = {"results": replica.step(told[0]["commands"])}
     if front is not None:
         front.close()
     return DONE
@@ -88,12 +88,9 @@ class _Replica:
         return [*results, *self._pieces()]
 
     def _add(self, command: dict[str, Any]) -> None:
-        prompt = as_tensor(command["prompt"])
         params = SamplingParams(**{name: as_tuples(value) for name, value in command["params"].items()})
-        requests = [
-            Request(prompt=prompt, params=params, draw=command["draw"], index=index)
-            for index in range(len(command["ids"]))
-        ]
+        request = Request(prompt=as_tensor(command["prompt"]), params=params, draw=command["draw"])
+        requests = expand(request, len(command["ids"]))
         for sample_id, request in zip(command["ids"], requests, strict=True):
             self._ids[id(request)], self._running[sample_id] = sample_id, request
             if command["is_streamed"]:

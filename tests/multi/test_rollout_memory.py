@@ -183,10 +183,32 @@ def sampled(world, layout: ParallelLayout):
     return SimpleNamespace(ids=ids, rows=rows, claimed=claimed, names=[each and list(each) for each in columns])
 
 
+def stopped_on_one(world):
+    """A step of nine prompts, in which replica 1 is told to stop: what each replica has of it."""
+    layout = ParallelLayout(dp=2)
+    recipe = tiny_recipe(layout, "grpo", num_samples=18, group_size=2)
+    recipe = replace(recipe, rollout=replace(recipe.rollout, max_new_tokens=29, max_concurrent=4))
+    job, _ = make_job(world, recipe)
+    actor = Actor(replace(job, train=Problems()), KLCoefficient(recipe))
+    actor.rollouts.is_stopping = lambda: world.rank == 1
+    batch = actor.sample(None, {"train_step": {"step": 1, "first_draw": 0, "num_prompts": 9}})
+    tokens = batch.columns["tokens"].to_list()
+    return {number: row[:3].tolist() for number, row in zip(batch.ids.tolist(), tokens, strict=True)}
+
+
+def test_a_replica_that_stops_leaves_none_behind():
+    found = run_ranks(stopped_on_one, 2, wait_s=20.0)
+    # Replica 0 does its own two groups and the queue; both plan alike where they lie, though their shares are unlike.
+    merged = found[0] | found[1]
+    assert len(found[0]) + len(found[1]) == len(merged) and merged.keys() == {0, 1, 4, 5, *range(8, 18)}
+    for number, prompt in merged.items():
+        assert prompt == list(Problems().prompt(number // 2))
+
+
 def test_replicas_take_work_from_one_another_and_the_samples_stay_the_same():
     (reference,) = run_ranks(sampled, 1, ParallelLayout())
     assert reference.claimed == 0 and len(reference.rows[0]) == 24 and len(reference.rows[2]) == 9
-    # Half of what replica 0 has first is long; of the queue of eight groups replica 1 can do most meanwhile.
+    # Half of what replica 0 has first is long, so that replica 1 mostly takes more; how much more is a race.
     for size, text in ((2, "tp1.pp1.dp2"), (4, "tp2.pp1.dp2"), (4, "tp1.pp2.dp2")):
         layout = ParallelLayout.parse(text)
         found = run_ranks(sampled, size, layout)
@@ -206,7 +228,8 @@ def test_replicas_take_work_from_one_another_and_the_samples_stay_the_same():
             assert each.ids == [[2 * draw + index for draw in range(replica, 12, 2) for index in range(2)]] * 2
         assert {each.ids[0][0] for each in holders} == {0, 2}
         by_replica = {each.ids[0][0] // 2: each.claimed for each in holders}
-        assert by_replica[1] > by_replica[0], text
+        # Four slots each are dealt 8 of 24 samples at once; of 4 + c samples that a replica generates it took c.
+        assert sum(4 * share / (1 - share) for share in by_replica.values()) == pytest.approx(16), text
 
 
 class Counter:

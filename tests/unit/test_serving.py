@@ -305,6 +305,12 @@ def test_what_cannot_be_met_is_refused_with_400(body, found):
     assert refused.value.body()["error"]["type"] == "invalid_request_error"
 
 
+def test_fewest_tokens_are_counted_without_the_one_that_stops():
+    assert ask(prompt="a", min_tokens=3).params["min_new_tokens"] == 4
+    assert ask(prompt="a", min_tokens=3, max_tokens=3).params["min_new_tokens"] == 3
+    assert ask(prompt="a", min_tokens=0).params["min_new_tokens"] == 0
+
+
 def test_bodies_that_are_no_objects_and_other_models_are_refused(tmp_path):
     for content in (b"", b"{", b"[]", b"\xff", b"[" * 200_000):
         with pytest.raises(ApiError) as refused:

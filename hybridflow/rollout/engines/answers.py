@@ -61,6 +61,11 @@ def num_begun(request: Request) -> int:
     return 0 if request.begun is None else len(request.begun.tokens)
 
 
+def num_before_stop(request: Request) -> int:
+    """The fewest tokens still to be sampled before one that stops, which other engines do not count."""
+    return max(0, request.params.min_new_tokens - num_begun(request) - 1)
+
+
 def known_tokens(request: Request) -> list[int]:
     """Prompt and what was sampled before."""
     begun = [] if request.begun is None else request.begun.tokens.tolist()
@@ -97,7 +102,7 @@ def response_of(request: Request, answer: Answer, *, version: int, vocab_size: i
     _check_tokens(tokens, num_left(request), vocab_size)
     values = _numbers(answer.log_probs, "log-probabilities", len(tokens) - answer.lacks_last)
     values += [math.nan] * answer.lacks_last
-    first = max(0, params.min_new_tokens - num_begun(request) - 1)
+    first = num_before_stop(request)
     at = next((at for at, token in enumerate(tokens) if at >= first and token in params.stop_ids), None)
     finish = answer.finish if at is None else "stop"
     tokens, values = (tokens, values) if at is None else (tokens[: at + 1], values[: at + 1])

@@ -13,7 +13,7 @@ from hybridflow.rollout.engines.answers import (
     LogProbsKind,
     bias_refusal,
     known_tokens,
-    num_begun,
+    num_before_stop,
     num_left,
 )
 from hybridflow.rollout.engines.http_engine import ask_once
@@ -85,7 +85,7 @@ class OpenAi:
                 "top_k": params.top_k,
                 "min_p": params.min_p,
                 "repetition_penalty": params.repetition_penalty,
-                "min_tokens": max(0, params.min_new_tokens - num_begun(request)),
+                "min_tokens": num_before_stop(request),
                 "stop_token_ids": list(params.stop_ids),
                 "ignore_eos": True,
                 "stop": list(params.stop),

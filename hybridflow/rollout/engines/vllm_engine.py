@@ -22,7 +22,7 @@ from hybridflow.rollout.engines.answers import (
     failed,
     going_on_refusal,
     known_tokens,
-    num_begun,
+    num_before_stop,
     num_left,
     request_seed,
     response_of,
@@ -200,7 +200,7 @@ class VllmEngine:
         params = request.params
         return vllm.SamplingParams(
             max_tokens=num_left(request),
-            min_tokens=max(0, params.min_new_tokens - num_begun(request)),
+            min_tokens=num_before_stop(request),
             temperature=0.0 if params.greedy else params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,

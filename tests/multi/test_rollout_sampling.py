@@ -258,7 +258,7 @@ def plain_requests() -> list[Request]:
     return [
         Request(
             prompt=torch.randint(0, VOCAB, (3 + number,), generator=generator),
-            params=SamplingParams(max_new_tokens=LONGEST, **kinds[number % 5]),
+            params=SamplingParams(max_new_tokens=12, **kinds[number % 5]),
             draw=number,
         )
         for number in range(20)

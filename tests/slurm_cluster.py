@@ -431,7 +431,9 @@ class SlurmCluster:
         port = f"{self._bridge}n{1 + self.nodes.index(node)}"
         # Of its former life: the kernel takes a while to remove it.
         subprocess.run(["ip", "link", "del", port], stderr=subprocess.DEVNULL, check=False)
-        _ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(daemon.pid))
+        # As a machine that boots again has the same card: others still know its address.
+        card = f"02:00:00:00:00:{1 + self.nodes.index(node):02x}"
+        _ip(*f"link add {port} type veth peer name eth0 address {card} netns {daemon.pid}".split())
         _ip("link", "set", port, "master", self._bridge, "up")
 
 

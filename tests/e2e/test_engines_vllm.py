@@ -188,6 +188,14 @@ def _said(code: str) -> str:
     return subprocess.check_output([PYTHON, "-c", code], text=True).strip()
 
 
+def _link_package(folder: Path) -> None:
+    """The package as it is installed: two of its parts lie beside it in the tree."""
+    folder.mkdir()
+    for part in (*(ROOT / "hybridflow").iterdir(), ROOT / "launch", ROOT / "slurm"):
+        if not (folder / part.name).exists():
+            (folder / part.name).symlink_to(part)
+
+
 def test_the_actor_and_vllm_in_one_process(tmp_path):
     """What vLLM samples has the log-probabilities of weights that have just been trained in another layout."""
     extra = tmp_path / "extra"
@@ -197,10 +205,11 @@ def test_the_actor_and_vllm_in_one_process(tmp_path):
     for each in Path(sysconfig.get_path("purelib")).iterdir():
         if each.suffix not in (".dist-info", ".pth") and each.name[:2] != "__" and not (theirs / each.name).exists():
             (extra / each.name).symlink_to(each)
+    _link_package(extra / "hybridflow")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     done = subprocess.run(
         [PYTHON, "-m", "hybridflow", "train", "recipe.yaml"],
-        env=environ(ROOT, extra),
+        env=environ(extra),
         cwd=tmp_path,
         capture_output=True,
         text=True,

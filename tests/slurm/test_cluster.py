@@ -72,7 +72,8 @@ def test_node_dies_and_boots(isolation, tmp_path):
         assert cluster.wait_for_end(job, within_s=60)["JobState"] == "NODE_FAIL"
         cluster.start_node("node2")
         again = cluster.sbatch("--nodes=2", "--output=again.out", "--wrap", "srun --label true", cwd=tmp_path)
-        assert cluster.wait_for_end(again, within_s=60)["JobState"] == "COMPLETED"
+        state = cluster.wait_for_end(again, within_s=60)["JobState"]
+        assert state == "COMPLETED", (tmp_path / "again.out").read_text()
         cluster.sbatch("--wrap", "trap '' TERM; while :; do sleep 1; done", cwd=tmp_path)
         cluster.restore()
         assert cluster.run("squeue", "--noheader") == ""

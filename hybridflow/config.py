@@ -130,10 +130,10 @@ class Optimizer:
 
     Attributes:
         lr: Learning rate, once it is warm.
-        schedule: What becomes of it from then to the last step: nothing, or it falls to ``min_lr`` as a line or a half
-            wave of the cosine.
-        warmup_steps: Training steps in which it rises to ``lr`` as a line.
-        min_lr: Where it ends.
+        schedule: What becomes of it from then to the last training step: nothing, or it falls to ``min_lr`` as a line
+            or a half wave of the cosine.
+        warmup_steps: Training steps in which it rises to ``lr`` as a line, the last of which has it.
+        min_lr: Rate of the last training step.
         beta1: Decay of the mean of gradients.
         beta2: Decay of the mean of squared gradients.
         eps: What is added to the root of that mean.
@@ -553,8 +553,10 @@ class Trainer:
         keep_every: Checkpoints of steps that are a multiple of this stay beside them, for ever; 0: none.
         validate_every: Steps between validations; 0: only before and after.
         num_validation: Held-out problems used; None: the whole file.
-        validation_samples: Responses to each of them, sampled, that pass@1 and pass@k are measured with; 1: one greedy.
-        keep_best: Keep the checkpoint of the step with the best validation, beside the newest.
+        validation_samples: Responses to each of them that are sampled as in the rollout, beside the greedy one, to
+            measure pass@1 and pass@k with; one is right if its score is at least 1.
+        pass_k: The k of pass@k; None: all of these.
+        keep_best: Save when a validation is the best so far, and keep that checkpoint beside the newest.
         patience: End the training after so many validations in a row without a better one; 0: never.
         max_staleness: How many updates the weights that sampled a batch may be behind those that learn from it. Above 0
             the next batches are generated while one is learned from, for which ``actor.rollout_ranks`` are needed.
@@ -571,7 +573,8 @@ class Trainer:
     keep_every: CountOrZero = 0
     validate_every: CountOrZero = 0
     num_validation: Count | None = None
-    validation_samples: Count = 1
+    validation_samples: CountOrZero = 0
+    pass_k: Count | None = None
     keep_best: bool = False
     patience: CountOrZero = 0
     max_staleness: CountOrZero = 0
@@ -974,6 +977,8 @@ def check_recipe(recipe: Recipe) -> None:
     _check_environment(recipe)
     _check_engine(recipe)
     _check_correction(recipe.correction)
+    _check_schedules(recipe)
+    _check_validation(recipe)
     _check_profile(recipe)
 
 
@@ -1205,6 +1210,53 @@ def _check_correction(correction: Correction) -> None:
         raise ConfigError(
             f"correction.low={correction.low:g} is not below correction.high={correction.high:g}; nothing would count"
         )
+
+
+def _check_schedules(recipe: Recipe) -> None:
+    steps = recipe.trainer.steps
+    for key in ("actor", "critic", "cost_critic"):
+        section: Actor | Critic | None = getattr(recipe, key)
+        if section is None:
+            continue
+        settings = section.optimizer
+        if settings.min_lr > settings.lr:
+            raise ConfigError(
+                f"{key}.optimizer.min_lr={settings.min_lr:g} is above {key}.optimizer.lr={settings.lr:g}, from which "
+                "the rate falls to it; lower it"
+            )
+        if settings.schedule == "constant" and settings.min_lr > 0:
+            raise ConfigError(
+                f"{key}.optimizer.min_lr={settings.min_lr:g}: {key}.optimizer.schedule=constant never comes down to "
+                "it; set the schedule to linear or cosine, or remove the key"
+            )
+        warm = {f"{key}.optimizer.warmup_steps": settings.warmup_steps}
+        if isinstance(section, Critic):
+            warm[f"{key}.warmup_steps"] = section.warmup_steps
+        for name, count in warm.items():
+            if count > steps > 0:
+                raise ConfigError(
+                    f"{name}={count} is more than trainer.steps={steps}; lower the first or raise the second"
+                )
+
+
+def _check_validation(recipe: Recipe) -> None:
+    trainer = recipe.trainer
+    if trainer.validation_samples > 0 and recipe.preset.has_pairs:
+        raise ConfigError(
+            f"trainer.validation_samples={trainer.validation_samples}: algorithm={recipe.algorithm} generates no "
+            "responses; remove it"
+        )
+    if trainer.pass_k is not None and trainer.pass_k > trainer.validation_samples:
+        raise ConfigError(
+            f"trainer.pass_k={trainer.pass_k} is more than trainer.validation_samples={trainer.validation_samples}, "
+            "the samples that it is estimated from; lower the first or raise the second"
+        )
+    for name in ("keep_best", "patience"):
+        if getattr(trainer, name) and trainer.validate_every == 0:
+            raise ConfigError(
+                f"trainer.{name}={str(getattr(trainer, name)).lower()}: trainer.validate_every=0 compares no steps; "
+                "set it to 10, say"
+            )
 
 
 def _check_profile(recipe: Recipe) -> None:

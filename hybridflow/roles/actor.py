@@ -125,8 +125,9 @@ class Actor:
         return self._taken(self.rollouts.sample(about["step"], about["first_draw"], about["num_prompts"]))
 
     def answer(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """Greedy responses to the held-out problems; their ``draws`` are places in the held-out file.
+        """Responses to the held-out problems: a greedy one and ``trainer.validation_samples`` sampled ones to each.
 
+        Their ``draws`` are places in the held-out file, their ids those of ``judging.validation_id``.
         A source, as ``sample``. Collective: the rollout mesh.
         """
         assert self.rollouts is not None, "called outside the rollout mesh"
@@ -188,10 +189,9 @@ class Actor:
             (self.metrics["warm_start/loss"],) = self.model.add_up(kept, 1)
 
     def end_warm_start(self) -> None:
-        """Forget the moments of the supervised phase and take up the recipe's own learning rate."""
+        """Forget the moments of the supervised phase."""
         if self.trainable is not None:
             self.trainable.reset_optimizer()
-            self.trainable.set_learning_rate(self._job.recipe.actor.optimizer.lr)
 
     def mark_changed(self) -> None:
         """The update layout's weights were written from outside: the rollout's are no longer current."""

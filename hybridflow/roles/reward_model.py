@@ -17,6 +17,7 @@ from hybridflow.families.tables import FAMILIES
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import forward_only
 from hybridflow.roles.job import Job
+from hybridflow.roles.judging import measure
 from hybridflow.roles.placed import PlacedModel, role_spec
 
 
@@ -46,17 +47,16 @@ class RewardModel:
         return None if scores is None else Batch(batch.ids, {"scores": scores})
 
     def judge(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """Measure ``validation/accuracy``: the mean score of responses to held-out problems.
+        """Measure ``validation/accuracy``: the mean score of greedy responses to held-out problems; and pass@k.
 
         Collective: the reward's mesh.
         """
         mesh, scores = self._job.meshes["reward"], self._scores(batch)
         # The ranks of a stage all have the replica's scores: one of them speaks for it.
-        share = [0.0, 0]
-        if scores is not None and mesh.coordinate(self._job.world.rank).tp == 0:
-            share = [float(scores.double().sum()), len(scores)]
-        shares = self._job.world.coordinator(mesh.ranks).gather(share, "validation")
-        self.metrics["validation/accuracy"] = sum(total for total, _ in shares) / sum(count for _, count in shares)
+        ids = batch.ids
+        if scores is None or mesh.coordinate(self._job.world.rank).tp > 0:
+            ids, scores = ids[:0], torch.zeros(0)
+        self.metrics |= measure(self._job, self._job.world.coordinator(mesh.ranks), ids, scores)
 
     def _scores(self, batch: Batch) -> Tensor | None:
         """The score of each sample, ``[samples]`` fp32; None but on holders. Collective: tp, pp."""

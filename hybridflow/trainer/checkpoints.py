@@ -41,7 +41,7 @@ _MUST_MATCH = (
 """Keys of the recipe, with all below them, that decide what is learned; a run goes on with the same."""
 
 _MAY_DIFFER = (
-    *("actor.optimizer.lr", "critic.optimizer.lr", "actor.optimizer.distributed", "critic.optimizer.distributed"),
+    *(f"{role}.optimizer.{key}" for role in ("actor", "critic") for key in ("lr", "min_lr", "distributed")),
     *(f"{model}.{key}" for model in ("model", "critic.model") for key in ("path", "vocab_divisible_by", "init_std")),
     *("reward.model.vocab_divisible_by", "rollout.max_concurrent", "rollout.archive"),
     "rollout.cache_memory",
@@ -164,8 +164,6 @@ def load(job: Job, roles: Mapping[str, Any], checkpoint: Checkpoint) -> None:
             load_model(source, role.model.transformer, *place)
         else:
             load_training(source, trainable, *place)
-            # The recipe's, which may have been changed.
-            trainable.set_learning_rate(getattr(job.recipe, name).optimizer.lr)
 
 
 class Checkpoints:
@@ -196,12 +194,13 @@ class Checkpoints:
         )
         self.metrics = self._saver.metrics
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Mapping[str, Any], best: int | None) -> None:
         """Take what this rank is to write, and begin to write it, once the step before is complete.
 
         Args:
             step: Training steps done.
             state: What else the run needs to go on; JSON.
+            best: Step of the checkpoint that stays as the best, see ``store.complete_step``.
 
         Raises:
             HybridflowError: What kept the step before from being written.
@@ -214,7 +213,7 @@ class Checkpoints:
         # As text, since the trainer goes on changing it.
         begun = {"recipe": to_dict(self._job.recipe), "problems_sha256": self._job.train.source.sha256}
         whole = json.loads(json.dumps({**begun, **state}))
-        self._saver.save(Step(number=step, state=whole, leads=leads, parts=parts))
+        self._saver.save(Step(number=step, state=whole, best=best, leads=leads, parts=parts))
         for name in FROZEN & set(names):
             self._written.add(name)
             self._shares.pop(name, None)

@@ -74,7 +74,15 @@ def recipe(folder: Path, name: str, algorithm: str, ranks: int, **placement: Any
         reference=config.Reference(ranks=placement.get("reference_ranks"), layout=placement.get("reference")),
         reward=config.Reward(function=f"{__name__}:share_of_ones"),
         rollout=config.Rollout(max_new_tokens=6, group_size=4 if algorithm == "grpo" else 1),
-        trainer=config.Trainer(steps=2, global_batch_size=16, mini_batch_size=8, micro_batch_tokens=48),
+        trainer=config.Trainer(
+            steps=2,
+            global_batch_size=16,
+            mini_batch_size=8,
+            micro_batch_tokens=48,
+            validate_every=1,
+            validation_samples=3,
+            pass_k=2,
+        ),
         loss=config.Loss(entropy_coef=0.01) if algorithm == "ppo" else config.Loss(aggregation="seq-mean-token-mean"),
         kl=config.KL(coef=0.1, target=0.5, horizon=100)
         if algorithm == "ppo"

@@ -976,6 +976,8 @@ def check_recipe(recipe: Recipe) -> None:
     _check_batches(recipe)
     _check_environment(recipe)
     _check_engine(recipe)
+    _check_loss(recipe)
+    _check_shaping(recipe)
     _check_correction(recipe.correction)
     _check_schedules(recipe)
     _check_validation(recipe)
@@ -1210,7 +1212,61 @@ def check_url(url: str, key: str) -> None:
         raise ConfigError(f"{key}: found {url!r}, expected http://host:port or https://host, with a path at most")
 
 
+def _check_loss(recipe: Recipe) -> None:
+    loss = recipe.loss
+    if loss.kind != "clip" and loss.dual_clip is not None:
+        raise ConfigError(f"loss.dual_clip={loss.dual_clip:g}: loss.kind={loss.kind} has none; leave the key out")
+    if loss.kind == "gspo" and loss.aggregation != "seq-mean-token-mean":
+        raise ConfigError(
+            f"loss.aggregation={loss.aggregation}: loss.kind=gspo weighs each sequence the same; set it to "
+            "seq-mean-token-mean"
+        )
+    if loss.norm_tokens is not None and loss.aggregation != "seq-mean-token-sum-norm":
+        raise ConfigError(
+            f"loss.norm_tokens={loss.norm_tokens}: loss.aggregation={loss.aggregation} does not divide by it; leave it "
+            "out, or set the aggregation to seq-mean-token-sum-norm"
+        )
+    if recipe.algorithm == "reinforce++" and recipe.advantage.gae_lambda != Advantage().gae_lambda:
+        raise ConfigError(
+            f"advantage.gae_lambda={recipe.advantage.gae_lambda:g}: algorithm=reinforce++ has no critic to be weighed "
+            "against; leave it out, advantage.gamma alone counts"
+        )
+
+
+def _check_shaping(recipe: Recipe) -> None:
+    shaping, longest = recipe.shaping, recipe.rollout.max_new_tokens
+    if shaping.overlong_buffer > longest:
+        raise ConfigError(
+            f"shaping.overlong_buffer={shaping.overlong_buffer} is above rollout.max_new_tokens={longest}: it is part "
+            "of it; lower the first or raise the second"
+        )
+    if not shaping.overlong_buffer and shaping.overlong_factor != Shaping().overlong_factor:
+        raise ConfigError(
+            f"shaping.overlong_factor={shaping.overlong_factor:g}: nothing is paid for without a buffer; set "
+            "shaping.overlong_buffer, or leave it out"
+        )
+
+
 def _check_correction(correction: Correction) -> None:
+    if correction.reject is None:
+        for key in ("reject_level", "reject_low", "reject_high"):
+            if getattr(correction, key) != getattr(Correction(), key):
+                raise ConfigError(f"correction.{key}: nothing is rejected; set correction.reject, or leave it out")
+    elif correction.reject != "k1" and correction.reject_low != Correction().reject_low:
+        raise ConfigError(
+            f"correction.reject_low={correction.reject_low:g}: {correction.reject} is never negative and has an upper "
+            "bound alone; leave it out, or set correction.reject=k1"
+        )
+    if correction.reject == "k1" and correction.reject_level == "max":
+        raise ConfigError(
+            "correction.reject_level=max: a k1 near 0 may hide one far below it; set correction.reject to k2 or k3, or "
+            "the level to token, sum or mean"
+        )
+    if correction.reject == "k1" and correction.reject_low >= correction.reject_high:
+        raise ConfigError(
+            f"correction.reject_low={correction.reject_low:g} is not below "
+            f"correction.reject_high={correction.reject_high:g}; nothing would count"
+        )
     if correction.kind == "icepop" and correction.low >= correction.high:
         raise ConfigError(
             f"correction.low={correction.low:g} is not below correction.high={correction.high:g}; nothing would count"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.losses import Totals
-from hybridflow.dataflow.batch import Batch
+from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
 from hybridflow.reshard.memory import HostOffload
@@ -18,10 +18,12 @@ from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
 from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
-from hybridflow.roles.policy_loss import LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
+from hybridflow.roles.policy_loss import LOSS_MASK, LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
 from hybridflow.roles.rollout_weights import RolloutWeights
 from hybridflow.roles.rollouts import Rollouts
 from hybridflow.roles.sampling_engine import PushedEngine, our_engine, server_engine
+
+_LOSS_COLUMNS = ("response_mask", LOSS_MASK, "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
 
 
 class Actor:
@@ -41,6 +43,7 @@ class Actor:
         self._kl_coef = kl_coef
         self._policy_loss = PolicyLoss(job.recipe, kl_coef)
         self._compared = torch.zeros(len(SAMPLER_SUMS), dtype=torch.float64)
+        self._num_sampled = self._num_rejected = 0
         update, rollout = job.meshes["actor.update"], job.meshes["actor.rollout"]
         rank = job.world.rank
         is_scorer = job.recipe.preset.is_scorer
@@ -108,7 +111,7 @@ class Actor:
                 self._offload.offload()
 
     def sample(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """Generate the step's responses: ``group_size`` for each prompt.
+        """Generate the responses of a step, or of one of its rollouts: ``group_size`` for each prompt, or a greedy one.
 
         Source of ``tokens``, ``prompt_lengths``, ``draws``, ``response_mask`` and ``rollout_log_probs``. Whole groups
         are dealt to the replicas in turn; who has short responses generates some of another's, which are then brought
@@ -121,8 +124,11 @@ class Actor:
             WriteError: The log cannot be written.
         """
         assert self.rollouts is not None, "called outside the rollout mesh"
-        about = decided["train_step"]
-        return self._taken(self.rollouts.sample(about["step"], about["first_draw"], about["num_prompts"]))
+        about = decided["train_step"] | decided.get("fill", {})
+        is_greedy = about.get("is_greedy", False)
+        return self._taken(
+            self.rollouts.sample(about["step"], about["first_draw"], about["num_prompts"], is_greedy=is_greedy)
+        )
 
     def answer(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Responses to the held-out problems: a greedy one and ``trainer.validation_samples`` sampled ones to each.
@@ -142,12 +148,19 @@ class Actor:
         return None if column is None else Batch(batch.ids, {"old_log_probs": column})
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """One optimizer step on one mini-batch. Collective: all ranks of the update mesh."""
+        """One optimizer step on one mini-batch; none where no token counts.
+
+        Collective: all ranks of the update mesh.
+        """
         assert self.model is not None and self.trainable is not None, "called outside the update mesh"
         turn = decided["actor_mini_batch"]
-        part = mini_batch(self._job, batch, turn["index"])
-        totals = self.model.totals(part)
         is_first = turn["epoch"] == 0
+        if is_first and turn["index"] == 0:
+            self._compared, self._num_sampled, self._num_rejected = torch.zeros(len(SAMPLER_SUMS)).double(), 0, 0
+        part, totals = self._counted(mini_batch(self._job, batch, turn["index"]), is_first=is_first)
+        if totals is None:
+            self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
+            return
         kept = self.trainable.accumulate(
             self.model.micro_batches(part),
             lambda output, micro_batch: self._loss(output, micro_batch, part, totals, is_first=is_first),
@@ -157,7 +170,23 @@ class Actor:
         if self.model.is_holder:
             self._report([sums for sums, _, _ in kept], grad_norm)
             if is_first:
-                self._report_distance(kept, is_begin=turn["index"] == 0)
+                self._report_distance(kept)
+
+    def _counted(self, part: Batch, *, is_first: bool) -> tuple[Batch, Totals | None]:
+        """A mini-batch and the counts of its tokens, without those that are rejected. Collective: dp."""
+        assert self.model is not None, "called outside the update mesh"
+        totals = self.model.totals(part)
+        if self._job.recipe.correction.reject is None or totals is None:
+            return part, totals
+        columns = (padded(part, name) for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
+        lengths = part.columns["response_mask"].lengths
+        part = part.with_columns({LOSS_MASK: Ragged.from_padded(self._policy_loss.keep(*columns), lengths)})
+        kept = self.model.totals(part, LOSS_MASK)
+        if is_first:
+            self._num_sampled += totals.num_tokens
+            self._num_rejected += totals.num_tokens - (0 if kept is None else kept.num_tokens)
+            self.metrics["correction/rejected_share"] = self._num_rejected / self._num_sampled
+        return part, kept
 
     def imitate(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """One step of supervised training on solutions: token mean of the cross-entropy.
@@ -226,11 +255,11 @@ class Actor:
         )
         columns = {
             name: padded(part, name, micro_batch.samples, output.device)
-            for name in ("response_mask", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
+            for name in _LOSS_COLUMNS
             if name in part.columns
         }
         loss, sums = self._policy_loss(log_probs, entropy, columns, totals)
-        compared, largest = self._compared, 0.0
+        compared, largest = torch.zeros(len(SAMPLER_SUMS)), 0.0
         if is_first:
             compared, largest_tensor = self._policy_loss.compare(log_probs.detach(), columns)
             largest = float(largest_tensor)
@@ -248,13 +277,13 @@ class Actor:
             "actor/grad_norm": grad_norm,
         }
 
-    def _report_distance(self, kept: list[Any], *, is_begin: bool) -> None:
+    def _report_distance(self, kept: list[Any]) -> None:
         """Of the global batch as far as it has been seen, mini-batch for mini-batch."""
         assert self.model is not None, "called outside the update mesh"
         seen = torch.tensor(self.model.add_up([sums for _, sums, _ in kept], len(SAMPLER_SUMS)), dtype=torch.float64)
-        self._compared = seen if is_begin else self._compared + seen
+        self._compared = self._compared + seen
         found = dict(zip(SAMPLER_SUMS, self._compared.tolist(), strict=True))
-        largest = max([0.0 if is_begin else self.metrics["rollout/logprob_abs_diff_max"], *(most for *_, most in kept)])
+        largest = max([self.metrics.get("rollout/logprob_abs_diff_max", 0.0), *(most for *_, most in kept)])
         tokens = max(found["tokens"], 1.0)
         self.metrics |= {
             "rollout/logprob_abs_diff": found["abs_diff"] / tokens,

@@ -77,7 +77,7 @@ class PlacedModel:
         self._budget_tokens = recipe.trainer.micro_batch_tokens
         self._vocab_size = job.vocab_size
         self._temperature = recipe.rollout.temperature
-        self._max_response_tokens = recipe.rollout.max_new_tokens
+        self._norm_tokens = recipe.loss.norm_tokens or recipe.rollout.max_new_tokens
 
     @property
     def is_holder(self) -> bool:
@@ -134,15 +134,19 @@ class PlacedModel:
             temperature=self._temperature,
         )
 
-    def totals(self, part: Batch) -> Totals:
-        """Counts of a mini-batch over all data-parallel ranks, from ``response_mask``. Collective: dp."""
-        rows = column_rows(part, "response_mask")
+    def totals(self, part: Batch, mask: str = "response_mask") -> Totals | None:
+        """Counts of a mini-batch over all data-parallel ranks, from a mask's column. Collective: dp.
+
+        Returns:
+            None where no token counts: such a mini-batch has no loss, and is left out, on all ranks.
+        """
+        rows = column_rows(part, mask)
         counts = torch.tensor([sum(float(row.sum()) for row in rows), sum(bool(row.any()) for row in rows)])
         num_tokens, num_sequences = sum_over(self.groups.dp)(counts.double()).tolist()
+        if num_tokens == 0:
+            return None
         return Totals(
-            num_tokens=int(num_tokens),
-            num_sequences=int(num_sequences),
-            max_response_tokens=self._max_response_tokens,
+            num_tokens=int(num_tokens), num_sequences=int(num_sequences), max_response_tokens=self._norm_tokens
         )
 
     def add_up(self, shares: list[Tensor], width: int) -> list[float]:

@@ -81,12 +81,17 @@ class Rollouts:
         """What the engine derived from the weights is of no use any more."""
         self._engine.weights_changed()
 
-    def sample(self, step: int, first: int, count: int) -> Batch | None:
-        """``group_size`` responses to each prompt from draw ``first`` on; see ``Actor.sample``. Collective: rollout."""
-        params, group_size = self._sampling(greedy=False), self._job.recipe.rollout.group_size
+    def sample(self, step: int, first: int, count: int, *, is_greedy: bool = False) -> Batch | None:
+        """``group_size`` responses to each prompt from draw ``first`` on; see ``Actor.sample``. Collective: rollout.
+
+        Greedy, it is one response to each, with the index behind those of its group.
+        """
+        params, group_size = self._sampling(greedy=is_greedy), self._job.recipe.rollout.group_size
+        index, number = (group_size, 1) if is_greedy else (0, group_size)
+        prompts = {draw: torch.tensor(self._job.train.prompt(draw)) for draw in range(first, first + count)}
         groups = [
-            expand(Request(prompt=torch.tensor(self._job.train.prompt(draw)), params=params, draw=draw), group_size)
-            for draw in range(first, first + count)
+            expand(Request(prompt=prompt, params=params, draw=draw, index=index), number)
+            for draw, prompt in prompts.items()
         ]
         # Steps whose updates the weights have.
         self._engine.version = step - 1

@@ -14,6 +14,7 @@ from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.plan import participants
 from hybridflow.trainer.recipes import (
     cispo,
+    dapo,
     dr_grpo,
     grpo,
     gspo,
@@ -21,6 +22,7 @@ from hybridflow.trainer.recipes import (
     ppo,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
+    remax,
     rloo,
 )
 from hybridflow.trainer.recipes.nodes import VALIDATION, WARM_START, with_environment, without
@@ -29,11 +31,13 @@ STEPS = {
     "ppo": ppo.STEP,
     "grpo": grpo.STEP,
     "dr-grpo": dr_grpo.STEP,
+    "dapo": dapo.STEP,
     "gspo": gspo.STEP,
     "cispo": cispo.STEP,
     "rloo": rloo.STEP,
     "reinforce++": reinforce_plus_plus.STEP,
     "reinforce++-baseline": reinforce_plus_plus_baseline.STEP,
+    "remax": remax.STEP,
     "opo": opo.STEP,
 }
 """Algorithm -> the flow of one training step, with all that it may need."""
@@ -65,6 +69,8 @@ class JobPlan:
     def rank_sets(self) -> tuple[tuple[int, ...], ...]:
         """Sets of ranks that exchange messages beside those of a model: for moves, decisions and copies of weights."""
         sets = dict.fromkeys(rank_sets(self.whole, self.meshes))
+        # What was sampled is dealt anew among those who sample.
+        sets[tuple(sorted(self.meshes["actor.rollout"].ranks))] = None
         for name in ("actor.rollout", "reference", "critic", "cost_critic"):
             if name in self.meshes:
                 sets[participants(self.meshes["actor.update"], self.meshes[name])] = None

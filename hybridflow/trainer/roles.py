@@ -7,6 +7,7 @@ from typing import Any
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
+from hybridflow.roles.groups import make_groups
 from hybridflow.roles.job import Job
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
@@ -26,6 +27,9 @@ def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
         roles["reward"] = Reward(job) if recipe.reward.model is None else RewardModel(job)
     if "loss" in recipe.preset.reads:
         roles["advantage"] = Advantage(job, kl_coef)
+    groups = make_groups(job)
+    if groups is not None:
+        roles["groups"] = groups
     if recipe.critic is not None:
         roles["critic"] = Critic(job)
     return roles

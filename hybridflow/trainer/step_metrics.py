@@ -13,12 +13,14 @@ PHASE_OF = {
     "actor.log_probs": "log_probs",
     "reference.log_probs": "log_probs",
     "critic.values": "values",
-    "advantage.ppo": "advantage",
-    "advantage.grpo": "advantage",
+    "groups.keep": "rollout",
+    "groups.take": "rollout",
     "critic.update": "update",
     "actor.update": "update",
     "trainer.save": "save",
 }
+_ADVANTAGES = ("ppo", "grpo", "dr_grpo", "rloo", "opo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+PHASE_OF |= {f"advantage.{call}": "advantage" for call in _ADVANTAGES}
 """Call -> the phase under which its time is shown; another one is shown by its own name."""
 
 CONTROL_CALLS = ("trainer.finish_step",)

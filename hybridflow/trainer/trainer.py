@@ -23,6 +23,7 @@ from hybridflow.observe.starts import add_end
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.groups import Scores, Turn
 from hybridflow.roles.job import Job
 from hybridflow.roles.kept_rollouts import KeptRollouts
 from hybridflow.roles.placed import mini_batch_size
@@ -120,6 +121,8 @@ class Trainer:
     def __init__(self, job: Job, plan: JobPlan, start: checkpoints.Begin, stopping: Stopping, record: Record) -> None:
         recipe = job.recipe
         self.step = 0
+        self._next_draw = 0
+        self._num_prompts = recipe.trainer.global_batch_size // recipe.rollout.group_size
         self.kl_coef = KLCoefficient(recipe)
         self.roles = make_roles(job, self.kl_coef)
         self.job = job
@@ -187,10 +190,13 @@ class Trainer:
     def finish_step(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Gather and record what the step measured. Collective: all ranks."""
         self._checkpoints.check()
-        self.step = decided["train_step"]["step"]
+        about = decided["train_step"]
+        self.step = about["step"]
         rates = {_RATE_OF[name]: rate for name, rate in self._rates(self.step).items()}
         own = [self._take_metrics() | rates, self._record.timeline.spans, self._stopping.own_reason()]
         gathered = self._everyone.gather(own, "metrics of the step")
+        groups = self.roles.get("groups")
+        self._next_draw = about["first_draw"] + about["num_prompts"] if groups is None else groups.next_draw
         metrics = self._record.end_step(self.step, [(measured, spans) for measured, spans, _ in gathered])
         self._stopping.learn(metrics)
         self._stopping.settle(reason for _, _, reason in gathered)
@@ -206,6 +212,7 @@ class Trainer:
         """Begin to write a checkpoint, complete or not at all. Called on all ranks."""
         state = {
             "kl_coef": self.kl_coef.value,
+            "next_draw": self._next_draw,
             "rollouts": self._rollouts.state(),
             "validations": self._validations.state(),
             **self._record.state(),
@@ -222,6 +229,8 @@ class Trainer:
         self.step = checkpoint.step
         self.kl_coef.value = checkpoint.state["kl_coef"]
         self._validations = Validations.resume(checkpoint.state.get("validations", {}))
+        # Before steps could take more prompts than they train on, it was not kept.
+        self._next_draw = checkpoint.state.get("next_draw", self.step * self._num_prompts)
         self._record.resume(checkpoint.state)
         self.roles["actor"].mark_changed()
         if self.job.world.rank == 0:
@@ -243,12 +252,14 @@ class Trainer:
     def _decisions(self) -> dict[str, Replicated]:
         """What the schedule's loops and branches ask for, the same on every rank.
 
-        Functions of the step alone, so that no rank need ask another; but to go on is what all of them agree on.
+        Functions of the step alone, so that no rank need ask another; but on going on, and on what the scores of a
+        rollout say, all of them agree.
         """
         recipe = self.job.recipe
         return {
             "warm_step": Replicated(self._warm_steps().__next__),
             "train_step": Replicated(self._next_step),
+            "fill": Replicated(self._rollout_turns().__next__),
             "go_on": Replicated(lambda: not self._stopping.agree(self._everyone)),
             "go_on_to_update": Replicated(lambda: not self._stopping.agree(self._everyone, before_update=True)),
             "critic_mini_batch": Replicated(_mini_batches(self.job, recipe.loss.epochs).__next__),
@@ -277,8 +288,20 @@ class Trainer:
         recipe = self.job.recipe
         if self.step >= recipe.trainer.steps or self._stopping.reason is not None or self._is_out_of_patience:
             return None
-        num_prompts = recipe.trainer.global_batch_size // recipe.rollout.group_size
-        return {"step": self.step + 1, "first_draw": self.step * num_prompts, "num_prompts": num_prompts}
+        return {"step": self.step + 1, "first_draw": self._next_draw, "num_prompts": self._num_prompts}
+
+    def _rollout_turns(self) -> Iterator[Turn | None]:
+        """The rollouts of one training step, of algorithms with several, then the end of the loop, and so on."""
+        while True:
+            yield from self.roles["groups"].turns(self._next_draw, self._num_prompts, self._share_scores)
+            yield None
+
+    def _share_scores(self, own: Scores) -> list[Scores] | None:
+        """Those of all ranks; None: the step is left. Collective: all ranks."""
+        shares = self._everyone.gather([self._stopping.own_reason(), own], "scores of the step's groups")
+        if self._stopping.settle(reason for reason, _ in shares):
+            return None
+        return [[(draw, score) for draw, score in scores] for _, scores in shares]
 
     def _is_validation_due(self) -> bool:
         """Asked before the step is counted; after the last step a validation comes anyway.

@@ -25,6 +25,10 @@ SCORE = Node(
     reads=(*SEQUENCES, "draws"),
     writes=("scores",),
 )
+_SAMPLED = (*SAMPLE.writes, "scores")
+KEEP = Node(name="groups.keep", role="groups", call="keep", mesh="actor.rollout", reads=_SAMPLED)
+FILL = repeat("fill", SAMPLE >> SCORE >> KEEP, mesh="job")
+TAKE = Node(name="groups.take", role="groups", call="take", mesh="actor.rollout", source=True, writes=_SAMPLED)
 ACTOR_LOG_PROBS = Node(
     name="actor.log_probs",
     role="actor",
@@ -125,11 +129,13 @@ def without(flow: Flow, column: str, *, role: str | None = None) -> Flow:
 
 def with_environment(flow: Flow) -> Flow:
     """The flow where an environment answers the responses: its rewards go from those who sample to those who score."""
-    changed = []
+    changed: list[Node | Repeat] = []
     for element in flow.elements:
-        if isinstance(element, Node) and element.source:
+        if isinstance(element, Repeat):
+            element = replace(element, body=with_environment(element.body))
+        elif element.source and element.role == "actor":
             element = replace(element, writes=(*element.writes, "environment_rewards"))
-        elif isinstance(element, Node) and element.role == "reward":
+        elif element.role == "reward":
             element = replace(element, reads=(*element.reads, "response_mask", "environment_rewards"))
         changed.append(element)
     return Flow(elements=tuple(changed))

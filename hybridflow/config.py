@@ -1134,8 +1134,8 @@ def _check_engine(recipe: Recipe) -> None:
         )
     if engine.kind == "vllm" and recipe.rollout.stop:
         raise ConfigError(
-            f"rollout.stop={list(recipe.rollout.stop)}: rollout.engine.kind=vllm works on tokens and ends at none; remove "
-            "the key, or set kind to megatron"
+            f"rollout.stop={list(recipe.rollout.stop)}: rollout.engine.kind=vllm works on tokens and ends at none; "
+            "remove the key, or set kind to megatron"
         )
     if engine.kind != "megatron" and recipe.trainer.steps > 0:
         _check_known_log_probs(recipe.rollout)

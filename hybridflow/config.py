@@ -1302,7 +1302,7 @@ def _check_schedules(recipe: Recipe) -> None:
 
 def _check_validation(recipe: Recipe) -> None:
     trainer = recipe.trainer
-    if trainer.validation_samples > 0 and recipe.preset.has_pairs:
+    if trainer.validation_samples > 0 and not recipe.preset.generates:
         raise ConfigError(
             f"trainer.validation_samples={trainer.validation_samples}: algorithm={recipe.algorithm} generates no "
             "responses; remove it"

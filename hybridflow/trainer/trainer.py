@@ -256,7 +256,7 @@ class Trainer:
         recipe = self.job.recipe
         if self.step >= recipe.trainer.steps or self._stopping.reason is not None:
             return None
-        num_prompts = recipe.trainer.global_batch_size // recipe.rollout.group_size
+        num_prompts = recipe.trainer.global_batch_size // recipe.samples_per_draw
         return {"step": self.step + 1, "first_draw": self.step * num_prompts, "num_prompts": num_prompts}
 
     def _is_validation_due(self) -> bool:
@@ -292,7 +292,7 @@ class Trainer:
                 critic.trainable.reload_weights()
 
     def _validate(self) -> float:
-        """Greedy accuracy on the held-out problems, on every rank."""
+        """Accuracy on what was held out, on every rank."""
         self._execute(self._plan.validation)
         shares = self._everyone.gather(self._take_metrics(), "validation")
         self._record.timeline.reset()

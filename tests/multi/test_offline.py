@@ -50,7 +50,7 @@ MODEL = config.Model(
     init_std=0.1,
 )
 BATCH, MINI_BATCH, NUM_ROWS = 12, 6, 9
-SEEDS = {"actor": 3, "reference": 6}
+SEEDS = {"actor": 3, "reference": 13}
 # An optimizer step moves no weight of fp32 by so little: both mini-batches meet the first weights.
 OPTIMIZER = config.Optimizer(lr=1e-12, clip_grad=0.0, distributed=False)
 PREFERENCES = {

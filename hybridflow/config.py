@@ -93,12 +93,18 @@ class Data:
     """Where prompts come from.
 
     Attributes:
-        train: JSONL file with one problem on each line.
-        held_out: JSONL file of problems for validation.
+        train: JSONL file with one problem on each line, or one preference.
+        held_out: JSONL file of problems, or preferences, for validation.
         prompt_field: Field that holds the prompt.
         answer_field: Field that holds the right answer.
         solution_field: Field that holds the text to imitate in the warm start; rows without it give their answer. A
             list of texts is a conversation with an environment: what to write, what is then observed, what to write, …
+        chosen_field: Of preferences: field that holds the better of two responses.
+        rejected_field: Field that holds the other.
+        margin_field: Field that holds by how much the first is better, a number; rows without it have 0. Read by
+            ``reward-model``.
+        completion_field: Of ``kto``: field that holds a response, of rows that have one and not two.
+        wanted_field: Field that tells whether it is wanted, true or false.
         arithmetic: Make the two files, when they are absent, from these numbers.
     """
 
@@ -107,6 +113,11 @@ class Data:
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     solution_field: str = "solution"
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
+    margin_field: str = "margin"
+    completion_field: str = "completion"
+    wanted_field: str = "wanted"
     arithmetic: Arithmetic | None = None
 
 
@@ -689,9 +700,14 @@ class Recipe:
         return PRESETS[self.algorithm]
 
     @property
+    def samples_per_draw(self) -> int:
+        """Samples of the global batch that come of one row of the data."""
+        return 2 if self.preset.is_paired else self.rollout.group_size
+
+    @property
     def has_reference(self) -> bool:
         """Whether anything is measured against the frozen policy."""
-        if self.preset.has_pairs:
+        if self.preset.has_preferences:
             return not (self.preset.is_scorer or self.preference.reference_free)
         return "kl" in self.preset.reads and self.kl.coef > 0
 
@@ -883,7 +899,7 @@ def _check_settings(recipe: Recipe, found: Mapping[str, Settings]) -> None:
                     f"{key}.{item.name}={given!r}: {key}.path={model.path!r} has {right!r}, and its weights mean "
                     f"nothing else; leave the key out (only {', '.join(_FREE[1:])} may differ)"
                 )
-    if "model" in found and found["model"].has_value_head:
+    if "model" in found and found["model"].has_value_head and not recipe.preset.is_scorer:
         raise ConfigError(
             f"model.path={recipe.model.path!r}: is a scorer, which gives no text; choose a causal language model (a "
             "scorer is for critic.model.path or reward.model.path)"
@@ -981,6 +997,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_correction(recipe.correction)
     _check_schedules(recipe)
     _check_validation(recipe)
+    _check_offline(recipe)
     _check_profile(recipe)
 
 
@@ -1318,6 +1335,70 @@ def _check_validation(recipe: Recipe) -> None:
                 f"trainer.{name}={str(getattr(trainer, name)).lower()}: trainer.validate_every=0 compares no steps; "
                 "set it to 10, say"
             )
+
+
+def _check_offline(recipe: Recipe) -> None:
+    """What learns from given responses has keys of its own, and no use for those of sampling."""
+    preset, name = recipe.preset, recipe.algorithm
+    preference, rollout, made = recipe.preference, recipe.rollout, recipe.data.arithmetic
+    if name == "sft" and rollout.group_size > 1:
+        raise ConfigError(f"rollout.group_size={rollout.group_size}: a row has one solution to imitate; remove the key")
+    for key in (each.name for each in fields(Preference)):
+        if key not in preset.preference_keys and getattr(preference, key) != getattr(Preference(), key):
+            users = ", ".join(other for other in PRESETS if key in PRESETS[other].preference_keys)
+            raise ConfigError(f"preference.{key}: algorithm={name} would ignore it; remove it, or choose {users}")
+    for key in _PREFERENCE_FIELDS:
+        default = next(each.default for each in fields(Data) if each.name == key)
+        if not preset.has_preferences and getattr(recipe.data, key) != default:
+            raise ConfigError(f"data.{key}: algorithm={name} reads no preferences; remove the key")
+    if not preset.has_preferences:
+        return
+    if made is not None and made.operation != "add":
+        raise ConfigError(
+            f"data.arithmetic.operation={made.operation}: the rejected response is a wrong carry, which only additions "
+            "have; set it to add"
+        )
+    _check_mini_batches_of_preferences(recipe)
+    _check_silent(recipe)
+    if preset.is_scorer and recipe.warm_start is not None:
+        raise ConfigError(f"warm_start: algorithm={name} trains a scorer, which writes no text; remove the section")
+
+
+_PREFERENCE_FIELDS = ("chosen_field", "rejected_field", "margin_field", "completion_field", "wanted_field")
+
+
+def _check_mini_batches_of_preferences(recipe: Recipe) -> None:
+    batch = recipe.trainer.global_batch_size
+    mini = batch if recipe.trainer.mini_batch_size is None else recipe.trainer.mini_batch_size
+    for key, size in {"global_batch_size": batch, "mini_batch_size": mini}.items():
+        if recipe.preset.is_paired and size % 2:
+            raise ConfigError(
+                f"trainer.{key}={size}: counts responses, of which a pair has two that belong together; set it to an "
+                f"even number, {size + 1} say"
+            )
+    if not recipe.preset.is_paired and mini < 2:
+        raise ConfigError(
+            "trainer.mini_batch_size=1: algorithm=kto measures the KL with each prompt and another's completion; set "
+            "it to 2 or more"
+        )
+
+
+def _check_silent(recipe: Recipe) -> None:
+    """Nothing is sampled, so what says how would do nothing."""
+    name, trainer = recipe.algorithm, recipe.trainer
+    given: dict[str, tuple[Any, Any]] = {
+        f"rollout.{each.name}": (getattr(recipe.rollout, each.name), each.default)
+        for each in fields(Rollout)
+        if each.name != "max_new_tokens"
+    }
+    given["rollout.max_new_tokens"] = recipe.rollout.max_new_tokens, 1
+    given["actor.rollout"] = recipe.actor.rollout, None
+    given["actor.rollout_ranks"] = recipe.actor.rollout_ranks, None
+    given["actor.offload"] = recipe.actor.offload, False
+    given["trainer.max_staleness"] = trainer.max_staleness, 0
+    for key, (found, default) in given.items():
+        if found != default:
+            raise ConfigError(f"{key}={found}: algorithm={name} samples nothing; remove the key")
 
 
 def _check_profile(recipe: Recipe) -> None:

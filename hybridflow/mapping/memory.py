@@ -98,6 +98,8 @@ def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMe
         meshes: Of its models, as ``config.role_meshes`` gives them; others are passed over.
     """
     names = [name for name in ("actor.update", "actor.rollout", "critic", "reference", "reward") if name in meshes]
+    if not recipe.preset.generates:
+        names = [name for name in names if name != "actor.rollout"]
     if recipe.reward.model is None:
         names = [name for name in names if name != "reward"]
     found: dict[int, list[MeshMemory]] = {rank: [] for rank in range(recipe.cluster.ranks)}
@@ -109,7 +111,7 @@ def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMe
             if key not in needed:
                 needed[key] = _mesh_memory(recipe, placed, rank)
             found[rank].append(needed[key])
-    spare = _spare_bytes(recipe, meshes["actor.rollout"]) if "actor.rollout" in meshes else 0
+    spare = _spare_bytes(recipe, meshes["actor.rollout"]) if "actor.rollout" in names else 0
     return tuple(_together(tuple(parts), recipe.actor.offload, spare) for parts in found.values())
 
 
@@ -147,6 +149,7 @@ class _Placed:
 
 def _place(recipe: Recipe, meshes: Mapping[str, DeviceMesh], name: str) -> _Placed:
     model, has_value_head = with_vocabulary(recipe, name), name in ("critic", "reward")
+    has_value_head |= name == "actor.update" and recipe.preset.is_scorer
     return _Placed(
         model=model,
         spec=model_spec(shape_of(model, _vocab_size(model)), has_value_head=has_value_head),

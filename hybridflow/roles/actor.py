@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridflow.algorithms.losses import Totals
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.microbatch import MicroBatch
-from hybridflow.models.training import Trainable
+from hybridflow.models.training import LossFunction, Trainable
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient
@@ -152,7 +152,7 @@ class Actor:
 
         Collective: all ranks of the update mesh.
         """
-        assert self.model is not None and self.trainable is not None, "called outside the update mesh"
+        assert self.model is not None, "called outside the update mesh"
         turn = decided["actor_mini_batch"]
         is_first = turn["epoch"] == 0
         if is_first and turn["index"] == 0:
@@ -161,12 +161,10 @@ class Actor:
         if totals is None:
             self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
             return
-        kept = self.trainable.accumulate(
+        kept, grad_norm = self._step(
             self.model.micro_batches(part),
             lambda output, micro_batch: self._loss(output, micro_batch, part, totals, is_first=is_first),
         )
-        grad_norm = self.trainable.step()
-        self._rollout_is_current = False
         if self.model.is_holder:
             self._report([sums for sums, _, _ in kept], grad_norm)
             if is_first:
@@ -201,21 +199,48 @@ class Actor:
         num_tokens = sum(sum(problems.solutions[row].is_written) for row in rows)
         layout, place = self.model.mesh.layout, self.model.mesh.coordinate(self._job.world.rank)
         solutions = [problems.solutions[row] for row in rows[place.dp :: layout.dp]]
-        sequences = [torch.tensor(each.prompt + each.tokens) for each in solutions]
-        micro_batches = self.model.pack(sequences, [len(each.prompt) for each in solutions])
-
-        def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-            log_probs, _ = self.model.log_probs(output, micro_batch)
-            is_written = [flag for sample in micro_batch.samples for flag in solutions[sample].is_written]
-            share = -log_probs[torch.tensor(is_written, dtype=torch.bool, device=output.device)].sum() / num_tokens
-            return share, share.detach()[None]
-
         self.trainable.set_learning_rate(warm.lr)
-        kept = self.trainable.accumulate(micro_batches, loss)
-        self.trainable.step()
-        self._rollout_is_current = False
+        kept, _ = self._imitate(
+            [torch.tensor(each.prompt + each.tokens) for each in solutions],
+            [len(each.prompt) for each in solutions],
+            [torch.tensor(each.is_written) for each in solutions],
+            num_tokens,
+        )
         if self.model.is_holder:
             (self.metrics["warm_start/loss"],) = self.model.add_up(kept, 1)
+
+    def _imitate(
+        self, sequences: list[Tensor], prompt_lengths: list[int], masks: list[Tensor], num_tokens: int
+    ) -> tuple[list[Tensor], float]:
+        """One optimizer step on the cross-entropy of some tokens.
+
+        Args:
+            sequences: This rank's, prompt and response, ``[tokens]`` each.
+            prompt_lengths: Of each.
+            masks: Which response tokens count, ``[response]`` each.
+            num_tokens: How many count in the global batch.
+
+        Returns:
+            The loss's shares, ``[1]`` each, and the norm of the gradient.
+        """
+        assert self.model is not None, "called outside the update mesh"
+        model = self.model
+
+        def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+            log_probs, _ = model.log_probs(output, micro_batch)
+            counts = torch.cat([masks[sample] > 0 for sample in micro_batch.samples]).to(output.device)
+            share = -log_probs[counts].sum() / num_tokens
+            return share, share.detach()[None]
+
+        return self._step(model.pack(sequences, prompt_lengths), loss)
+
+    def _step(self, micro_batches: list[MicroBatch], loss: LossFunction) -> tuple[list[Any], float]:
+        """One optimizer step. Returns what the loss gave beside itself, and the norm of the gradient."""
+        assert self.trainable is not None, "called outside the update mesh"
+        kept = self.trainable.accumulate(micro_batches, loss)
+        grad_norm = self.trainable.step()
+        self._rollout_is_current = False
+        return kept, grad_norm
 
     def end_warm_start(self) -> None:
         """Forget the moments of the supervised phase."""

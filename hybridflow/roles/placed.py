@@ -115,13 +115,13 @@ class PlacedModel:
         for name in names:
             mine[name].data = theirs[name].data
 
-    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """The batch cut by the recipe's token budget."""
-        return self.pack(column_rows(batch, "tokens"), batch.columns["prompt_lengths"].tolist())
+    def micro_batches(self, batch: Batch, group_size: int = 1) -> list[MicroBatch]:
+        """The batch cut by the recipe's token budget, ``group_size`` samples in a row staying together."""
+        return self.pack(column_rows(batch, "tokens"), batch.columns["prompt_lengths"].tolist(), group_size)
 
-    def pack(self, sequences: list[Tensor], prompt_lengths: list[int]) -> list[MicroBatch]:
-        """Sequences, each ``[tokens]`` of prompt and response, cut by the recipe's token budget."""
-        chosen = split_by_tokens([len(sequence) for sequence in sequences], self._budget_tokens)
+    def pack(self, sequences: list[Tensor], prompt_lengths: list[int], group_size: int = 1) -> list[MicroBatch]:
+        """Sequences, each ``[tokens]`` of prompt and response, cut as in ``micro_batches``."""
+        chosen = split_by_tokens([len(sequence) for sequence in sequences], self._budget_tokens, group_size)
         return [pack(samples, sequences, prompt_lengths, self._device) for samples in chosen]
 
     def log_probs(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -183,6 +183,12 @@ def column_rows(batch: Batch, name: str) -> list[Tensor]:
     column = batch.columns[name]
     assert isinstance(column, Ragged), f"column {name} is dense"
     return column.to_list()
+
+
+def mismatched(batch: Batch) -> Batch:
+    """The samples with ``mismatched_tokens``, each prompt with another's completion, where others have ``tokens``."""
+    columns = {"tokens": batch.columns["mismatched_tokens"], "prompt_lengths": batch.columns["prompt_lengths"]}
+    return Batch(batch.ids, columns)
 
 
 def padded(batch: Batch, name: str, samples: list[int] | None = None, device: torch.device | None = None) -> Tensor:

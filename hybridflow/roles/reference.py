@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridflow.dataflow.batch import Batch
 from hybridflow.roles.job import Job
-from hybridflow.roles.placed import PlacedModel, role_spec
+from hybridflow.roles.placed import PlacedModel, mismatched, role_spec
 
 
 class Reference:
@@ -29,3 +29,10 @@ class Reference:
         assert self.model is not None, "called outside the reference's mesh"
         column = self.model.per_token(batch, lambda output, part: self.model.log_probs(output, part)[0])
         return None if column is None else Batch(batch.ids, {"ref_log_probs": column})
+
+    def mismatched_log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
+        """``ref_mismatched_log_probs``, of each prompt with another's completion."""
+        column = self.log_probs(mismatched(batch), decided)
+        return (
+            None if column is None else Batch(batch.ids, {"ref_mismatched_log_probs": column.columns["ref_log_probs"]})
+        )

@@ -39,7 +39,7 @@ class RewardModel:
         if self.model is not None:
             # It never changes, so no checkpoint has it.
             self.model.load()
-            self._pad_id = _pad_id(Path(job.model_of("reward").path))
+            self._pad_id = padding_of(Path(job.model_of("reward").path))
 
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``scores`` of responses to training problems."""
@@ -73,7 +73,7 @@ class RewardModel:
         return torch.tensor([found[index] for index in range(len(batch))], dtype=torch.float32)
 
 
-def _pad_id(path: Path) -> int | None:
+def padding_of(path: Path) -> int | None:
     """The padding token that the model's own settings name."""
     source = open_source(path)
     config, values = source.assets().get("config.json"), {}

@@ -249,7 +249,7 @@ class Checkpoints:
         return RolePart(
             ranks=mesh.ranks,
             model=job.model_of(name),
-            has_value_head=name == "critic",
+            has_value_head=any(tensor.name == "value_head.weight" for tensor in self._roles[name].spec.tensors),
             layout=str(mesh.layout),
             spec=self._roles[name].spec,
             shares=tuple(shares.copied()),

@@ -15,17 +15,28 @@ from hybridflow.reshard.plan import participants
 from hybridflow.trainer.recipes import (
     cispo,
     dapo,
+    dpo,
     dr_grpo,
     grpo,
     gspo,
+    ipo,
+    kto,
     opo,
     ppo,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
+    reward_model,
     rloo,
+    sft,
 )
-from hybridflow.trainer.recipes.nodes import VALIDATION, WARM_START, with_environment, without
+from hybridflow.trainer.recipes.nodes import (
+    VALIDATION,
+    VALIDATION_OF_PAIRS,
+    WARM_START,
+    with_environment,
+    without,
+)
 
 STEPS = {
     "ppo": ppo.STEP,
@@ -39,6 +50,11 @@ STEPS = {
     "reinforce++-baseline": reinforce_plus_plus_baseline.STEP,
     "remax": remax.STEP,
     "opo": opo.STEP,
+    "sft": sft.STEP,
+    "reward-model": reward_model.STEP,
+    "dpo": dpo.STEP,
+    "ipo": ipo.STEP,
+    "kto": kto.STEP,
 }
 """Algorithm -> the flow of one training step, with all that it may need."""
 
@@ -52,7 +68,7 @@ class JobPlan:
     Attributes:
         meshes: Name -> mesh. Beside those of roles: ``job``, all ranks.
         warm_start: Supervised training before reinforcement learning; empty without one.
-        validation: Greedy answers to the held-out problems, judged.
+        validation: Greedy answers to the held-out problems, judged; of preferences, the held-out pairs compared.
         train: The loop over training steps.
     """
 
@@ -92,6 +108,8 @@ def step_flow(recipe: Recipe) -> Flow:
 
 def validation_flow(recipe: Recipe) -> Flow:
     """How what is trained is judged on what was held out."""
+    if recipe.preset.has_preferences:
+        return VALIDATION_OF_PAIRS if recipe.has_reference else without(VALIDATION_OF_PAIRS, "ref_log_probs")
     return VALIDATION if recipe.rollout.environment is None else with_environment(VALIDATION)
 
 

@@ -7,8 +7,10 @@ from typing import Any
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
+from hybridflow.roles.given import Given
 from hybridflow.roles.groups import make_groups
 from hybridflow.roles.job import Job
+from hybridflow.roles.offline_actor import OfflineActor
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
 from hybridflow.roles.reward_model import RewardModel
@@ -20,11 +22,14 @@ def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
     Collective: all ranks.
     """
     recipe = job.recipe
-    roles: dict[str, Any] = {"actor": Actor(job, kl_coef)}
+    is_offline = recipe.preset.is_offline
+    roles: dict[str, Any] = {"actor": OfflineActor(job, kl_coef) if is_offline else Actor(job, kl_coef)}
     if recipe.has_reference:
         roles["reference"] = Reference(job)
     if "reward" in recipe.preset.reads:
         roles["reward"] = Reward(job) if recipe.reward.model is None else RewardModel(job)
+    if is_offline:
+        roles["given"] = Given(job)
     if "loss" in recipe.preset.reads:
         roles["advantage"] = Advantage(job, kl_coef)
     groups = make_groups(job)

@@ -7,11 +7,18 @@ from typing import Any
 
 PHASE_OF = {
     "actor.sample": "rollout",
+    "given.solutions": "data",
+    "given.pairs": "data",
+    "given.completions": "data",
+    "given.held_out_pairs": "validation",
+    "reference.judge": "validation",
+    "actor.judge": "validation",
     "actor.answer": "validation",
     "reward.score": "reward",
     "reward.judge": "validation",
     "actor.log_probs": "log_probs",
     "reference.log_probs": "log_probs",
+    "reference.mismatched_log_probs": "log_probs",
     "critic.values": "values",
     "groups.keep": "rollout",
     "groups.take": "rollout",

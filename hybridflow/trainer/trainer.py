@@ -122,7 +122,7 @@ class Trainer:
         recipe = job.recipe
         self.step = 0
         self._next_draw = 0
-        self._num_prompts = recipe.trainer.global_batch_size // recipe.rollout.group_size
+        self._num_prompts = recipe.trainer.global_batch_size // recipe.samples_per_draw
         self.kl_coef = KLCoefficient(recipe)
         self.roles = make_roles(job, self.kl_coef)
         self.job = job

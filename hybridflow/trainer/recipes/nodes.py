@@ -108,8 +108,55 @@ ANSWER = Node(
 )
 JUDGE = Node(name="reward.judge", role="reward", call="judge", mesh="reward", reads=(*SEQUENCES, "draws"))
 
+
+def update(*reads: str) -> Repeat:
+    """The actor's updates where it learns from given responses."""
+    return repeat(
+        "actor_mini_batch",
+        Node(
+            name="actor.update",
+            role="actor",
+            call="update",
+            mesh="actor.update",
+            phase="update",
+            reads=(*SEQUENCES, *reads, "order"),
+        ),
+        mesh="actor.update",
+    )
+
+
+def given(call: str, *writes: str) -> Node:
+    """Samples that are read and not sampled, in one of the ways that ``roles.given`` has."""
+    return Node(
+        name=f"given.{call}",
+        role="given",
+        call=call,
+        mesh="actor.update",
+        source=True,
+        writes=(*SEQUENCES, *writes),
+    )
+
+
+REFERENCE_MISMATCHED_LOG_PROBS = Node(
+    name="reference.mismatched_log_probs",
+    role="reference",
+    call="mismatched_log_probs",
+    mesh="reference",
+    reads=("mismatched_tokens", "prompt_lengths"),
+    writes=("ref_mismatched_log_probs",),
+)
+JUDGE_PAIRS = Node(
+    name="actor.judge",
+    role="actor",
+    call="judge",
+    mesh="actor.update",
+    phase="update",
+    reads=(*SEQUENCES, _REFERENCE),
+)
+
 WARM_START = Flow(elements=(IMITATE,))
 VALIDATION = ANSWER >> JUDGE
+VALIDATION_OF_PAIRS = given("held_out_pairs") >> replace(REFERENCE_LOG_PROBS, name="reference.judge") >> JUDGE_PAIRS
 
 
 def without(flow: Flow, column: str, *, role: str | None = None) -> Flow:

@@ -14,6 +14,7 @@ from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.plan import participants
 from hybridflow.trainer.recipes import (
     cispo,
+    distill,
     dr_grpo,
     grpo,
     gspo,
@@ -22,6 +23,7 @@ from hybridflow.trainer.recipes import (
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     rloo,
+    safe_rlhf,
 )
 from hybridflow.trainer.recipes.nodes import VALIDATION, WARM_START, with_environment, without
 
@@ -35,6 +37,8 @@ STEPS = {
     "reinforce++": reinforce_plus_plus.STEP,
     "reinforce++-baseline": reinforce_plus_plus_baseline.STEP,
     "opo": opo.STEP,
+    "safe-rlhf": safe_rlhf.STEP,
+    "distill": distill.STEP,
 }
 """Algorithm -> the flow of one training step, with all that it may need."""
 
@@ -81,6 +85,8 @@ def step_flow(recipe: Recipe) -> Flow:
             flow = without(flow, column, role="advantage")
     if recipe.is_on_policy:
         flow = without(flow, "old_log_probs")
+    if recipe.teacher is not None and recipe.teacher.top_k == 0:
+        flow = without(flow, "teacher_ids")
     return flow if recipe.rollout.environment is None else with_environment(flow)
 
 

@@ -11,6 +11,7 @@ from hybridflow.roles.job import Job
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
 from hybridflow.roles.reward_model import RewardModel
+from hybridflow.roles.teacher import Teacher
 
 
 def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
@@ -22,10 +23,14 @@ def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
     roles: dict[str, Any] = {"actor": Actor(job, kl_coef)}
     if recipe.has_reference:
         roles["reference"] = Reference(job)
-    if "reward" in recipe.preset.reads:
-        roles["reward"] = Reward(job) if recipe.reward.model is None else RewardModel(job)
+    for name in ("reward", "cost"):
+        if name in recipe.preset.reads:
+            roles[name] = Reward(job, name) if getattr(recipe, name).model is None else RewardModel(job, name)
+    if recipe.teacher is not None:
+        roles["teacher"] = Teacher(job)
     if "loss" in recipe.preset.reads:
         roles["advantage"] = Advantage(job, kl_coef)
-    if recipe.critic is not None:
-        roles["critic"] = Critic(job)
+    for name in ("critic", "cost_critic"):
+        if getattr(recipe, name) is not None:
+            roles[name] = Critic(job, name)
     return roles

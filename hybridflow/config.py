@@ -848,6 +848,11 @@ def _settings_of_paths(values: Any) -> dict[str, Settings]:
     found = {}
     for key in _MODELS:
         path = _inner(values, f"{key}.path")
+        if key == "teacher.model" and path is None and _inner(values, "teacher") is not None:
+            raise ConfigError(
+                "teacher.model.path: missing; a model that was not trained teaches nothing, name its directory (of a "
+                "run of ours: runs/NAME/checkpoints/STEP/actor)"
+            )
         if isinstance(path, str):
             try:
                 found[key] = read_settings(Path(path))
@@ -971,11 +976,6 @@ def check_recipe(recipe: Recipe) -> None:
         _check_reward(recipe.cost, "cost")
         if recipe.cost.model is None and recipe.cost.function is None:
             raise ConfigError("cost.function: missing; name what tells the cost of a response, or give cost.model.path")
-    if recipe.teacher is not None and recipe.teacher.model.path is None:
-        raise ConfigError(
-            "teacher.model.path: missing; a model that was not trained teaches nothing, name its directory (of a run "
-            "of ours: runs/NAME/checkpoints/STEP/actor)"
-        )
     for key in _MODELS:
         model = recipe.model_of(key.removesuffix(".model"))
         check_model(model, key)

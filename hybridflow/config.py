@@ -247,11 +247,13 @@ class Reward:
     """What scores a response, or tells its cost: a function, or a model.
 
     Attributes:
-        function: ``exact_match``, or ``package.module:function`` of ``(prompt, response, answer)``, all text, which
-            gives a finite number; with ``rollout.environment`` the response is that of the last turn. None: the sum of
-            the environment's rewards, ``exact_match`` without one. Not used where there is a ``model``.
+        function: ``exact_match``, ``length`` in characters, or ``package.module:function`` of ``(prompt, response,
+            answer)``, all text, which gives a finite number; with ``rollout.environment`` the response is that of the
+            last turn. None, of the reward alone: the sum of the environment's rewards, ``exact_match`` without one. Not
+            used where there is a ``model``.
         model: A scorer with one label, which ``path`` names; its number at the last token is the score.
-        ranks: Global ranks, in mesh order; None: of a model the actor's, of a function those of the rollout.
+        ranks: Global ranks, in mesh order; None: of a model the actor's, of a function those of the rollout. A function
+            needs no accelerator: its ranks may be those of no model.
         layout: Of the model: how it is cut; None: as the actor's update layout.
         offload: Keep the model's weights in host memory while it is not asked.
     """
@@ -539,7 +541,8 @@ class Teacher:
         model: A language model with the actor's tokenizer, which ``path`` names.
         ranks: Global ranks, in mesh order; None: the actor's.
         layout: How it is cut; None: as the actor's update layout.
-        top_k: Compare its likeliest tokens, so many, and all others as one; 0: the whole vocabulary.
+        top_k: Compare its likeliest tokens, so many, and all others as one; 0: the whole vocabulary, which takes 4
+            bytes of host memory for each token of it and of the responses.
         offload: Keep its weights in host memory while it is not asked.
     """
 
@@ -864,6 +867,11 @@ def _settings_of_paths(values: Any) -> dict[str, Settings]:
     found = {}
     for key in _MODELS:
         path = _inner(values, f"{key}.path")
+        if key == "teacher.model" and path is None and _inner(values, "teacher") is not None:
+            raise ConfigError(
+                "teacher.model.path: missing; a model that was not trained teaches nothing, name its directory (of a "
+                "run of ours: runs/NAME/checkpoints/STEP/actor)"
+            )
         if isinstance(path, str):
             try:
                 found[key] = read_settings(Path(path))
@@ -903,6 +911,11 @@ def _check_settings(recipe: Recipe, found: Mapping[str, Settings]) -> None:
         raise ConfigError(
             f"model.path={recipe.model.path!r}: is a scorer, which gives no text; choose a causal language model (a "
             "scorer is for critic.model.path or reward.model.path)"
+        )
+    if "teacher.model" in found and found["teacher.model"].has_value_head:
+        raise ConfigError(
+            f"teacher.model.path={recipe.model_of('teacher').path!r}: is a scorer, which gives no text; choose a "
+            "causal language model"
         )
     for role in ("reward", "cost"):
         if f"{role}.model" in found and not found[f"{role}.model"].has_value_head:

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.losses import Totals
+from hybridflow.algorithms.losses import Totals, aggregate
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.microbatch import MicroBatch
-from hybridflow.models.training import LossFunction, Trainable
+from hybridflow.models.training import LossFunction, Trainable, sum_over
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
-from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
+from hybridflow.roles.placed import PlacedModel, column_rows, length_metrics, mini_batch, pad_rows, padded, role_spec
 from hybridflow.roles.policy_loss import LOSS_MASK, LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
 from hybridflow.roles.rollout_weights import RolloutWeights
 from hybridflow.roles.rollouts import Rollouts
@@ -44,6 +44,7 @@ class Actor:
         self._policy_loss = PolicyLoss(job.recipe, kl_coef)
         self._compared = torch.zeros(len(SAMPLER_SUMS), dtype=torch.float64)
         self._num_sampled = self._num_rejected = 0
+        self._distilled = torch.zeros(2, dtype=torch.float64)
         update, rollout = job.meshes["actor.update"], job.meshes["actor.rollout"]
         rank = job.world.rank
         is_scorer = job.recipe.preset.is_scorer
@@ -185,6 +186,44 @@ class Actor:
             self._num_rejected += totals.num_tokens - (0 if kept is None else kept.num_tokens)
             self.metrics["correction/rejected_share"] = self._num_rejected / self._num_sampled
         return part, kept
+
+    def distill(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+        """One optimizer step towards the teacher on one mini-batch: token mean of the KL to it.
+
+        Collective: all ranks of the update mesh.
+        """
+        assert self.model is not None, "called outside the update mesh"
+        index = decided["actor_mini_batch"]["index"]
+        if index == 0:
+            self.metrics |= length_metrics(batch, sum_over(self.model.groups.dp))
+            self._distilled = torch.zeros(2, dtype=torch.float64)
+        part = mini_batch(self._job, batch, index)
+        totals = self.model.totals(part)
+        if totals is None:
+            self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
+            return
+        kept, grad_norm = self._step(
+            self.model.micro_batches(part),
+            lambda output, micro_batch: self._distance(output, micro_batch, part, totals),
+        )
+        if self.model.is_holder:
+            (loss,) = self.model.add_up(kept, 1)
+            self._distilled += torch.tensor([loss * totals.num_tokens, totals.num_tokens])
+            kl_sum, num_tokens = self._distilled.tolist()
+            self.metrics |= {"actor/loss": loss, "actor/grad_norm": grad_norm, "distill/kl": kl_sum / num_tokens}
+
+    def _distance(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
+        """The micro-batch's share of the KL to the teacher, and the same to report."""
+        assert self.model is not None, "called outside the update mesh"
+        told = [
+            torch.cat([column_rows(part, name)[sample] for sample in micro_batch.samples])
+            for name in ("teacher_log_probs", "teacher_ids")
+            if name in part.columns
+        ]
+        kl = self.model.reverse_kl(output, told[0], told[1] if len(told) > 1 else None)
+        mask = padded(part, "response_mask", micro_batch.samples, output.device)
+        loss = aggregate(pad_rows(kl.split(micro_batch.response_lengths)), mask, "token-mean", totals)
+        return loss, loss.detach()[None]
 
     def imitate(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """One step of supervised training on solutions: token mean of the cross-entropy.

@@ -13,6 +13,9 @@ from hybridflow.families.model import Model
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 
+READERS = ("actor", "critic", "reward", "cost", "cost_critic", "teacher")
+"""Roles whose models read what the actor writes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problems:
@@ -66,7 +69,7 @@ class Job:
     @property
     def vocab_size(self) -> int:
         """Token ids that the actor chooses among: those that every model has which reads what it writes."""
-        models = (self.model_of(role) for role in ("actor", "critic", "reward"))
+        models = (self.model_of(role) for role in READERS)
         return min(model.vocab_size for model in models if model.vocab_size is not None)
 
     def model_of(self, name: str) -> Model:

@@ -23,6 +23,8 @@ class Reference:
         self.spec = role_spec(job)
         mesh = job.meshes["reference"]
         self.model = PlacedModel(job, mesh, self.spec) if job.world.rank in mesh else None
+        if self.model is not None and job.recipe.reference.offload:
+            self.model.keep_in_host_memory()
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``ref_log_probs``."""

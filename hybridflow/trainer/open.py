@@ -13,7 +13,7 @@ from hybridflow.data.prompts import Example, PromptSource, encode_prompts, encod
 from hybridflow.data.tokenizer import Tokenizer, check_same_pieces, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.world import World
-from hybridflow.roles.job import Job, Problems
+from hybridflow.roles.job import READERS, Job, Problems
 from hybridflow.trainer.plan import JobPlan
 
 TOKENIZER_FILE = "tokenizer.model"
@@ -91,7 +91,7 @@ def _tokenizer_path(recipe: Recipe) -> Path | None:
 
 
 def _check_vocabularies(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    for key, model in {name: recipe.model_of(name) for name in ("actor", "critic", "reward")}.items():
+    for key, model in {name: recipe.model_of(name) for name in READERS}.items():
         prefix = "model" if model is recipe.model else f"{key}.model"
         if model.vocab_size is not None and model.vocab_size < tokenizer.vocab_size:
             raise ConfigError(

@@ -15,6 +15,7 @@ from hybridflow.reshard.plan import participants
 from hybridflow.trainer.recipes import (
     cispo,
     dapo,
+    distill,
     dpo,
     dr_grpo,
     grpo,
@@ -28,6 +29,7 @@ from hybridflow.trainer.recipes import (
     remax,
     reward_model,
     rloo,
+    safe_rlhf,
     sft,
 )
 from hybridflow.trainer.recipes.nodes import (
@@ -55,6 +57,8 @@ STEPS = {
     "dpo": dpo.STEP,
     "ipo": ipo.STEP,
     "kto": kto.STEP,
+    "safe-rlhf": safe_rlhf.STEP,
+    "distill": distill.STEP,
 }
 """Algorithm -> the flow of one training step, with all that it may need."""
 
@@ -103,6 +107,8 @@ def step_flow(recipe: Recipe) -> Flow:
             flow = without(flow, column, role="advantage")
     if recipe.is_on_policy:
         flow = without(flow, "old_log_probs")
+    if recipe.teacher is not None and recipe.teacher.top_k == 0:
+        flow = without(flow, "teacher_ids")
     return flow if recipe.rollout.environment is None else with_environment(flow)
 
 

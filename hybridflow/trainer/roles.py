@@ -14,6 +14,7 @@ from hybridflow.roles.offline_actor import OfflineActor
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
 from hybridflow.roles.reward_model import RewardModel
+from hybridflow.roles.teacher import Teacher
 
 
 def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
@@ -26,8 +27,11 @@ def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
     roles: dict[str, Any] = {"actor": OfflineActor(job, kl_coef) if is_offline else Actor(job, kl_coef)}
     if recipe.has_reference:
         roles["reference"] = Reference(job)
-    if "reward" in recipe.preset.reads:
-        roles["reward"] = Reward(job) if recipe.reward.model is None else RewardModel(job)
+    for name in ("reward", "cost"):
+        if name in recipe.preset.reads:
+            roles[name] = Reward(job, name) if getattr(recipe, name).model is None else RewardModel(job, name)
+    if recipe.teacher is not None:
+        roles["teacher"] = Teacher(job)
     if is_offline:
         roles["given"] = Given(job)
     if "loss" in recipe.preset.reads:
@@ -35,6 +39,7 @@ def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
     groups = make_groups(job)
     if groups is not None:
         roles["groups"] = groups
-    if recipe.critic is not None:
-        roles["critic"] = Critic(job)
+    for name in ("critic", "cost_critic"):
+        if getattr(recipe, name) is not None:
+            roles[name] = Critic(job, name)
     return roles

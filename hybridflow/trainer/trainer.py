@@ -125,6 +125,7 @@ class Trainer:
         self._num_prompts = recipe.trainer.global_batch_size // recipe.samples_per_draw
         self.kl_coef = KLCoefficient(recipe)
         self.roles = make_roles(job, self.kl_coef)
+        self._multiplier = self.roles["advantage"].multiplier if "lagrange" in recipe.preset.reads else None
         self.job = job
         self._plan = plan
         self._stopping = stopping
@@ -136,7 +137,7 @@ class Trainer:
         self._checkpoints = checkpoints.Checkpoints(job, self.roles, start)
         self._everyone = job.world.coordinator(plan.meshes["job"].ranks)
         self._mover = Mover(job.world, plan.meshes, chunk=mini_batch_size(job))
-        self._has_own_critic = recipe.critic is not None and recipe.critic.model is not None
+        self._critics = [name for name in ("critic", "cost_critic") if name in self.roles]
         self._rollouts = KeptRollouts(job, start.token, start.fingerprint, self._start)
         rollouts, rollout = self.roles["actor"].rollouts, plan.meshes["actor.rollout"]
         if rollouts is not None:
@@ -205,6 +206,8 @@ class Trainer:
         if not self._is_critic_alone(self.step):
             self.kl_coef.advance(metrics.get("kl/ref", 0.0))
             self._rollouts.advance(metrics)
+        if self._multiplier is not None:
+            self._multiplier.advance(metrics["cost/mean"])
         self._set_rates()
         self._record.begin_step(self.step, self._stopping.job_end_s)
 
@@ -217,6 +220,8 @@ class Trainer:
             "validations": self._validations.state(),
             **self._record.state(),
         }
+        if self._multiplier is not None:
+            state["multiplier"] = self._multiplier.value
         best = self._validations.best_step if self.job.recipe.trainer.keep_best else None
         with self.roles["actor"].optimizer_at_hand():
             self._checkpoints.save(self.step, state, best)
@@ -231,6 +236,8 @@ class Trainer:
         self._validations = Validations.resume(checkpoint.state.get("validations", {}))
         # Before steps could take more prompts than they train on, it was not kept.
         self._next_draw = checkpoint.state.get("next_draw", self.step * self._num_prompts)
+        if self._multiplier is not None:
+            self._multiplier.value = checkpoint.state["multiplier"]
         self._record.resume(checkpoint.state)
         self.roles["actor"].mark_changed()
         if self.job.world.rank == 0:
@@ -354,26 +361,32 @@ class Trainer:
                 trainable.set_learning_rate(rate)
 
     def _read_weights(self) -> None:
-        """Actor and critic take the weights of the directories that the recipe names, if any."""
-        for name in ("actor", "critic") if self._has_own_critic else ("actor",):
+        """Actor and critics take the weights of the directories that the recipe names, if any."""
+        for name in ("actor", *(critic for critic in self._critics if self._has_own_model(critic))):
             role = self.roles[name]
             if role.model is not None:
                 role.model.load()
                 role.trainable.reload_weights()
 
     def _spread_weights(self) -> None:
-        """Reference, and a critic that is no model of its own, begin as the actor that the warm start left.
+        """Reference, and critics that are no models of their own, begin as the actor that the warm start left.
 
         Collective: all ranks.
         """
-        actor, critic = self.roles["actor"], self.roles.get("critic")
+        actor = self.roles["actor"]
         actor.mark_changed()
         if "reference" in self.roles:
             copy_weights(self.job, actor, "actor.update", self.roles["reference"], "reference")
-        if critic is not None and not self._has_own_critic:
-            copy_weights(self.job, actor, "actor.update", critic, "critic")
-            if critic.trainable is not None:
-                critic.trainable.reload_weights()
+        for name in self._critics:
+            if not self._has_own_model(name):
+                critic = self.roles[name]
+                copy_weights(self.job, actor, "actor.update", critic, name)
+                if critic.trainable is not None:
+                    critic.trainable.reload_weights()
+
+    def _has_own_model(self, critic: str) -> bool:
+        """Whether it does not begin as the actor."""
+        return getattr(self.job.recipe, critic).model is not None
 
     def _accuracy(self) -> float:
         """Greedy accuracy on the held-out problems as the weights are now, on every rank."""

@@ -202,10 +202,12 @@ def _together(parts: tuple[MeshMemory, ...], is_offloaded: bool, spare: int) -> 
     own = sum(part.weights for part in parts if part.mesh == "actor.rollout")
     passing = {part.mesh: part.cache + part.activations for part in parts}
     in_rollout = [passing.pop(mesh, 0) for mesh in ("actor.rollout", "reward")]
+    # What generates on ranks of its own stays there.
+    staying = 0 if any(part.mesh == "actor.update" for part in parts) else own
     return RankMemory(
         meshes=parts,
         rollout=kept - away + own + max(in_rollout),
-        update=kept + max(passing.values(), default=0),
+        update=kept + staying + max(passing.values(), default=0),
         spare=min(spare, max(0, in_rollout[0] - in_rollout[1])),
     )
 

@@ -11,6 +11,7 @@ from hybridflow.roles.job import Job
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
 from hybridflow.roles.reward_model import RewardModel
+from hybridflow.roles.rollout_buffer import RolloutBuffer
 
 
 def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
@@ -28,4 +29,6 @@ def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
         roles["advantage"] = Advantage(job, kl_coef)
     if recipe.critic is not None:
         roles["critic"] = Critic(job)
+    if recipe.trainer.max_staleness > 0:
+        roles["buffer"] = RolloutBuffer(job)
     return roles

@@ -15,11 +15,11 @@ from hybridflow.config import Recipe
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.run import Executor, Replicated
-from hybridflow.dataflow.schedule import project
 from hybridflow.errors import LayoutError
 from hybridflow.observe.doing import doing
 from hybridflow.observe.rank_log import open_rank_log, say
 from hybridflow.observe.starts import add_end
+from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.roles.advantage import KLCoefficient
@@ -27,6 +27,7 @@ from hybridflow.roles.job import Job
 from hybridflow.roles.kept_rollouts import KeptRollouts
 from hybridflow.roles.placed import mini_batch_size
 from hybridflow.trainer import checkpoints
+from hybridflow.trainer.ahead import WORKING_AHEAD
 from hybridflow.trainer.copy_weights import copy_weights
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import JobPlan, Program, placement_warnings, plan_job
@@ -64,7 +65,10 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
         print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     started = note_start(recipe, plan.meshes, world.coordinator(plan.meshes["job"].ranks))
-    record, stopping = Record(recipe, world, started.number), Stopping(world, started.earlier)
+    record, stopping = (
+        Record(recipe, world, started.number),
+        Stopping(world, started.earlier, works_ahead=recipe.trainer.max_staleness > 0),
+    )
     run_dir = Path(recipe.run_dir)
     open_rank_log(run_dir, started.number, world.rank)
     if world.watch is not None:
@@ -147,6 +151,7 @@ class Trainer:
             return False
         if "accuracy_before_rl" not in self._record.summary and self._stopping.reason is None:
             self._record.summary["accuracy_before_rl"] = self._validate()
+        self._execute(self._plan.fill)
         self._record.begin_step(self.step, self._stopping.job_end_s)
         self._execute(self._plan.train)
         if self._stopping.reason is None and self.job.recipe.trainer.steps > 0:
@@ -210,7 +215,7 @@ class Trainer:
         """Run this rank's part of a program."""
         meshes = self._plan.meshes
         Executor(
-            schedule=project(program, self.job.world.rank, meshes),
+            schedule=self._plan.schedule(program, self.job.world.rank),
             roles={**self.roles, "trainer": self},
             decisions=self._decisions(),
             mover=self._mover,
@@ -228,6 +233,9 @@ class Trainer:
         return {
             "warm_step": Replicated(self._warm_steps().__next__),
             "train_step": Replicated(self._next_step),
+            "fill": Replicated(self._fill_steps().__next__),
+            "sample_ahead": Replicated(self._step_to_sample),
+            "keep_samples": Replicated(lambda: not self._stopping.agree(self._working_ahead())),
             "go_on": Replicated(lambda: not self._stopping.agree(self._everyone)),
             "go_on_to_update": Replicated(lambda: not self._stopping.agree(self._everyone, before_update=True)),
             "critic_mini_batch": Replicated(_mini_batches(self.job, recipe.loss.epochs).__next__),
@@ -253,11 +261,34 @@ class Trainer:
         yield None
 
     def _next_step(self) -> dict[str, int] | None:
+        return self._about(self.step + 1)
+
+    def _about(self, step: int) -> dict[str, int] | None:
+        """What a step samples; None: it is not to come."""
         recipe = self.job.recipe
-        if self.step >= recipe.trainer.steps or self._stopping.reason is not None:
+        if step > recipe.trainer.steps or self._stopping.reason is not None:
             return None
         num_prompts = recipe.trainer.global_batch_size // recipe.rollout.group_size
-        return {"step": self.step + 1, "first_draw": self.step * num_prompts, "num_prompts": num_prompts}
+        return {
+            "step": step,
+            "first_draw": (step - 1) * num_prompts,
+            "num_prompts": num_prompts,
+            "version": self.step,
+        }
+
+    def _step_to_sample(self) -> dict[str, int] | None:
+        """What is sampled while a step learns."""
+        return self._about(self.step + 1 + self.job.recipe.trainer.max_staleness)
+
+    def _fill_steps(self) -> Iterator[dict[str, int] | None]:
+        """What is sampled before the first step, then the end of the loop."""
+        for ahead in range(1, 1 + self.job.recipe.trainer.max_staleness):
+            yield self._about(self.step + ahead)
+        yield None
+
+    def _working_ahead(self) -> Coordinator:
+        """Those that sample and score while others learn."""
+        return self.job.world.coordinator(self._plan.meshes[WORKING_AHEAD].ranks)
 
     def _is_validation_due(self) -> bool:
         """Asked before the step is counted; after the last step a validation comes anyway."""

@@ -66,15 +66,21 @@ def recipe(folder: Path, name: str, algorithm: str, ranks: int, **placement: Any
             ranks=placement.get("actor_ranks"),
             update=update,
             rollout=placement.get("rollout", update),
+            rollout_ranks=placement.get("rollout_ranks"),
             optimizer=optimizer,
             reshard=placement.get("reshard", "auto"),
             offload=placement.get("offload", False),
         ),
         critic=critic,
         reference=config.Reference(ranks=placement.get("reference_ranks"), layout=placement.get("reference")),
-        reward=config.Reward(function=f"{__name__}:share_of_ones"),
+        reward=config.Reward(function=f"{__name__}:share_of_ones", ranks=placement.get("reward_ranks")),
         rollout=config.Rollout(max_new_tokens=6, group_size=4 if algorithm == "grpo" else 1),
-        trainer=config.Trainer(steps=2, global_batch_size=16, mini_batch_size=8, micro_batch_tokens=48),
+        trainer=config.Trainer(
+            **{"steps": 2, **placement.get("trainer", {})},
+            global_batch_size=16,
+            mini_batch_size=8,
+            micro_batch_tokens=48,
+        ),
         loss=config.Loss(entropy_coef=0.01) if algorithm == "ppo" else config.Loss(aggregation="seq-mean-token-mean"),
         kl=config.KL(coef=0.1, target=0.5, horizon=100)
         if algorithm == "ppo"

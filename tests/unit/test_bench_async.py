@@ -36,6 +36,7 @@ def test_times_are_those_of_the_busiest_rank_and_medians_over_the_steps():
     assert "6.500" in bench_async.table({"1 ahead": times}) and "1.44" in bench_async.table({"1 ahead": times})
 
 
+@pytest.mark.slow
 def test_it_measures_both_runs_and_refuses_a_recipe_that_does_not_work_ahead(tmp_path, capsys):
     tiny = [
         *("cluster.ranks=2", "actor.rollout_ranks=[1]", "actor.update={}", "actor.rollout={}", "model.hidden_size=32"),

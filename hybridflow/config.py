@@ -185,11 +185,12 @@ class Actor:
     """The policy, which has a layout for each of its two phases.
 
     Attributes:
-        ranks: Global ranks, in mesh order; None: all.
+        ranks: Global ranks, in mesh order; None: all, but for ``rollout_ranks``.
         update: Layout in which it learns and computes log-probabilities.
         rollout: Layout in which it generates, on the same ranks, ordered so that each keeps what it can of its weights;
             None: that of the update.
         rollout_ranks: Other ranks to generate on, in mesh order, none of them among ``ranks``; None: the same.
+            docs/async.md.
         optimizer: How it learns.
         reshard: How weights travel from the one layout to the other. ``shared``: ranks of a node read each other's
             memory; ``torch``: over torch.distributed; ``mpi``: over MPI, in a job that MPI started; ``auto``: shared
@@ -211,7 +212,7 @@ class Critic:
     """The value model of PPO.
 
     Attributes:
-        ranks: Global ranks, in mesh order; None: all.
+        ranks: Global ranks, in mesh order; None: all, but for ``actor.rollout_ranks``.
         layout: How it is cut.
         optimizer: How it learns.
         model: A model of its own, language model or scorer; None: it begins as a copy of the actor.
@@ -948,7 +949,8 @@ def _meshes_as_given(recipe: Recipe) -> dict[str, DeviceMesh]:
     actor = recipe.actor
     everyone = tuple(range(recipe.cluster.ranks))
     per_node = recipe.cluster.ranks_per_node
-    actor_ranks = everyone if actor.ranks is None else actor.ranks
+    others = tuple(rank for rank in everyone if rank not in (actor.rollout_ranks or ()))
+    actor_ranks = others if actor.ranks is None else actor.ranks
     rollout_ranks = actor_ranks if actor.rollout_ranks is None else actor.rollout_ranks
     placed: dict[str, tuple[ParallelLayout, tuple[int, ...]]] = {
         "actor.update": (actor.update, actor_ranks),
@@ -957,7 +959,7 @@ def _meshes_as_given(recipe: Recipe) -> dict[str, DeviceMesh]:
     for name in ("critic", "cost_critic"):
         critic: Critic | None = getattr(recipe, name)
         if critic is not None:
-            placed[name] = (critic.layout, everyone if critic.ranks is None else critic.ranks)
+            placed[name] = (critic.layout, others if critic.ranks is None else critic.ranks)
     frozen: dict[str, Reference | Reward | Teacher | None] = {
         "reference": recipe.reference if recipe.has_reference else None,
         "reward": recipe.reward if "reward" in recipe.preset.reads else None,
@@ -1002,6 +1004,7 @@ def check_recipe(recipe: Recipe) -> None:
             raise ConfigError(f"{key}.dtype=fp16: is for generating alone, since gradients underflow; set bf16 or fp32")
     _check_contexts(recipe)
     _check_placement(recipe)
+    _check_split(recipe)
     _check_batches(recipe)
     _check_environment(recipe)
     _check_engine(recipe)
@@ -1080,6 +1083,74 @@ def _check_placement(recipe: Recipe) -> None:
 
 _PLACED = ("actor", "critic", "reference", "reward", "cost", "cost_critic", "teacher")
 """Sections that name ranks."""
+
+
+def _check_split(recipe: Recipe) -> None:
+    """Generating on ranks of its own, and while others learn."""
+    actor, staleness = recipe.actor, recipe.trainer.max_staleness
+    if actor.rollout_ranks is None:
+        if staleness > 0:
+            raise ConfigError(
+                f"trainer.max_staleness={staleness}: the next batch is generated while one is learned from, on other "
+                "ranks; name them in actor.rollout_ranks, or set max_staleness to 0"
+            )
+        return
+    if not recipe.preset.generates:
+        raise ConfigError(f"actor.rollout_ranks: algorithm={recipe.algorithm} generates nothing; remove the key")
+    if recipe.rollout.engine.kind == "vllm":
+        raise ConfigError(
+            "actor.rollout_ranks: with rollout.engine.kind=vllm all ranks of the job generate, since vLLM starts on "
+            "all of them together; remove the key, or set kind to megatron"
+        )
+    if actor.offload:
+        raise ConfigError(
+            "actor.offload=true: makes no room for a rollout on other ranks; set it to false, or remove "
+            "actor.rollout_ranks"
+        )
+    meshes = _meshes_as_given(recipe)
+    common = sorted({*meshes["actor.update"].ranks} & {*actor.rollout_ranks})
+    if common:
+        raise LayoutError(
+            f"actor.rollout_ranks={list(actor.rollout_ranks)}: {common} are among actor.ranks too; give the rollout "
+            "ranks of its own, or remove the key to generate where the actor learns"
+        )
+    if staleness > 0:
+        _check_async(recipe, meshes)
+
+
+def _check_async(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
+    staleness = f"trainer.max_staleness={recipe.trainer.max_staleness}"
+    if recipe.algorithm in _NOT_AHEAD:
+        raise ConfigError(
+            f"{staleness}: algorithm={recipe.algorithm} {_NOT_AHEAD[recipe.algorithm]}; set it to 0, or choose another "
+            "algorithm"
+        )
+    if recipe.rollout.engine.is_server:
+        raise ConfigError(
+            f"{staleness}: the weights of rollout.engine.kind={recipe.rollout.engine.kind} do not follow, so nobody "
+            "knows how old they are; set it to 0, or kind to megatron"
+        )
+    sampling = {name: mesh.ranks for name, mesh in meshes.items() if name in SAMPLING_MESHES}
+    for name, mesh in meshes.items():
+        for other, ranks in sampling.items():
+            common = sorted({*mesh.ranks} & {*ranks})
+            if name not in sampling and common:
+                section = "actor.rollout_ranks" if other == "actor.rollout" else f"{other}.ranks"
+                raise LayoutError(
+                    f"{staleness}: ranks {common} are in {name}, which learns, and in {other}, which works on the next "
+                    f"batch at the same time; take them out of one, with {name.split('.')[0]}.ranks or {section}"
+                )
+
+
+_NOT_AHEAD = {
+    "dapo": "samples until its batch is full, which is not known beforehand",
+    "remax": "samples each prompt once more, for its baseline",
+    "sft": "samples nothing to learn from",
+}
+"""Algorithms whose samples cannot be made ahead of the step that learns from them, and why."""
+
+SAMPLING_MESHES = ("actor.rollout", "reward", "cost")
+"""Those that work on the next batches, where ``trainer.max_staleness`` is above 0; all others learn."""
 
 
 def check_cut(model: Model, layout: ParallelLayout, name: str) -> None:

@@ -219,10 +219,12 @@ def _together(parts: tuple[MeshMemory, ...], away: frozenset[str], is_offloaded:
     own = sum(part.weights for part in parts if part.mesh == "actor.rollout")
     passing = {part.mesh: part.cache + part.activations + part.kept * (part.mesh in away) for part in parts}
     sampling, *scoring = [passing.pop(mesh, 0) for mesh in ("actor.rollout", *_SCORERS)]
+    # What generates on ranks of its own stays there.
+    staying = 0 if any(part.mesh == "actor.update" for part in parts) else own
     return RankMemory(
         meshes=parts,
         rollout=kept - idle + own + max(sampling, *scoring),
-        update=kept + max(passing.values(), default=0),
+        update=kept + staying + max(passing.values(), default=0),
         spare=min(spare, max(0, sampling - max(scoring))),
     )
 

@@ -19,6 +19,7 @@ from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
 from hybridflow.roles.placed import PlacedModel, column_rows, length_metrics, mini_batch, pad_rows, padded, role_spec
 from hybridflow.roles.policy_loss import LOSS_MASK, LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
+from hybridflow.roles.rollout_buffer import asked
 from hybridflow.roles.rollout_weights import RolloutWeights
 from hybridflow.roles.rollouts import Rollouts
 from hybridflow.roles.sampling_engine import PushedEngine, our_engine, server_engine
@@ -75,13 +76,14 @@ class Actor:
         """Make room for a phase and bring what it needs. Collective: all ranks of both layouts.
 
         Before a rollout its layout's weights are brought up to date; before an update those that the layouts do not
-        share are freed.
+        share are freed, except on ranks that only generate. On these an update waits for nobody.
         """
         if phase == "update":
             if self.rollouts is not None:
                 self.rollouts.weights_changed()
             if self._rollout_weights is not None:
-                self._rollout_weights.release()
+                if self.model is not None:
+                    self._rollout_weights.release()
                 self._rollout_is_current = False
             if self._offload is not None:
                 self._offload.restore()
@@ -114,7 +116,8 @@ class Actor:
     def sample(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Generate the responses of a step, or of one of its rollouts: ``group_size`` for each prompt, or a greedy one.
 
-        Source of ``tokens``, ``prompt_lengths``, ``draws``, ``response_mask`` and ``rollout_log_probs``. Whole groups
+        Source of ``tokens``, ``prompt_lengths``, ``draws``, ``response_mask`` and ``rollout_log_probs``, and where
+        batches are made ahead ``versions``: of the oldest weights that sampled a token, so many updates. Whole groups
         are dealt to the replicas in turn; who has short responses generates some of another's, which are then brought
         back. What an earlier start has sampled for the step is taken from its log. A replica that is told to stop
         returns no samples, since the step is left, and logs what it has of them.
@@ -125,11 +128,7 @@ class Actor:
             WriteError: The log cannot be written.
         """
         assert self.rollouts is not None, "called outside the rollout mesh"
-        about = decided["train_step"] | decided.get("fill", {})
-        is_greedy = about.get("is_greedy", False)
-        return self._taken(
-            self.rollouts.sample(about["step"], about["first_draw"], about["num_prompts"], is_greedy=is_greedy)
-        )
+        return self._taken(self.rollouts.sample(**asked(decided)))
 
     def answer(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Responses to the held-out problems: a greedy one and ``trainer.validation_samples`` sampled ones to each.

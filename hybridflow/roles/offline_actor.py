@@ -62,9 +62,10 @@ class OfflineActor(Actor):
     def _update_solutions(self, part: Batch) -> None:
         """Token mean of the cross-entropy."""
         model = self._placed()
-        masks = column_rows(part, "response_mask")
+        masks, totals = column_rows(part, "response_mask"), model.totals(part)
+        assert totals is not None, "every solution has an end of sequence to imitate"
         kept, grad_norm = self._imitate(
-            column_rows(part, "tokens"), part.columns["prompt_lengths"].tolist(), masks, model.totals(part).num_tokens
+            column_rows(part, "tokens"), part.columns["prompt_lengths"].tolist(), masks, totals.num_tokens
         )
         if model.is_holder:
             (loss,) = model.add_up(kept, 1)

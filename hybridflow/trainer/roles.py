@@ -14,6 +14,7 @@ from hybridflow.roles.offline_actor import OfflineActor
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
 from hybridflow.roles.reward_model import RewardModel
+from hybridflow.roles.rollout_buffer import RolloutBuffer
 from hybridflow.roles.teacher import Teacher
 
 
@@ -42,4 +43,6 @@ def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
     for name in ("critic", "cost_critic"):
         if getattr(recipe, name) is not None:
             roles[name] = Critic(job, name)
+    if recipe.trainer.max_staleness > 0:
+        roles["buffer"] = RolloutBuffer(job)
     return roles

@@ -38,7 +38,7 @@ _ADVANTAGES = (
 PHASE_OF |= {f"advantage.{call}": "advantage" for call in _ADVANTAGES}
 """Call -> the phase under which its time is shown; another one is shown by its own name."""
 
-CONTROL_CALLS = ("trainer.finish_step",)
+CONTROL_CALLS = ("trainer.finish_step", "buffer.put", "buffer.take")
 """Calls that compute nothing of the algorithm."""
 
 

@@ -15,11 +15,11 @@ from hybridflow.config import Recipe
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.run import Executor, Replicated
-from hybridflow.dataflow.schedule import project
 from hybridflow.errors import LayoutError
 from hybridflow.observe.doing import doing
 from hybridflow.observe.rank_log import open_rank_log, say
 from hybridflow.observe.starts import add_end
+from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.roles.advantage import KLCoefficient
@@ -28,6 +28,7 @@ from hybridflow.roles.job import Job
 from hybridflow.roles.kept_rollouts import KeptRollouts
 from hybridflow.roles.placed import mini_batch_size
 from hybridflow.trainer import checkpoints
+from hybridflow.trainer.ahead import WORKING_AHEAD
 from hybridflow.trainer.copy_weights import copy_weights
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import JobPlan, Program, placement_warnings, plan_job
@@ -70,7 +71,10 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
         print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     started = note_start(recipe, plan.meshes, world.coordinator(plan.meshes["job"].ranks))
-    record, stopping = Record(recipe, world, started.number), Stopping(world, started.earlier)
+    record, stopping = (
+        Record(recipe, world, started.number),
+        Stopping(world, started.earlier, works_ahead=recipe.trainer.max_staleness > 0),
+    )
     run_dir = Path(recipe.run_dir)
     open_rank_log(run_dir, started.number, world.rank)
     if world.watch is not None:
@@ -158,6 +162,7 @@ class Trainer:
             return False
         if "accuracy_before_rl" not in self._record.summary and self._stopping.reason is None:
             self._record.summary["accuracy_before_rl"] = self._accuracy()
+        self._execute(self._plan.fill)
         self._record.begin_step(self.step, self._stopping.job_end_s)
         self._execute(self._plan.train)
         if self._stopping.reason is None and self.job.recipe.trainer.steps > 0:
@@ -247,7 +252,7 @@ class Trainer:
         """Run this rank's part of a program."""
         meshes = self._plan.meshes
         Executor(
-            schedule=project(program, self.job.world.rank, meshes),
+            schedule=self._plan.schedule(program, self.job.world.rank),
             roles={**self.roles, "trainer": self},
             decisions=self._decisions(),
             mover=self._mover,
@@ -267,6 +272,9 @@ class Trainer:
             "warm_step": Replicated(self._warm_steps().__next__),
             "train_step": Replicated(self._next_step),
             "fill": Replicated(self._rollout_turns().__next__),
+            "fill_buffer": Replicated(self._fill_steps().__next__),
+            "sample_ahead": Replicated(self._step_to_sample),
+            "keep_samples": Replicated(lambda: not self._stopping.agree(self._working_ahead())),
             "go_on": Replicated(lambda: not self._stopping.agree(self._everyone)),
             "go_on_to_update": Replicated(lambda: not self._stopping.agree(self._everyone, before_update=True)),
             "critic_mini_batch": Replicated(_mini_batches(self.job, recipe.loss.epochs).__next__),
@@ -292,10 +300,20 @@ class Trainer:
         yield None
 
     def _next_step(self) -> dict[str, int] | None:
+        return self._about(self.step + 1)
+
+    def _about(self, step: int) -> dict[str, int] | None:
+        """What a step samples; None: it is not to come."""
         recipe = self.job.recipe
-        if self.step >= recipe.trainer.steps or self._stopping.reason is not None or self._is_out_of_patience:
+        if step > recipe.trainer.steps or self._stopping.reason is not None or self._is_out_of_patience:
             return None
-        return {"step": self.step + 1, "first_draw": self._next_draw, "num_prompts": self._num_prompts}
+        num_between = (step - self.step - 1) * self._num_prompts
+        return {
+            "step": step,
+            "first_draw": self._next_draw + num_between,
+            "num_prompts": self._num_prompts,
+            "version": self.step,
+        }
 
     def _rollout_turns(self) -> Iterator[Turn | None]:
         """The rollouts of one training step, of algorithms with several, then the end of the loop, and so on."""
@@ -309,6 +327,20 @@ class Trainer:
         if self._stopping.settle(reason for reason, _ in shares):
             return None
         return [[(draw, score) for draw, score in scores] for _, scores in shares]
+
+    def _step_to_sample(self) -> dict[str, int] | None:
+        """What is sampled while a step learns."""
+        return self._about(self.step + 1 + self.job.recipe.trainer.max_staleness)
+
+    def _fill_steps(self) -> Iterator[dict[str, int] | None]:
+        """What is sampled before the first step, then the end of the loop."""
+        for ahead in range(1, 1 + self.job.recipe.trainer.max_staleness):
+            yield self._about(self.step + ahead)
+        yield None
+
+    def _working_ahead(self) -> Coordinator:
+        """Those that sample and score while others learn."""
+        return self.job.world.coordinator(self._plan.meshes[WORKING_AHEAD].ranks)
 
     def _is_validation_due(self) -> bool:
         """Asked before the step is counted; after the last step a validation comes anyway.

@@ -12,12 +12,14 @@ from torch import Tensor
 from hybridflow.algorithms.kl import kl_penalty
 from hybridflow.algorithms.losses import Totals, aggregate, policy_loss
 from hybridflow.dataflow.batch import Batch
+from hybridflow.models.lora import merge
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient, corrections
 from hybridflow.roles.job import Job
+from hybridflow.roles.peft import check_targets
 from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
 from hybridflow.roles.rollout_weights import RolloutWeights
 from hybridflow.roles.rollouts import Rollouts
@@ -37,9 +39,11 @@ class Actor:
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         self.metrics: dict[str, float] = {}
         self.spec = role_spec(job)
+        check_targets(job)
         self._job = job
         self._kl_coef = kl_coef
         self._settings = job.recipe.ppo if job.recipe.algorithm == "ppo" else job.recipe.grpo
+        self._lora = job.recipe.actor.lora
         update, rollout = job.meshes["actor.update"], job.meshes["actor.rollout"]
         rank = job.world.rank
         self.model = PlacedModel(job, update, self.spec) if rank in update else None
@@ -83,7 +87,8 @@ class Actor:
         if self._rollout_weights is not None and not self._rollout_is_current:
             for name, value in self._rollout_weights.refresh().items():
                 # A validation within the step may reshard once more: what is moved adds up, what is kept does not.
-                before = 0.0 if name == "reshard/extra_bytes" else self.metrics.get(name, 0.0)
+                is_kept = name in ("reshard/extra_bytes", "reshard/adapter_bytes")
+                before = 0.0 if is_kept else self.metrics.get(name, 0.0)
                 self.metrics[name] = before + value
         if self._pushed is not None and self._rollout is not None and not self._rollout_is_current:
             self._pushed.push(self._rollout)
@@ -179,14 +184,39 @@ class Actor:
             (self.metrics["warm_start/loss"],) = self.model.add_up(kept, 1)
 
     def end_warm_start(self) -> None:
-        """Forget the moments of the supervised phase and take up the recipe's own learning rate."""
+        """Forget the moments of the supervised phase and take up the recipe's own learning rate.
+
+        What adapters have learned becomes part of the weights, which the reference begins with.
+        """
+        if self._job.recipe.warm_start is not None and self._lora is not None:
+            self._merge(draw=1)
         if self.trainable is not None:
             self.trainable.reset_optimizer()
             self.trainable.set_learning_rate(self._job.recipe.actor.optimizer.lr)
 
+    def end_step(self, step: int) -> None:
+        """Put the adapters' updates into the weights, if that is due after so many training steps.
+
+        Collective: all ranks of either mesh, in so far as each then knows that the weights have changed.
+        """
+        if self._lora is not None and self._lora.merge_every and step % self._lora.merge_every == 0:
+            self._merge(draw=1 + step // self._lora.merge_every)
+
+    def _merge(self, draw: int) -> None:
+        """The weights take the updates up, and the adapters begin anew, from other numbers, with no moments."""
+        if self.model is not None and self.trainable is not None:
+            with self.optimizer_at_hand():
+                merge(self.model.transformer)
+                self.model.begin_adapters(draw)
+                self.trainable.reset_optimizer()
+                self.trainable.reload_weights()
+        self.mark_changed()
+
     def mark_changed(self) -> None:
         """The update layout's weights were written from outside: the rollout's are no longer current."""
         self._rollout_is_current = False
+        if self._rollout_weights is not None:
+            self._rollout_weights.base_changed()
         if self.rollouts is not None:
             self.rollouts.weights_changed()
 

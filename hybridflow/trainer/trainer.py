@@ -27,6 +27,7 @@ from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
 from hybridflow.roles.job import Job
 from hybridflow.roles.kept_rollouts import KeptRollouts
+from hybridflow.roles.peft import load_adapters
 from hybridflow.roles.placed import mini_batch_size
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
@@ -120,9 +121,10 @@ class Trainer:
         recipe = job.recipe
         self.step = 0
         self.kl_coef = KLCoefficient(recipe)
+        actor = Actor(job, self.kl_coef)
         self.roles: dict[str, Any] = {
-            "actor": Actor(job, self.kl_coef),
-            "reference": Reference(job),
+            "actor": actor,
+            "reference": Reference(job, actor),
             "reward": Reward(job) if recipe.reward.model is None else RewardModel(job),
             "advantage": Advantage(job, self.kl_coef),
         }
@@ -195,6 +197,7 @@ class Trainer:
         metrics = self._record.end_step(self.step, [(measured, spans) for measured, spans, _ in gathered])
         self._stopping.learn(metrics)
         self._stopping.settle(reason for _, _, reason in gathered)
+        self.roles["actor"].end_step(self.step)
         self.kl_coef.advance(metrics["kl/ref"])
         self._rollouts.advance(metrics)
         self._record.begin_step(self.step, self._stopping.job_end_s)
@@ -287,6 +290,8 @@ class Trainer:
             role = self.roles[name]
             if role.model is not None:
                 role.model.load()
+                if name == "actor":
+                    load_adapters(self.job, role.model)
                 role.trainable.reload_weights()
 
     def _spread_weights(self) -> None:
@@ -296,7 +301,8 @@ class Trainer:
         """
         actor, critic = self.roles["actor"], self.roles.get("critic")
         actor.mark_changed()
-        copy_weights(self.job, actor, "actor.update", self.roles["reference"], "reference")
+        if not self.roles["reference"].is_base:
+            copy_weights(self.job, actor, "actor.update", self.roles["reference"], "reference")
         if critic is not None and not self._has_own_critic:
             copy_weights(self.job, actor, "actor.update", critic, "critic")
             if critic.trainable is not None:

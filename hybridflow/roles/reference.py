@@ -22,12 +22,12 @@ class Reference:
         metrics: Always empty; every role has it.
     """
 
-    def __init__(self, job: Job, actor: Actor) -> None:
+    def __init__(self, job: Job, actor: Actor | None = None) -> None:
         self.metrics: dict[str, float] = {}
         self.spec = role_spec(job, "reference")
         self.is_base = reference_is_base(job.recipe, job.meshes)
         mesh = job.meshes["reference"]
-        self.model: PlacedModel | None = actor.model
+        self.model: PlacedModel | None = None if actor is None else actor.model
         if not self.is_base:
             self.model = PlacedModel(job, mesh, self.spec) if job.world.rank in mesh else None
 

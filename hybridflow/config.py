@@ -20,6 +20,7 @@ from hybridflow.errors import ConfigError, HybridflowError, LayoutError
 from hybridflow.families.model import Model, check_model
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.presets import CHOSEN, PRESETS, Preset
 from hybridflow.reshard.overlap import max_overlap
 from hybridflow.sections import (
     Bounds,
@@ -42,6 +43,7 @@ LoRATarget = Literal[
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"
 ]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Algorithm = Literal[tuple(PRESETS)]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +132,11 @@ class Optimizer:
     """Adam with decoupled weight decay.
 
     Attributes:
-        lr: Learning rate, constant.
+        lr: Learning rate, once it is warm.
+        schedule: What becomes of it from then to the last step: nothing, or it falls to ``min_lr`` as a line or a half
+            wave of the cosine.
+        warmup_steps: Training steps in which it rises to ``lr`` as a line.
+        min_lr: Where it ends.
         beta1: Decay of the mean of gradients.
         beta2: Decay of the mean of squared gradients.
         eps: What is added to the root of that mean.
@@ -140,6 +146,9 @@ class Optimizer:
     """
 
     lr: Positive
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: CountOrZero = 0
+    min_lr: NotNegative = 0.0
     beta1: Share = 0.9
     beta2: Share = 0.95
     eps: Positive = 1e-8
@@ -206,7 +215,9 @@ class Actor:
     Attributes:
         ranks: Global ranks, in mesh order; None: all.
         update: Layout in which it learns and computes log-probabilities.
-        rollout: Layout in which it generates, on the same ranks, ordered so that each keeps what it can of its weights.
+        rollout: Layout in which it generates, on the same ranks, ordered so that each keeps what it can of its weights;
+            None: that of the update.
+        rollout_ranks: Other ranks to generate on, in mesh order, none of them among ``ranks``; None: the same.
         optimizer: How it learns.
         reshard: How weights travel from the one layout to the other. ``shared``: ranks of a node read each other's
             memory; ``torch``: over torch.distributed; ``mpi``: over MPI, in a job that MPI started; ``auto``: shared
@@ -217,7 +228,8 @@ class Actor:
 
     ranks: tuple[int, ...] | None = None
     update: ParallelLayout
-    rollout: ParallelLayout
+    rollout: ParallelLayout | None = None
+    rollout_ranks: tuple[int, ...] | None = None
     optimizer: Optimizer
     reshard: Literal["auto", "shared", "torch", "mpi"] = "auto"
     offload: bool = False
@@ -233,12 +245,16 @@ class Critic:
         layout: How it is cut.
         optimizer: How it learns.
         model: A model of its own, language model or scorer; None: it begins as a copy of the actor.
+        value_clip: The loss stops rewarding a value that is further from the old one than this.
+        warmup_steps: Training steps at the start in which it learns alone, the actor staying as it is.
     """
 
     ranks: tuple[int, ...] | None = None
     layout: ParallelLayout
     optimizer: Optimizer
     model: Model | None = None
+    value_clip: Positive = 0.5
+    warmup_steps: CountOrZero = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,29 +264,33 @@ class Reference:
     Attributes:
         ranks: Global ranks, in mesh order; None: the actor's.
         layout: How it is cut; None: as the actor's update layout.
+        offload: Keep its weights in host memory while it is not asked.
     """
 
     ranks: tuple[int, ...] | None = None
     layout: ParallelLayout | None = None
+    offload: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """What scores a response: a function, or a model.
+    """What scores a response, or tells its cost: a function, or a model.
 
     Attributes:
         function: ``exact_match``, or ``package.module:function`` of ``(prompt, response, answer)``, all text, which
             gives a finite number; with ``rollout.environment`` the response is that of the last turn. None: the sum of
             the environment's rewards, ``exact_match`` without one. Not used where there is a ``model``.
         model: A scorer with one label, which ``path`` names; its number at the last token is the score.
-        ranks: Of the model: global ranks, in mesh order; None: the actor's.
+        ranks: Global ranks, in mesh order; None: of a model the actor's, of a function those of the rollout.
         layout: Of the model: how it is cut; None: as the actor's update layout.
+        offload: Keep the model's weights in host memory while it is not asked.
     """
 
     function: str | None = None
     model: Model | None = None
     ranks: tuple[int, ...] | None = None
     layout: ParallelLayout | None = None
+    offload: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,10 +404,14 @@ class Correction:
 
     Attributes:
         kind: ``truncate``: at most ``high``; ``icepop``: 0 outside of ``low`` to ``high``; ``none``; ``auto``: as
-            ``truncate`` where another engine than ours samples, ``none`` elsewhere.
+            ``truncate`` where another engine than ours samples, or older weights, ``none`` elsewhere.
         level: Of each token, or the product over its response.
         low: Of ``icepop``.
         high: Largest weight.
+        reject: Which estimate of the KL between sampler and trainer decides on tokens that do not count; None: all do.
+        reject_level: Of each token, or the sum, mean or largest of its response, all of which it then decides on.
+        reject_low: Of ``k1``: smallest ratio.
+        reject_high: Largest estimate; of ``k1``: largest ratio.
 
     Paper: truncation arXiv 1802.01561; IcePop arXiv 2510.18855.
     """
@@ -396,72 +420,164 @@ class Correction:
     level: Literal["token", "sequence"] = "token"
     low: NotNegative = 0.5
     high: Positive = 2.0
+    reject: Literal["k1", "k2", "k3"] | None = None
+    reject_level: Literal["token", "sum", "mean", "max"] = "token"
+    reject_low: NotNegative = 0.5
+    reject_high: Positive = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPO:
-    """PPO's numbers.
+class Loss:
+    """How the policy learns from advantages. Defaults are PPO's; other algorithms have their own.
+
+    Attributes:
+        kind: ``clip``: PPO's clipped ratio of each token; ``gspo``: that of the whole sequence; ``cispo``: the clipped
+            ratio as a weight without gradient.
+        clip_low: The probability ratio is clipped below ``1 - clip_low``.
+        clip_high: The probability ratio is clipped above ``1 + clip_high``.
+        dual_clip: Bound on the ratio where the advantage is negative; None: off.
+        aggregation: How the losses of tokens become one number; the critic's is always their token mean.
+        norm_tokens: What ``seq-mean-token-sum-norm`` divides by; None: ``rollout.max_new_tokens``.
+        entropy_coef: Weight of the entropy, which the loss then rewards.
+        epochs: Passes over each global batch, in the same order.
+
+    Paper: arXiv 1707.06347; dual clip arXiv 1912.09729; GSPO arXiv 2507.18071; CISPO arXiv 2506.13585.
+    """
+
+    kind: Literal["clip", "gspo", "cispo"] = "clip"
+    clip_low: Share = 0.2
+    clip_high: NotNegative = 0.2
+    dual_clip: Annotated[float, Bounds(low=1, above=True)] | None = None
+    aggregation: Aggregation = "token-mean"
+    norm_tokens: Count | None = None
+    entropy_coef: NotNegative = 0.0
+    epochs: Count = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class KL:
+    """The distance to the reference that the policy pays for.
+
+    Attributes:
+        coef: Weight of the KL to the reference; 0: none, and no reference is made.
+        estimator: How each token's KL is estimated; a ``+`` gives the estimate the gradient of ``k2``.
+        place: Whether the KL penalty is part of the reward or of the loss.
+        target: Where adaptive KL steers; None: ``coef`` stays fixed.
+        horizon: Samples over which adaptive KL answers.
+
+    Paper: arXiv 1909.08593.
+    """
+
+    coef: NotNegative = 0.0
+    estimator: KLEstimator = "k1"
+    place: Literal["reward", "loss"] = "reward"
+    target: Positive | None = None
+    horizon: Count = 10000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantage:
+    """How the rewards of tokens become advantages, where an algorithm has a choice.
 
     Attributes:
         gamma: Discount of rewards, for each token.
         gae_lambda: Of generalised advantage estimation: 1 is reward-to-go minus value, 0 the one-step error.
-        clip_low: The probability ratio is clipped below ``1 - clip_low``.
-        clip_high: The probability ratio is clipped above ``1 + clip_high``.
-        dual_clip: Bound on the ratio where the advantage is negative; None: off.
-        value_clip: The critic's loss stops rewarding a value that is further from the old one than this.
-        kl_coef: Weight of the KL to the reference; 0: none.
-        kl_estimator: How each token's KL is estimated; a ``+`` gives the estimate the gradient of ``k2``.
-        kl_place: Whether the KL penalty is part of the reward or of the loss.
-        kl_target: Where adaptive KL steers; None: ``kl_coef`` stays fixed.
-        kl_horizon: Samples over which adaptive KL answers.
-        aggregation: How the actor's token losses become one number; the critic's is always their token mean.
-        epochs: Passes over each global batch, in the same order.
-        entropy_coef: Weight of the entropy, which the actor's loss then rewards.
 
-    Paper: arXiv 1707.06347; dual clip arXiv 1912.09729; adaptive KL arXiv 1909.08593.
+    Paper: arXiv 1506.02438.
     """
 
     gamma: Share = 1.0
     gae_lambda: Share = 1.0
-    clip_low: Share = 0.2
-    clip_high: NotNegative = 0.2
-    dual_clip: Annotated[float, Bounds(low=1, above=True)] | None = None
-    value_clip: Positive = 0.5
-    kl_coef: NotNegative = 0.0
-    kl_estimator: KLEstimator = "k1"
-    kl_place: Literal["reward", "loss"] = "reward"
-    kl_target: Positive | None = None
-    kl_horizon: Count = 10000
-    aggregation: Aggregation = "token-mean"
-    epochs: Count = 1
-    entropy_coef: NotNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPO:
-    """GRPO's numbers; the KL penalty is part of the loss.
+class Shaping:
+    """What is added to scores before advantages are made of them.
 
     Attributes:
-        clip_low: The probability ratio is clipped below ``1 - clip_low``.
-        clip_high: The probability ratio is clipped above ``1 + clip_high``.
-        dual_clip: Bound on the ratio where the advantage is negative; None: off.
-        kl_coef: Weight of the KL to the reference; 0: none.
-        kl_estimator: How each token's KL is estimated; a ``+`` gives the estimate the gradient of ``k2``.
-        aggregation: How the losses of tokens become one number.
-        epochs: Passes over each global batch, in the same order.
-        entropy_coef: Weight of the entropy, which the actor's loss then rewards.
+        overlong_buffer: The last so many tokens before ``rollout.max_new_tokens`` are paid for; 0: none.
+        overlong_factor: What the longest response pays.
 
-    Paper: arXiv 2402.03300.
+    Paper: arXiv 2503.14476.
     """
 
-    clip_low: Share = 0.2
-    clip_high: NotNegative = 0.2
-    dual_clip: Annotated[float, Bounds(low=1, above=True)] | None = None
-    kl_coef: NotNegative = 0.04
-    kl_estimator: KLEstimator = "k3"
-    aggregation: Aggregation = "seq-mean-token-mean"
-    epochs: Count = 1
-    entropy_coef: NotNegative = 0.0
+    overlong_buffer: CountOrZero = 0
+    overlong_factor: Positive = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSampling:
+    """Groups whose scores are all equal teach nothing: others are sampled in their place.
+
+    Attributes:
+        max_tries: Most rollouts of one step.
+        when_short: What to do when there are fewer groups than wanted after so many: end with an error, or train on
+            those.
+
+    Paper: arXiv 2503.14476.
+    """
+
+    max_tries: Count = 10
+    when_short: Literal["error", "train"] = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lagrange:
+    """The price of cost, which rises while the mean cost is above its limit.
+
+    Attributes:
+        limit: Mean cost of a response that is allowed.
+        init: The multiplier at the start.
+        lr: How fast its logarithm moves, for each training step.
+        max: Its upper bound.
+
+    Paper: arXiv 2310.12773.
+    """
+
+    limit: Annotated[float, Bounds(low=-1e30, high=1e30)] = 0.0
+    init: Positive = 1.0
+    lr: Positive = 0.1
+    max: Positive = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preference:
+    """Learning from responses of which some are preferred.
+
+    Attributes:
+        beta: Of DPO and KTO: weight of the KL that is implied; of IPO its regularisation τ.
+        label_smoothing: Of DPO: share of the preferences that are taken for wrong.
+        reference_free: Of DPO: measure against no reference.
+        desirable_weight: Of KTO: weight of the responses that are wanted.
+        undesirable_weight: Of KTO: weight of the others.
+
+    Paper: DPO arXiv 2305.18290; IPO arXiv 2310.12036; KTO arXiv 2402.01306.
+    """
+
+    beta: Positive = 0.1
+    label_smoothing: Annotated[float, Bounds(low=0, high=0.5)] = 0.0
+    reference_free: bool = False
+    desirable_weight: NotNegative = 1.0
+    undesirable_weight: NotNegative = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """The model that on-policy distillation learns from.
+
+    Attributes:
+        model: A language model with the actor's tokenizer, which ``path`` names.
+        ranks: Global ranks, in mesh order; None: the actor's.
+        layout: How it is cut; None: as the actor's update layout.
+        top_k: Compare its likeliest tokens, so many, and all others as one; 0: the whole vocabulary.
+        offload: Keep its weights in host memory while it is not asked.
+    """
+
+    model: Model
+    ranks: tuple[int, ...] | None = None
+    layout: ParallelLayout | None = None
+    top_k: CountOrZero = 0
+    offload: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -478,6 +594,11 @@ class Trainer:
         keep_every: Checkpoints of steps that are a multiple of this stay beside them, for ever; 0: none.
         validate_every: Steps between validations; 0: only before and after.
         num_validation: Held-out problems used; None: the whole file.
+        validation_samples: Responses to each of them, sampled, that pass@1 and pass@k are measured with; 1: one greedy.
+        keep_best: Keep the checkpoint of the step with the best validation, beside the newest.
+        patience: End the training after so many validations in a row without a better one; 0: never.
+        max_staleness: How many updates the weights that sampled a batch may be behind those that learn from it. Above 0
+            the next batches are generated while one is learned from, for which ``actor.rollout_ranks`` are needed.
         max_idle_starts: After so many starts in a row that went on from the same checkpoint and made no other, a run
             is not begun again: what stops it is not a matter of luck.
     """
@@ -491,6 +612,10 @@ class Trainer:
     keep_every: CountOrZero = 0
     validate_every: CountOrZero = 0
     num_validation: Count | None = None
+    validation_samples: Count = 1
+    keep_best: bool = False
+    patience: CountOrZero = 0
+    max_staleness: CountOrZero = 0
     max_idle_starts: Count = 3
 
 
@@ -535,12 +660,20 @@ class Recipe:
         tokenizer: Text to token ids.
         warm_start: Supervised training before reinforcement learning; None: none.
         actor: The policy.
-        critic: The value model; required by PPO, refused by GRPO, which has none.
+        critic: The value model, of algorithms that have one.
         reference: The frozen policy that drift is measured against.
         reward: What scores a response.
+        cost: What tells a response's cost, of safe-rlhf; either of both as in ``reward``.
+        cost_critic: The value model of costs.
+        teacher: What distillation learns from.
         rollout: How responses are sampled.
-        ppo: PPO's numbers; only with ``algorithm: ppo``.
-        grpo: GRPO's numbers; only with ``algorithm: grpo``.
+        loss: How the policy learns from advantages.
+        kl: The distance to the reference that it pays for.
+        advantage: How rewards become advantages.
+        shaping: What is added to scores.
+        dynamic_sampling: What DAPO does about groups that teach nothing.
+        lagrange: The price of cost.
+        preference: Learning from preferences.
         correction: Weighs tokens whose sampler was not quite the policy that is trained.
         trainer: The loop.
         profile: Which steps are looked at closely.
@@ -548,7 +681,7 @@ class Recipe:
     """
 
     name: Name
-    algorithm: Literal["ppo", "grpo"]
+    algorithm: Algorithm
     seed: CountOrZero = 1
     run_dir: str = ""
     cluster: Cluster = Cluster()
@@ -560,9 +693,17 @@ class Recipe:
     critic: Critic | None = None
     reference: Reference = Reference()
     reward: Reward = Reward()
+    cost: Reward | None = None
+    cost_critic: Critic | None = None
+    teacher: Teacher | None = None
     rollout: Rollout
-    ppo: PPO = PPO()
-    grpo: GRPO = GRPO()
+    loss: Loss = Loss()
+    kl: KL = KL()
+    advantage: Advantage = Advantage()
+    shaping: Shaping = Shaping()
+    dynamic_sampling: DynamicSampling = DynamicSampling()
+    lagrange: Lagrange = Lagrange()
+    preference: Preference = Preference()
     correction: Correction = Correction()
     trainer: Trainer
     profile: Profile = Profile()
@@ -577,11 +718,41 @@ class Recipe:
         """How tokens are weighed, once it is known what samples them."""
         if self.correction.kind != "auto":
             return self.correction.kind
-        return "none" if self.rollout.engine.kind == "megatron" else "truncate"
+        is_exact = self.rollout.engine.kind == "megatron" and self.trainer.max_staleness == 0
+        return "none" if is_exact else "truncate"
+
+    @property
+    def preset(self) -> Preset:
+        """What the algorithm is made of."""
+        return PRESETS[self.algorithm]
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether anything is measured against the frozen policy."""
+        if self.preset.has_pairs:
+            return not (self.preset.is_scorer or self.preference.reference_free)
+        return "kl" in self.preset.reads and self.kl.coef > 0
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the one update of a step sees the weights of its start, whose log-probabilities it then has itself.
+
+        Not where these are needed before: for a penalty in the reward, or to know which tokens count.
+        """
+        trainer = self.trainer
+        is_one = self.loss.epochs == 1 and trainer.mini_batch_size in (None, trainer.global_batch_size)
+        needs_them = (self.kl.coef > 0 and self.kl.place == "reward") or self.correction.reject is not None
+        return is_one and not needs_them
 
     def model_of(self, name: str) -> Model:
         """The settings of the model of a role or mesh."""
-        sections = {"critic": self.critic, "reward": self.reward}
+        sections = {
+            "critic": self.critic,
+            "reward": self.reward,
+            "cost": self.cost,
+            "cost_critic": self.cost_critic,
+            "teacher": self.teacher,
+        }
         section = sections.get(name)
         return self.model if section is None or section.model is None else section.model
 
@@ -670,6 +841,7 @@ def recipe_from_dict(values: object, *, source: str = "recipe", overrides: Seque
     origins: Mapping[str, str] = {}
     if isinstance(values, Mapping):
         values, origins = put_over(values, overrides)
+        values = _with_preset(values)
     try:
         found = _settings_of_paths(values)
     except HybridflowError as error:
@@ -691,11 +863,22 @@ def recipe_from_dict(values: object, *, source: str = "recipe", overrides: Seque
     return recipe
 
 
-_MODELS = ("model", "critic.model", "reward.model")
+_MODELS = ("model", "critic.model", "reward.model", "cost.model", "cost_critic.model", "teacher.model")
 """The sections of a recipe that are models."""
 
 _FREE = ("path", "max_context", "vocab_divisible_by", "init_std", "dtype")
 """Settings that may be other than where the weights come from; with any other these would be misread."""
+
+
+def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with the algorithm's own defaults beneath them."""
+    preset = PRESETS.get(str(values.get("algorithm")))
+    found = dict(values)
+    for key, section in ({} if preset is None else preset.defaults).items():
+        given = values.get(key, {})
+        if isinstance(given, Mapping):
+            found[key] = {**section, **given}
+    return found
 
 
 def _settings_of_paths(values: Any) -> dict[str, Settings]:
@@ -743,15 +926,16 @@ def _check_settings(recipe: Recipe, found: Mapping[str, Settings]) -> None:
             f"model.path={recipe.model.path!r}: is a scorer, which gives no text; choose a causal language model (a "
             "scorer is for critic.model.path or reward.model.path)"
         )
-    if "reward.model" in found and not found["reward.model"].has_value_head:
-        raise ConfigError(
-            f"reward.model.path={recipe.model_of('reward').path!r}: is a language model, which gives no score; choose "
-            "a *ForSequenceClassification with one label"
-        )
+    for role in ("reward", "cost"):
+        if f"{role}.model" in found and not found[f"{role}.model"].has_value_head:
+            raise ConfigError(
+                f"{role}.model.path={recipe.model_of(role).path!r}: is a language model, which gives no score; choose "
+                "a *ForSequenceClassification with one label"
+            )
 
 
 def role_meshes(recipe: Recipe) -> dict[str, DeviceMesh]:
-    """The meshes of all models: ``actor.update``, ``actor.rollout``, ``reference``, and ``critic``, ``reward`` if any.
+    """The meshes of all models: ``actor.update``, ``actor.rollout``, and those of the roles that the recipe has.
 
     The rollout takes the actor's ranks in the order in which they hold most of what it needs.
 
@@ -761,30 +945,44 @@ def role_meshes(recipe: Recipe) -> dict[str, DeviceMesh]:
     """
     meshes = _meshes_as_given(recipe)
     update, rollout = meshes["actor.update"], meshes["actor.rollout"]
-    meshes["actor.rollout"] = max_overlap(
-        update, rollout.layout, rollout.ranks, num_layers=recipe.model.num_layers, name=rollout.name
-    )
+    if recipe.actor.rollout_ranks is None:
+        meshes["actor.rollout"] = max_overlap(
+            update, rollout.layout, rollout.ranks, num_layers=recipe.model.num_layers, name=rollout.name
+        )
     return meshes
 
 
 def _meshes_as_given(recipe: Recipe) -> dict[str, DeviceMesh]:
     """The meshes of all roles with their ranks in the recipe's order."""
-    actor, critic, reference, reward = recipe.actor, recipe.critic, recipe.reference, recipe.reward
+    actor = recipe.actor
     everyone = tuple(range(recipe.cluster.ranks))
     per_node = recipe.cluster.ranks_per_node
     actor_ranks = everyone if actor.ranks is None else actor.ranks
-    placed = {"actor.update": (actor.update, actor_ranks), "actor.rollout": (actor.rollout, actor_ranks)}
-    if critic is not None:
-        placed["critic"] = (critic.layout, everyone if critic.ranks is None else critic.ranks)
-    placed["reference"] = (
-        actor.update if reference.layout is None else reference.layout,
-        actor_ranks if reference.ranks is None else reference.ranks,
-    )
-    if reward.model is not None:
-        placed["reward"] = (
-            actor.update if reward.layout is None else reward.layout,
-            actor_ranks if reward.ranks is None else reward.ranks,
-        )
+    rollout_ranks = actor_ranks if actor.rollout_ranks is None else actor.rollout_ranks
+    placed: dict[str, tuple[ParallelLayout, tuple[int, ...]]] = {
+        "actor.update": (actor.update, actor_ranks),
+        "actor.rollout": (actor.update if actor.rollout is None else actor.rollout, rollout_ranks),
+    }
+    for name in ("critic", "cost_critic"):
+        critic: Critic | None = getattr(recipe, name)
+        if critic is not None:
+            placed[name] = (critic.layout, everyone if critic.ranks is None else critic.ranks)
+    frozen: dict[str, Reference | Reward | Teacher | None] = {
+        "reference": recipe.reference if recipe.has_reference else None,
+        "reward": recipe.reward if "reward" in recipe.preset.reads else None,
+        "cost": recipe.cost,
+        "teacher": recipe.teacher,
+    }
+    for name, section in frozen.items():
+        if section is None:
+            continue
+        if isinstance(section, Reward) and section.model is None:
+            # A function: each of its ranks scores on its own.
+            ranks = rollout_ranks if section.ranks is None else section.ranks
+            placed[name] = (ParallelLayout(dp=max(1, len(ranks))), ranks)
+            continue
+        layout = actor.update if section.layout is None else section.layout
+        placed[name] = (layout, actor_ranks if section.ranks is None else section.ranks)
     return {
         name: DeviceMesh(
             name=name, layout=layout, ranks=ranks, ranks_per_node=len(everyone) if per_node is None else per_node
@@ -797,7 +995,7 @@ def reference_is_base(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> bool:
     """Whether the actor without its adapters serves as the reference: they lie alike, and its weights never change."""
     lora = recipe.actor.lora
     is_fixed = lora is not None and lora.merge_every == 0
-    return is_fixed and meshes["reference"].key == meshes["actor.update"].key
+    return is_fixed and "reference" in meshes and meshes["reference"].key == meshes["actor.update"].key
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -808,7 +1006,11 @@ def check_recipe(recipe: Recipe) -> None:
         LayoutError: A layout does not fit its ranks or its model.
     """
     _check_algorithm(recipe)
-    _check_reward(recipe.reward)
+    _check_reward(recipe.reward, "reward")
+    if recipe.cost is not None:
+        _check_reward(recipe.cost, "cost")
+        if recipe.cost.model is None and recipe.cost.function is None:
+            raise ConfigError("cost.function: missing; name what tells the cost of a response, or give cost.model.path")
     for key in _MODELS:
         model = recipe.model_of(key.removesuffix(".model"))
         check_model(model, key)
@@ -825,36 +1027,45 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def _check_algorithm(recipe: Recipe) -> None:
-    if recipe.algorithm == "ppo" and recipe.critic is None:
-        raise ConfigError("critic: missing; algorithm=ppo needs one, give critic.layout and critic.optimizer.lr")
-    if recipe.algorithm == "grpo" and recipe.critic is not None:
-        raise ConfigError("critic: algorithm=grpo has no critic; remove the section, or set algorithm=ppo")
-    if recipe.algorithm == "ppo" and recipe.grpo != GRPO():
-        raise ConfigError("grpo: algorithm=ppo would ignore this section; remove it, or set algorithm=grpo")
-    if recipe.algorithm == "grpo" and recipe.ppo != PPO():
-        raise ConfigError("ppo: algorithm=grpo would ignore this section; remove it, or set algorithm=ppo")
-    if recipe.ppo.kl_target is not None and recipe.ppo.kl_coef == 0:
-        raise ConfigError("ppo.kl_target: adaptive KL multiplies ppo.kl_coef, which is 0; set it above 0, say to 0.1")
+    preset, name = recipe.preset, recipe.algorithm
+    for key in preset.needs:
+        if getattr(recipe, key) is None:
+            raise ConfigError(f"{key}: missing; algorithm={name} needs this section, docs/algorithms.md shows one")
+    defaults = {field.name: field.default for field in fields(Recipe)}
+    for key in sorted(CHOSEN - preset.reads):
+        if getattr(recipe, key) != defaults[key]:
+            users = ", ".join(other for other in PRESETS if key in PRESETS[other].reads)
+            raise ConfigError(
+                f"{key}: algorithm={name} would ignore this section; remove it, or choose one that reads it: {users}"
+            )
+    if recipe.kl.target is not None and recipe.kl.coef == 0:
+        raise ConfigError("kl.target: adaptive KL multiplies kl.coef, which is 0; set it above 0, say to 0.1")
+    if name in _GROUPED and recipe.rollout.group_size == 1:
+        raise ConfigError(
+            f"rollout.group_size=1: algorithm={name} compares the responses to a prompt; set it to 2 or more, 8 say"
+        )
 
 
-def _check_reward(reward: Reward) -> None:
+_GROUPED = ("dapo",)
+"""Algorithms to which a group of one tells nothing."""
+
+
+def _check_reward(reward: Reward, key: str) -> None:
     if reward.model is None:
-        for key in ("ranks", "layout"):
-            if getattr(reward, key) is not None:
-                raise ConfigError(
-                    f"reward.{key}: a function runs where the rollout is; remove the key, or give reward.model.path"
-                )
+        for name in ("layout", "offload"):
+            if getattr(reward, name) != getattr(Reward(), name):
+                raise ConfigError(f"{key}.{name}: a function has no weights; remove the key, or give {key}.model.path")
         return
     if reward.model.path is None:
-        raise ConfigError("reward.model.path: missing; a model that was not trained scores nothing, name its directory")
+        raise ConfigError(f"{key}.model.path: missing; a model that was not trained scores nothing, name its directory")
     if reward.function != Reward().function:
         raise ConfigError(
-            f"reward.function={reward.function!r}: would not be called, reward.model scores; remove one of the two"
+            f"{key}.function={reward.function!r}: would not be called, {key}.model scores; remove one of the two"
         )
 
 
 def _check_contexts(recipe: Recipe) -> None:
-    for role in ("critic", "reward"):
+    for role in ("critic", "reward", "cost", "cost_critic", "teacher"):
         context = recipe.model_of(role).max_context
         if context < recipe.model.max_context:
             raise ConfigError(
@@ -864,13 +1075,14 @@ def _check_contexts(recipe: Recipe) -> None:
 
 
 def _check_placement(recipe: Recipe) -> None:
-    for role in ("actor", "critic", "reference", "reward"):
-        section = getattr(recipe, role)
-        ranks = () if section is None or section.ranks is None else section.ranks
+    given = {f"{role}.ranks": getattr(recipe, role) for role in _PLACED}
+    named = {key: () if section is None else section.ranks or () for key, section in given.items()}
+    named["actor.rollout_ranks"] = recipe.actor.rollout_ranks or ()
+    for key, ranks in named.items():
         strangers = [rank for rank in ranks if not 0 <= rank < recipe.cluster.ranks]
         if strangers:
             raise LayoutError(
-                f"{role}.ranks={list(ranks)}: {strangers} not among ranks 0 to {recipe.cluster.ranks - 1}; "
+                f"{key}={list(ranks)}: {strangers} not among ranks 0 to {recipe.cluster.ranks - 1}; "
                 f"set cluster.ranks to at least {max(ranks) + 1}, or name ranks that exist"
             )
     for name, mesh in _meshes_as_given(recipe).items():
@@ -878,10 +1090,18 @@ def _check_placement(recipe: Recipe) -> None:
         check_cut(recipe.model_of(name), mesh.layout, name)
 
 
+_PLACED = ("actor", "critic", "reference", "reward", "cost", "cost_critic", "teacher")
+"""Sections that name ranks."""
+
+
 def _check_lora(recipe: Recipe) -> None:
     lora, key = recipe.actor.lora, "actor.lora.targets"
     if lora is None:
         return
+    if recipe.preset.is_scorer:
+        raise ConfigError(
+            f"actor.lora: algorithm={recipe.algorithm} trains a scorer, whose new head would be frozen; remove the section"
+        )
     found, groups = list(lora.targets), recipe.model.query_groups
     if not found or len(set(found)) < len(found):
         raise ConfigError(f"{key}={found}: expected at least one layer, and each once")
@@ -894,7 +1114,7 @@ def _check_lora(recipe: Recipe) -> None:
             f"{key}={found}: the experts of a mixture have no adapters here; set it to [q_proj, k_proj, v_proj, o_proj]"
         )
     for name, layout in (("update", recipe.actor.update), ("rollout", recipe.actor.rollout)):
-        if layout.tp > groups and {"q_proj", "k_proj", "v_proj"} & set(found):
+        if layout is not None and layout.tp > groups and {"q_proj", "k_proj", "v_proj"} & set(found):
             raise LayoutError(
                 f"actor.{name}: tp={layout.tp} is above model.num_query_groups={groups}, and q_proj, k_proj, v_proj "
                 f"have no adapters where ranks share a group; lower tp, or take them out of {key}"
@@ -975,7 +1195,7 @@ def _check_environment(recipe: Recipe) -> None:
 
 
 def _check_engine(recipe: Recipe) -> None:
-    engine, layout = recipe.rollout.engine, recipe.actor.rollout
+    engine, layout = recipe.rollout.engine, recipe.actor.rollout or recipe.actor.update
     if engine.kind != "megatron" and (layout.tp, layout.pp, layout.ep, layout.cp) != (1, 1, 1, 1):
         raise ConfigError(
             f"actor.rollout: rollout.engine.kind={engine.kind} takes no part of a model, found {layout}; set tp, pp, "

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.kl import kl_penalty
-from hybridflow.algorithms.losses import Totals, aggregate, policy_loss
+from hybridflow.algorithms.losses import Totals
 from hybridflow.dataflow.batch import Batch
 from hybridflow.models.lora import merge
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
-from hybridflow.roles.advantage import KLCoefficient, corrections
+from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
 from hybridflow.roles.peft import check_targets
 from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
+from hybridflow.roles.policy_loss import LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
 from hybridflow.roles.rollout_weights import RolloutWeights
 from hybridflow.roles.rollouts import Rollouts
 from hybridflow.roles.sampling_engine import PushedEngine, our_engine, server_engine
@@ -38,22 +38,26 @@ class Actor:
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         self.metrics: dict[str, float] = {}
-        self.spec = role_spec(job)
+        self.spec = role_spec(job, has_value_head=job.recipe.preset.is_scorer)
         check_targets(job)
         self._job = job
-        self._kl_coef = kl_coef
-        self._settings = job.recipe.ppo if job.recipe.algorithm == "ppo" else job.recipe.grpo
         self._lora = job.recipe.actor.lora
+        self._kl_coef = kl_coef
+        self._policy_loss = PolicyLoss(job.recipe, kl_coef)
+        self._compared = torch.zeros(len(SAMPLER_SUMS), dtype=torch.float64)
         update, rollout = job.meshes["actor.update"], job.meshes["actor.rollout"]
         rank = job.world.rank
-        self.model = PlacedModel(job, update, self.spec) if rank in update else None
+        is_scorer = job.recipe.preset.is_scorer
+        self.model = PlacedModel(job, update, self.spec, has_value_head=is_scorer) if rank in update else None
         self.trainable: Trainable | None = None
         if self.model is not None:
             self.trainable = Trainable(self.model.transformer, self.model.groups, job.recipe.actor.optimizer)
         engine = job.recipe.rollout.engine
         self._rollout = None if engine.is_server else self.model
         self._rollout_weights: RolloutWeights | None = None
-        if not engine.is_server and not shares_storage(update, rollout) and (rank in update or rank in rollout):
+        generates = job.recipe.preset.generates
+        is_apart = generates and not engine.is_server and not shares_storage(update, rollout)
+        if is_apart and (rank in update or rank in rollout):
             self._rollout = PlacedModel(job, rollout, self.spec, is_filled_later=True) if rank in rollout else None
             self._rollout_weights = RolloutWeights(job, self.spec, self.model, self._rollout)
         self._offload: HostOffload | None = None
@@ -62,7 +66,7 @@ class Actor:
         self._rollout_is_current = False
         self._pushed = PushedEngine(job, self.spec) if engine.kind == "vllm" else None
         self.rollouts: Rollouts | None = None
-        if rank in rollout:
+        if rank in rollout and generates:
             self.rollouts = Rollouts(
                 job, self._make_engine(), is_holder=self._rollout is None or self._rollout.is_holder
             )
@@ -144,15 +148,20 @@ class Actor:
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """One optimizer step on one mini-batch. Collective: all ranks of the update mesh."""
         assert self.model is not None and self.trainable is not None, "called outside the update mesh"
-        part = mini_batch(self._job, batch, decided["actor_mini_batch"]["index"])
+        turn = decided["actor_mini_batch"]
+        part = mini_batch(self._job, batch, turn["index"])
         totals = self.model.totals(part)
+        is_first = turn["epoch"] == 0
         kept = self.trainable.accumulate(
-            self.model.micro_batches(part), lambda output, micro_batch: self._loss(output, micro_batch, part, totals)
+            self.model.micro_batches(part),
+            lambda output, micro_batch: self._loss(output, micro_batch, part, totals, is_first=is_first),
         )
         grad_norm = self.trainable.step()
         self._rollout_is_current = False
         if self.model.is_holder:
-            self._report(kept, grad_norm)
+            self._report([sums for sums, _, _ in kept], grad_norm)
+            if is_first:
+                self._report_distance(kept, is_begin=turn["index"] == 0)
 
     def imitate(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """One step of supervised training on solutions: token mean of the cross-entropy.
@@ -237,51 +246,29 @@ class Actor:
         self.rollouts.metrics.clear()
         return batch
 
-    def _loss(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
+    def _loss(
+        self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals, *, is_first: bool
+    ) -> tuple[Tensor, Any]:
         """The micro-batch's share of the loss; beside it, shares of what is reported."""
-        settings, device = self._settings, output.device
-        log_probs, entropy = self.model.log_probs(output, micro_batch)
-        log_probs = pad_rows(log_probs.split(micro_batch.response_lengths))
-        entropy = pad_rows(entropy.split(micro_batch.response_lengths))
+        assert self.model is not None, "called outside the update mesh"
+        log_probs, entropy = (
+            pad_rows(each.split(micro_batch.response_lengths)) for each in self.model.log_probs(output, micro_batch)
+        )
         columns = {
-            name: padded(part, name, micro_batch.samples, device)
-            for name in ("response_mask", "old_log_probs", "advantages")
+            name: padded(part, name, micro_batch.samples, output.device)
+            for name in ("response_mask", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
+            if name in part.columns
         }
-        mask = columns["response_mask"]
-        per_token, stats = policy_loss(
-            log_probs,
-            columns["old_log_probs"],
-            columns["advantages"],
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
-        )
-        if self._job.recipe.correction_kind != "none":
-            sampled = padded(part, "rollout_log_probs", micro_batch.samples, device)
-            corrected = corrections(self._job.recipe, columns["old_log_probs"], sampled, mask)
-            per_token = per_token * corrected.weights
-        loss = aggregate(per_token, mask, settings.aggregation, totals)
-        policy_share = loss.detach()
-        if self._kl_coef.is_in_loss:
-            reference = padded(part, "ref_log_probs", micro_batch.samples, device)
-            kl = kl_penalty(log_probs, reference, settings.kl_estimator)
-            loss = loss + self._kl_coef.value * aggregate(kl, mask, settings.aggregation, totals)
-        if settings.entropy_coef:
-            loss = loss - settings.entropy_coef * aggregate(entropy, mask, settings.aggregation, totals)
-        log_ratio = (log_probs - columns["old_log_probs"]).detach()
-        reported = torch.stack(
-            [
-                policy_share,
-                loss.detach(),
-                (stats.is_clipped * mask).sum() / totals.num_tokens,
-                (entropy.detach() * mask).sum() / totals.num_tokens,
-                (-log_ratio * mask).sum() / totals.num_tokens,
-            ]
-        )
-        return loss, reported
+        loss, sums = self._policy_loss(log_probs, entropy, columns, totals)
+        compared, largest = self._compared, 0.0
+        if is_first:
+            compared, largest_tensor = self._policy_loss.compare(log_probs.detach(), columns)
+            largest = float(largest_tensor)
+        return loss, (sums, compared, largest)
 
     def _report(self, kept: list[Tensor], grad_norm: float) -> None:
-        policy, loss, clipped, entropy, kl = self.model.add_up(kept, 5)
+        assert self.model is not None, "called outside the update mesh"
+        policy, loss, clipped, entropy, kl = self.model.add_up(kept, len(LOSS_SUMS))
         self.metrics |= {
             "actor/policy_loss": policy,
             "actor/loss": loss,
@@ -290,3 +277,26 @@ class Actor:
             "actor/kl_to_old": kl,
             "actor/grad_norm": grad_norm,
         }
+
+    def _report_distance(self, kept: list[Any], *, is_begin: bool) -> None:
+        """Of the global batch as far as it has been seen, mini-batch for mini-batch."""
+        assert self.model is not None, "called outside the update mesh"
+        seen = torch.tensor(self.model.add_up([sums for _, sums, _ in kept], len(SAMPLER_SUMS)), dtype=torch.float64)
+        self._compared = seen if is_begin else self._compared + seen
+        found = dict(zip(SAMPLER_SUMS, self._compared.tolist(), strict=True))
+        largest = max([0.0 if is_begin else self.metrics["rollout/logprob_abs_diff_max"], *(most for *_, most in kept)])
+        tokens = max(found["tokens"], 1.0)
+        self.metrics |= {
+            "rollout/logprob_abs_diff": found["abs_diff"] / tokens,
+            # Of this rank; of several ranks' the largest counts.
+            "rollout/logprob_abs_diff_max": largest,
+            "rollout/kl": found["sampler_kl"] / tokens,
+        }
+        if self._job.recipe.has_reference:
+            self.metrics["kl/ref"] = found["reference_kl"] / max(found["sequences"], 1.0)
+            self.metrics["kl/coef"] = self._kl_coef.value
+        if self._job.recipe.correction_kind != "none":
+            # The share of tokens that a bound changed; and of how many equal weights these are worth.
+            squares = found["square_weight"] * tokens
+            self.metrics["correction/bounded_share"] = found["bounded"] / tokens
+            self.metrics["correction/effective_share"] = found["weight"] ** 2 / squares if squares else 0.0

@@ -61,7 +61,7 @@ class Critic:
             for name in ("response_mask", "values", "returns")
         }
         per_token = value_loss(
-            values, columns["values"], columns["returns"], value_clip=self._job.recipe.ppo.value_clip
+            values, columns["values"], columns["returns"], value_clip=self._job.recipe.critic.value_clip
         )
         # The factor 0.5 of the definition is inside value_loss.
         loss = aggregate(per_token, columns["response_mask"], "token-mean", totals)

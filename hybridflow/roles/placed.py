@@ -158,7 +158,8 @@ class PlacedModel:
 
     def add_up(self, shares: list[Tensor], width: int) -> list[float]:
         """Sums of ``[width]`` shares over micro-batches and data-parallel ranks. Collective: dp, on holders."""
-        return sum_over(self.groups.dp)(torch.stack([*shares, torch.zeros(width, device=self._device)]).sum(0)).tolist()
+        none = torch.zeros(width, dtype=torch.float64, device=self._device)
+        return sum_over(self.groups.dp)(torch.stack([none, *(share.double() for share in shares)]).sum(0)).tolist()
 
     def per_token(self, batch: Batch, compute: Callable[[Tensor, MicroBatch], Tensor]) -> Ragged | None:
         """One number for each response token, without gradients.

@@ -95,6 +95,7 @@ class Rollouts:
             pairs = self._sample(step, deal, groups)
         except RolloutStopped:
             pairs = []
+        self._check_known(pairs)
         return self._as_batch(pairs, groups, deal)
 
     def answer(self, count: int) -> Batch | None:
@@ -220,6 +221,15 @@ class Rollouts:
         if batch is None or moved is None:
             return None
         return Batch(moved.ids, {name: moved.columns[name] for name in _COLUMNS})
+
+    def _check_known(self, pairs: Pairs) -> None:
+        """What a sampler did not tell, nothing can be learned from."""
+        unknown = [ask for ask, got in pairs if got.finish != "failed" and got.log_probs.isnan().any()]
+        if unknown:
+            raise EngineError(
+                f"draw {unknown[0].draw}: rollout.engine.kind={self._job.recipe.rollout.engine.kind} did not tell the "
+                "log-probability of a token that it sampled; train with a server that tells them all, such as vLLM's"
+            )
 
     def _id_of(self, request: Request) -> int:
         return request.draw * self._job.recipe.rollout.group_size + request.index

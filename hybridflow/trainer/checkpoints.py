@@ -39,7 +39,8 @@ MESHES = {"actor": "actor.update", "critic": "critic", "reference": "reference"}
 """Roles that are saved -> the mesh that holds their weights."""
 
 _MUST_MATCH = (
-    *("algorithm", "seed", "model", "data", "tokenizer", "rollout", "ppo", "grpo"),
+    *("algorithm", "seed", "model", "data", "tokenizer", "rollout", "loss", "kl"),
+    *("advantage", "shaping", "dynamic_sampling", "lagrange", "preference", "cost", "teacher.model", "teacher.top_k"),
     *("actor.optimizer", "actor.lora", "critic.optimizer", "critic.model", "reward.function", "reward.model"),
     *("trainer.global_batch_size", "trainer.mini_batch_size"),
 )

@@ -7,15 +7,36 @@ from dataclasses import dataclass
 
 from hybridflow.config import Recipe, role_meshes
 from hybridflow.dataflow.compiler import compile_flow
+from hybridflow.dataflow.graph import Flow
 from hybridflow.dataflow.schedule import Branch, Call, Instruction, Loop, rank_sets, walk
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.plan import participants
-from hybridflow.trainer.recipes import grpo, ppo
-from hybridflow.trainer.recipes.nodes import VALIDATION, WARM_START, with_environment
+from hybridflow.trainer.recipes import (
+    cispo,
+    dr_grpo,
+    grpo,
+    gspo,
+    opo,
+    ppo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+from hybridflow.trainer.recipes.nodes import VALIDATION, WARM_START, with_environment, without
 
-STEPS = {"ppo": ppo.STEP, "grpo": grpo.STEP}
-"""Algorithm -> the flow of one training step."""
+STEPS = {
+    "ppo": ppo.STEP,
+    "grpo": grpo.STEP,
+    "dr-grpo": dr_grpo.STEP,
+    "gspo": gspo.STEP,
+    "cispo": cispo.STEP,
+    "rloo": rloo.STEP,
+    "reinforce++": reinforce_plus_plus.STEP,
+    "reinforce++-baseline": reinforce_plus_plus_baseline.STEP,
+    "opo": opo.STEP,
+}
+"""Algorithm -> the flow of one training step, with all that it may need."""
 
 Program = tuple[Instruction, ...]
 
@@ -25,8 +46,7 @@ class JobPlan:
     """A recipe, compiled.
 
     Attributes:
-        meshes: Name -> mesh. Beside those of models: ``reward`` where a function scores, one replica on each rollout
-            rank; and ``job``, all ranks.
+        meshes: Name -> mesh. Beside those of roles: ``job``, all ranks.
         warm_start: Supervised training before reinforcement learning; empty without one.
         validation: Greedy answers to the held-out problems, judged.
         train: The loop over training steps.
@@ -45,10 +65,28 @@ class JobPlan:
     def rank_sets(self) -> tuple[tuple[int, ...], ...]:
         """Sets of ranks that exchange messages beside those of a model: for moves, decisions and copies of weights."""
         sets = dict.fromkeys(rank_sets(self.whole, self.meshes))
-        for name in ("actor.rollout", "reference", "critic"):
+        for name in ("actor.rollout", "reference", "critic", "cost_critic"):
             if name in self.meshes:
                 sets[participants(self.meshes["actor.update"], self.meshes[name])] = None
         return tuple(sets)
+
+
+def step_flow(recipe: Recipe) -> Flow:
+    """What one training step does: the algorithm's flow without what this recipe has no use for."""
+    flow = STEPS[recipe.algorithm]
+    if not recipe.has_reference:
+        flow = without(flow, "ref_log_probs")
+    if recipe.kl.place == "loss" or recipe.kl.coef == 0:
+        for column in ("old_log_probs", "ref_log_probs"):
+            flow = without(flow, column, role="advantage")
+    if recipe.is_on_policy:
+        flow = without(flow, "old_log_probs")
+    return flow if recipe.rollout.environment is None else with_environment(flow)
+
+
+def validation_flow(recipe: Recipe) -> Flow:
+    """How what is trained is judged on what was held out."""
+    return VALIDATION if recipe.rollout.environment is None else with_environment(VALIDATION)
 
 
 def placement_warnings(meshes: Mapping[str, DeviceMesh]) -> tuple[str, ...]:
@@ -74,24 +112,14 @@ def plan_job(recipe: Recipe) -> JobPlan:
     meshes = role_meshes(recipe)
     rollout = meshes["actor.rollout"]
     everyone = tuple(range(recipe.cluster.ranks))
-    if "reward" not in meshes:
-        meshes["reward"] = DeviceMesh(
-            name="reward",
-            layout=ParallelLayout(dp=len(rollout.ranks)),
-            ranks=rollout.ranks,
-            ranks_per_node=rollout.ranks_per_node,
-        )
     meshes["job"] = DeviceMesh(
         name="job",
         layout=ParallelLayout(dp=len(everyone)),
         ranks=everyone,
         ranks_per_node=rollout.ranks_per_node,
     )
-    validating, stepping = VALIDATION, STEPS[recipe.algorithm]
-    if recipe.rollout.environment is not None:
-        validating, stepping = with_environment(validating), with_environment(stepping)
-    validation = compile_flow(validating, meshes)
-    step = compile_flow(stepping, meshes)
+    validation = compile_flow(validation_flow(recipe), meshes)
+    step = compile_flow(step_flow(recipe), meshes)
     finish = Call("trainer.finish_step", "trainer", "finish_step", "job")
     save = Branch("save", "job", (Call("trainer.save", "trainer", "save", "job"),))
     sample, experience, update = _cut(step)
@@ -112,7 +140,8 @@ def plan_job(recipe: Recipe) -> JobPlan:
 
 
 def _cut(step: Program) -> tuple[Program, Program, Program]:
-    """A step's instructions up to its samples, then up to its first loop over mini-batches, then the rest."""
-    sampled = next(at for at, each in enumerate(step) if isinstance(each, Call) and each.source) + 1
-    looping = next(at for at, each in enumerate(step) if any(isinstance(inner, Loop) for inner in walk((each,))))
+    """A step's instructions up to its last samples, then up to its first loop over mini-batches, then the rest."""
+    sampled = max(at for at, each in enumerate(step) if isinstance(each, Call) and each.source) + 1
+    later = range(sampled, len(step))
+    looping = next(at for at in later if any(isinstance(inner, Loop) for inner in walk((step[at],))))
     return step[:sampled], step[sampled:looping], step[looping:]

@@ -22,21 +22,17 @@ from hybridflow.observe.rank_log import open_rank_log, say
 from hybridflow.observe.starts import add_end
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
-from hybridflow.roles.actor import Actor
-from hybridflow.roles.advantage import Advantage, KLCoefficient
-from hybridflow.roles.critic import Critic
+from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
 from hybridflow.roles.kept_rollouts import KeptRollouts
 from hybridflow.roles.peft import load_adapters
 from hybridflow.roles.placed import mini_batch_size
-from hybridflow.roles.reference import Reference
-from hybridflow.roles.reward import Reward
-from hybridflow.roles.reward_model import RewardModel
 from hybridflow.trainer import checkpoints
 from hybridflow.trainer.copy_weights import copy_weights
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import JobPlan, Program, placement_warnings, plan_job
 from hybridflow.trainer.record import Record
+from hybridflow.trainer.roles import make_roles
 from hybridflow.trainer.starting import note_failure, note_start
 from hybridflow.trainer.step_metrics import merge_metrics
 from hybridflow.trainer.stopping import Stopping
@@ -121,15 +117,7 @@ class Trainer:
         recipe = job.recipe
         self.step = 0
         self.kl_coef = KLCoefficient(recipe)
-        actor = Actor(job, self.kl_coef)
-        self.roles: dict[str, Any] = {
-            "actor": actor,
-            "reference": Reference(job, actor),
-            "reward": Reward(job) if recipe.reward.model is None else RewardModel(job),
-            "advantage": Advantage(job, self.kl_coef),
-        }
-        if recipe.critic is not None:
-            self.roles["critic"] = Critic(job)
+        self.roles = make_roles(job, self.kl_coef)
         self.job = job
         self._plan = plan
         self._stopping = stopping
@@ -198,7 +186,7 @@ class Trainer:
         self._stopping.learn(metrics)
         self._stopping.settle(reason for _, _, reason in gathered)
         self.roles["actor"].end_step(self.step)
-        self.kl_coef.advance(metrics["kl/ref"])
+        self.kl_coef.advance(metrics.get("kl/ref", 0.0))
         self._rollouts.advance(metrics)
         self._record.begin_step(self.step, self._stopping.job_end_s)
 
@@ -239,14 +227,13 @@ class Trainer:
         Functions of the step alone, so that no rank need ask another; but to go on is what all of them agree on.
         """
         recipe = self.job.recipe
-        settings = recipe.ppo if recipe.algorithm == "ppo" else recipe.grpo
         return {
             "warm_step": Replicated(self._warm_steps().__next__),
             "train_step": Replicated(self._next_step),
             "go_on": Replicated(lambda: not self._stopping.agree(self._everyone)),
             "go_on_to_update": Replicated(lambda: not self._stopping.agree(self._everyone, before_update=True)),
-            "critic_mini_batch": Replicated(_mini_batches(self.job, settings.epochs).__next__),
-            "actor_mini_batch": Replicated(_mini_batches(self.job, settings.epochs).__next__),
+            "critic_mini_batch": Replicated(_mini_batches(self.job, recipe.loss.epochs).__next__),
+            "actor_mini_batch": Replicated(_mini_batches(self.job, recipe.loss.epochs).__next__),
             "validate": Replicated(self._is_validation_due),
             "save": Replicated(self._is_save_due),
         }
@@ -301,7 +288,7 @@ class Trainer:
         """
         actor, critic = self.roles["actor"], self.roles.get("critic")
         actor.mark_changed()
-        if not self.roles["reference"].is_base:
+        if "reference" in self.roles and not self.roles["reference"].is_base:
             copy_weights(self.job, actor, "actor.update", self.roles["reference"], "reference")
         if critic is not None and not self._has_own_critic:
             copy_weights(self.job, actor, "actor.update", critic, "critic")

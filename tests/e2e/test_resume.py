@@ -20,8 +20,8 @@ GRPO = RUN
 PPO = [
     *RUN,
     *("algorithm=ppo", "cluster.ranks=4", "actor.update={tp: 2, dp: 2}", "actor.rollout={dp: 4}"),
-    *("critic.layout={pp: 2, dp: 2}", "critic.optimizer.lr=1e-2", "ppo.epochs=2"),
-    *("ppo.kl_coef=0.1", "ppo.kl_target=0.01", "ppo.kl_horizon=20"),
+    *("critic.layout={pp: 2, dp: 2}", "critic.optimizer.lr=1e-2", "loss.epochs=2"),
+    *("kl.coef=0.1", "kl.target=0.01", "kl.horizon=20"),
 ]
 
 # Notes each problem that is scored, per rank.

@@ -22,16 +22,15 @@ from tests.multi.models import TINY, VOCAB, samples
 
 EOS = 2
 SETTINGS = {
-    "ppo": config.PPO(
-        gamma=0.95,
-        gae_lambda=0.9,
-        dual_clip=2.0,
-        kl_coef=0.1,
-        kl_estimator="k2",
-        kl_place="loss",
-        entropy_coef=0.05,
+    "ppo": dict(
+        advantage=config.Advantage(gamma=0.95, gae_lambda=0.9),
+        loss=config.Loss(dual_clip=2.0, entropy_coef=0.05),
+        kl=config.KL(coef=0.1, estimator="k2", place="loss"),
     ),
-    "grpo": config.GRPO(clip_high=0.28, dual_clip=3.0, kl_coef=0.1, entropy_coef=0.05),
+    "grpo": dict(
+        loss=config.Loss(clip_high=0.28, dual_clip=3.0, entropy_coef=0.05, aggregation="seq-mean-token-mean"),
+        kl=config.KL(coef=0.1, estimator="k3", place="loss"),
+    ),
 }
 """Every term of the actor's loss is on."""
 
@@ -42,12 +41,13 @@ def tiny_recipe(
     *,
     model: config.Model = TINY,
     critic: ParallelLayout | None = None,
-    settings: config.PPO | config.GRPO | None = None,
+    settings: dict | None = None,
     micro_batch_tokens: int = 4096,
     num_samples: int = 12,
     mini_batch_size: int = 6,
     group_size: int = 1,
     optimizer: config.Optimizer | None = None,
+    value_clip: float = 0.5,
 ) -> Recipe:
     """A recipe of a tiny model, all roles on the ranks of ``layout``, which is the critic's too unless one is given."""
     optimizer = config.Optimizer(lr=1e-3) if optimizer is None else optimizer
@@ -59,7 +59,9 @@ def tiny_recipe(
         model=config.Model(**{**vars(model), "vocab_size": VOCAB, "init_std": 0.1}),
         data=config.Data(train="none", held_out="none"),
         actor=config.Actor(update=layout, rollout=layout, optimizer=optimizer),
-        critic=config.Critic(layout=layout if critic is None else critic, optimizer=optimizer) if is_ppo else None,
+        critic=config.Critic(layout=layout if critic is None else critic, optimizer=optimizer, value_clip=value_clip)
+        if is_ppo
+        else None,
         rollout=config.Rollout(max_new_tokens=12, temperature=0.8, group_size=group_size),
         trainer=config.Trainer(
             steps=1,
@@ -67,7 +69,7 @@ def tiny_recipe(
             mini_batch_size=mini_batch_size,
             micro_batch_tokens=micro_batch_tokens,
         ),
-        **{algorithm: SETTINGS[algorithm] if settings is None else settings},
+        **(SETTINGS[algorithm] if settings is None else settings),
     )
     check_recipe(recipe)
     return recipe

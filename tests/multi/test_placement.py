@@ -75,11 +75,10 @@ def recipe(folder: Path, name: str, algorithm: str, ranks: int, **placement: Any
         reward=config.Reward(function=f"{__name__}:share_of_ones"),
         rollout=config.Rollout(max_new_tokens=6, group_size=4 if algorithm == "grpo" else 1),
         trainer=config.Trainer(steps=2, global_batch_size=16, mini_batch_size=8, micro_batch_tokens=48),
-        **{
-            algorithm: config.PPO(kl_coef=0.1, kl_target=0.5, kl_horizon=100, entropy_coef=0.01, value_clip=0.1)
-            if algorithm == "ppo"
-            else config.GRPO(kl_coef=0.1)
-        },
+        loss=config.Loss(entropy_coef=0.01) if algorithm == "ppo" else config.Loss(aggregation="seq-mean-token-mean"),
+        kl=config.KL(coef=0.1, target=0.5, horizon=100)
+        if algorithm == "ppo"
+        else config.KL(coef=0.1, estimator="k3", place="loss"),
     )
     check_recipe(made)
     return made

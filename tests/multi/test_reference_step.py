@@ -32,7 +32,7 @@ from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
 from hybridflow.roles.reference import Reference
-from hybridflow.trainer.recipes import nodes
+from hybridflow.trainer.plan import step_flow
 from tests.multi.jobs import add_noise, inner_of, make_job, outer_of, tiny_recipe
 from tests.multi.models import samples
 from tests.ranks import run_ranks
@@ -65,17 +65,19 @@ MODELS = {
     ),
 }
 SETTINGS = {
-    "ppo": config.PPO(
-        gamma=0.97,
-        gae_lambda=0.9,
-        clip_low=0.002,
-        clip_high=0.003,
-        value_clip=0.002,
-        kl_coef=0.1,
-        entropy_coef=0.01,
+    "ppo": dict(
+        advantage=config.Advantage(gamma=0.97, gae_lambda=0.9),
+        loss=config.Loss(clip_low=0.002, clip_high=0.003, entropy_coef=0.01),
+        kl=config.KL(coef=0.1),
     ),
-    "grpo": config.GRPO(clip_low=0.002, clip_high=0.003, dual_clip=1.001, kl_coef=0.1, entropy_coef=0.01),
+    "grpo": dict(
+        loss=config.Loss(
+            clip_low=0.002, clip_high=0.003, dual_clip=1.001, entropy_coef=0.01, aggregation="seq-mean-token-mean"
+        ),
+        kl=config.KL(coef=0.1, estimator="k3", place="loss"),
+    ),
 }
+VALUE_CLIP = 0.002
 CORRECTIONS = {
     "ppo": config.Correction(kind="truncate", high=1.2),
     "grpo": config.Correction(kind="icepop", level="sequence", low=0.3, high=3.0),
@@ -84,11 +86,6 @@ OPTIMIZERS = {
     "ppo": config.Optimizer(lr=1e-4, clip_grad=0.5, distributed=False),
     "grpo": config.Optimizer(lr=1e-4, clip_grad=0.0, distributed=False),
 }
-STEPS = {
-    "ppo": (nodes.ACTOR_LOG_PROBS, nodes.REFERENCE_LOG_PROBS, nodes.CRITIC_VALUES, nodes.PPO_ADVANTAGES),
-    "grpo": (nodes.ACTOR_LOG_PROBS, nodes.REFERENCE_LOG_PROBS, nodes.GRPO_ADVANTAGES),
-}
-UPDATES = {"ppo": (nodes.CRITIC_UPDATE, nodes.ACTOR_UPDATE), "grpo": (nodes.ACTOR_UPDATE,)}
 COMPUTED = {
     "ppo": ("old_log_probs", "ref_log_probs", "values", "advantages", "returns"),
     "grpo": ("old_log_probs", "ref_log_probs", "advantages"),
@@ -107,6 +104,7 @@ def recipe_of(algorithm: str, layout: ParallelLayout, critic: ParallelLayout) ->
         mini_batch_size=MINI_BATCH,
         group_size=GROUP_SIZE,
         optimizer=OPTIMIZERS[algorithm],
+        value_clip=VALUE_CLIP,
     )
     return replace(recipe, correction=CORRECTIONS[algorithm])
 
@@ -186,9 +184,12 @@ def step(world: World, algorithm: str) -> dict[str, Any]:
         name="given.samples", role="given", call="samples", mesh="reward", source=True, writes=tuple(given_columns())
     )
     see = Node(name="given.see", role="given", call="see", mesh="actor.update", reads=COMPUTED[algorithm])
-    program = compile_flow(Flow(elements=(start, *STEPS[algorithm], see, *UPDATES[algorithm])), plan.meshes)
+    # The algorithm's own step, but for who samples and scores.
+    elements = step_flow(job.recipe).elements[2:]
+    computing = [element for element in elements if isinstance(element, Node)]
+    program = compile_flow(Flow(elements=(start, *computing, see, *elements[len(computing) :])), plan.meshes)
     world.make_groups(schedule.rank_sets(program, plan.meshes))
-    mini_batches = [{"index": index} for index in range(NUM_SAMPLES // MINI_BATCH)]
+    mini_batches = [{"epoch": 0, "index": index} for index in range(NUM_SAMPLES // MINI_BATCH)]
     found: dict[str, Any] = {"gradients": {}, "metrics": {}}
     for name in ("actor", "critic"):
         if name in roles:
@@ -283,6 +284,7 @@ class Plain:
     def __init__(self, algorithm: str, weights: dict[str, dict[str, np.ndarray]]) -> None:
         self.algorithm, self.model = algorithm, MODELS[algorithm]
         self.settings, self.optimizer = SETTINGS[algorithm], OPTIMIZERS[algorithm]
+        self.kl_coef = SETTINGS[algorithm]["kl"].coef
         self.weights = {
             role: {
                 name: torch.tensor(array, dtype=torch.float64, requires_grad=True) for name, array in tensors.items()
@@ -339,14 +341,14 @@ class Plain:
         return (self.scores[sample] - group.mean()) / (group.std(unbiased=True) + 1e-6)
 
     def gae(self, sample: int, found: dict[str, list[Tensor]]) -> tuple[Tensor, Tensor]:
-        settings = self.settings
+        settings = self.settings["advantage"]
         kl = found["old_log_probs"][sample] - found["ref_log_probs"][sample]
         values = found["values"][sample]
         advantages, returns = torch.zeros_like(kl), torch.zeros_like(kl)
         own = self.masks[sample].nonzero()[:, 0].tolist()
         next_value = next_advantage = 0.0
         for t in reversed(own):
-            reward = (self.scores[sample] if t == own[-1] else 0.0) - settings.kl_coef * kl[t]
+            reward = (self.scores[sample] if t == own[-1] else 0.0) - self.kl_coef * kl[t]
             delta = reward + settings.gamma * next_value - values[t]
             next_advantage = delta + settings.gamma * settings.gae_lambda * next_advantage
             next_value = values[t]
@@ -362,7 +364,7 @@ class Plain:
         return torch.stack(means).mean()
 
     def actor_loss(self, chosen: range, columns: dict[str, list[Tensor]]) -> Tensor:
-        settings, losses = self.settings, []
+        settings, losses = self.settings["loss"], []
         for sample in chosen:
             log_probs, entropy = self.log_probs("actor", sample)
             advantage = columns["advantages"][sample]
@@ -374,7 +376,7 @@ class Plain:
             loss = loss * self.correction(columns["old_log_probs"][sample], sample)
             if self.algorithm == "grpo":
                 d = log_probs - columns["ref_log_probs"][sample]
-                loss = loss + settings.kl_coef * ((-d).exp() + d - 1).clamp(-10, 10)
+                loss = loss + self.kl_coef * ((-d).exp() + d - 1).clamp(-10, 10)
             losses.append(loss - settings.entropy_coef * entropy)
         return self.aggregate(losses, chosen)
 
@@ -394,7 +396,7 @@ class Plain:
         losses = []
         for sample in chosen:
             values, old, returns = self.values(sample), columns["values"][sample], columns["returns"][sample]
-            near = torch.minimum(torch.maximum(values, old - self.settings.value_clip), old + self.settings.value_clip)
+            near = torch.minimum(torch.maximum(values, old - VALUE_CLIP), old + VALUE_CLIP)
             losses.append(0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2))
         return self.aggregate(losses, chosen)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.config import (
-    PPO,
+    Loss,
     Optimizer,
     Recipe,
     check_cut,
@@ -52,7 +52,7 @@ def test_smallest_recipe_takes_the_defaults(recipe_file):
     assert recipe.run_dir == "runs/small"
     assert recipe.actor.update == ParallelLayout(tp=2, pp=1, dp=2)
     assert recipe.actor.optimizer == Optimizer(lr=1e-4)  # YAML 1.1 reads 1e-4 as text
-    assert recipe.ppo == PPO()
+    assert recipe.loss == Loss()
     assert recipe.trainer.mini_batch_size is None
 
 
@@ -69,17 +69,17 @@ def test_overrides_win_and_later_ones_over_earlier(recipe_file):
     ("override", "says"),
     [
         ("trainer.step=3", ["override 'trainer.step=3'", "trainer.step:", "did you mean trainer.steps?", "save_every"]),
-        ("gamma=0.9", ["gamma: unknown key; did you mean ppo.gamma?"]),
-        ("lr=0.9", ["did you mean warm_start.lr or actor.optimizer.lr or critic.optimizer.lr?"]),
+        ("gamma=0.9", ["gamma: unknown key; did you mean advantage.gamma?"]),
+        ("lr=0.9", ["did you mean warm_start.lr or actor.optimizer.lr or critic.optimizer.lr"]),
         ("trainer.steps=many", ["trainer.steps: expected an integer of at least 0, found 'many' (text)"]),
         ("trainer.steps=true", ["found True (true or false)"]),
         ("trainer.steps=2.0", ["found 2.0 (a number)"]),
         ("trainer.steps=-1", ["expected an integer of at least 0, found -1"]),
-        ("ppo.gamma=1.5", ["ppo.gamma: expected a number of at least 0 and at most 1, found 1.5"]),
-        ("ppo.gamma=.nan", ["found nan"]),
-        ("ppo.clip_high=.inf", ["found inf"]),
+        ("advantage.gamma=1.5", ["advantage.gamma: expected a number of at least 0 and at most 1, found 1.5"]),
+        ("advantage.gamma=.nan", ["found nan"]),
+        ("loss.clip_high=.inf", ["found inf"]),
         ("actor.optimizer.lr=0", ["expected a number above 0, found 0.0"]),
-        ("ppo.kl_place=lossy", ["ppo.kl_place: expected one of reward, loss, found 'lossy'"]),
+        ("kl.place=lossy", ["kl.place: expected one of reward, loss, found 'lossy'"]),
         ("model.tied_embeddings=1", ["model.tied_embeddings: expected true or false, found 1 (an integer)"]),
         ("name=yes", ["name: expected text", "found True"]),
         ("name=a/b", ["expected text like [A-Za-z0-9]", "'a/b'"]),
@@ -90,10 +90,10 @@ def test_overrides_win_and_later_ones_over_earlier(recipe_file):
         ("name.low=1", ["override 'name.low=1': name is 'small' (text), not a section"]),
         ("trainer.steps", ["override 'trainer.steps': expected dotted.key=value"]),
         ("trainer.steps=[", ["override 'trainer.steps=[': not valid YAML"]),
-        ("critic=null", ["critic: missing; algorithm=ppo needs one"]),
-        ("algorithm=grpo", ["critic: algorithm=grpo has no critic"]),
-        ("grpo.kl_coef=0.1", ["grpo: algorithm=ppo would ignore this section"]),
-        ("ppo.kl_target=6", ["ppo.kl_target: adaptive KL multiplies ppo.kl_coef, which is 0"]),
+        ("critic=null", ["critic: missing; algorithm=ppo needs this section"]),
+        ("algorithm=grpo", ["critic: algorithm=grpo would ignore this section"]),
+        ("lagrange.limit=0.1", ["lagrange: algorithm=ppo would ignore this section"]),
+        ("kl.target=6", ["kl.target: adaptive KL multiplies kl.coef, which is 0"]),
         ("rollout.group_size=3", ["global_batch_size=16", "group_size=3", "set it to 18"]),
         ("trainer.mini_batch_size=5", ["mini_batch_size=5 does not divide trainer.global_batch_size=16"]),
         ("rollout.max_new_tokens=32", ["rollout.max_new_tokens=32", "model.max_context=32"]),
@@ -173,7 +173,7 @@ def test_heads_may_be_wider_than_their_share_of_the_hidden_size(recipe_file):
             ["model.num_query_groups=1", "actor.update={tp: 4}", "model.ffn_hidden_size=66"],
             ["model.ffn_hidden_size=66"],
         ),
-        (["reference.ranks=[0]"], ["reference", "≠ 1 ranks"]),
+        (["reference.ranks=[0]", "kl.coef=0.1"], ["reference", "≠ 1 ranks"]),
     ],
 )
 def test_layout_that_does_not_fit_is_refused_before_any_model(recipe_file, overrides, says):
@@ -209,13 +209,14 @@ def test_file_that_is_not_text(tmp_path):
 
 
 def test_meshes_of_the_roles(recipe_file):
-    recipe = load_recipe(recipe_file, ["critic={ranks: [2, 3], layout: {pp: 2}, optimizer: {lr: 1}}"])
+    recipe = load_recipe(recipe_file, ["critic={ranks: [2, 3], layout: {pp: 2}, optimizer: {lr: 1}}", "kl.coef=1"])
     meshes = role_meshes(recipe)
     assert {name: (str(mesh.layout), mesh.ranks) for name, mesh in meshes.items()} == {
         "actor.update": ("tp2.pp1.dp2", (0, 1, 2, 3)),
         "actor.rollout": ("tp1.pp1.dp4", (0, 1, 2, 3)),
         "critic": ("tp1.pp2.dp1", (2, 3)),
         "reference": ("tp2.pp1.dp2", (0, 1, 2, 3)),
+        "reward": ("tp1.pp1.dp4", (0, 1, 2, 3)),
     }
     assert {mesh.ranks_per_node for mesh in meshes.values()} == {4}
 
@@ -241,23 +242,22 @@ def test_shipped_recipes_are_valid(name):
 
 @given(
     st.builds(
-        PPO,
-        gamma=st.floats(0, 1),
+        Loss,
         dual_clip=st.none() | st.floats(1.5, 1e300),
         clip_high=st.floats(0, 1e300),
-        kl_coef=st.floats(0, 1e-300),
-        kl_place=st.sampled_from(["reward", "loss"]),
+        entropy_coef=st.floats(0, 1e-300),
+        kind=st.sampled_from(["clip", "gspo"]),
         epochs=st.integers(1, 10**20),
     ),
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
     st.none() | st.permutations(range(4)).map(tuple),
     st.integers(0, 2**63),
 )
-def test_recipe_survives_a_round_trip_through_yaml(ppo, text, ranks, seed):
+def test_recipe_survives_a_round_trip_through_yaml(loss, text, ranks, seed):
     recipe = recipe_from_dict(yaml.safe_load(SMALLEST))
     recipe = replace(
         recipe,
-        ppo=ppo,
+        loss=loss,
         seed=seed,
         run_dir=text,
         actor=replace(recipe.actor, ranks=ranks),

@@ -15,6 +15,7 @@ ORDER = [
     *(
         "errors",
         "exit_status",
+        "presets",
         "programs",
         "sections",
         "observe.doing",
@@ -41,6 +42,7 @@ LIGHT = [
     *(
         "errors",
         "exit_status",
+        "presets",
         "programs",
         "sections",
         "families.tables",

@@ -7,6 +7,6 @@ STEP = (
     >> nodes.SCORE
     >> nodes.ACTOR_LOG_PROBS
     >> nodes.REFERENCE_LOG_PROBS
-    >> nodes.GRPO_ADVANTAGES
+    >> nodes.advantages("grpo")
     >> nodes.ACTOR_UPDATE
 )

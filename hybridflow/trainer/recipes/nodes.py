@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hybridflow.dataflow.graph import Flow, Node, repeat
+from hybridflow.dataflow.graph import Flow, Node, Repeat, repeat
 
 SEQUENCES = ("tokens", "prompt_lengths")
 
@@ -50,23 +50,21 @@ CRITIC_VALUES = Node(
     reads=SEQUENCES,
     writes=("values",),
 )
-_LOG_PROBS = ("response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs")
-PPO_ADVANTAGES = Node(
-    name="advantage.ppo",
-    role="advantage",
-    call="ppo",
-    mesh="actor.update",
-    reads=("tokens", "scores", "values", *_LOG_PROBS),
-    writes=("advantages", "returns"),
-)
-GRPO_ADVANTAGES = Node(
-    name="advantage.grpo",
-    role="advantage",
-    call="grpo",
-    mesh="actor.update",
-    reads=("tokens", "scores", "draws", *_LOG_PROBS),
-    writes=("advantages",),
-)
+_OLD, _REFERENCE = "old_log_probs", "ref_log_probs"
+
+
+def advantages(call: str, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ("advantages",)) -> Node:
+    """From scores to advantages, in one of the ways that ``roles.advantage`` has."""
+    return Node(
+        name=f"advantage.{call}",
+        role="advantage",
+        call=call,
+        mesh="actor.update",
+        reads=("tokens", "scores", "draws", "response_mask", _OLD, _REFERENCE, *reads),
+        writes=writes,
+    )
+
+
 CRITIC_UPDATE = repeat(
     "critic_mini_batch",
     Node(
@@ -86,7 +84,7 @@ ACTOR_UPDATE = repeat(
         call="update",
         mesh="actor.update",
         phase="update",
-        reads=(*SEQUENCES, *_LOG_PROBS, "advantages", "order"),
+        reads=(*SEQUENCES, "response_mask", "rollout_log_probs", _OLD, _REFERENCE, "advantages", "order"),
     ),
     mesh="actor.update",
 )
@@ -108,6 +106,21 @@ JUDGE = Node(name="reward.judge", role="reward", call="judge", mesh="reward", re
 
 WARM_START = Flow(elements=(IMITATE,))
 VALIDATION = ANSWER >> JUDGE
+
+
+def without(flow: Flow, column: str, *, role: str | None = None) -> Flow:
+    """The flow in which nobody reads a column, or no node of a role, and which nobody makes then."""
+    elements: list[Node | Repeat] = []
+    for element in flow.elements:
+        if isinstance(element, Repeat):
+            elements.append(replace(element, body=without(element.body, column, role=role)))
+        elif role in (None, element.role):
+            if column in element.writes:
+                continue
+            elements.append(replace(element, reads=tuple(name for name in element.reads if name != column)))
+        else:
+            elements.append(element)
+    return Flow(elements=tuple(elements))
 
 
 def with_environment(flow: Flow) -> Flow:

@@ -8,7 +8,7 @@ STEP = (
     >> nodes.ACTOR_LOG_PROBS
     >> nodes.REFERENCE_LOG_PROBS
     >> nodes.CRITIC_VALUES
-    >> nodes.PPO_ADVANTAGES
+    >> nodes.advantages("ppo", reads=("values",), writes=("advantages", "returns"))
     >> nodes.CRITIC_UPDATE
     >> nodes.ACTOR_UPDATE
 )

@@ -1,0 +1,118 @@
+"""The policy's loss on one micro-batch, and what is told of it: shares of sums over the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.correction import Weights, correction_weights
+from hybridflow.algorithms.kl import kl_penalty
+from hybridflow.algorithms.losses import Totals, aggregate, policy_loss
+from hybridflow.config import Recipe
+from hybridflow.roles.advantage import KLCoefficient
+
+LOSS_SUMS = ("policy_loss", "loss", "num_clipped", "entropy", "kl_to_old")
+"""Shares of one mini-batch's loss, and of sums over its tokens."""
+
+SAMPLER_SUMS = (
+    *("tokens", "sequences", "abs_diff", "sampler_kl", "reference_kl"),
+    *("bounded", "weight", "square_weight"),
+)
+"""Of the global batch, each mini-batch once: how far the trainer is from sampler and reference, and the corrections."""
+
+
+class PolicyLoss:
+    """How the recipe's algorithm learns from advantages.
+
+    Args:
+        recipe: The recipe.
+        kl_coef: The weight of the KL, where it is a term of the loss.
+    """
+
+    def __init__(self, recipe: Recipe, kl_coef: KLCoefficient) -> None:
+        self._recipe = recipe
+        self._settings = recipe.loss
+        self._kl_coef = kl_coef
+
+    def __call__(
+        self, log_probs: Tensor, entropy: Tensor, columns: Mapping[str, Tensor], totals: Totals
+    ) -> tuple[Tensor, Tensor]:
+        """The micro-batch's share of the loss.
+
+        Args:
+            log_probs: Of the weights in training, ``[samples, tokens]``.
+            entropy: Of each token's distribution, the same shape.
+            columns: ``response_mask`` and ``advantages``; ``old_log_probs``, unless they are these; ``ref_log_probs``,
+                where there is a reference. The same shape.
+            totals: Counts of the global mini-batch.
+
+        Returns:
+            The share, to be summed over micro-batches and data-parallel ranks; and :data:`LOSS_SUMS`, no gradient.
+        """
+        settings, mask = self._settings, columns["response_mask"]
+        old = columns.get("old_log_probs", log_probs.detach())
+        per_token, stats = policy_loss(
+            log_probs,
+            old,
+            columns["advantages"],
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
+        )
+        if self._recipe.correction_kind != "none":
+            per_token = per_token * self._corrections(old, columns).weights
+        loss = aggregate(per_token, mask, settings.aggregation, totals)
+        policy_share = loss.detach()
+        if self._kl_coef.is_in_loss:
+            kl = kl_penalty(log_probs, columns["ref_log_probs"], self._recipe.kl.estimator)
+            loss = loss + self._kl_coef.value * aggregate(kl, mask, settings.aggregation, totals)
+        if settings.entropy_coef:
+            loss = loss - settings.entropy_coef * aggregate(entropy, mask, settings.aggregation, totals)
+        on_average = torch.stack([stats.is_clipped.float(), entropy.detach(), (old - log_probs).detach()])
+        return loss, torch.stack(
+            [policy_share, loss.detach(), *((mask > 0) * on_average).sum(dim=(1, 2)) / totals.num_tokens]
+        )
+
+    def compare(self, log_probs: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """How the trainer's log-probabilities before the update differ from the sampler's and the reference's.
+
+        Args:
+            log_probs: As for the loss, no gradient.
+            columns: As for the loss, and ``rollout_log_probs``.
+
+        Returns:
+            :data:`SAMPLER_SUMS` in fp64; and the largest difference to the sampler's.
+        """
+        mask = columns["response_mask"] > 0
+        old, sampled = columns.get("old_log_probs", log_probs), columns["rollout_log_probs"]
+        difference = torch.where(mask, (old - sampled).abs(), 0)
+        # Of the sampler to the trainer, over what the sampler drew.
+        sampler_kl = torch.where(mask, kl_penalty(sampled, old, "k3"), 0)
+        lengths = mask.sum(dim=1)
+        reference_kl = torch.zeros(len(mask), dtype=torch.float64)
+        if "ref_log_probs" in columns:
+            kl = torch.where(mask, kl_penalty(old, columns["ref_log_probs"], "k1"), 0)
+            reference_kl = kl.double().sum(dim=1) / lengths.clamp(min=1)
+        sums = [lengths.sum(), (lengths > 0).sum(), difference.sum(), sampler_kl.sum(), reference_kl.sum()]
+        corrected = [torch.zeros(())] * 3
+        if self._recipe.correction_kind != "none":
+            found = self._corrections(old, columns)
+            weights = torch.where(mask, found.weights, 0).double()
+            corrected = [found.is_bounded.sum(), weights.sum(), weights.square().sum()]
+        largest = difference.max() if difference.numel() else torch.zeros(())
+        return torch.stack([each.double().to(mask.device) for each in (*sums, *corrected)]), largest
+
+    def _corrections(self, old: Tensor, columns: Mapping[str, Tensor]) -> Weights:
+        """What the loss of each token is multiplied by."""
+        settings = self._recipe.correction
+        return correction_weights(
+            old,
+            columns["rollout_log_probs"],
+            columns["response_mask"],
+            kind=self._recipe.correction_kind,
+            level=settings.level,
+            low=settings.low,
+            high=settings.high,
+        )

@@ -1100,7 +1100,7 @@ def _check_lora(recipe: Recipe) -> None:
         return
     if recipe.preset.is_scorer:
         raise ConfigError(
-            f"actor.lora: algorithm={recipe.algorithm} trains a scorer, whose new head would be frozen; remove the section"
+            f"actor.lora: algorithm={recipe.algorithm} trains a scorer, whose head would be frozen; remove the section"
         )
     found, groups = list(lora.targets), recipe.model.query_groups
     if not found or len(set(found)) < len(found):

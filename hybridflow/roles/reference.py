@@ -30,6 +30,9 @@ class Reference:
         self.model: PlacedModel | None = None if actor is None else actor.model
         if not self.is_base:
             self.model = PlacedModel(job, mesh, self.spec) if job.world.rank in mesh else None
+        if not self.is_base and self.model is not None and job.recipe.actor.lora is not None:
+            # megatron-core multiplies with frozen weights by another function, which rounds otherwise.
+            self.model.transformer.requires_grad_(False)
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``ref_log_probs``."""

@@ -1206,6 +1206,11 @@ def _check_engine(recipe: Recipe) -> None:
             f"actor.ranks={list(recipe.actor.ranks or ())}: with rollout.engine.kind=vllm all ranks of the job must be "
             "the actor's, in their order, since vLLM starts on all of them together; leave the key out"
         )
+    if engine.kind == "vllm" and recipe.rollout.stop:
+        raise ConfigError(
+            f"rollout.stop={list(recipe.rollout.stop)}: rollout.engine.kind=vllm works on tokens and ends at none; remove "
+            "the key, or set kind to megatron"
+        )
     if engine.kind != "megatron" and recipe.trainer.steps > 0:
         _check_known_log_probs(recipe.rollout)
     if not engine.is_server:

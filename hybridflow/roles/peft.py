@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from hybridflow.checkpoint.formats import lora as adapters
@@ -26,7 +27,8 @@ def described(job: Job) -> Described:
     """
     model = job.model_of("actor")
     family = None if model.path is None else read_settings(Path(model.path)).family
-    return describe(model, family=family, has_value_head=False)
+    # Where it came from is no setting that a family has.
+    return describe(replace(model, path=None), family=family, has_value_head=False)
 
 
 def check_targets(job: Job) -> None:

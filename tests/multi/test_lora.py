@@ -124,6 +124,10 @@ class Placed:
     def log_probs(self, output: Tensor, batch: Any) -> Tensor:
         return vocab_parallel_log_probs(output, batch.targets, group=self.groups.tp, vocab_size=101)[0]
 
+    def loss(self, output: Tensor, batch: Any) -> tuple[Tensor, None]:
+        """The micro-batch's share of the mean."""
+        return self.log_probs(output, batch).sum() / sum(response for _, response in LENGTHS), None
+
     def forward(self) -> dict[int, Tensor]:
         """Sample -> log-probabilities of its response; empty but on the last stage."""
         parts = forward_only(
@@ -153,12 +157,9 @@ def against_peft(world: World, root: Path, name: str, targets: tuple[str, ...]) 
         placed = Placed(world, root, name, targets, text)
         if placed.groups is None:
             continue
-        count = sum(response for _, response in LENGTHS)
         before = placed.forward()
         trainable = Trainable(placed.model, placed.groups, Optimizer(lr=1e-3, distributed=False))
-        trainable.accumulate(
-            placed.batches(), lambda output, batch: (placed.log_probs(output, batch).sum() / count, None)
-        )
+        trainable.accumulate(placed.batches(), placed.loss)
         state = trainable.state()
         assert state["exp_avg"].keys() == {name for name in state["gradient"]}
         gradients = placed.pieces({name: flat.clone() for name, flat in state["gradient"].items()})

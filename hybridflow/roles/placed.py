@@ -14,7 +14,7 @@ from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
-from hybridflow.models.microbatch import MicroBatch, pack, split_by_tokens
+from hybridflow.models.microbatch import MicroBatch, first_of_prompt, pack, split_by_tokens
 from hybridflow.models.specs import logical_tensors
 from hybridflow.models.training import forward_only, sum_over
 from hybridflow.models.weights import describe_model, initialize, local_shards
@@ -121,7 +121,8 @@ class PlacedModel:
 
     def pack(self, sequences: list[Tensor], prompt_lengths: list[int]) -> list[MicroBatch]:
         """Sequences, each ``[tokens]`` of prompt and response, cut by the recipe's token budget."""
-        chosen = split_by_tokens([len(sequence) for sequence in sequences], self._budget_tokens)
+        prompts = first_of_prompt(sequences, prompt_lengths)
+        chosen = split_by_tokens([len(sequence) for sequence in sequences], self._budget_tokens, prompts)
         return [pack(samples, sequences, prompt_lengths, self._device) for samples in chosen]
 
     def log_probs(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -49,8 +49,8 @@ class PackedAttention:
     Args:
         lengths: Tokens of each sequence.
         device: Where the activations live.
-        places: Which token of the micro-batch each token of each sequence is, ``[sum of lengths]`` int64 in host memory;
-            None: they come one after the other, and none is shared.
+        places: Which token of the micro-batch each token of each sequence is, ``[sum of lengths]`` int64 in host
+            memory; None: they come one after the other, and none is shared.
 
     Attributes:
         positions: Place of each token in its sequence, ``[tokens]`` int64.
@@ -63,6 +63,7 @@ class PackedAttention:
         if places is None:
             places = torch.arange(total)
         num_tokens = int(places.max()) + 1 if total else 0
+        self._places, self._starts = places.to(device), (torch.arange(total) - within).to(device)
         self.positions = torch.empty(num_tokens, dtype=torch.int64).index_copy_(0, places, within).to(device)
         self._rectangles: list[tuple[int, int]] = []
         taken, first_cells, num_cells = [], torch.empty(len(lengths), dtype=torch.int64), 0
@@ -83,6 +84,13 @@ class PackedAttention:
         self._is_rectangle = torch.equal(self._taken, torch.arange(num_tokens, device=device))
         widest = max(lengths, default=0)
         self._sight = _Sight(torch.arange(widest, device=device), widest)
+
+    def sums_so_far(self, values: Tensor) -> Tensor:
+        """Of each token the sum of ``[tokens]`` int64 values over its sequence, from the first to itself."""
+        laid_out = values[self._places]
+        sums = laid_out.cumsum(0)
+        sums = sums - (sums - laid_out)[self._starts]
+        return torch.empty_like(values).index_copy_(0, self._places, sums)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attention of one layer.

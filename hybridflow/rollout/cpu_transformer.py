@@ -52,13 +52,15 @@ class CpuTransformer:
         group: Its tensor-parallel ranks.
 
     Attributes:
-        weights: What kernels read by its address: kept here.
+        matrices: The copies, ``[panels, inputs, PANEL]`` each.
     """
 
     def __init__(self, model: Transformer, group: dist.ProcessGroup) -> None:
         kernels = load_kernels()
         assert kernels is not None, "see runs_on_cpu"
-        self.weights: list[Tensor] = []
+        self.matrices: list[Tensor] = []
+        # What the kernels read by its address has to stay where it is.
+        self._others: list[Tensor] = []
         self._kernels = kernels
         self._model = model
         self._group = group if group.size() > 1 else None
@@ -81,7 +83,7 @@ class CpuTransformer:
             shared = model.share_embeddings_and_output_weights
             output = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
             self._norms[1] = self._keep(model.decoder.final_layernorm.weight)
-            self._output, self._num_outputs = self._keep(_pack(output)), len(output)
+            self._output, self._num_outputs = self._matrix(_pack(output)), len(output)
 
     def __call__(self, tokens: Tensor, attention: PagedAttention, rows: Tensor) -> Tensor:
         """As ``Transformer.forward``; hidden states come in by ``set_input_tensor`` of the model. Collective: tp."""
@@ -118,7 +120,10 @@ class CpuTransformer:
         model = self._model
         if not model.pre_process:
             return model.decoder.input_tensor[:, 0].clone()
-        hidden = model.embedding(input_ids=tokens[None], position_ids=attention.positions[None])[:, 0]
+        if self._group is None:
+            hidden = model.embedding.word_embeddings.weight.index_select(0, tokens)
+        else:
+            hidden = model.embedding(input_ids=tokens[None], position_ids=attention.positions[None])[:, 0]
         if model.has_scaled_embeddings:
             hidden = hidden * hidden.new_tensor(hidden.shape[-1] ** 0.5)
         return hidden.contiguous()
@@ -128,15 +133,15 @@ class CpuTransformer:
         scoring, bias = attention.core_attention.scoring, attention.linear_qkv.bias
         return Layer(
             input_norm=self._norm(layer.input_layernorm),
-            qkv=self._keep(_pack(attention.linear_qkv.weight)),
+            qkv=self._matrix(_pack(attention.linear_qkv.weight)),
             qkv_bias=None if bias is None else self._keep(pad(bias.detach(), (0, -len(bias) % PANEL))),
             query_norm=self._norm(attention.q_layernorm),
             key_norm=self._norm(attention.k_layernorm),
-            projection=self._keep(_pack(attention.linear_proj.weight)),
+            projection=self._matrix(_pack(attention.linear_proj.weight)),
             attention_norm=self._norm(getattr(attention, "post_layernorm", None)),
             mlp_norm=self._norm(layer.pre_mlp_layernorm),
-            gate_up=self._keep(_pack_gated(mlp.linear_fc1.weight)),
-            down=self._keep(_pack(mlp.linear_fc2.weight)),
+            gate_up=self._matrix(_pack_gated(mlp.linear_fc1.weight)),
+            down=self._matrix(_pack(mlp.linear_fc2.weight)),
             output_norm=self._norm(getattr(mlp, "post_layernorm", None)),
             scale=scoring.scale,
             softcap=scoring.softcap or 0.0,
@@ -146,9 +151,13 @@ class CpuTransformer:
     def _norm(self, norm: torch.nn.Module | None) -> int | None:
         return None if norm is None or isinstance(norm, IdentityOp) else self._keep(norm.weight)
 
-    def _keep(self, weight: Tensor) -> int:
-        self.weights.append(weight.detach())
-        return weight.data_ptr()
+    def _matrix(self, laid_out: Tensor) -> int:
+        self.matrices.append(laid_out)
+        return laid_out.data_ptr()
+
+    def _keep(self, other: Tensor) -> int:
+        self._others.append(other.detach())
+        return other.data_ptr()
 
 
 def _pack(weight: Tensor, panel: int = PANEL) -> Tensor:

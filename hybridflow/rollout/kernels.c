@@ -609,6 +609,9 @@ INLINE floats noise(uint64_t key, int64_t column) {
     return -log_of(exponential);
 }
 
+/* What stands in the place of a token that could not be sampled; see sampling.py. */
+enum { NOT_FINITE = -1, NOTHING_LEFT = -2 };
+
 LEVELS static void sample_row(double *found, int64_t rows, const float *from, int64_t key, float temperature,
                               int is_greedy, int64_t real, int64_t first) {
     float factor = 1.0f / temperature;
@@ -654,6 +657,37 @@ void hf_sample(double *found, const float *logits, const int64_t *keys, const fl
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t row = 0; row < rows; row++)
         sample_row(found + row, rows, logits + row * width, keys[row], temperatures[row], greedy[row], real, first);
+}
+
+/* The logarithm of the sum of exponentials over all ranks, of which each has its largest and its sum beside that. */
+static double normalizer(const double *largest, const double *totals, int64_t ranks, int64_t stride) {
+    double top = largest[0], total = 0;
+    for (int64_t rank = 1; rank < ranks; rank++) {
+        double other = largest[rank * stride];
+        top = other > top || isnan(other) ? other : top;
+    }
+    for (int64_t rank = 0; rank < ranks; rank++)
+        if (totals[rank * stride] != 0) total += totals[rank * stride] * exp(largest[rank * stride] - top);
+    return top + log(total);
+}
+
+/* The winners of all ranks' candidates: tokens, log_probs and sampled_log_probs [rows] of sampling.py, where the same is
+   written in torch. candidates [ranks, lines, rows]: the 6 lines of hf_sample, or also the candidate's edited logit and
+   the largest edited one. */
+void hf_settle(int64_t *tokens, float *log_probs, float *sampled_log_probs, const double *candidates,
+               const uint8_t *greedy, int64_t ranks, int64_t lines, int64_t rows) {
+    const int64_t stride = lines * rows;
+    for (int64_t row = 0; row < rows; row++) {
+        const double *first = candidates + row, *best = first;
+        for (const double *each = first; each < first + ranks * stride; each += stride)
+            if (each[0] > best[0]) best = each;
+        int64_t edited = lines == 6 ? 2 : 6;
+        double all = normalizer(first + 3 * rows, first + 4 * rows, ranks, stride);
+        double kept = normalizer(first + (edited + 1) * rows, first + 5 * rows, ranks, stride);
+        tokens[row] = !isfinite(all) ? NOT_FINITE : best[0] == -INFINITY ? NOTHING_LEFT : (int64_t)best[rows];
+        log_probs[row] = (float)(best[2 * rows] - all);
+        sampled_log_probs[row] = greedy[row] ? 0.0f : (float)(best[edited * rows] - kept);
+    }
 }
 
 LEVELS static void sum_row(double *to, const float *from, float floor, float top, uint32_t prefix, int64_t width,

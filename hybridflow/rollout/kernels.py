@@ -52,6 +52,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "hf_layers": [_POINTER] * 3 + [_INTEGER] * 2,
     "hf_output": [_POINTER] * 9 + [_INTEGER] * 2,
     "hf_sample": [_POINTER] * 5 + [_INTEGER] * 4,
+    "hf_settle": [_POINTER] * 5 + [_INTEGER] * 3,
     "hf_sum_by_digit": [_POINTER] * 5 + [_INTEGER] * 3,
 }
 

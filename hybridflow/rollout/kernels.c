@@ -542,8 +542,13 @@ typedef struct {
     float *cache; /* of each layer all keys, then all values */
     int64_t stride; /* floats from a layer's keys to its values, and on to the next layer's keys */
     float *hidden, *product; /* [rows, shape.hidden] */
-    float *space; /* [rows, hidden + (sharers + 2 + 2 * sharers) * groups * head + inner] for what lies between */
+    float *space; /* [rows, space_width] for what lies between */
 } step;
+
+/* Numbers of a row that lie between hidden and product. */
+static int64_t space_width(const shape *f) {
+    return f->hidden + (3 * f->sharers + 2) * f->groups * f->head + f->inner;
+}
 
 /* Half a layer, attention or MLP: adds the product of the half before, where there is one, leaves its own. */
 static void half_layer(const shape *f, const layer *l, const step *s, int64_t half) {
@@ -570,11 +575,48 @@ static void half_layer(const shape *f, const layer *l, const step *s, int64_t ha
     hf_multiply(s->product, context, l->projection, NULL, s->rows, queries_width, f->hidden, PLAIN);
 }
 
+/* Where the rows of a thread begin, so that a sequence's rows, which look at one another, are all of one thread. */
+static int64_t border(const step *s, int64_t thread, int64_t threads) {
+    int64_t row = thread * s->rows / threads / TILE * TILE;
+    while (row > 0 && row < s->rows && s->sequences[row] == s->sequences[row - 1]) row++;
+    return row;
+}
+
+/* Whether there is enough for each thread, and about the same, when sequences are dealt out. */
+static int is_divisible(const step *s, int64_t threads) {
+    if (s->rows < 2 * TILE * threads) return 0;
+    for (int64_t thread = 0; thread < threads; thread++) {
+        int64_t begin = border(s, thread, threads), end = thread + 1 < threads ? border(s, thread + 1, threads) : s->rows;
+        if (4 * (end - begin) * threads > 5 * s->rows) return 0;
+    }
+    return 1;
+}
+
 /* Half layers from first to last, each of which leaves in product what the next one, or hf_output, adds to hidden: where
-   a weight is shared among ranks, their sum has to come between. */
+   a weight is shared among ranks, their sum has to come between.
+
+   With many rows each thread computes some of them from first to last, by itself, and waits for nobody. With few, or
+   few sequences, all threads share each operation: the weights are read once only. */
 void hf_layers(const shape *f, const layer *layers, const step *s, int64_t first, int64_t last) {
+    int64_t threads = omp_get_max_threads();
+    if (threads == 1 || !is_divisible(s, threads)) {
 #pragma omp parallel
-    for (int64_t half = first; half < last; half++) half_layer(f, layers, s, half);
+        for (int64_t half = first; half < last; half++) half_layer(f, layers, s, half);
+        return;
+    }
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t thread = 0; thread < threads; thread++) {
+        int64_t begin = border(s, thread, threads), end = thread + 1 < threads ? border(s, thread + 1, threads) : s->rows;
+        step part = *s;
+        part.rows = end - begin;
+        part.sequences += begin;
+        part.positions += begin;
+        part.hidden += begin * f->hidden;
+        part.product += begin * f->hidden;
+        part.space += begin * space_width(f);
+#pragma omp parallel num_threads(1)
+        for (int64_t half = first; half < last; half++) half_layer(f, layers, &part, half);
+    }
 }
 
 /* What follows the layers: chosen rows of hidden plus product, normalized, times the output weight; see hf_add_norm and

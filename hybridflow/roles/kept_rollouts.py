@@ -74,11 +74,10 @@ class KeptRollouts:
 
     def advance(self, measured: Mapping[str, float]) -> None:
         """The weights have changed: by an update that measured this, equal on all ranks."""
-        recipe = self._job.recipe
-        # An update in which no token counts measures nothing.
-        told = [float(measured.get(name, 0.0)).hex() for name in ("actor/loss", "actor/grad_norm")]
-        # The rate may be changed on resume, and says nothing in the step in which it is.
-        told += [recipe.actor.optimizer.lr.hex(), str(recipe.actor.update)]
+        # An update in which no token counts measures nothing. The rate may be changed on resume, and says nothing else
+        # in the step in which it is.
+        told = [float(measured.get(name, 0.0)).hex() for name in ("actor/loss", "actor/grad_norm", "actor/lr")]
+        told.append(str(self._job.recipe.actor.update))
         self._fingerprint = hashlib.sha256(" ".join([self._fingerprint, *told]).encode()).hexdigest()
 
     def find(self, step: int, requests: list[Request]) -> dict[tuple[int, int], Response]:

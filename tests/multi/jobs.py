@@ -42,7 +42,7 @@ SETTINGS = {
     ),
     "cispo": dict(
         loss=config.Loss(kind="cispo", clip_low=1.0, clip_high=0.2, entropy_coef=0.05),
-        correction=config.Correction(kind="icepop", reject="k2", reject_level="max", reject_high=0.3),
+        correction=config.Correction(kind="icepop", reject="k2", reject_level="max", reject_high=0.1),
     ),
 }
 """Every term of the actor's loss is on, and every kind of it."""

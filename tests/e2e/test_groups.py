@@ -27,6 +27,7 @@ DAPO = [*RUN, "algorithm=dapo"]
 ALONE = ["cluster.ranks=1", "actor.update={}", "actor.rollout={}"]
 APART = ["actor.ranks=[0]", "actor.update={}", "actor.rollout={}", "reward.ranks=[1]"]
 """The reward is where nothing is sampled."""
+STAGES = ["cluster.ranks=4", "actor.update={tp: 2, pp: 2}", "actor.rollout={pp: 2, dp: 2}"]
 
 
 def write(path: Path, row: list[Any]) -> None:
@@ -158,14 +159,27 @@ def test_replicas_get_as_many_groups(whole):
         assert [json.loads(line)[0] for line in lines] == [step for step in (1, 2, 3) for _ in range(4)]
 
 
-@pytest.mark.parametrize(("placement", "num_ranks"), [(ALONE, 1), (APART, 2)], ids=["alone", "reward apart"])
+@pytest.mark.parametrize(
+    ("placement", "num_ranks"),
+    [
+        pytest.param(ALONE, 1, id="alone"),
+        pytest.param(APART, 2, id="reward apart"),
+        pytest.param(STAGES, 4, id="stages", marks=pytest.mark.slow),
+    ],
+)
 def test_other_placements_take_the_same_groups(whole, tmp_path, placement, num_ranks):
     done = run(tmp_path, [*DAPO, *placement], num_ranks=num_ranks)
     assert set(done.codes) == {0} and done.err == "", done.err
     assert taken(tmp_path) == taken(whole)
 
 
-@pytest.mark.parametrize("hook", [kill_in_the_second_rollout, stop_in_the_second_rollout], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        pytest.param(kill_in_the_second_rollout, id="killed"),
+        pytest.param(stop_in_the_second_rollout, id="stopped", marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_that_ended_in_a_refill_begins_anew_with_what_was_sampled(whole, tmp_path, hook):
     folder = tmp_path / "ended"
     done = run(folder, DAPO, hook=hook)

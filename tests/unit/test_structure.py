@@ -74,6 +74,7 @@ LIGHT = [
         "data.fast",
         "data.tokenizer",
         "data.prompts",
+        "data.preferences",
         "doctor.command",
         "doctor.compare",
         "doctor.rounds",

@@ -57,10 +57,12 @@ class Critic:
         return None if column is None else Batch(batch.ids, {self._values: column})
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """One optimizer step on one mini-batch. Collective: all ranks of the critic's mesh."""
+        """One optimizer step on one mini-batch, none where no token counts. Collective: all ranks of the mesh."""
         assert self.model is not None and self.trainable is not None, "called outside its mesh"
         part = mini_batch(self._job, batch, decided["critic_mini_batch"]["index"])
         totals = self.model.totals(part)
+        if totals is None:
+            return
         kept = self.trainable.accumulate(
             self.model.micro_batches(part), lambda output, micro_batch: self._loss(output, micro_batch, part, totals)
         )

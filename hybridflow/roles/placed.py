@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.algorithms.losses import Totals
-from hybridflow.checkpoint.formats.registry import open_source
+from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.models.adapters import base_spec, factor_spec, is_factor
 from hybridflow.models.distillation import top_log_probs, vocab_parallel_reverse_kl
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
-from hybridflow.models.microbatch import MicroBatch, pack, split_by_tokens
+from hybridflow.models.microbatch import MicroBatch, first_of_prompt, pack, split_by_tokens
 from hybridflow.models.specs import logical_tensors
 from hybridflow.models.training import forward_only, sum_over
 from hybridflow.models.weights import describe_model, initialize, local_shards
@@ -30,10 +31,11 @@ from hybridflow.roles.pretrained import load_pretrained
 
 
 def role_spec(job: Job, role: str = "actor", *, has_value_head: bool = False) -> ModelSpec:
-    """How the tensors of a role's model are cut; the same on every rank, in its meshes or not."""
+    """How the tensors of a role's model are cut, its adapters too; the same on every rank, in its meshes or not."""
     model = job.model_of(role)
     assert model.vocab_size is not None, "a job's models have a vocabulary"
-    return describe_model(job.world, model, vocab_size=model.vocab_size, has_value_head=has_value_head)
+    lora = job.recipe.actor.lora if role == "actor" else None
+    return describe_model(job.world, model, vocab_size=model.vocab_size, has_value_head=has_value_head, lora=lora)
 
 
 class PlacedModel:
@@ -44,6 +46,7 @@ class PlacedModel:
 
     Attributes:
         mesh: Where the model is.
+        spec: How its tensors are cut.
         groups: This rank's process groups there.
         transformer: This rank's stage and shard.
     """
@@ -61,6 +64,7 @@ class PlacedModel:
         assert model.vocab_size is not None, "a job's models have a vocabulary"
         self.mesh = mesh
         self.groups = collection(job.world, mesh)
+        lora = recipe.actor.lora if mesh.name in ("actor.update", "actor.rollout") else None
         self.transformer = build_transformer(
             model,
             mesh.layout,
@@ -68,20 +72,23 @@ class PlacedModel:
             job.world.device,
             vocab_size=model.vocab_size,
             has_value_head=has_value_head,
+            lora=lora,
+            seed=recipe.seed,
         )
         if not (is_filled_later or job.is_resumed):
-            # What a directory has is read by load(); a value head may be what it lacks.
-            names = None if model.path is None else {"value_head.weight"}
+            # What a directory has is read by load(); a value head or adapters may be what it lacks.
+            factors = {tensor.name for tensor in spec.tensors if is_factor(tensor.name)}
+            names = None if model.path is None else {"value_head.weight", *factors}
             initialize(self.transformer, spec, mesh, job.world.rank, seed=recipe.seed, std=model.init_std, names=names)
         self._model = model
         self._seed = recipe.seed
-        self._spec = spec
+        self.spec = spec
         self._rank = job.world.rank
         self._device = job.world.device
         self._budget_tokens = recipe.trainer.micro_batch_tokens
         self._vocab_size = job.vocab_size
         self._temperature = recipe.rollout.temperature
-        self._max_response_tokens = recipe.rollout.max_new_tokens
+        self._norm_tokens = recipe.loss.norm_tokens or recipe.rollout.max_new_tokens
         self._offload: HostOffload | None = None
 
     @property
@@ -96,11 +103,10 @@ class PlacedModel:
             CheckpointError: The directory is damaged, or holds another model.
         """
         if self._model.path is not None:
-            source = open_source(Path(self._model.path))
             load_pretrained(
-                source,
+                open_model(Path(self._model.path)),
                 self.transformer,
-                self._spec,
+                base_spec(self.spec),
                 self.mesh,
                 self._rank,
                 seed=self._seed,
@@ -144,11 +150,16 @@ class PlacedModel:
         with self.at_hand():
             return forward_only(self.transformer, self.groups, parts, compute)
 
+    def begin_adapters(self, draw: int) -> None:
+        """Give the adapters initial values: another number, others."""
+        spec, std = factor_spec(self.spec), self._model.init_std
+        initialize(self.transformer, spec, self.mesh, self._rank, seed=self._seed, std=std, draw=draw)
+
     def tensors(self) -> dict[str, Tensor]:
         """Live weights by logical name, as this rank holds them."""
         return {
             name: tensor
-            for name, (tensor, _) in local_shards(self.transformer, self._spec, self.mesh, self._rank).items()
+            for name, (tensor, _) in local_shards(self.transformer, self.spec, self.mesh, self._rank).items()
         }
 
     def share_storage(self, other: PlacedModel, names: Collection[str]) -> None:
@@ -157,13 +168,15 @@ class PlacedModel:
         for name in names:
             mine[name].data = theirs[name].data
 
-    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """The batch cut by the recipe's token budget."""
-        return self.pack(column_rows(batch, "tokens"), batch.columns["prompt_lengths"].tolist())
+    def micro_batches(self, batch: Batch, group_size: int = 1) -> list[MicroBatch]:
+        """The batch cut by the recipe's token budget, ``group_size`` samples in a row staying together."""
+        return self.pack(column_rows(batch, "tokens"), batch.columns["prompt_lengths"].tolist(), group_size)
 
-    def pack(self, sequences: list[Tensor], prompt_lengths: list[int]) -> list[MicroBatch]:
-        """Sequences, each ``[tokens]`` of prompt and response, cut by the recipe's token budget."""
-        chosen = split_by_tokens([len(sequence) for sequence in sequences], self._budget_tokens)
+    def pack(self, sequences: list[Tensor], prompt_lengths: list[int], group_size: int = 1) -> list[MicroBatch]:
+        """Sequences, each ``[tokens]`` of prompt and response, cut as in ``micro_batches``."""
+        prompts = first_of_prompt(sequences, prompt_lengths)
+        lengths = [len(sequence) for sequence in sequences]
+        chosen = split_by_tokens(lengths, self._budget_tokens, prompts=prompts, group_size=group_size)
         return [pack(samples, sequences, prompt_lengths, self._device) for samples in chosen]
 
     def log_probs(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -176,15 +189,19 @@ class PlacedModel:
             temperature=self._temperature,
         )
 
-    def totals(self, part: Batch) -> Totals:
-        """Counts of a mini-batch over all data-parallel ranks, from ``response_mask``. Collective: dp."""
-        rows = column_rows(part, "response_mask")
+    def totals(self, part: Batch, mask: str = "response_mask") -> Totals | None:
+        """Counts of a mini-batch over all data-parallel ranks, from a mask's column. Collective: dp.
+
+        Returns:
+            None where no token counts: such a mini-batch has no loss, and is left out, on all ranks.
+        """
+        rows = column_rows(part, mask)
         counts = torch.tensor([sum(float(row.sum()) for row in rows), sum(bool(row.any()) for row in rows)])
         num_tokens, num_sequences = sum_over(self.groups.dp)(counts.double()).tolist()
+        if num_tokens == 0:
+            return None
         return Totals(
-            num_tokens=int(num_tokens),
-            num_sequences=int(num_sequences),
-            max_response_tokens=self._max_response_tokens,
+            num_tokens=int(num_tokens), num_sequences=int(num_sequences), max_response_tokens=self._norm_tokens
         )
 
     def add_up(self, shares: list[Tensor], width: int) -> list[float]:
@@ -254,6 +271,12 @@ def column_rows(batch: Batch, name: str) -> list[Tensor]:
     column = batch.columns[name]
     assert isinstance(column, Ragged), f"column {name} is dense"
     return column.to_list()
+
+
+def mismatched(batch: Batch) -> Batch:
+    """The samples with ``mismatched_tokens``, each prompt with another's completion, where others have ``tokens``."""
+    columns = {"tokens": batch.columns["mismatched_tokens"], "prompt_lengths": batch.columns["prompt_lengths"]}
+    return Batch(batch.ids, columns)
 
 
 def padded(batch: Batch, name: str, samples: list[int] | None = None, device: torch.device | None = None) -> Tensor:

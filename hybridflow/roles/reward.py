@@ -13,6 +13,7 @@ from hybridflow.dataflow.batch import Batch
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.plugins import find_plugin
 from hybridflow.roles.job import Job
+from hybridflow.roles.judging import measure
 from hybridflow.roles.placed import column_rows
 from hybridflow.rollout.environment import text_of
 
@@ -77,14 +78,13 @@ class Reward:
         return Batch(batch.ids, {SCORES[self._role]: self._scores(batch, self._job.train.example)})
 
     def judge(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """Measure ``validation/accuracy``: the mean score of responses to held-out problems.
+        """Measure ``validation/accuracy``: the mean score of greedy responses to held-out problems; and pass@k.
 
         Collective: the reward's mesh.
         """
         scores = self._scores(batch, lambda row: self._job.held_out[row][0])
-        coordinator = self._job.world.coordinator(self._job.meshes["reward"].ranks)
-        shares = coordinator.gather([float(scores.double().sum()), len(scores)], "validation")
-        self.metrics["validation/accuracy"] = sum(total for total, _ in shares) / sum(count for _, count in shares)
+        judges = self._job.world.coordinator(self._job.meshes["reward"].ranks)
+        self.metrics |= measure(self._job, judges, batch.ids, scores)
 
     def _scores(self, batch: Batch, example_of: Callable[[int], Example]) -> torch.Tensor:
         if self._takes_rewards:

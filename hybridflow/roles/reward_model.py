@@ -16,6 +16,7 @@ from hybridflow.dataflow.batch import Batch
 from hybridflow.families.tables import FAMILIES
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.roles.job import Job
+from hybridflow.roles.judging import measure
 from hybridflow.roles.placed import PlacedModel, role_spec
 from hybridflow.roles.reward import SCORES
 
@@ -43,7 +44,7 @@ class RewardModel:
         if self.model is not None:
             # It never changes, so no checkpoint has it.
             self.model.load()
-            self._pad_id = _pad_id(Path(job.model_of(role).path))
+            self._pad_id = padding_of(Path(job.model_of(role).path))
             if getattr(job.recipe, role).offload:
                 self.model.keep_in_host_memory()
 
@@ -53,17 +54,16 @@ class RewardModel:
         return None if scores is None else Batch(batch.ids, {SCORES[self._role]: scores})
 
     def judge(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """Measure ``validation/accuracy``: the mean score of responses to held-out problems.
+        """Measure ``validation/accuracy``: the mean score of greedy responses to held-out problems; and pass@k.
 
         Collective: the reward's mesh.
         """
         mesh, scores = self._job.meshes[self._role], self._scores(batch)
         # The ranks of a stage all have the replica's scores: one of them speaks for it.
-        share = [0.0, 0]
-        if scores is not None and mesh.coordinate(self._job.world.rank).tp == 0:
-            share = [float(scores.double().sum()), len(scores)]
-        shares = self._job.world.coordinator(mesh.ranks).gather(share, "validation")
-        self.metrics["validation/accuracy"] = sum(total for total, _ in shares) / sum(count for _, count in shares)
+        ids = batch.ids
+        if scores is None or mesh.coordinate(self._job.world.rank).tp > 0:
+            ids, scores = ids[:0], torch.zeros(0)
+        self.metrics |= measure(self._job, self._job.world.coordinator(mesh.ranks), ids, scores)
 
     def _scores(self, batch: Batch) -> Tensor | None:
         """The score of each sample, ``[samples]`` fp32; None but on holders. Collective: tp, pp."""
@@ -80,7 +80,7 @@ class RewardModel:
         return torch.tensor([found[index] for index in range(len(batch))], dtype=torch.float32)
 
 
-def _pad_id(path: Path) -> int | None:
+def padding_of(path: Path) -> int | None:
     """The padding token that the model's own settings name."""
     source = open_source(path)
     config, values = source.assets().get("config.json"), {}
@@ -98,13 +98,11 @@ def last_tokens(part: MicroBatch, pad_id: int | None) -> MicroBatch:
         part: Some samples.
         pad_id: The model's padding token, which may be the very token that ends a response; None: it has none.
     """
-    rows, start = [], 0
-    for length in part.lengths:
-        tokens = part.tokens[start : start + length]
-        last = length - 1
+    rows = []
+    for places in part.places:
+        last = len(places) - 1
         if pad_id is not None:
-            others = (tokens != pad_id).nonzero()
+            others = (part.tokens[places] != pad_id).nonzero()
             last = int(others[-1]) if len(others) else 0
-        rows.append(start + last)
-        start += length
+        rows.append(int(places[last]))
     return replace(part, rows=torch.tensor(rows, dtype=torch.int64, device=part.tokens.device))

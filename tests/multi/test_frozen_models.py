@@ -254,7 +254,6 @@ def test_frozen_models_say_what_transformers_say(folder):
     """And have no weights on the device between two calls, if they are kept in host memory."""
     distill = recipe(folder, "asked", "distill", 2, teacher={"layout": {"tp": 2}, "offload": True})
     safe = recipe(folder, "asked", "safe-rlhf", 2, cost={"layout": {"tp": 2}, "offload": True})
-    safe["cost_critic"] = {**safe["cost_critic"], "model": {"path": str(folder / "score"), "max_context": 24}}
     by_rank = run_ranks(asked, 2, distill, safe)
     teacher = transformers.AutoModelForCausalLM.from_pretrained(folder / "teacher").eval()
     scorer = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "price").eval()

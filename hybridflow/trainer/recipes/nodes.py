@@ -25,6 +25,10 @@ SCORE = Node(
     reads=(*SEQUENCES, "draws"),
     writes=("scores",),
 )
+_SAMPLED = (*SAMPLE.writes, "scores")
+KEEP = Node(name="groups.keep", role="groups", call="keep", mesh="actor.rollout", reads=_SAMPLED)
+FILL = repeat("fill", SAMPLE >> SCORE >> KEEP, mesh="job")
+TAKE = Node(name="groups.take", role="groups", call="take", mesh="actor.rollout", source=True, writes=_SAMPLED)
 COST = Node(
     name="cost.score",
     role="cost",
@@ -152,8 +156,55 @@ ANSWER = Node(
 )
 JUDGE = Node(name="reward.judge", role="reward", call="judge", mesh="reward", reads=(*SEQUENCES, "draws"))
 
+
+def update(*reads: str) -> Repeat:
+    """The actor's updates where it learns from given responses."""
+    return repeat(
+        "actor_mini_batch",
+        Node(
+            name="actor.update",
+            role="actor",
+            call="update",
+            mesh="actor.update",
+            phase="update",
+            reads=(*SEQUENCES, *reads, "order"),
+        ),
+        mesh="actor.update",
+    )
+
+
+def given(call: str, *writes: str) -> Node:
+    """Samples that are read and not sampled, in one of the ways that ``roles.given`` has."""
+    return Node(
+        name=f"given.{call}",
+        role="given",
+        call=call,
+        mesh="actor.update",
+        source=True,
+        writes=(*SEQUENCES, *writes),
+    )
+
+
+REFERENCE_MISMATCHED_LOG_PROBS = Node(
+    name="reference.mismatched_log_probs",
+    role="reference",
+    call="mismatched_log_probs",
+    mesh="reference",
+    reads=("mismatched_tokens", "prompt_lengths"),
+    writes=("ref_mismatched_log_probs",),
+)
+JUDGE_PAIRS = Node(
+    name="actor.judge",
+    role="actor",
+    call="judge",
+    mesh="actor.update",
+    phase="update",
+    reads=(*SEQUENCES, _REFERENCE),
+)
+
 WARM_START = Flow(elements=(IMITATE,))
 VALIDATION = ANSWER >> JUDGE
+VALIDATION_OF_PAIRS = given("held_out_pairs") >> replace(REFERENCE_LOG_PROBS, name="reference.judge") >> JUDGE_PAIRS
 
 
 def without(flow: Flow, column: str, *, role: str | None = None) -> Flow:
@@ -179,11 +230,13 @@ def without(flow: Flow, column: str, *, role: str | None = None) -> Flow:
 
 def with_environment(flow: Flow) -> Flow:
     """The flow where an environment answers the responses: its rewards go from those who sample to those who score."""
-    changed = []
+    changed: list[Node | Repeat] = []
     for element in flow.elements:
-        if isinstance(element, Node) and element.source:
+        if isinstance(element, Repeat):
+            element = replace(element, body=with_environment(element.body))
+        elif element.source and element.role == "actor":
             element = replace(element, writes=(*element.writes, "environment_rewards"))
-        elif isinstance(element, Node) and element.role in ("reward", "cost"):
+        elif element.role in ("reward", "cost"):
             rewards = ("environment_rewards",) if element.role == "reward" else ()
             element = replace(element, reads=(*element.reads, "response_mask", *rewards))
         changed.append(element)

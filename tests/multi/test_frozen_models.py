@@ -66,7 +66,7 @@ def recipe(folder: Path, name: str, algorithm: str, ranks: int = 1, **changes: A
     if algorithm == "distill":
         made["teacher"] = {"model": {"path": str(folder / "teacher"), **scorer}, "top_k": TOP_K}
         made["reward"] = {"function": "tests.multi.test_placement:share_of_ones"}
-    else:
+    elif algorithm == "safe-rlhf":
         made["reward"] = {"model": {"path": str(folder / "score"), **scorer}}
         made["cost"] = {"model": {"path": str(folder / "price"), **scorer}}
         made["critic"] = made["cost_critic"] = {"layout": {"dp": ranks}, "optimizer": OPTIMIZER}
@@ -200,6 +200,20 @@ def test_functions_score_on_ranks_without_a_model(folder):
     critics = dict.fromkeys(("critic", "cost_critic"), {"ranks": [0, 1], "layout": {"dp": 2}})
     actor = {"ranks": [0, 1], "update": {"tp": 2}}
     check_alike(record(recipe(folder, "apart", "safe-rlhf", 4, actor=actor, **critics, **placed)), expected)
+
+
+def has_one(prompt: str, response: str, answer: str) -> float:
+    """Of which many groups have three times the same."""
+    return float("1" in response)
+
+
+def test_dynamic_sampling_asks_functions_on_ranks_without_a_model(folder):
+    common: dict[str, Any] = dict(rollout={"group_size": 3}, kl={"coef": 0.1}, dynamic_sampling={"max_tries": 20})
+    reward = {"function": f"{__name__}:has_one"}
+    expected = record(recipe(folder, "filled", "dapo", **common, reward=reward))
+    assert all(0 < row["reward/mean"] < 1 and row["actor/grad_norm"] > 0 for row in expected[0])
+    apart = dict(actor={"ranks": [0, 1], "update": {"tp": 2}}, reward={**reward, "ranks": [3, 2]})
+    check_alike(record(recipe(folder, "filled-apart", "dapo", 4, **common, **apart)), expected)
 
 
 def sequences() -> tuple[list[torch.Tensor], list[int]]:

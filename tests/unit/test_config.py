@@ -235,7 +235,7 @@ def test_unknown_recipe_lists_the_shipped_ones():
         find_recipe("nonsense")
 
 
-@pytest.mark.parametrize("name", ["quickstart", "grpo", "split", "calculator", "ppo-70b"])
+@pytest.mark.parametrize("name", ["quickstart", "grpo", "split", "calculator", "async", "ppo-70b"])
 def test_shipped_recipes_are_valid(name):
     assert load_recipe(name).name == name
 

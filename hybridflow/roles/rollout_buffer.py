@@ -12,7 +12,7 @@ from hybridflow.errors import DataError
 from hybridflow.roles.job import Job
 from hybridflow.rollout.buffer import AsyncRolloutBuffer
 
-ASKED_BY = ("fill", "sample_ahead", "train_step")
+ASKED_BY = ("fill_buffer", "sample_ahead", "train_step")
 """Decisions that say what is to be sampled; the first one that was taken counts."""
 
 
@@ -72,10 +72,12 @@ class RolloutBuffer:
         self.metrics["rollout/staleness_max"] = float(max(told))
 
 
-def asked(decided: Mapping[str, Any]) -> Mapping[str, int]:
-    """What is to be sampled: ``step``, ``first_draw`` and ``num_prompts``; ``version`` where it is not of this step."""
-    found: Mapping[str, int] = next(decided[name] for name in ASKED_BY if name in decided)
-    return found
+def asked(decided: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``Rollouts.sample`` is to sample, whichever decision asks for it; several rollouts of one step differ."""
+    found = {**next(decided[name] for name in ASKED_BY if name in decided), **decided.get("fill", {})}
+    keys = [key for key in ("step", "first_draw", "num_prompts", "version", "is_greedy") if key in found]
+    # The step's own weights, if nothing else is said.
+    return {"version": found["step"] - 1, **{key: found[key] for key in keys}}
 
 
 def _behind(batch: Batch, step: int) -> list[int]:

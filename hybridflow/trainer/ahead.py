@@ -84,7 +84,7 @@ def compile_ahead(flow: Flow, meshes: Mapping[str, DeviceMesh]) -> Ahead:
     begin, end = _after_source(compile_flow(sampling >> put, meshes))
     hand_over, learn = _cut(compile_flow(take >> learning, meshes))
     return Ahead(
-        fill=(Loop("fill", "job", (*begin, Branch("go_on", "job", end))),),
+        fill=(Loop("fill_buffer", "job", (*begin, Branch("go_on", "job", end))),),
         hand_over=hand_over,
         sample=(Branch("sample_ahead", "job", (*begin, Branch("keep_samples", WORKING_AHEAD, end))),),
         learn=learn,

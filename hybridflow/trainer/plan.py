@@ -15,27 +15,51 @@ from hybridflow.reshard.plan import participants
 from hybridflow.trainer.ahead import WORKING_AHEAD, compile_ahead, sampling_mesh, with_versions
 from hybridflow.trainer.recipes import (
     cispo,
+    dapo,
+    distill,
+    dpo,
     dr_grpo,
     grpo,
     gspo,
+    ipo,
+    kto,
     opo,
     ppo,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
+    remax,
+    reward_model,
     rloo,
+    safe_rlhf,
+    sft,
 )
-from hybridflow.trainer.recipes.nodes import VALIDATION, WARM_START, with_environment, without
+from hybridflow.trainer.recipes.nodes import (
+    VALIDATION,
+    VALIDATION_OF_PAIRS,
+    WARM_START,
+    with_environment,
+    without,
+)
 
 STEPS = {
     "ppo": ppo.STEP,
     "grpo": grpo.STEP,
     "dr-grpo": dr_grpo.STEP,
+    "dapo": dapo.STEP,
     "gspo": gspo.STEP,
     "cispo": cispo.STEP,
     "rloo": rloo.STEP,
     "reinforce++": reinforce_plus_plus.STEP,
     "reinforce++-baseline": reinforce_plus_plus_baseline.STEP,
+    "remax": remax.STEP,
     "opo": opo.STEP,
+    "sft": sft.STEP,
+    "reward-model": reward_model.STEP,
+    "dpo": dpo.STEP,
+    "ipo": ipo.STEP,
+    "kto": kto.STEP,
+    "safe-rlhf": safe_rlhf.STEP,
+    "distill": distill.STEP,
 }
 """Algorithm -> the flow of one training step, with all that it may need."""
 
@@ -49,7 +73,7 @@ class JobPlan:
     Attributes:
         meshes: Name -> mesh. Beside those of roles: ``job``, all ranks; and ``sampling``, those that work ahead.
         warm_start: Supervised training before reinforcement learning; empty without one.
-        validation: Greedy answers to the held-out problems, judged.
+        validation: Greedy answers to the held-out problems, judged; of preferences, the held-out pairs compared.
         fill: The first batches, where they are made ahead of the steps that learn from them; else empty.
         train: The loop over training steps.
     """
@@ -77,6 +101,8 @@ class JobPlan:
     def rank_sets(self) -> tuple[tuple[int, ...], ...]:
         """Sets of ranks that exchange messages beside those of a model: for moves, decisions and copies of weights."""
         sets = dict.fromkeys(rank_sets(self.whole, self.meshes))
+        # What was sampled is dealt anew among those who sample.
+        sets[tuple(sorted(self.meshes["actor.rollout"].ranks))] = None
         for name in ("actor.rollout", "reference", "critic", "cost_critic"):
             if name in self.meshes:
                 sets[participants(self.meshes["actor.update"], self.meshes[name])] = None
@@ -95,11 +121,15 @@ def step_flow(recipe: Recipe) -> Flow:
             flow = without(flow, column, role="advantage")
     if recipe.is_on_policy:
         flow = without(flow, "old_log_probs")
+    if recipe.teacher is not None and recipe.teacher.top_k == 0:
+        flow = without(flow, "teacher_ids")
     return _with_columns(recipe, flow)
 
 
 def validation_flow(recipe: Recipe) -> Flow:
     """How what is trained is judged on what was held out."""
+    if recipe.preset.has_preferences:
+        return VALIDATION_OF_PAIRS if recipe.has_reference else without(VALIDATION_OF_PAIRS, "ref_log_probs")
     return _with_columns(recipe, VALIDATION)
 
 

@@ -80,6 +80,9 @@ def recipe(folder: Path, name: str, algorithm: str, ranks: int, **placement: Any
             global_batch_size=16,
             mini_batch_size=8,
             micro_batch_tokens=48,
+            validate_every=1,
+            validation_samples=3,
+            pass_k=2,
         ),
         loss=config.Loss(entropy_coef=0.01) if algorithm == "ppo" else config.Loss(aggregation="seq-mean-token-mean"),
         kl=config.KL(coef=0.1, target=0.5, horizon=100)

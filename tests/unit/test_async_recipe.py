@@ -50,9 +50,19 @@ def test_ranks_that_are_not_named_are_those_that_do_not_generate():
     }
 
 
-@pytest.mark.parametrize("overrides", [[], [*PPO, "actor.update={pp: 2, dp: 1}", "critic.layout={tp: 2}"]])
-def test_within_a_step_nobody_who_learns_waits_for_the_rollout(overrides):
-    plan = plan_job(load_recipe("async", overrides))
+CRITIC = "{layout: {tp: 2}, optimizer: {lr: 1.0e-3}}"
+ALGORITHMS = {
+    "grpo": [],
+    "opo": ["loss.epochs=2"],
+    "reinforce++": ["kl.place=reward"],
+    "ppo": [f"critic={CRITIC}", "actor.update={pp: 2, dp: 1}"],
+    "safe-rlhf": [f"critic={CRITIC}", f"cost_critic={CRITIC}", "cost={function: 'mine:cost'}"],
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_within_a_step_nobody_who_learns_waits_for_the_rollout(algorithm):
+    plan = plan_job(load_recipe("async", [f"algorithm={algorithm}", *ALGORITHMS[algorithm]]))
     (loop,) = plan.train
     (step,) = loop.body
     assert isinstance(step, Branch)

@@ -13,8 +13,9 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from hybridflow.config import Recipe
+from hybridflow.config import Optimizer, Recipe
 from hybridflow.families.model import Model
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.observe.table import format_table
@@ -97,9 +98,9 @@ def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMe
         recipe: The recipe.
         meshes: Of its models, as ``config.role_meshes`` gives them; others are passed over.
     """
-    names = [name for name in ("actor.update", "actor.rollout", "critic", "reference", "reward") if name in meshes]
-    if recipe.reward.model is None:
-        names = [name for name in names if name != "reward"]
+    functions = [name for name in _SCORERS if name in meshes and _section(recipe, name).model is None]
+    silent = [] if recipe.preset.generates else ["actor.rollout"]
+    names = [name for name in _HOSTED if name in meshes and name not in (*functions, *silent)]
     found: dict[int, list[MeshMemory]] = {rank: [] for rank in range(recipe.cluster.ranks)}
     for name in names:
         placed = _place(recipe, meshes, name)
@@ -109,8 +110,21 @@ def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMe
             if key not in needed:
                 needed[key] = _mesh_memory(recipe, placed, rank)
             found[rank].append(needed[key])
-    spare = _spare_bytes(recipe, meshes["actor.rollout"]) if "actor.rollout" in meshes else 0
-    return tuple(_together(tuple(parts), recipe.actor.offload, spare) for parts in found.values())
+    spare = _spare_bytes(recipe, meshes["actor.rollout"]) if "actor.rollout" in names else 0
+    away = frozenset(name for name in _FROZEN if name in meshes and _section(recipe, name).offload)
+    return tuple(_together(tuple(parts), away, recipe.actor.offload, spare) for parts in found.values())
+
+
+_SCORERS = ("reward", "cost")
+_CRITICS = ("critic", "cost_critic")
+_FROZEN = ("reference", *_SCORERS, "teacher")
+_HOSTED = ("actor.update", "actor.rollout", *_CRITICS, *_FROZEN)
+"""Meshes that may have a model, in the order of the table."""
+
+
+def _section(recipe: Recipe, name: str) -> Any:
+    """What the recipe says of a role."""
+    return getattr(recipe, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +160,8 @@ class _Placed:
 
 
 def _place(recipe: Recipe, meshes: Mapping[str, DeviceMesh], name: str) -> _Placed:
-    model, has_value_head = with_vocabulary(recipe, name), name in ("critic", "reward")
+    model, has_value_head = with_vocabulary(recipe, name), name in (*_CRITICS, *_SCORERS)
+    has_value_head |= name == "actor.update" and recipe.preset.is_scorer
     return _Placed(
         model=model,
         spec=model_spec(shape_of(model, _vocab_size(model)), has_value_head=has_value_head),
@@ -180,12 +195,11 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
     tokens = max(recipe.trainer.micro_batch_tokens, recipe.model.max_context)
     weights = placed.stage_bytes[mesh.coordinate(rank).pp]
     output = functools.partial(_output_bytes, model, mesh, rank, tokens, has_value_head=placed.has_value_head)
-    if name in ("reference", "reward"):
+    if name in _FROZEN:
         return MeshMemory(
             mesh=name, weights=weights, activations=_passing_bytes(model, mesh, tokens) + output(copies=1)
         )
-    critic = recipe.critic
-    settings = recipe.actor.optimizer if name == "actor.update" or critic is None else critic.optimizer
+    settings: Optimizer = _section(recipe, name.partition(".")[0]).optimizer
     return MeshMemory(
         mesh=name,
         weights=weights,
@@ -195,18 +209,23 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
     )
 
 
-def _together(parts: tuple[MeshMemory, ...], is_offloaded: bool, spare: int) -> RankMemory:
-    """Models on one rank compute one after the other: what they keep adds up, what passes does not."""
-    kept = sum(part.kept for part in parts if part.mesh != "actor.rollout")
-    away = sum(part.gradients + part.optimizer for part in parts if part.mesh == "actor.update" and is_offloaded)
+def _together(parts: tuple[MeshMemory, ...], away: frozenset[str], is_offloaded: bool, spare: int) -> RankMemory:
+    """Models on one rank compute one after the other: what they keep adds up, what passes does not.
+
+    The weights of a frozen model that is kept in host memory pass too.
+    """
+    kept = sum(part.kept for part in parts if part.mesh != "actor.rollout" and part.mesh not in away)
+    idle = sum(part.gradients + part.optimizer for part in parts if part.mesh == "actor.update" and is_offloaded)
     own = sum(part.weights for part in parts if part.mesh == "actor.rollout")
-    passing = {part.mesh: part.cache + part.activations for part in parts}
-    in_rollout = [passing.pop(mesh, 0) for mesh in ("actor.rollout", "reward")]
+    passing = {part.mesh: part.cache + part.activations + part.kept * (part.mesh in away) for part in parts}
+    sampling, *scoring = [passing.pop(mesh, 0) for mesh in ("actor.rollout", *_SCORERS)]
+    # What generates on ranks of its own stays there.
+    staying = 0 if any(part.mesh == "actor.update" for part in parts) else own
     return RankMemory(
         meshes=parts,
-        rollout=kept - away + own + max(in_rollout),
-        update=kept + max(passing.values(), default=0),
-        spare=min(spare, max(0, in_rollout[0] - in_rollout[1])),
+        rollout=kept - idle + own + max(sampling, *scoring),
+        update=kept + staying + max(passing.values(), default=0),
+        spare=min(spare, max(0, sampling - max(scoring))),
     )
 
 

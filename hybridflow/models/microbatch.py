@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridflow.models.attention import PackedAttention
 
 
-def split_by_tokens(lengths: list[int], budget_tokens: int) -> list[list[int]]:
+def split_by_tokens(lengths: list[int], budget_tokens: int, group_size: int = 1) -> list[list[int]]:
     """Group samples so that each group has at most ``budget_tokens`` tokens; a longer sample stands alone.
 
     Samples of like length come together, which wastes least where a kernel pads.
@@ -18,18 +18,20 @@ def split_by_tokens(lengths: list[int], budget_tokens: int) -> list[list[int]]:
     Args:
         lengths: Tokens of each sample.
         budget_tokens: Most tokens in one micro-batch.
+        group_size: So many samples, one after the other, stay together, as if they were one.
 
     Returns:
         Indices of samples, each exactly once.
     """
     micro_batches: list[list[int]] = []
     room = 0
-    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        if not micro_batches or lengths[index] > room:
+    sums = [sum(lengths[start : start + group_size]) for start in range(0, len(lengths), group_size)]
+    for index in sorted(range(len(sums)), key=lambda i: (sums[i], i)):
+        if not micro_batches or sums[index] > room:
             micro_batches.append([])
             room = budget_tokens
-        micro_batches[-1].append(index)
-        room -= lengths[index]
+        micro_batches[-1].extend(range(index * group_size, (index + 1) * group_size))
+        room -= sums[index]
     return micro_batches
 
 

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.losses import Totals
+from hybridflow.algorithms.losses import Totals, aggregate
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.microbatch import MicroBatch
-from hybridflow.models.training import Trainable
+from hybridflow.models.training import LossFunction, Trainable, sum_over
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
-from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
+from hybridflow.roles.placed import PlacedModel, column_rows, length_metrics, mini_batch, pad_rows, padded, role_spec
 from hybridflow.roles.policy_loss import LOSS_MASK, LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
+from hybridflow.roles.rollout_buffer import asked
 from hybridflow.roles.rollout_weights import RolloutWeights
 from hybridflow.roles.rollouts import Rollouts
 from hybridflow.roles.sampling_engine import PushedEngine, our_engine, server_engine
@@ -44,6 +45,7 @@ class Actor:
         self._policy_loss = PolicyLoss(job.recipe, kl_coef)
         self._compared = torch.zeros(len(SAMPLER_SUMS), dtype=torch.float64)
         self._num_sampled = self._num_rejected = 0
+        self._distilled = torch.zeros(2, dtype=torch.float64)
         update, rollout = job.meshes["actor.update"], job.meshes["actor.rollout"]
         rank = job.world.rank
         is_scorer = job.recipe.preset.is_scorer
@@ -74,13 +76,14 @@ class Actor:
         """Make room for a phase and bring what it needs. Collective: all ranks of both layouts.
 
         Before a rollout its layout's weights are brought up to date; before an update those that the layouts do not
-        share are freed.
+        share are freed, except on ranks that only generate. On these an update waits for nobody.
         """
         if phase == "update":
             if self.rollouts is not None:
                 self.rollouts.weights_changed()
             if self._rollout_weights is not None:
-                self._rollout_weights.release()
+                if self.model is not None:
+                    self._rollout_weights.release()
                 self._rollout_is_current = False
             if self._offload is not None:
                 self._offload.restore()
@@ -113,7 +116,8 @@ class Actor:
     def sample(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Generate the responses of a step, or of one of its rollouts: ``group_size`` for each prompt, or a greedy one.
 
-        Source of ``tokens``, ``prompt_lengths``, ``draws``, ``response_mask`` and ``rollout_log_probs``. Whole groups
+        Source of ``tokens``, ``prompt_lengths``, ``draws``, ``response_mask`` and ``rollout_log_probs``, and where
+        batches are made ahead ``versions``: of the oldest weights that sampled a token, so many updates. Whole groups
         are dealt to the replicas in turn; who has short responses generates some of another's, which are then brought
         back. What an earlier start has sampled for the step is taken from its log. A replica that is told to stop
         returns no samples, since the step is left, and logs what it has of them.
@@ -124,11 +128,7 @@ class Actor:
             WriteError: The log cannot be written.
         """
         assert self.rollouts is not None, "called outside the rollout mesh"
-        about = decided["train_step"] | decided.get("fill", {})
-        is_greedy = about.get("is_greedy", False)
-        return self._taken(
-            self.rollouts.sample(about["step"], about["first_draw"], about["num_prompts"], is_greedy=is_greedy)
-        )
+        return self._taken(self.rollouts.sample(**asked(decided)))
 
     def answer(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Responses to the held-out problems: a greedy one and ``trainer.validation_samples`` sampled ones to each.
@@ -152,7 +152,7 @@ class Actor:
 
         Collective: all ranks of the update mesh.
         """
-        assert self.model is not None and self.trainable is not None, "called outside the update mesh"
+        assert self.model is not None, "called outside the update mesh"
         turn = decided["actor_mini_batch"]
         is_first = turn["epoch"] == 0
         if is_first and turn["index"] == 0:
@@ -161,12 +161,10 @@ class Actor:
         if totals is None:
             self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
             return
-        kept = self.trainable.accumulate(
+        kept, grad_norm = self._step(
             self.model.micro_batches(part),
             lambda output, micro_batch: self._loss(output, micro_batch, part, totals, is_first=is_first),
         )
-        grad_norm = self.trainable.step()
-        self._rollout_is_current = False
         if self.model.is_holder:
             self._report([sums for sums, _, _ in kept], grad_norm)
             if is_first:
@@ -188,6 +186,44 @@ class Actor:
             self.metrics["correction/rejected_share"] = self._num_rejected / self._num_sampled
         return part, kept
 
+    def distill(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+        """One optimizer step towards the teacher on one mini-batch: token mean of the KL to it.
+
+        Collective: all ranks of the update mesh.
+        """
+        assert self.model is not None, "called outside the update mesh"
+        index = decided["actor_mini_batch"]["index"]
+        if index == 0:
+            self.metrics |= length_metrics(batch, sum_over(self.model.groups.dp))
+            self._distilled = torch.zeros(2, dtype=torch.float64)
+        part = mini_batch(self._job, batch, index)
+        totals = self.model.totals(part)
+        if totals is None:
+            self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
+            return
+        kept, grad_norm = self._step(
+            self.model.micro_batches(part),
+            lambda output, micro_batch: self._distance(output, micro_batch, part, totals),
+        )
+        if self.model.is_holder:
+            (loss,) = self.model.add_up(kept, 1)
+            self._distilled += torch.tensor([loss * totals.num_tokens, totals.num_tokens])
+            kl_sum, num_tokens = self._distilled.tolist()
+            self.metrics |= {"actor/loss": loss, "actor/grad_norm": grad_norm, "distill/kl": kl_sum / num_tokens}
+
+    def _distance(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
+        """The micro-batch's share of the KL to the teacher, and the same to report."""
+        assert self.model is not None, "called outside the update mesh"
+        told = [
+            torch.cat([column_rows(part, name)[sample] for sample in micro_batch.samples])
+            for name in ("teacher_log_probs", "teacher_ids")
+            if name in part.columns
+        ]
+        kl = self.model.reverse_kl(output, told[0], told[1] if len(told) > 1 else None)
+        mask = padded(part, "response_mask", micro_batch.samples, output.device)
+        loss = aggregate(pad_rows(kl.split(micro_batch.response_lengths)), mask, "token-mean", totals)
+        return loss, loss.detach()[None]
+
     def imitate(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """One step of supervised training on solutions: token mean of the cross-entropy.
 
@@ -201,21 +237,48 @@ class Actor:
         num_tokens = sum(sum(problems.solutions[row].is_written) for row in rows)
         layout, place = self.model.mesh.layout, self.model.mesh.coordinate(self._job.world.rank)
         solutions = [problems.solutions[row] for row in rows[place.dp :: layout.dp]]
-        sequences = [torch.tensor(each.prompt + each.tokens) for each in solutions]
-        micro_batches = self.model.pack(sequences, [len(each.prompt) for each in solutions])
-
-        def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-            log_probs, _ = self.model.log_probs(output, micro_batch)
-            is_written = [flag for sample in micro_batch.samples for flag in solutions[sample].is_written]
-            share = -log_probs[torch.tensor(is_written, dtype=torch.bool, device=output.device)].sum() / num_tokens
-            return share, share.detach()[None]
-
         self.trainable.set_learning_rate(warm.lr)
-        kept = self.trainable.accumulate(micro_batches, loss)
-        self.trainable.step()
-        self._rollout_is_current = False
+        kept, _ = self._imitate(
+            [torch.tensor(each.prompt + each.tokens) for each in solutions],
+            [len(each.prompt) for each in solutions],
+            [torch.tensor(each.is_written) for each in solutions],
+            num_tokens,
+        )
         if self.model.is_holder:
             (self.metrics["warm_start/loss"],) = self.model.add_up(kept, 1)
+
+    def _imitate(
+        self, sequences: list[Tensor], prompt_lengths: list[int], masks: list[Tensor], num_tokens: int
+    ) -> tuple[list[Tensor], float]:
+        """One optimizer step on the cross-entropy of some tokens.
+
+        Args:
+            sequences: This rank's, prompt and response, ``[tokens]`` each.
+            prompt_lengths: Of each.
+            masks: Which response tokens count, ``[response]`` each.
+            num_tokens: How many count in the global batch.
+
+        Returns:
+            The loss's shares, ``[1]`` each, and the norm of the gradient.
+        """
+        assert self.model is not None, "called outside the update mesh"
+        model = self.model
+
+        def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+            log_probs, _ = model.log_probs(output, micro_batch)
+            counts = torch.cat([masks[sample] > 0 for sample in micro_batch.samples]).to(output.device)
+            share = -log_probs[counts].sum() / num_tokens
+            return share, share.detach()[None]
+
+        return self._step(model.pack(sequences, prompt_lengths), loss)
+
+    def _step(self, micro_batches: list[MicroBatch], loss: LossFunction) -> tuple[list[Any], float]:
+        """One optimizer step. Returns what the loss gave beside itself, and the norm of the gradient."""
+        assert self.trainable is not None, "called outside the update mesh"
+        kept = self.trainable.accumulate(micro_batches, loss)
+        grad_norm = self.trainable.step()
+        self._rollout_is_current = False
+        return kept, grad_norm
 
     def end_warm_start(self) -> None:
         """Forget the moments of the supervised phase."""

@@ -20,13 +20,14 @@ from hybridflow.algorithms.advantages import (
     whiten,
 )
 from hybridflow.algorithms.kl import adapt_kl_coef, kl_penalty
+from hybridflow.algorithms.lagrange import adapt_multiplier, lagrangian_advantages
 from hybridflow.algorithms.shaping import overlong_penalty
 from hybridflow.config import Recipe
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.training import sum_over
 from hybridflow.observe.rank_log import say
 from hybridflow.roles.job import Job
-from hybridflow.roles.placed import padded
+from hybridflow.roles.placed import length_metrics, padded
 
 
 class KLCoefficient:
@@ -58,6 +59,23 @@ class KLCoefficient:
             )
 
 
+class LagrangeMultiplier:
+    """The price of cost (arXiv 2310.12773); part of a checkpoint.
+
+    Attributes:
+        value: The multiplier that the current step applies.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.value = recipe.lagrange.init
+        self._settings = recipe.lagrange
+
+    def advance(self, mean_cost: float) -> None:
+        """Take into account the mean cost that the step measured, the same on every rank of the job."""
+        settings = self._settings
+        self.value = adapt_multiplier(self.value, mean_cost, limit=settings.limit, lr=settings.lr, largest=settings.max)
+
+
 def shaped(recipe: Recipe, scores: Tensor, lengths: Tensor) -> Tensor:
     """Scores with what the recipe adds to them.
 
@@ -82,10 +100,12 @@ class Advantage:
 
     Attributes:
         metrics: What the last call measured, over the global batch; emptied by the trainer each step.
+        multiplier: The price of cost.
     """
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         self.metrics: dict[str, float] = {}
+        self.multiplier = LagrangeMultiplier(job.recipe)
         self._job = job
         self._kl_coef = kl_coef
         self._has_warned = False
@@ -106,6 +126,35 @@ class Advantage:
         )
         advantages = whiten(advantages, mask, sum_over_ranks=self._sum())
         return self._columns(batch, advantages=advantages, returns=returns)
+
+    def safe(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """``advantages``, ``returns`` and ``cost_returns``, of rewards and costs. Collective: dp.
+
+        GAE of token rewards and of costs, each with its own critic; then ``(A_r - λ A_c) / (1 + λ)``; then whitened,
+        as for PPO. The KL penalty is in the rewards alone.
+
+        Paper: arXiv 2310.12773. Whitening is ours; it comes after the combination, so that it does not change what a
+        unit of cost is worth in units of reward.
+        """
+        settings, costs = self._job.recipe.advantage, batch.columns["costs"]
+        assert isinstance(costs, Tensor), "costs are a dense column"
+        self._measure(batch)
+        self.metrics |= {"cost/mean": self._mean(costs), "cost/multiplier": self.multiplier.value}
+        mask = padded(batch, "response_mask")
+        (advantages, returns), (cost_advantages, cost_returns) = (
+            gae(rewards, padded(batch, values), mask, gamma=settings.gamma, gae_lambda=settings.gae_lambda)
+            for rewards, values in (
+                (self._token_rewards(batch), "values"),
+                (token_rewards(costs, torch.zeros_like(mask), mask, kl_coef=0.0), "cost_values"),
+            )
+        )
+        combined = lagrangian_advantages(advantages, cost_advantages, self.multiplier.value)
+        return self._columns(
+            batch,
+            advantages=whiten(combined, mask, sum_over_ranks=self._sum()),
+            returns=returns,
+            cost_returns=cost_returns,
+        )
 
     def grpo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages``: each score against those of its group, spread over the response. Collective: dp."""
@@ -201,18 +250,16 @@ class Advantage:
 
     def _measure(self, batch: Batch) -> None:
         """Report scores and lengths."""
-        scores, shaped_scores = batch.columns["scores"].double(), self._scores(batch).double()
-        num_tokens = padded(batch, "response_mask").double().sum()
-        counts = torch.tensor([len(batch), batch.columns["tokens"].lengths.sum()]).double()
-        sums = self._sum()(torch.stack([scores.sum(), shaped_scores.sum(), num_tokens, *counts]))
-        score_sum, shaped_sum, num_response_tokens, num_samples, num_all_tokens = sums.tolist()
-        self.metrics |= {
-            "reward/mean": score_sum / num_samples,
-            "response/length_mean": num_response_tokens / num_samples,
-            "batch/num_tokens": num_all_tokens,
-        }
+        scores = batch.columns["scores"]
+        assert isinstance(scores, Tensor), "scores are a dense column"
+        self.metrics |= {"reward/mean": self._mean(scores), **length_metrics(batch, self._sum())}
         if self._job.recipe.shaping.overlong_buffer:
-            self.metrics["reward/shaped_mean"] = shaped_sum / num_samples
+            self.metrics["reward/shaped_mean"] = self._mean(self._scores(batch))
+
+    def _mean(self, values: Tensor) -> float:
+        """Mean of a number for each sample, ``[samples]``, over the global batch. Collective: dp."""
+        total, count = self._sum()(torch.stack([values.double().sum(), torch.tensor(len(values)).double()])).tolist()
+        return float(total / count)
 
     def _sum(self) -> Any:
         return sum_over(self._job.world.group(self._peers))

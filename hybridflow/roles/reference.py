@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridflow.dataflow.batch import Batch
 from hybridflow.roles.job import Job
-from hybridflow.roles.placed import PlacedModel, role_spec
+from hybridflow.roles.placed import PlacedModel, mismatched, role_spec
 
 
 class Reference:
@@ -23,9 +23,18 @@ class Reference:
         self.spec = role_spec(job)
         mesh = job.meshes["reference"]
         self.model = PlacedModel(job, mesh, self.spec) if job.world.rank in mesh else None
+        if self.model is not None and job.recipe.reference.offload:
+            self.model.keep_in_host_memory()
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``ref_log_probs``."""
         assert self.model is not None, "called outside the reference's mesh"
         column = self.model.per_token(batch, lambda output, part: self.model.log_probs(output, part)[0])
         return None if column is None else Batch(batch.ids, {"ref_log_probs": column})
+
+    def mismatched_log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
+        """``ref_mismatched_log_probs``, of each prompt with another's completion."""
+        column = self.log_probs(mismatched(batch), decided)
+        return (
+            None if column is None else Batch(batch.ids, {"ref_mismatched_log_probs": column.columns["ref_log_probs"]})
+        )

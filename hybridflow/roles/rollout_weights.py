@@ -14,7 +14,7 @@ from hybridflow.roles.placed import PlacedModel
 
 
 class RolloutWeights:
-    """A second layout of a model's weights, on the ranks of the first.
+    """A second layout of a model's weights, on the ranks of the first or on others.
 
     Tensors of which a rank holds the same in both layouts have one storage and are never copied.
 

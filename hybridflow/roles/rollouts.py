@@ -69,6 +69,7 @@ class Rollouts:
         self._job = job
         self._engine = engine
         self._is_holder = is_holder
+        self._has_versions = job.recipe.trainer.max_staleness > 0
         self._mesh = job.meshes["actor.rollout"]
         self._place = self._mesh.coordinate(job.world.rank)
         self._claims: Claims | None = None
@@ -81,20 +82,27 @@ class Rollouts:
         """What the engine derived from the weights is of no use any more."""
         self._engine.weights_changed()
 
-    def sample(self, step: int, first: int, count: int, *, is_greedy: bool = False) -> Batch | None:
-        """``group_size`` responses to each prompt from draw ``first`` on; see ``Actor.sample``. Collective: rollout.
+    def sample(
+        self, *, step: int, first_draw: int, num_prompts: int, version: int, is_greedy: bool = False
+    ) -> Batch | None:
+        """``group_size`` responses to each prompt; see ``Actor.sample``. Collective: rollout.
 
-        Greedy, it is one response to each, with the index behind those of its group.
+        Args:
+            step: Training step that is to learn from them.
+            first_draw: Of the first prompt.
+            num_prompts: How many.
+            version: Updates that the weights have had.
+            is_greedy: One greedy response to each instead, with the index behind those of its group.
         """
         params, group_size = self._sampling(greedy=is_greedy), self._job.recipe.rollout.group_size
         index, number = (group_size, 1) if is_greedy else (0, group_size)
-        prompts = {draw: torch.tensor(self._job.train.prompt(draw)) for draw in range(first, first + count)}
+        draws = range(first_draw, first_draw + num_prompts)
+        prompts = {draw: torch.tensor(self._job.train.prompt(draw)) for draw in draws}
         groups = [
             expand(Request(prompt=prompt, params=params, draw=draw, index=index), number)
             for draw, prompt in prompts.items()
         ]
-        # Steps whose updates the weights have.
-        self._engine.version = step - 1
+        self._engine.version = version
         if self._conversations is not None:
             return self._converse(self._conversations, groups, self._job.train.example)
         deal = self._deal(groups)
@@ -228,10 +236,11 @@ class Rollouts:
         # Equal on all ranks, whose shares may not be: where a replica has stopped, what there is is dealt out by it.
         chunk = max(1, sum(map(len, groups)))
         mover = Mover(self._job.world, self._job.meshes, chunk=chunk)
-        moved = mover.move(Move(columns=_COLUMNS, source=self._mesh.name, destination=self._mesh.name), batch, home)
+        names = (*_COLUMNS, "versions") if self._has_versions else _COLUMNS
+        moved = mover.move(Move(columns=names, source=self._mesh.name, destination=self._mesh.name), batch, home)
         if batch is None or moved is None:
             return None
-        return Batch(moved.ids, {name: moved.columns[name] for name in _COLUMNS})
+        return Batch(moved.ids, {name: moved.columns[name] for name in names})
 
     def _check_known(self, pairs: Pairs) -> None:
         """What a sampler did not tell, nothing can be learned from."""
@@ -255,7 +264,7 @@ class Rollouts:
             if got.finish == "failed":
                 raise EngineError(f"response {ask.index} to draw {ask.draw} failed: {got.error}")
         responses = [got for _, got in pairs]
-        return Batch(
+        batch = Batch(
             torch.tensor([id_of(ask) for ask, _ in pairs], dtype=torch.int64),
             {
                 "tokens": Ragged.from_list([torch.cat([ask.prompt, got.tokens]) for ask, got in pairs], torch.int64),
@@ -265,6 +274,11 @@ class Rollouts:
                 "rollout_log_probs": Ragged.from_list([got.log_probs for got in responses], torch.float32),
             },
         )
+        if not self._has_versions:
+            return batch
+        # Of an empty response, the weights that would have sampled.
+        oldest = [min([*got.versions.tolist(), self._engine.version]) for got in responses]
+        return batch.with_columns({"versions": torch.tensor(oldest, dtype=torch.int64)})
 
     def _converse(
         self, conversations: Environments, groups: list[list[Request]], example_of: Callable[[int], Example]

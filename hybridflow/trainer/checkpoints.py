@@ -27,23 +27,33 @@ from hybridflow.roles.kept_rollouts import remove_logs
 from hybridflow.roles.pretrained import travelling
 from hybridflow.sections import to_dict
 
-MESHES = {"actor": "actor.update", "critic": "critic", "reference": "reference"}
+MESHES = {"actor": "actor.update", "critic": "critic", "cost_critic": "cost_critic", "reference": "reference"}
 """Roles that are saved -> the mesh that holds their weights."""
 
 FROZEN = frozenset({"reference"})
 
 _MUST_MATCH = (
     *("algorithm", "seed", "model", "data", "tokenizer", "rollout", "loss", "kl"),
-    *("advantage", "shaping", "dynamic_sampling", "lagrange", "preference", "cost", "teacher.model", "teacher.top_k"),
-    *("actor.optimizer", "critic.optimizer", "critic.model", "reward.function", "reward.model"),
+    *("advantage", "shaping", "dynamic_sampling", "lagrange", "preference", "teacher.model", "teacher.top_k"),
+    *("actor.optimizer", "critic.optimizer", "critic.model", "cost_critic.optimizer", "cost_critic.model"),
+    *("reward.function", "reward.model", "cost.function", "cost.model"),
     *("trainer.global_batch_size", "trainer.mini_batch_size"),
 )
 """Keys of the recipe, with all below them, that decide what is learned; a run goes on with the same."""
 
 _MAY_DIFFER = (
-    *(f"{role}.optimizer.{key}" for role in ("actor", "critic") for key in ("lr", "min_lr", "distributed")),
-    *(f"{model}.{key}" for model in ("model", "critic.model") for key in ("path", "vocab_divisible_by", "init_std")),
-    *("reward.model.vocab_divisible_by", "rollout.max_concurrent", "rollout.archive"),
+    *(
+        f"{role}.optimizer.{key}"
+        for role in ("actor", "critic", "cost_critic")
+        for key in ("lr", "min_lr", "distributed")
+    ),
+    *(
+        f"{model}.{key}"
+        for model in ("model", "critic.model", "cost_critic.model")
+        for key in ("path", "vocab_divisible_by", "init_std")
+    ),
+    *(f"{role}.model.vocab_divisible_by" for role in ("reward", "cost", "teacher")),
+    *("rollout.max_concurrent", "rollout.archive"),
     "rollout.cache_memory",
 )
 """What of these may change all the same: where state and padding lie, what only a first start uses, and the rate, which
@@ -161,7 +171,8 @@ def load(job: Job, roles: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         source, place = open_role(checkpoint, name), (role.spec, job.meshes[mesh], job.world.rank)
         trainable = getattr(role, "trainable", None)
         if trainable is None:
-            load_model(source, role.model.transformer, *place)
+            with role.model.at_hand(is_written=True):
+                load_model(source, role.model.transformer, *place)
         else:
             load_training(source, trainable, *place)
 
@@ -246,13 +257,15 @@ class Checkpoints:
         mesh = job.meshes[MESHES[name]]
         is_lead = job.world.rank == mesh.ranks[0]
         family, assets = self._travelling[name] if is_lead else (None, {})
+        with self._roles[name].model.at_hand():
+            copied = tuple(shares.copied())
         return RolePart(
             ranks=mesh.ranks,
             model=job.model_of(name),
-            has_value_head=name == "critic",
+            has_value_head=any(tensor.name == "value_head.weight" for tensor in self._roles[name].spec.tensors),
             layout=str(mesh.layout),
             spec=self._roles[name].spec,
-            shares=tuple(shares.copied()),
+            shares=copied,
             trained=shares.trained(),
             progress=shares.progress(),
             is_frozen=name in FROZEN,

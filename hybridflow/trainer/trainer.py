@@ -15,11 +15,11 @@ from hybridflow.config import Recipe
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.run import Executor, Replicated
-from hybridflow.dataflow.schedule import project
 from hybridflow.errors import LayoutError
 from hybridflow.observe.doing import doing
 from hybridflow.observe.rank_log import open_rank_log, say
 from hybridflow.observe.starts import add_end
+from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.roles.advantage import KLCoefficient
@@ -28,6 +28,7 @@ from hybridflow.roles.job import Job
 from hybridflow.roles.kept_rollouts import KeptRollouts
 from hybridflow.roles.placed import mini_batch_size
 from hybridflow.trainer import checkpoints
+from hybridflow.trainer.ahead import WORKING_AHEAD
 from hybridflow.trainer.copy_weights import copy_weights
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import JobPlan, Program, placement_warnings, plan_job
@@ -70,7 +71,10 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
         print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     started = note_start(recipe, plan.meshes, world.coordinator(plan.meshes["job"].ranks))
-    record, stopping = Record(recipe, world, started.number), Stopping(world, started.earlier)
+    record, stopping = (
+        Record(recipe, world, started.number),
+        Stopping(world, started.earlier, works_ahead=recipe.trainer.max_staleness > 0),
+    )
     run_dir = Path(recipe.run_dir)
     open_rank_log(run_dir, started.number, world.rank)
     if world.watch is not None:
@@ -122,9 +126,10 @@ class Trainer:
         recipe = job.recipe
         self.step = 0
         self._next_draw = 0
-        self._num_prompts = recipe.trainer.global_batch_size // recipe.rollout.group_size
+        self._num_prompts = recipe.trainer.global_batch_size // recipe.samples_per_draw
         self.kl_coef = KLCoefficient(recipe)
         self.roles = make_roles(job, self.kl_coef)
+        self._multiplier = self.roles["advantage"].multiplier if "lagrange" in recipe.preset.reads else None
         self.job = job
         self._plan = plan
         self._stopping = stopping
@@ -136,7 +141,7 @@ class Trainer:
         self._checkpoints = checkpoints.Checkpoints(job, self.roles, start)
         self._everyone = job.world.coordinator(plan.meshes["job"].ranks)
         self._mover = Mover(job.world, plan.meshes, chunk=mini_batch_size(job))
-        self._has_own_critic = recipe.critic is not None and recipe.critic.model is not None
+        self._critics = [name for name in ("critic", "cost_critic") if name in self.roles]
         self._rollouts = KeptRollouts(job, start.token, start.fingerprint, self._start)
         rollouts, rollout = self.roles["actor"].rollouts, plan.meshes["actor.rollout"]
         if rollouts is not None:
@@ -157,6 +162,7 @@ class Trainer:
             return False
         if "accuracy_before_rl" not in self._record.summary and self._stopping.reason is None:
             self._record.summary["accuracy_before_rl"] = self._accuracy()
+        self._execute(self._plan.fill)
         self._record.begin_step(self.step, self._stopping.job_end_s)
         self._execute(self._plan.train)
         if self._stopping.reason is None and self.job.recipe.trainer.steps > 0:
@@ -205,6 +211,8 @@ class Trainer:
         if not self._is_critic_alone(self.step):
             self.kl_coef.advance(metrics.get("kl/ref", 0.0))
             self._rollouts.advance(metrics)
+        if self._multiplier is not None:
+            self._multiplier.advance(metrics["cost/mean"])
         self._set_rates()
         self._record.begin_step(self.step, self._stopping.job_end_s)
 
@@ -217,6 +225,8 @@ class Trainer:
             "validations": self._validations.state(),
             **self._record.state(),
         }
+        if self._multiplier is not None:
+            state["multiplier"] = self._multiplier.value
         best = self._validations.best_step if self.job.recipe.trainer.keep_best else None
         with self.roles["actor"].optimizer_at_hand():
             self._checkpoints.save(self.step, state, best)
@@ -231,6 +241,8 @@ class Trainer:
         self._validations = Validations.resume(checkpoint.state.get("validations", {}))
         # Before steps could take more prompts than they train on, it was not kept.
         self._next_draw = checkpoint.state.get("next_draw", self.step * self._num_prompts)
+        if self._multiplier is not None:
+            self._multiplier.value = checkpoint.state["multiplier"]
         self._record.resume(checkpoint.state)
         self.roles["actor"].mark_changed()
         if self.job.world.rank == 0:
@@ -240,7 +252,7 @@ class Trainer:
         """Run this rank's part of a program."""
         meshes = self._plan.meshes
         Executor(
-            schedule=project(program, self.job.world.rank, meshes),
+            schedule=self._plan.schedule(program, self.job.world.rank),
             roles={**self.roles, "trainer": self},
             decisions=self._decisions(),
             mover=self._mover,
@@ -260,6 +272,9 @@ class Trainer:
             "warm_step": Replicated(self._warm_steps().__next__),
             "train_step": Replicated(self._next_step),
             "fill": Replicated(self._rollout_turns().__next__),
+            "fill_buffer": Replicated(self._fill_steps().__next__),
+            "sample_ahead": Replicated(self._step_to_sample),
+            "keep_samples": Replicated(lambda: not self._stopping.agree(self._working_ahead())),
             "go_on": Replicated(lambda: not self._stopping.agree(self._everyone)),
             "go_on_to_update": Replicated(lambda: not self._stopping.agree(self._everyone, before_update=True)),
             "critic_mini_batch": Replicated(_mini_batches(self.job, recipe.loss.epochs).__next__),
@@ -285,10 +300,20 @@ class Trainer:
         yield None
 
     def _next_step(self) -> dict[str, int] | None:
+        return self._about(self.step + 1)
+
+    def _about(self, step: int) -> dict[str, int] | None:
+        """What a step samples; None: it is not to come."""
         recipe = self.job.recipe
-        if self.step >= recipe.trainer.steps or self._stopping.reason is not None or self._is_out_of_patience:
+        if step > recipe.trainer.steps or self._stopping.reason is not None or self._is_out_of_patience:
             return None
-        return {"step": self.step + 1, "first_draw": self._next_draw, "num_prompts": self._num_prompts}
+        num_between = (step - self.step - 1) * self._num_prompts
+        return {
+            "step": step,
+            "first_draw": self._next_draw + num_between,
+            "num_prompts": self._num_prompts,
+            "version": self.step,
+        }
 
     def _rollout_turns(self) -> Iterator[Turn | None]:
         """The rollouts of one training step, of algorithms with several, then the end of the loop, and so on."""
@@ -302,6 +327,20 @@ class Trainer:
         if self._stopping.settle(reason for reason, _ in shares):
             return None
         return [[(draw, score) for draw, score in scores] for _, scores in shares]
+
+    def _step_to_sample(self) -> dict[str, int] | None:
+        """What is sampled while a step learns."""
+        return self._about(self.step + 1 + self.job.recipe.trainer.max_staleness)
+
+    def _fill_steps(self) -> Iterator[dict[str, int] | None]:
+        """What is sampled before the first step, then the end of the loop."""
+        for ahead in range(1, 1 + self.job.recipe.trainer.max_staleness):
+            yield self._about(self.step + ahead)
+        yield None
+
+    def _working_ahead(self) -> Coordinator:
+        """Those that sample and score while others learn."""
+        return self.job.world.coordinator(self._plan.meshes[WORKING_AHEAD].ranks)
 
     def _is_validation_due(self) -> bool:
         """Asked before the step is counted; after the last step a validation comes anyway.
@@ -354,26 +393,32 @@ class Trainer:
                 trainable.set_learning_rate(rate)
 
     def _read_weights(self) -> None:
-        """Actor and critic take the weights of the directories that the recipe names, if any."""
-        for name in ("actor", "critic") if self._has_own_critic else ("actor",):
+        """Actor and critics take the weights of the directories that the recipe names, if any."""
+        for name in ("actor", *(critic for critic in self._critics if self._has_own_model(critic))):
             role = self.roles[name]
             if role.model is not None:
                 role.model.load()
                 role.trainable.reload_weights()
 
     def _spread_weights(self) -> None:
-        """Reference, and a critic that is no model of its own, begin as the actor that the warm start left.
+        """Reference, and critics that are no models of their own, begin as the actor that the warm start left.
 
         Collective: all ranks.
         """
-        actor, critic = self.roles["actor"], self.roles.get("critic")
+        actor = self.roles["actor"]
         actor.mark_changed()
         if "reference" in self.roles:
             copy_weights(self.job, actor, "actor.update", self.roles["reference"], "reference")
-        if critic is not None and not self._has_own_critic:
-            copy_weights(self.job, actor, "actor.update", critic, "critic")
-            if critic.trainable is not None:
-                critic.trainable.reload_weights()
+        for name in self._critics:
+            if not self._has_own_model(name):
+                critic = self.roles[name]
+                copy_weights(self.job, actor, "actor.update", critic, name)
+                if critic.trainable is not None:
+                    critic.trainable.reload_weights()
+
+    def _has_own_model(self, critic: str) -> bool:
+        """Whether it does not begin as the actor."""
+        return getattr(self.job.recipe, critic).model is not None
 
     def _accuracy(self) -> float:
         """Greedy accuracy on the held-out problems as the weights are now, on every rank."""

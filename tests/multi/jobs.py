@@ -31,8 +31,21 @@ SETTINGS = {
         loss=config.Loss(clip_high=0.28, dual_clip=3.0, entropy_coef=0.05, aggregation="seq-mean-token-mean"),
         kl=config.KL(coef=0.1, estimator="k3", place="loss"),
     ),
+    "dr-grpo": dict(
+        loss=config.Loss(aggregation="seq-mean-token-sum-norm", norm_tokens=9),
+        correction=config.Correction(reject="k3", reject_high=0.05),
+    ),
+    "gspo": dict(
+        loss=config.Loss(kind="gspo", clip_low=0.2, clip_high=0.3, aggregation="seq-mean-token-mean"),
+        kl=config.KL(coef=0.1, estimator="k3+", place="loss"),
+        correction=config.Correction(reject="k1", reject_level="mean", reject_low=0.9, reject_high=1.2),
+    ),
+    "cispo": dict(
+        loss=config.Loss(kind="cispo", clip_low=1.0, clip_high=0.2, entropy_coef=0.05),
+        correction=config.Correction(kind="icepop", reject="k2", reject_level="max", reject_high=0.1),
+    ),
 }
-"""Every term of the actor's loss is on."""
+"""Every term of the actor's loss is on, and every kind of it."""
 
 
 def tiny_recipe(
@@ -133,11 +146,11 @@ def make_batch(count: int = 12, seed: int = 7) -> Batch:
             "draws": torch.arange(count),
             "order": torch.arange(count),
             "response_mask": Ragged.from_list(masks, torch.float32),
-            "old_log_probs": ragged(-3.4, 0.7),
+            "old_log_probs": (old := ragged(-3.4, 0.7)),
             "ref_log_probs": ragged(-3.4, 0.7),
             "advantages": ragged(0.0, 1.0),
             "values": ragged(0.0, 0.7),
             "returns": ragged(0.0, 1.0),
-            "rollout_log_probs": ragged(-3.4, 0.7),
+            "rollout_log_probs": Ragged(old.values + ragged(0.0, 0.3).values, old.lengths),
         },
     )

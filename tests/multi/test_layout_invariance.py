@@ -41,6 +41,8 @@ MIXED = config.Model(
     qk_norm=True,
 )
 MODELS = {"plain": replace(TINY, num_layers=4), "deep": TINY, "mixed": MIXED, "capped": CAPPED, "mixture": MIXTURE}
+LOSSES = ("dr-grpo", "gspo", "cispo")
+"""Algorithms with another loss, which also reject tokens, or sequences."""
 SMALL, LARGE = 24, 4096
 """Token budgets of a micro-batch: a few samples of at most 19 tokens, and all that a rank has."""
 
@@ -246,6 +248,9 @@ def cases_of(size: int) -> list[Case]:
         cases.append(Case(layout=layout, algorithm="grpo", model=plain, micro_batch_tokens=LARGE))
         if size < 8:
             cases.append(replace(cases[-2], distributed=layout.dp > 1, micro_batch_tokens=LARGE))
+        if layout == ParallelLayout(dp=2):
+            # What an algorithm does beyond log-probabilities knows of no other axis.
+            cases += [Case(layout=layout, algorithm=name, micro_batch_tokens=SMALL) for name in LOSSES]
     if size in (2, 4):
         for layout in layouts_of(size, MIXED):
             cases.append(Case(layout=layout, algorithm="ppo", model="mixed", micro_batch_tokens=LARGE))
@@ -265,6 +270,7 @@ def cases_of(size: int) -> list[Case]:
 def expected() -> dict[tuple[str, str], Findings]:
     """What one rank computes with all samples in one micro-batch, by algorithm and model."""
     keys = [(algorithm, model) for algorithm in ("ppo", "grpo") for model in MODELS]
+    keys += [(algorithm, "plain") for algorithm in LOSSES]
     cases = [Case(layout=ParallelLayout(), algorithm=algorithm, model=model) for algorithm, model in keys]
     (found,) = run_ranks(compute_all, 1, cases)
     return dict(zip(keys, found, strict=True))
@@ -288,3 +294,7 @@ def test_the_samples_reach_every_branch_of_the_loss(expected):
     assert numbers["actor/grad_norm 0"] > 1.0, "clipping of the gradient is not at work"
     assert abs(numbers["actor/loss 0"] - numbers["actor/policy_loss 0"]) > 0.01, "neither KL nor entropy counts"
     assert expected["grpo", "plain"].numbers["actor/loss 0"] != numbers["actor/loss 0"]
+    for algorithm in LOSSES:
+        numbers = expected[algorithm, "plain"].numbers
+        assert 0.1 < numbers["correction/rejected_share 1"] < 0.9, algorithm
+        assert algorithm == "dr-grpo" or numbers["actor/clip_share 0"] > 0.05, algorithm

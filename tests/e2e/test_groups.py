@@ -1,0 +1,223 @@
+"""Steps of several rollouts: DAPO's dynamic sampling in other placements and after a kill, and ReMax's baselines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
+import pytest
+import torch.utils.tensorboard  # noqa: F401
+
+from hybridflow.data.rollout_log import LogWriter, list_logs
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.groups import Groups
+from hybridflow.roles.reward import Reward
+from tests.e2e.commands import REWARDS, Done, fork_ranks, lasting_metrics, write_recipe
+from tests.e2e.test_resume import reused
+
+GROUP_SIZE = 2
+RUN = ["train", "tiny.yaml", "trainer.steps=3", "trainer.save_every=1", "trainer.keep_last=9"]
+DAPO = [*RUN, "algorithm=dapo"]
+ALONE = ["cluster.ranks=1", "actor.update={}", "actor.rollout={}"]
+APART = ["actor.ranks=[0]", "actor.update={}", "actor.rollout={}", "reward.ranks=[1]"]
+"""The reward is where nothing is sampled."""
+
+
+def write(path: Path, row: list[Any]) -> None:
+    with open(path, "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def noting(rank: int) -> None:
+    """Each rank notes what is sampled, what is scored, and which batches are taken."""
+    sample, score, judge, take = Actor.sample, Reward.score, Reward.judge, Groups.take
+
+    def sample_and_note(self, batch, decided):
+        turn = decided["fill"]
+        write(Path(f"turns-{rank}"), [decided["train_step"]["step"], *(turn[key] for key in sorted(turn))])
+        return sample(self, batch, decided)
+
+    def score_and_note(self, batch, decided):
+        found = score(self, batch, decided)
+        draws, scores = batch.columns["draws"].tolist(), found.columns["scores"].tolist()
+        step, is_greedy = decided["train_step"]["step"], decided["fill"]["is_greedy"]
+        rows = [self._job.train.source.row(draw) for draw in draws]
+        for each in zip(batch.ids.tolist(), draws, scores, rows, strict=True):
+            write(Path(f"scored-{rank}"), [step, is_greedy, *each])
+        return found
+
+    def judge_and_note(self, batch, decided):
+        scores = self._scores(batch, lambda row: self._job.held_out[row][0]).tolist()
+        for row, each in zip(batch.columns["draws"].tolist(), scores, strict=True):
+            write(Path(f"judged-{rank}"), [row, each])
+        judge(self, batch, decided)
+
+    def take_and_note(self, batch, decided):
+        found = take(self, batch, decided)
+        names = [name for name in ("scores", "baselines") if name in found.columns]
+        for row, ident in enumerate(found.ids.tolist()):
+            values = [float(found.columns[name][row]) for name in names]
+            tokens = found.columns["tokens"].to_list()[row].tolist()
+            write(Path(f"taken-{rank}"), [decided["train_step"]["step"], ident, tokens, values])
+        return found
+
+    Actor.sample, Reward.score, Reward.judge, Groups.take = (
+        sample_and_note,
+        score_and_note,
+        judge_and_note,
+        take_and_note,
+    )
+
+
+def kill_in_the_second_rollout(rank: int) -> None:
+    """Rank 1 dies in the first step that has a second rollout, when responses of it are in its log."""
+    noting(rank)
+    add = LogWriter.add
+
+    def add_or_die(self, responses):
+        add(self, responses)
+        if rank == 1 and "part-00002" in str(self._path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    LogWriter.add = add_or_die
+
+
+def rows(folder: Path, name: str) -> list[list[Any]]:
+    return [json.loads(line) for path in sorted(folder.glob(f"{name}-*")) for line in path.read_text().splitlines()]
+
+
+def taken(folder: Path) -> dict[tuple[int, int], list[Any]]:
+    """What training was given: (step, sample) -> tokens and scores; of several times the last."""
+    return {(step, ident): rest for step, ident, *rest in rows(folder, "taken")}
+
+
+def run(folder: Path, argv: list[str], hook: Any = noting, rewards: str = REWARDS, **more: Any) -> Done:
+    folder.mkdir(exist_ok=True)
+    write_recipe(folder)
+    (folder / "rewards.py").write_text(rewards)
+    return fork_ranks(argv, folder, hook=hook, **more)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """DAPO on two replicas."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = run(folder, DAPO)
+    assert set(done.codes) == {0} and done.err == "", done.err
+    return folder
+
+
+def test_the_batch_is_the_first_groups_that_teach_something(whole):
+    next_draw = 0
+    for step in (1, 2, 3):
+        scores: dict[int, list[float]] = {}
+        for at, _, _, draw, score, _ in rows(whole, "scored"):
+            if at == step:
+                scores.setdefault(draw, []).append(score)
+        assert sorted(scores) == list(range(next_draw, next_draw + len(scores)))
+        informative = [draw for draw in sorted(scores) if len(set(scores[draw])) > 1]
+        chosen = informative[:4]
+        found = {ident: rest for (at, ident), rest in taken(whole).items() if at == step}
+        assert sorted(found) == [draw * GROUP_SIZE + index for draw in chosen for index in range(GROUP_SIZE)]
+        for draw in chosen:
+            assert sorted(found[draw * GROUP_SIZE + index][1][0] for index in (0, 1)) == sorted(scores[draw])
+        numbers = lasting_metrics(whole / "run")[step - 1]
+        assert numbers["groups/kept_share"] == pytest.approx(len(informative) / len(scores))
+        turns = {tuple(row[1:]) for row in rows(whole, "turns") if row[0] == step}
+        assert numbers["groups/tries"] == len(turns)
+        next_draw = chosen[-1] + 1
+    assert any(numbers["groups/tries"] > 1 for numbers in lasting_metrics(whole / "run")), "nothing was refilled"
+
+
+def test_replicas_get_as_many_groups(whole):
+    for rank in (0, 1):
+        lines = (whole / f"taken-{rank}").read_text().splitlines()
+        assert [json.loads(line)[0] for line in lines] == [step for step in (1, 2, 3) for _ in range(4)]
+
+
+@pytest.mark.parametrize(("placement", "num_ranks"), [(ALONE, 1), (APART, 2)], ids=["alone", "reward apart"])
+def test_other_placements_take_the_same_groups(whole, tmp_path, placement, num_ranks):
+    done = run(tmp_path, [*DAPO, *placement], num_ranks=num_ranks)
+    assert set(done.codes) == {0} and done.err == "", done.err
+    assert taken(tmp_path) == taken(whole)
+
+
+def test_a_step_that_was_killed_in_a_refill_begins_anew_with_what_was_sampled(whole, tmp_path):
+    folder = tmp_path / "killed"
+    assert set(run(folder, DAPO, hook=kill_in_the_second_rollout).codes) != {0}
+    killed_in = max(row[0] for row in rows(folder, "turns"))
+    # The reward comes after the rollout, and nobody has taken what it was for.
+    assert {step for step, _ in taken(folder)} == set(range(1, killed_in))
+    assert {name.part for name in list_logs(folder / "run/rollouts/log") if name.step == killed_in} == {1, 2}
+    done = fork_ranks([*DAPO, "--resume"], folder, hook=noting)
+    assert set(done.codes) == {0} and done.err == "", done.err
+    assert taken(folder) == taken(whole)
+    assert lasting_metrics(folder / "run") == lasting_metrics(whole / "run")
+    assert reused(folder)[killed_in] > 0
+
+
+EQUAL = """
+def score(prompt, response, answer):
+    return float(sum(map(ord, prompt)) % 3 == 0 and sum(map(ord, response)) % 2)
+"""
+"""Two in three problems pay for nothing."""
+
+
+def test_too_few_groups_are_an_error_or_a_smaller_batch_as_the_recipe_says(tmp_path):
+    limited = [*DAPO, *ALONE, "dynamic_sampling.max_tries=2", "warm_start=null", "trainer.steps=1"]
+    done = run(tmp_path / "error", limited, rewards=EQUAL, num_ranks=1)
+    assert done.codes != (0,) and "dynamic_sampling.when_short=train" in done.err, done.err
+    assert "after 2 rollouts the scores differ within" in done.err
+
+    done = run(tmp_path / "train", [*limited, "dynamic_sampling.when_short=train"], rewards=EQUAL, num_ranks=1)
+    assert done.codes == (0,) and done.err == "", done.err
+    (numbers,) = lasting_metrics(tmp_path / "train/run")
+    num_taken = len(taken(tmp_path / "train"))
+    assert 0 < num_taken < 8 and numbers["groups/tries"] == 2
+    # Of two mini-batches of four the second is left out where there are no more than four samples.
+    assert numbers.get("actor/skipped", 0) == (num_taken <= 4)
+
+    done = run(
+        tmp_path / "none",
+        [*limited, "dynamic_sampling.when_short=train"],
+        rewards="def score(prompt, response, answer): return 1.0",
+        num_ranks=1,
+    )
+    assert done.codes != (0,) and "differ within 0 of 8 groups" in done.err, done.err
+
+
+def test_the_baseline_of_remax_is_the_score_of_the_greedy_response(tmp_path):
+    # The held-out problems are those that are trained on, so that validation judges the same greedy responses.
+    same = ["data.held_out=data/train.jsonl", "data.arithmetic=null"]
+    first = tmp_path / "first"
+    write_recipe_and_data(first)
+    done = fork_ranks([*RUN, "algorithm=remax", *same, "trainer.steps=2"], first, hook=noting)
+    assert set(done.codes) == {0} and done.err == "", done.err
+    judged: dict[int, float] = {}
+    for row, score in rows(first, "judged"):
+        # The first validation comes before the first step.
+        judged.setdefault(row, score)
+    greedy = {draw: (row, score) for step, is_greedy, _, draw, score, row in rows(first, "scored") if is_greedy}
+    assert len(greedy) == 8
+    for (step, ident), (_, (_, baseline)) in taken(first).items():
+        row, score = greedy[ident // GROUP_SIZE]
+        assert baseline == score
+        if step == 1:
+            assert baseline == judged[row]
+    assert len({baseline for _, (_, baseline) in taken(first).values()}) > 1
+    assert len(taken(first)) == 16
+    assert [numbers["reward/baseline_mean"] for numbers in lasting_metrics(first / "run")] == [
+        pytest.approx(sum(values[1] for (at, _), (_, values) in taken(first).items() if at == step) / 8)
+        for step in (1, 2)
+    ]
+
+
+def write_recipe_and_data(folder: Path) -> None:
+    (folder / "data").mkdir(parents=True)
+    write_recipe(folder)
+    problems = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+    (folder / "data/train.jsonl").write_text("\n".join(map(json.dumps, problems)))

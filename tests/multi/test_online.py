@@ -1,0 +1,209 @@
+"""Advantages of every online algorithm on uneven shares of two ranks, and mini-batches that nothing is learned from.
+
+The truth is plain loops over Python numbers, in which a sample is a list of the policy's own tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from hybridflow import config
+from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.world import World
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.advantage import Advantage, KLCoefficient
+from hybridflow.roles.critic import Critic
+from tests.multi.jobs import make_batch, make_job, tiny_recipe
+from tests.ranks import run_ranks
+
+GROUP_SIZE, KL_COEF, GAMMA = 3, 0.2, 0.9
+SHAPING = config.Shaping(overlong_buffer=8, overlong_factor=3.0)
+CALLS = {
+    "grpo": "grpo",
+    "dr-grpo": "dr_grpo",
+    "rloo": "rloo",
+    "opo": "opo",
+    "reinforce++": "reinforce_plus_plus",
+    "reinforce++-baseline": "reinforce_plus_plus_baseline",
+    "remax": "remax",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is known of a sample, at its own tokens alone."""
+
+    draw: int
+    kl: tuple[float, ...]
+    score: float
+    baseline: float
+
+    @property
+    def summed(self) -> float:
+        return self.score - KL_COEF * math.fsum(self.kl)
+
+    def rewards(self) -> list[float]:
+        rewards = [-KL_COEF * kl for kl in self.kl]
+        return [*rewards[:-1], rewards[-1] + self.score] if rewards else []
+
+
+def full_batch() -> Batch:
+    batch = make_batch(12)
+    scores = torch.randn(12, generator=torch.Generator().manual_seed(5))
+    return batch.with_columns(
+        {"draws": torch.arange(12) // GROUP_SIZE, "scores": scores, "baselines": (torch.arange(12) // GROUP_SIZE) / 4.0}
+    )
+
+
+def share_of(batch: Batch, rank: int) -> Batch:
+    """Of a group on both ranks, one of the other's, and so on."""
+    return batch.select(torch.tensor([0, 1, 4, 9] if rank == 0 else [2, 3, 5, 6, 7, 8, 10, 11]))
+
+
+def advantages_of(world: World) -> dict[tuple[str, bool], Any]:
+    """Rows of advantages by sample, and what was measured; of each algorithm, without and with shaped scores."""
+    found: dict[tuple[str, bool], Any] = {}
+    for algorithm, call in CALLS.items():
+        settings: dict[str, Any] = {"kl": config.KL(coef=KL_COEF), "advantage": config.Advantage()}
+        if algorithm == "reinforce++":
+            settings["advantage"] = config.Advantage(gamma=GAMMA)
+        recipe = tiny_recipe(ParallelLayout(dp=world.size), algorithm, settings=settings, group_size=GROUP_SIZE)
+        for shaping in (config.Shaping(), SHAPING):
+            job, _ = make_job(world, replace(recipe, shaping=shaping))
+            role = Advantage(job, KLCoefficient(recipe))
+            batch = share_of(full_batch(), world.rank)
+            column = getattr(role, call)(batch, {}).columns["advantages"]
+            rows = dict(zip(batch.ids.tolist(), [row.tolist() for row in column.to_list()], strict=True))
+            found[algorithm, shaping is SHAPING] = rows, dict(role.metrics)
+    return found
+
+
+def plain_samples(*, is_shaped: bool) -> list[Sample]:
+    batch = full_batch()
+    columns = {name: batch.columns[name] for name in ("response_mask", "old_log_probs", "ref_log_probs")}
+    rows = {name: column.to_list() for name, column in columns.items()}
+    samples = []
+    for index in range(12):
+        own = rows["response_mask"][index] > 0
+        kl = (rows["old_log_probs"][index] - rows["ref_log_probs"][index])[own].tolist()
+        # At most 12 tokens, of which the last 8 are paid for.
+        penalty = min(-(len(own) - 4) / 8 * 3.0, 0.0) if is_shaped else 0.0
+        score = float(batch.columns["scores"][index]) + penalty
+        samples.append(Sample(index // GROUP_SIZE, tuple(kl), score, float(batch.columns["baselines"][index])))
+    return samples
+
+
+def whitened(rows: list[list[float]]) -> list[list[float]]:
+    every = [value for row in rows for value in row]
+    mean = math.fsum(every) / len(every)
+    variance = math.fsum((value - mean) ** 2 for value in every) / (len(every) - 1)
+    return [[(value - mean) / math.sqrt(variance + 1e-8) for value in row] for row in rows]
+
+
+def to_go(rewards: list[float], gamma: float) -> list[float]:
+    return [math.fsum(gamma**k * each for k, each in enumerate(rewards[t:])) for t in range(len(rewards))]
+
+
+def plain(algorithm: str, samples: list[Sample]) -> list[list[float]]:
+    """Advantages of each sample's own tokens."""
+    if algorithm == "reinforce++":
+        return whitened([to_go(sample.rewards(), GAMMA) for sample in samples])
+    if algorithm == "remax":
+        return [[each - sample.baseline for each in to_go(sample.rewards(), 1.0)] for sample in samples]
+    rows = []
+    for sample in samples:
+        mates = [each for each in samples if each.draw == sample.draw]
+        others = [each.summed for each in mates if each is not sample]
+        mean = math.fsum(each.summed for each in mates) / len(mates)
+        std = math.sqrt(math.fsum((each.summed - mean) ** 2 for each in mates) / (len(mates) - 1))
+        num_tokens = sum(len(each.kl) for each in mates)
+        judged = {
+            "grpo": (sample.summed - mean) / (std + 1e-6),
+            "rloo": sample.summed - math.fsum(others) / len(others),
+            "opo": sample.summed - math.fsum(each.summed * len(each.kl) for each in mates) / num_tokens,
+        }
+        rows.append([judged.get(algorithm, sample.summed - mean)] * len(sample.kl))
+    return whitened(rows) if algorithm == "reinforce++-baseline" else rows
+
+
+def test_advantages_are_the_plain_loops_whatever_a_rank_has():
+    shares = run_ranks(advantages_of, 2)
+    masks = full_batch().columns["response_mask"].to_list()
+    scores = full_batch().columns["scores"].double()
+    for algorithm in CALLS:
+        for is_shaped in (False, True):
+            samples = plain_samples(is_shaped=is_shaped)
+            expected = plain(algorithm, samples)
+            found = {key: row for share in shares for key, row in share[algorithm, is_shaped][0].items()}
+            assert sorted(found) == list(range(12))
+            for index, mask in enumerate(masks):
+                row = torch.tensor(found[index], dtype=torch.float64)
+                assert not row[mask == 0].any(), (algorithm, index)
+                wanted = torch.tensor(expected[index], dtype=torch.float64)
+                torch.testing.assert_close(row[mask > 0], wanted, rtol=1e-5, atol=1e-5)
+            for share in shares:
+                metrics = share[algorithm, is_shaped][1]
+                # The mean of what the reward gave is not that of what is learned from.
+                assert metrics["reward/mean"] == pytest.approx(float(scores.mean()))
+                assert ("reward/shaped_mean" in metrics) == is_shaped
+                if is_shaped:
+                    assert metrics["reward/shaped_mean"] == pytest.approx(sum(each.score for each in samples) / 12)
+                assert metrics.get("reward/baseline_mean", 0.375) == pytest.approx(0.375)
+    assert "reward/baseline_mean" in shares[0]["remax", False][1]
+
+
+def weights_of(role: Any) -> list[torch.Tensor]:
+    return [tensor.clone() for _, tensor in sorted(role.model.tensors().items())]
+
+
+def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def updates(world: World) -> dict[str, Any]:
+    """Which updates of two mini-batches moved the weights, where the second has nothing to learn from."""
+    found: dict[str, Any] = {}
+    whole = full_batch()
+    masks = whole.columns["response_mask"]
+    nothing = Ragged.from_list([row * (at < 6) for at, row in enumerate(masks.to_list())], torch.float32)
+    sampled = whole.columns["rollout_log_probs"]
+    # Of the first mini-batch the sampler was the trainer.
+    near = [old if at < 6 else old + 1.0 for at, old in enumerate(whole.columns["old_log_probs"].to_list())]
+    batches = {
+        "masked": whole.with_columns({"response_mask": nothing}),
+        "short": whole.select(torch.arange(6)),
+        "rejected": whole.with_columns({"rollout_log_probs": Ragged.from_list(near, sampled.values.dtype)}),
+    }
+    recipe = tiny_recipe(ParallelLayout(dp=world.size), "ppo")
+    for name, batch in batches.items():
+        correction = config.Correction(reject="k2", reject_high=0.1) if name == "rejected" else config.Correction()
+        job, _ = make_job(world, replace(recipe, correction=correction))
+        mine = batch.select((batch.ids % world.size == world.rank).nonzero()[:, 0])
+        for role, kind in ((Actor(job, KLCoefficient(recipe)), "actor"), (Critic(job), "critic")):
+            moved = []
+            for index in range(2):
+                before = weights_of(role)
+                role.update(mine, {f"{kind}_mini_batch": {"epoch": 0, "index": index}})
+                moved.append(not are_equal(before, weights_of(role)))
+            found[f"{name} {kind}"] = moved, dict(role.metrics)
+    return found
+
+
+def test_a_mini_batch_in_which_no_token_counts_is_left_out_on_all_ranks():
+    for found in run_ranks(updates, 2):
+        for name in ("masked", "short", "rejected"):
+            moved, metrics = found[f"{name} actor"]
+            assert moved == [True, False], name
+            assert metrics["actor/skipped"] == 1 and math.isfinite(metrics["actor/loss"])
+        assert found["masked critic"][0] == found["short critic"][0] == [True, False]
+        # What the sampler did is the policy's concern alone.
+        assert found["rejected critic"][0] == [True, True]
+        masks = full_batch().columns["response_mask"].to_list()
+        late, every = sum(float(row.sum()) for row in masks[6:]), sum(float(row.sum()) for row in masks)
+        assert found["rejected actor"][1]["correction/rejected_share"] == pytest.approx(late / every)

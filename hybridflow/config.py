@@ -39,6 +39,9 @@ Name = Annotated[str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
 StopText = Annotated[str, re.compile(r"[^\ufffd]{1,1024}", re.DOTALL)]
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
+LoRATarget = Literal[
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"
+]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Algorithm = Literal[tuple(PRESETS)]  # type: ignore[valid-type]
 
@@ -181,6 +184,42 @@ class WarmStart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Adapters on the actor's linear layers, which are all that is trained of it; its own weights are frozen.
+
+    Attributes:
+        rank: Rows of A and columns of B.
+        alpha: The update is ``alpha / rank * B A``; None: twice the rank, so that its scale does not depend on it.
+        dropout: Share of each adapter's inputs that is dropped while gradients are computed.
+        targets: The layers that have one, by their names in Hugging Face; ``qkv_proj`` and ``gate_up_proj`` are those
+            of families that fuse them, such as Phi-3.
+        merge_every: After so many training steps the updates are put into the weights, and the adapters begin anew
+            (arXiv 2307.05695); 0: never. The reference is then a model of its own.
+        path: PEFT's directory of the adapters to begin with, of this rank, alpha and these targets; None: they begin
+            as an update of zero.
+
+    Paper: arXiv 2106.09685.
+    """
+
+    rank: Count
+    alpha: Positive | None = None
+    dropout: Annotated[float, Bounds(low=0, high=0.99)] = 0.0
+    targets: tuple[LoRATarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    merge_every: CountOrZero = 0
+    path: str | None = None
+
+    @property
+    def effective_alpha(self) -> float:
+        """``alpha``, also where it was left out."""
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+    @property
+    def scale(self) -> float:
+        """What ``B A`` is multiplied by."""
+        return self.effective_alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
 class Actor:
     """The policy, which has a layout for each of its two phases.
 
@@ -196,6 +235,7 @@ class Actor:
             memory; ``torch``: over torch.distributed; ``mpi``: over MPI, in a job that MPI started; ``auto``: shared
             where the system allows it, and the quickest of the others elsewhere.
         offload: During a rollout keep the optimizer's state in host memory, and free the gradients.
+        lora: Train adapters instead of the weights; None: train the weights.
     """
 
     ranks: tuple[int, ...] | None = None
@@ -205,6 +245,7 @@ class Actor:
     optimizer: Optimizer
     reshard: Literal["auto", "shared", "torch", "mpi"] = "auto"
     offload: bool = False
+    lora: LoRA | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -984,6 +1025,13 @@ def _meshes_as_given(recipe: Recipe) -> dict[str, DeviceMesh]:
     }
 
 
+def reference_is_base(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> bool:
+    """Whether the actor without its adapters serves as the reference: they lie alike, and its weights never change."""
+    lora = recipe.actor.lora
+    is_fixed = lora is not None and lora.merge_every == 0
+    return is_fixed and "reference" in meshes and meshes["reference"].key == meshes["actor.update"].key
+
+
 def check_recipe(recipe: Recipe) -> None:
     """Refuse keys that are right one by one and wrong together.
 
@@ -1005,6 +1053,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_contexts(recipe)
     _check_placement(recipe)
     _check_split(recipe)
+    _check_lora(recipe)
     _check_batches(recipe)
     _check_environment(recipe)
     _check_engine(recipe)
@@ -1151,6 +1200,38 @@ _NOT_AHEAD = {
 
 SAMPLING_MESHES = ("actor.rollout", "reward", "cost")
 """Those that work on the next batches, where ``trainer.max_staleness`` is above 0; all others learn."""
+
+
+def _check_lora(recipe: Recipe) -> None:
+    lora, key = recipe.actor.lora, "actor.lora.targets"
+    if lora is None:
+        return
+    if recipe.preset.is_scorer:
+        raise ConfigError(
+            f"actor.lora: algorithm={recipe.algorithm} trains a scorer, whose head would be frozen; remove the section"
+        )
+    found, groups = list(lora.targets), recipe.model.query_groups
+    if not found or len(set(found)) < len(found):
+        raise ConfigError(f"{key}={found}: expected at least one layer, and each once")
+    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    for whole, pieces in parts.items():
+        if whole in found and set(pieces) & set(found):
+            raise ConfigError(f"{key}={found}: {whole} is {', '.join(pieces)} in one; name the one or the others")
+    if recipe.model.num_experts is not None and {"gate_proj", "up_proj", "gate_up_proj", "down_proj"} & set(found):
+        raise ConfigError(
+            f"{key}={found}: the experts of a mixture have no adapters here; set it to [q_proj, k_proj, v_proj, o_proj]"
+        )
+    for name, layout in (("update", recipe.actor.update), ("rollout", recipe.actor.rollout)):
+        if layout is not None and layout.tp > groups and {"q_proj", "k_proj", "v_proj"} & set(found):
+            raise LayoutError(
+                f"actor.{name}: tp={layout.tp} is above model.num_query_groups={groups}, and q_proj, k_proj, v_proj "
+                f"have no adapters where ranks share a group; lower tp, or take them out of {key}"
+            )
+    if lora.path is not None and recipe.warm_start is not None:
+        raise ConfigError(
+            f"actor.lora.path={lora.path!r}: a warm start ends with its adapters put into the weights, and these with "
+            "them; remove warm_start, or the path"
+        )
 
 
 def check_cut(model: Model, layout: ParallelLayout, name: str) -> None:

@@ -5,6 +5,7 @@
     <run_dir>/checkpoints/step_000010/job.json       the job's state; directory and sha256 of each role's manifest
     <run_dir>/checkpoints/step_000010/actor/         a model directory: see ``manifest``
     <run_dir>/checkpoints/reference/                 what does not change: written once, named by every job.json
+    <run_dir>/checkpoints/base/                      likewise the weights below the adapters that ``actor`` holds
     <run_dir>/checkpoints/step_000020.tmp/           one that is being written, or whose writer was killed
 
 What ``latest`` names was synced before, so a kill at any moment leaves it whole.
@@ -27,6 +28,9 @@ from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.observe.files import sync_path
 
 JOB = "job.json"
+BASE = "base"
+"""The role that is the actor's weights below its adapters."""
+
 FORMAT = "hybridflow-job-1"
 """Raised when a change makes old checkpoints unreadable."""
 

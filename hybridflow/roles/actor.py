@@ -11,12 +11,14 @@ from torch import Tensor
 
 from hybridflow.algorithms.losses import Totals, aggregate
 from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.models.lora import merge
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import LossFunction, Trainable, sum_over
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
+from hybridflow.roles.peft import check_targets
 from hybridflow.roles.placed import PlacedModel, column_rows, length_metrics, mini_batch, pad_rows, padded, role_spec
 from hybridflow.roles.policy_loss import LOSS_MASK, LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
 from hybridflow.roles.rollout_buffer import asked
@@ -40,7 +42,9 @@ class Actor:
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         self.metrics: dict[str, float] = {}
         self.spec = role_spec(job, has_value_head=job.recipe.preset.is_scorer)
+        check_targets(job)
         self._job = job
+        self._lora = job.recipe.actor.lora
         self._kl_coef = kl_coef
         self._policy_loss = PolicyLoss(job.recipe, kl_coef)
         self._compared = torch.zeros(len(SAMPLER_SUMS), dtype=torch.float64)
@@ -93,7 +97,8 @@ class Actor:
         if self._rollout_weights is not None and not self._rollout_is_current:
             for name, value in self._rollout_weights.refresh().items():
                 # A validation within the step may reshard once more: what is moved adds up, what is kept does not.
-                before = 0.0 if name == "reshard/extra_bytes" else self.metrics.get(name, 0.0)
+                is_kept = name in ("reshard/extra_bytes", "reshard/adapter_bytes")
+                before = 0.0 if is_kept else self.metrics.get(name, 0.0)
                 self.metrics[name] = before + value
         if self._pushed is not None and self._rollout is not None and not self._rollout_is_current:
             self._pushed.push(self._rollout)
@@ -281,13 +286,38 @@ class Actor:
         return kept, grad_norm
 
     def end_warm_start(self) -> None:
-        """Forget the moments of the supervised phase."""
+        """Forget the moments of the supervised phase.
+
+        What adapters have learned becomes part of the weights, which the reference begins with.
+        """
+        if self._job.recipe.warm_start is not None and self._lora is not None:
+            self._merge(draw=1)
         if self.trainable is not None:
             self.trainable.reset_optimizer()
+
+    def end_step(self, step: int) -> None:
+        """Put the adapters' updates into the weights, if that is due after so many training steps.
+
+        Collective: all ranks of either mesh, in so far as each then knows that the weights have changed.
+        """
+        if self._lora is not None and self._lora.merge_every and step % self._lora.merge_every == 0:
+            self._merge(draw=1 + step // self._lora.merge_every)
+
+    def _merge(self, draw: int) -> None:
+        """The weights take the updates up, and the adapters begin anew, from other numbers, with no moments."""
+        if self.model is not None and self.trainable is not None:
+            with self.optimizer_at_hand():
+                merge(self.model.transformer)
+                self.model.begin_adapters(draw)
+                self.trainable.reset_optimizer()
+                self.trainable.reload_weights()
+        self.mark_changed()
 
     def mark_changed(self) -> None:
         """The update layout's weights were written from outside: the rollout's are no longer current."""
         self._rollout_is_current = False
+        if self._rollout_weights is not None:
+            self._rollout_weights.base_changed()
         if self.rollouts is not None:
             self.rollouts.weights_changed()
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.algorithms.losses import Totals
-from hybridflow.checkpoint.formats.registry import open_source
+from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.models.adapters import base_spec, factor_spec, is_factor
 from hybridflow.models.distillation import top_log_probs, vocab_parallel_reverse_kl
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
@@ -30,10 +31,11 @@ from hybridflow.roles.pretrained import load_pretrained
 
 
 def role_spec(job: Job, role: str = "actor", *, has_value_head: bool = False) -> ModelSpec:
-    """How the tensors of a role's model are cut; the same on every rank, in its meshes or not."""
+    """How the tensors of a role's model are cut, its adapters too; the same on every rank, in its meshes or not."""
     model = job.model_of(role)
     assert model.vocab_size is not None, "a job's models have a vocabulary"
-    return describe_model(job.world, model, vocab_size=model.vocab_size, has_value_head=has_value_head)
+    lora = job.recipe.actor.lora if role == "actor" else None
+    return describe_model(job.world, model, vocab_size=model.vocab_size, has_value_head=has_value_head, lora=lora)
 
 
 class PlacedModel:
@@ -44,6 +46,7 @@ class PlacedModel:
 
     Attributes:
         mesh: Where the model is.
+        spec: How its tensors are cut.
         groups: This rank's process groups there.
         transformer: This rank's stage and shard.
     """
@@ -61,6 +64,7 @@ class PlacedModel:
         assert model.vocab_size is not None, "a job's models have a vocabulary"
         self.mesh = mesh
         self.groups = collection(job.world, mesh)
+        lora = recipe.actor.lora if mesh.name in ("actor.update", "actor.rollout") else None
         self.transformer = build_transformer(
             model,
             mesh.layout,
@@ -68,14 +72,17 @@ class PlacedModel:
             job.world.device,
             vocab_size=model.vocab_size,
             has_value_head=has_value_head,
+            lora=lora,
+            seed=recipe.seed,
         )
         if not (is_filled_later or job.is_resumed):
-            # What a directory has is read by load(); a value head may be what it lacks.
-            names = None if model.path is None else {"value_head.weight"}
+            # What a directory has is read by load(); a value head or adapters may be what it lacks.
+            factors = {tensor.name for tensor in spec.tensors if is_factor(tensor.name)}
+            names = None if model.path is None else {"value_head.weight", *factors}
             initialize(self.transformer, spec, mesh, job.world.rank, seed=recipe.seed, std=model.init_std, names=names)
         self._model = model
         self._seed = recipe.seed
-        self._spec = spec
+        self.spec = spec
         self._rank = job.world.rank
         self._device = job.world.device
         self._budget_tokens = recipe.trainer.micro_batch_tokens
@@ -96,11 +103,10 @@ class PlacedModel:
             CheckpointError: The directory is damaged, or holds another model.
         """
         if self._model.path is not None:
-            source = open_source(Path(self._model.path))
             load_pretrained(
-                source,
+                open_model(Path(self._model.path)),
                 self.transformer,
-                self._spec,
+                base_spec(self.spec),
                 self.mesh,
                 self._rank,
                 seed=self._seed,
@@ -144,11 +150,16 @@ class PlacedModel:
         with self.at_hand():
             return forward_only(self.transformer, self.groups, parts, compute)
 
+    def begin_adapters(self, draw: int) -> None:
+        """Give the adapters initial values: another number, others."""
+        spec, std = factor_spec(self.spec), self._model.init_std
+        initialize(self.transformer, spec, self.mesh, self._rank, seed=self._seed, std=std, draw=draw)
+
     def tensors(self) -> dict[str, Tensor]:
         """Live weights by logical name, as this rank holds them."""
         return {
             name: tensor
-            for name, (tensor, _) in local_shards(self.transformer, self._spec, self.mesh, self._rank).items()
+            for name, (tensor, _) in local_shards(self.transformer, self.spec, self.mesh, self._rank).items()
         }
 
     def share_storage(self, other: PlacedModel, names: Collection[str]) -> None:

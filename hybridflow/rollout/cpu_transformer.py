@@ -19,6 +19,7 @@ from torch import Tensor
 from hybridflow.models.attention import Scoring
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gpt import Transformer
+from hybridflow.models.lora import merged_weight
 from hybridflow.rollout.kernels import load_kernels
 from hybridflow.rollout.paged import PagedAttention, cache_shape
 
@@ -69,7 +70,7 @@ class CpuTransformer:
     """A stage and shard of a model, computed as ``Transformer.forward`` computes it; all weights as they are now.
 
     Args:
-        model: Whose weights are taken: copied, into another layout.
+        model: Whose weights are taken, with the updates of adapters in them: copied, into another layout.
         group: Its tensor-parallel ranks.
     """
 
@@ -166,20 +167,20 @@ _ACTIVATIONS: dict[str, tuple[str, list[Any], str]] = {
 
 def _layer(layer: TransformerLayer) -> _Layer:
     attention, mlp = layer.self_attention, layer.mlp
-    gate, up = mlp.linear_fc1.weight.detach().chunk(2)
+    gate, up = merged_weight(mlp.linear_fc1).chunk(2)
     return _Layer(
         input_norm=layer.input_layernorm.weight,
-        qkv=_pack(attention.linear_qkv.weight),
+        qkv=_pack(merged_weight(attention.linear_qkv)),
         qkv_bias=attention.linear_qkv.bias,
         query_norm=_norm_weight(attention.q_layernorm),
         key_norm=_norm_weight(attention.k_layernorm),
         scoring=attention.core_attention.scoring,
-        projection=_pack(attention.linear_proj.weight),
+        projection=_pack(merged_weight(attention.linear_proj)),
         attention_norm=_norm_weight(getattr(attention, "post_layernorm", None)),
         mlp_norm=layer.pre_mlp_layernorm.weight,
         gate=_pack(gate),
         up=_pack(up),
-        down=_pack(mlp.linear_fc2.weight),
+        down=_pack(merged_weight(mlp.linear_fc2)),
         output_norm=_norm_weight(getattr(mlp, "post_layernorm", None)),
     )
 

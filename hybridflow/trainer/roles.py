@@ -27,7 +27,7 @@ def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
     is_offline = recipe.preset.is_offline
     roles: dict[str, Any] = {"actor": OfflineActor(job, kl_coef) if is_offline else Actor(job, kl_coef)}
     if recipe.has_reference:
-        roles["reference"] = Reference(job)
+        roles["reference"] = Reference(job, roles["actor"])
     for name in ("reward", "cost"):
         if name in recipe.preset.reads:
             roles[name] = Reward(job, name) if getattr(recipe, name).model is None else RewardModel(job, name)

@@ -26,6 +26,7 @@ from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.groups import Scores, Turn
 from hybridflow.roles.job import Job
 from hybridflow.roles.kept_rollouts import KeptRollouts
+from hybridflow.roles.peft import load_adapters
 from hybridflow.roles.placed import mini_batch_size
 from hybridflow.trainer import checkpoints
 from hybridflow.trainer.ahead import WORKING_AHEAD
@@ -208,6 +209,7 @@ class Trainer:
         self._stopping.settle(reason for _, _, reason in gathered)
         if "validation/accuracy" in metrics:
             self._validations.take(self.step, metrics["validation/accuracy"])
+        self.roles["actor"].end_step(self.step)
         if not self._is_critic_alone(self.step):
             self.kl_coef.advance(metrics.get("kl/ref", 0.0))
             self._rollouts.advance(metrics)
@@ -398,6 +400,8 @@ class Trainer:
             role = self.roles[name]
             if role.model is not None:
                 role.model.load()
+                if name == "actor":
+                    load_adapters(self.job, role.model)
                 role.trainable.reload_weights()
 
     def _spread_weights(self) -> None:
@@ -407,7 +411,7 @@ class Trainer:
         """
         actor = self.roles["actor"]
         actor.mark_changed()
-        if "reference" in self.roles:
+        if "reference" in self.roles and not self.roles["reference"].is_base:
             copy_weights(self.job, actor, "actor.update", self.roles["reference"], "reference")
         for name in self._critics:
             if not self._has_own_model(name):

@@ -129,7 +129,7 @@ def stopped(world: World, made: Recipe, decision: str, step: int) -> bool:
 
 
 def test_a_run_that_was_stopped_while_it_worked_ahead_goes_on(tmp_path):
-    for decision, step, saved in (("fill", 1, 0), ("sample_ahead", 3, 2)):
+    for decision, step, saved in (("fill_buffer", 1, 0), ("sample_ahead", 3, 2)):
         trainer = {"max_staleness": 1, "steps": 4}
         made = recipe(tmp_path, decision, "grpo", 2, update=layout(), rollout_ranks=(1,), trainer=trainer)
         assert run_ranks(stopped, 2, made, decision, step) == [False, False]
@@ -157,14 +157,14 @@ def too_old(world: World) -> str | None:
     if world.rank == 0:
         return None
     buffer = RolloutBuffer(job)
-    buffer.put(Batch(torch.arange(2), {"versions": torch.tensor([1, 2])}), {"fill": {"step": 3}})
+    buffer.put(Batch(torch.arange(2), {"versions": torch.tensor([1, 2])}), {"fill_buffer": {"step": 3}})
     try:
         buffer.take(Batch.empty(), {"train_step": {"step": 3}})
     except DataError as error:
         # Version 2 is that of the beginning of step 3, version 1 one behind: no error; the next is.
         return f"too early: {error}"
     assert buffer.metrics == {"rollout/staleness_mean": 0.5, "rollout/staleness_max": 1.0}
-    buffer.put(Batch(torch.arange(2), {"versions": torch.tensor([1, 3])}), {"fill": {"step": 4}})
+    buffer.put(Batch(torch.arange(2), {"versions": torch.tensor([1, 3])}), {"fill_buffer": {"step": 4}})
     try:
         buffer.take(Batch.empty(), {"train_step": {"step": 4}})
     except DataError as error:

@@ -18,7 +18,7 @@ from hybridflow.models.adapters import base_spec, factor_spec, is_factor
 from hybridflow.models.distillation import top_log_probs, vocab_parallel_reverse_kl
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
-from hybridflow.models.microbatch import MicroBatch, pack, split_by_tokens
+from hybridflow.models.microbatch import MicroBatch, first_of_prompt, pack, split_by_tokens
 from hybridflow.models.specs import logical_tensors
 from hybridflow.models.training import forward_only, sum_over
 from hybridflow.models.weights import describe_model, initialize, local_shards
@@ -174,7 +174,9 @@ class PlacedModel:
 
     def pack(self, sequences: list[Tensor], prompt_lengths: list[int], group_size: int = 1) -> list[MicroBatch]:
         """Sequences, each ``[tokens]`` of prompt and response, cut as in ``micro_batches``."""
-        chosen = split_by_tokens([len(sequence) for sequence in sequences], self._budget_tokens, group_size)
+        prompts = first_of_prompt(sequences, prompt_lengths)
+        lengths = [len(sequence) for sequence in sequences]
+        chosen = split_by_tokens(lengths, self._budget_tokens, prompts=prompts, group_size=group_size)
         return [pack(samples, sequences, prompt_lengths, self._device) for samples in chosen]
 
     def log_probs(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -98,13 +98,11 @@ def last_tokens(part: MicroBatch, pad_id: int | None) -> MicroBatch:
         part: Some samples.
         pad_id: The model's padding token, which may be the very token that ends a response; None: it has none.
     """
-    rows, start = [], 0
-    for length in part.lengths:
-        tokens = part.tokens[start : start + length]
-        last = length - 1
+    rows = []
+    for places in part.places:
+        last = len(places) - 1
         if pad_id is not None:
-            others = (tokens != pad_id).nonzero()
+            others = (part.tokens[places] != pad_id).nonzero()
             last = int(others[-1]) if len(others) else 0
-        rows.append(start + last)
-        start += length
+        rows.append(int(places[last]))
     return replace(part, rows=torch.tensor(rows, dtype=torch.int64, device=part.tokens.device))

@@ -521,12 +521,15 @@ class Shaping:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSampling:
-    """Groups whose scores are all equal teach nothing: others are sampled in their place.
+    """Groups whose scores, before shaping, are all equal teach nothing: others are sampled in their place.
+
+    The batch is the first groups in the data order whose scores differ. What was sampled beyond them is not used, and
+    the next step begins with the prompt behind the last of them.
 
     Attributes:
         max_tries: Most rollouts of one step.
         when_short: What to do when there are fewer groups than wanted after so many: end with an error, or train on
-            those.
+            those; where there are none at all it is an error in any case.
 
     Paper: arXiv 2503.14476.
     """

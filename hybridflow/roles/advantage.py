@@ -46,16 +46,19 @@ class KLCoefficient:
         self.is_in_loss = settings.coef > 0 and settings.place == "loss"
         self._target = settings.target
         self._horizon = settings.horizon
-        self._num_samples = recipe.trainer.global_batch_size
 
-    def advance(self, measured: float) -> None:
-        """Take into account the KL that the step measured, nats per token, the same on every rank of the job.
+    def advance(self, measured: float, num_samples: int) -> None:
+        """Take into account the KL that the step measured, the same on every rank of the job.
 
         The coefficient before this is the one that the step applied.
+
+        Args:
+            measured: Nats per token.
+            num_samples: Samples of the step.
         """
         if self._target is not None:
             self.value = adapt_kl_coef(
-                self.value, measured, target=self._target, num_samples=self._num_samples, horizon=self._horizon
+                self.value, measured, target=self._target, num_samples=num_samples, horizon=self._horizon
             )
 
 

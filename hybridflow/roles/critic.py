@@ -19,6 +19,12 @@ COLUMNS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost
 """Role -> the columns of its values, and of what it learns."""
 
 
+_METRICS = {
+    "critic": ("critic/loss", "critic/grad_norm"),
+    "cost_critic": ("cost_critic/loss", "cost_critic/grad_norm"),
+}
+
+
 class Critic:
     """The value model. The value of a response token is that of the state before it.
 
@@ -64,7 +70,7 @@ class Critic:
         grad_norm = self.trainable.step()
         if self.model.is_holder:
             (loss,) = self.model.add_up(kept, 1)
-            self.metrics |= {f"{self._role}/loss": loss, f"{self._role}/grad_norm": grad_norm}
+            self.metrics |= dict(zip(_METRICS[self._role], (loss, grad_norm), strict=True))
 
     def _loss(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
         values = pad_rows(output[:, 0].float().split(micro_batch.response_lengths))

@@ -45,6 +45,11 @@ class Groups(ABC):
         self._rollouts: list[Batch] = []
         self._draws: list[int] = []
 
+    @property
+    def num_samples(self) -> int:
+        """Samples of the step's batch, once its rollouts are done."""
+        return len(self._draws) * self._job.recipe.rollout.group_size
+
     @abstractmethod
     def turns(self, first_draw: int, num_prompts: int, share: Share) -> Iterator[Turn]:
         """The rollouts of one step, each to be kept before the next is asked for; the same on every rank.

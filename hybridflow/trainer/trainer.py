@@ -211,7 +211,9 @@ class Trainer:
             self._validations.take(self.step, metrics["validation/accuracy"])
         self.roles["actor"].end_step(self.step)
         if not self._is_critic_alone(self.step):
-            self.kl_coef.advance(metrics.get("kl/ref", 0.0))
+            if "kl/ref" in metrics:
+                num_samples = self.job.recipe.trainer.global_batch_size if groups is None else groups.num_samples
+                self.kl_coef.advance(metrics["kl/ref"], num_samples)
             self._rollouts.advance(metrics)
         if self._multiplier is not None:
             self._multiplier.advance(metrics["cost/mean"])

@@ -16,6 +16,8 @@ from hybridflow.data.rollout_log import LogWriter, list_logs
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.groups import Groups
 from hybridflow.roles.reward import Reward
+from hybridflow.rollout import engine
+from hybridflow.trainer.stopping import Stopping
 from tests.e2e.commands import REWARDS, Done, fork_ranks, lasting_metrics, write_recipe
 from tests.e2e.test_resume import reused
 
@@ -25,6 +27,7 @@ DAPO = [*RUN, "algorithm=dapo"]
 ALONE = ["cluster.ranks=1", "actor.update={}", "actor.rollout={}"]
 APART = ["actor.ranks=[0]", "actor.update={}", "actor.rollout={}", "reward.ranks=[1]"]
 """The reward is where nothing is sampled."""
+STAGES = ["cluster.ranks=4", "actor.update={tp: 2, pp: 2}", "actor.rollout={pp: 2, dp: 2}"]
 
 
 def write(path: Path, row: list[Any]) -> None:
@@ -86,6 +89,23 @@ def kill_in_the_second_rollout(rank: int) -> None:
     LogWriter.add = add_or_die
 
 
+def stop_in_the_second_rollout(rank: int) -> None:
+    """Rank 1 is told to stop when the first step with a second rollout is in it."""
+    noting(rank)
+    sample, own_reason, engine.LOOK_STEPS = Actor.sample, Stopping.own_reason, 1
+    is_late = False
+
+    def sample_late(self, batch, decided):
+        nonlocal is_late
+        is_late = is_late or (rank == 1 and decided["fill"]["number"] == 2)
+        return sample(self, batch, decided)
+
+    def reason(self, **more):
+        return "asked to" if is_late else own_reason(self, **more)
+
+    Actor.sample, Stopping.own_reason = sample_late, reason
+
+
 def rows(folder: Path, name: str) -> list[list[Any]]:
     return [json.loads(line) for path in sorted(folder.glob(f"{name}-*")) for line in path.read_text().splitlines()]
 
@@ -139,25 +159,41 @@ def test_replicas_get_as_many_groups(whole):
         assert [json.loads(line)[0] for line in lines] == [step for step in (1, 2, 3) for _ in range(4)]
 
 
-@pytest.mark.parametrize(("placement", "num_ranks"), [(ALONE, 1), (APART, 2)], ids=["alone", "reward apart"])
+@pytest.mark.parametrize(
+    ("placement", "num_ranks"),
+    [
+        pytest.param(ALONE, 1, id="alone"),
+        pytest.param(APART, 2, id="reward apart"),
+        pytest.param(STAGES, 4, id="stages", marks=pytest.mark.slow),
+    ],
+)
 def test_other_placements_take_the_same_groups(whole, tmp_path, placement, num_ranks):
     done = run(tmp_path, [*DAPO, *placement], num_ranks=num_ranks)
     assert set(done.codes) == {0} and done.err == "", done.err
     assert taken(tmp_path) == taken(whole)
 
 
-def test_a_step_that_was_killed_in_a_refill_begins_anew_with_what_was_sampled(whole, tmp_path):
-    folder = tmp_path / "killed"
-    assert set(run(folder, DAPO, hook=kill_in_the_second_rollout).codes) != {0}
-    killed_in = max(row[0] for row in rows(folder, "turns"))
+@pytest.mark.parametrize(
+    "hook",
+    [
+        pytest.param(kill_in_the_second_rollout, id="killed"),
+        pytest.param(stop_in_the_second_rollout, id="stopped", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_that_ended_in_a_refill_begins_anew_with_what_was_sampled(whole, tmp_path, hook):
+    folder = tmp_path / "ended"
+    done = run(folder, DAPO, hook=hook)
+    assert 0 not in done.codes
+    ended_in = max(row[0] for row in rows(folder, "turns"))
     # The reward comes after the rollout, and nobody has taken what it was for.
-    assert {step for step, _ in taken(folder)} == set(range(1, killed_in))
-    assert {name.part for name in list_logs(folder / "run/rollouts/log") if name.step == killed_in} == {1, 2}
+    assert {step for step, _ in taken(folder)} == set(range(1, ended_in))
+    assert {name.part for name in list_logs(folder / "run/rollouts/log") if name.step == ended_in} == {1, 2}
     done = fork_ranks([*DAPO, "--resume"], folder, hook=noting)
     assert set(done.codes) == {0} and done.err == "", done.err
+    assert f"resumed from run/checkpoints/step_{ended_in - 1:06d}" in done.out
     assert taken(folder) == taken(whole)
     assert lasting_metrics(folder / "run") == lasting_metrics(whole / "run")
-    assert reused(folder)[killed_in] > 0
+    assert reused(folder)[ended_in] > 0
 
 
 EQUAL = """

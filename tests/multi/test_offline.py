@@ -342,9 +342,9 @@ def test_a_step_is_that_of_plain_torch_in_every_layout(size, truth):
         for index in range(2):
             for share in holders:
                 told = share["metrics"][index]
-                assert told["actor/loss"] == pytest.approx(expected["losses"][index], rel=2e-6), (case, index)
+                assert told["actor/loss"] == pytest.approx(expected["losses"][index], rel=2e-6, abs=4e-6), (case, index)
                 if expected["z_ref"]:
-                    assert told["preference/z_ref"] == pytest.approx(expected["z_ref"][index], rel=1e-5), case
+                    assert told["preference/z_ref"] == pytest.approx(expected["z_ref"][index], rel=1e-5, abs=4e-6), case
                 norm = math.sqrt(sum(float(each.square().sum()) for each in expected["gradients"][index].values()))
                 assert told["actor/grad_norm"] == pytest.approx(norm, rel=1e-5), case
             check_gradients(case, [share["gradients"][index] for share in shares], expected["gradients"][index])

@@ -148,6 +148,23 @@ def test_bad_key_is_named_with_the_remedy(recipe_file, override, says):
             ["rollout.environment={name: calculator}", "rollout.archive=true"],
             "rollout.archive=true: the archive has no",
         ),
+        (["loss={kind: gspo, aggregation: token-mean}"], "loss.aggregation=token-mean: loss.kind=gspo weighs each"),
+        (["loss={kind: cispo, dual_clip: 3.0}"], "loss.dual_clip=3: loss.kind=cispo has none; leave the key out"),
+        (["loss.norm_tokens=5"], "loss.norm_tokens=5: loss.aggregation=token-mean does not divide by it"),
+        (
+            ["algorithm=reinforce++", "critic=null", "advantage.gae_lambda=0.5"],
+            "advantage.gae_lambda=0.5: algorithm=reinforce++ has no critic",
+        ),
+        (["shaping.overlong_buffer=9999"], "shaping.overlong_buffer=9999 is above rollout.max_new_tokens="),
+        (["shaping.overlong_factor=2"], "shaping.overlong_factor=2: nothing is paid for without a buffer"),
+        (["correction.reject_high=3"], "correction.reject_high: nothing is rejected; set correction.reject"),
+        (["correction={reject: k3, reject_low: 0.1}"], "correction.reject_low=0.1: k3 is never negative"),
+        (["correction={reject: k1, reject_level: max}"], "correction.reject_level=max: a k1 near 0 may hide one"),
+        (["correction={reject: k1, reject_low: 2}"], "reject_low=2 is not below correction.reject_high=2; nothing"),
+        (
+            ["algorithm=dapo", "critic=null", "rollout.group_size=1"],
+            "rollout.group_size=1: algorithm=dapo compares the responses to a prompt",
+        ),
     ],
 )
 def test_keys_at_odds_are_named_with_the_remedy(recipe_file, overrides, says):

@@ -159,3 +159,13 @@ def test_many_groups_of_ranks_are_shortened():
     # The heading, the eleven largest of a hundred, what is left out, and the smallest.
     assert len(lines) == 14 and lines[1].startswith("0,100 ") and lines[13].startswith("99,199 ")
     assert lines[12] == "… 88 more groups of ranks, each between these"
+
+
+def test_what_samples_nothing_has_no_rollout_and_a_scorer_no_logits():
+    """Of 64 rows of vocabulary the scorer has those of the embedding, and one row of a value head."""
+    policy, scorer = (load_recipe(name, ["cluster.ranks=1", "actor.update={}"]) for name in ("dpo", "reward-model"))
+    (of_policy,), (of_scorer,) = (job_memory(recipe, role_meshes(recipe)) for recipe in (policy, scorer))
+    assert [part.mesh for part in of_policy.meshes] == ["actor.update", "reference"]
+    assert [part.mesh for part in of_scorer.meshes] == ["actor.update"]
+    assert of_policy.meshes[0].weights - of_scorer.meshes[0].weights == (64 - 1) * 128 * 4
+    assert (of_policy.spare, of_scorer.spare) == (0, 0)

@@ -76,6 +76,7 @@ LIGHT = [
         "data.fast",
         "data.tokenizer",
         "data.prompts",
+        "data.preferences",
         "doctor.command",
         "doctor.compare",
         "doctor.rounds",

@@ -1,0 +1,92 @@
+"""Runs on given responses through the command: they end, go on bit for bit, and leave models that others can use."""
+
+import json
+import shutil
+
+import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
+import pytest
+import torch
+import torch.utils.tensorboard  # noqa: F401
+import transformers
+
+from hybridflow import cli
+from hybridflow.config import load_recipe
+from hybridflow.data.pieces import PieceTokenizer
+from tests.e2e.commands import fork_ranks, lasting_metrics
+
+RECIPE = """
+name: tiny
+cluster: {ranks: 2, deadline_s: 60, start_deadline_s: 60}
+model: {num_layers: 2, hidden_size: 16, ffn_hidden_size: 32, num_attention_heads: 2, max_context: 24}
+data:
+  train: data/train.jsonl
+  held_out: data/held_out.jsonl
+  arithmetic: {num_train: 20, num_held_out: 8, max_operand: 99, mistake_share: 0.5}
+run_dir: run
+actor: {optimizer: {lr: 1.0e-2}}
+trainer: {steps: 4, global_batch_size: 12, mini_batch_size: 6, save_every: 2, validate_every: 3}
+"""
+WARM = "warm_start={steps: 2, batch_size: 8, lr: 1.0e-2}"
+RUNS = {
+    "sft": ["actor.update={tp: 2}", "actor.rollout={dp: 2}", "rollout={max_new_tokens: 4}", WARM],
+    "reward-model": ["actor.update={pp: 2}", "trainer.micro_batch_tokens=40"],
+    "dpo": ["actor.update={dp: 2}", "reference.ranks=[1]", "reference.layout={}", WARM],
+    "ipo": ["actor.update={tp: 2}"],
+    "kto": ["actor.update={dp: 2}", "trainer.num_validation=5", WARM],
+}
+
+
+def weights(folder):
+    files = (folder / "run/checkpoints/step_000004").rglob("*.safetensors")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "ipo")) for name in RUNS])
+def test_it_trains_and_goes_on_bit_for_bit(name, tmp_path):
+    whole, folder = tmp_path / "whole", tmp_path / "resumed"
+    whole.mkdir()
+    (whole / "tiny.yaml").write_text(RECIPE)
+    argv = ["train", "tiny.yaml", f"algorithm={name}", *RUNS[name]]
+    done = fork_ranks(argv, whole)
+    assert set(done.codes) == {0} and done.err == "", done.err
+    rows = lasting_metrics(whole / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["actor/loss"] != 0 and row["actor/grad_norm"] > 0 for row in rows)
+    assert [row["step"] for row in rows if "validation/accuracy" in row] == [3]
+    assert ("validation/margin" in rows[2]) is (name != "sft")
+    assert all(("preference/z_ref" in row) is (name == "kto") for row in rows)
+
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "run/checkpoints/step_000004")
+    (folder / "run/checkpoints/latest").write_text("step_000002\n")
+    done = fork_ranks([*argv, "--resume"], folder)
+    assert set(done.codes) == {0} and done.err == "", done.err
+    assert "resumed from run/checkpoints/step_000002" in done.out and "warm start" not in done.out
+    assert lasting_metrics(folder / "run") == rows
+    assert len(weights(whole)) >= 2 and weights(folder) == weights(whole)
+    summaries = [json.loads((place / "run/summary.json").read_text()) for place in (folder, whole)]
+    assert summaries[0]["accuracy_after_rl"] == summaries[1]["accuracy_after_rl"]
+    if name == "reward-model":
+        check_scorer(whole)
+
+
+def check_scorer(folder):
+    """Others score as it does, and what trains a policy takes it as its reward."""
+    out = folder / "scorer"
+    source = folder / "run/checkpoints/step_000004/actor"
+    assert cli.main(["convert", str(source), str(out), "--to", "hf", "--family", "llama"]) == 0
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(out).eval()
+    assert model.config.num_labels == 1
+    tokenizer = PieceTokenizer(folder / "run/tokenizer.model")
+
+    def score(prompt, response):
+        tokens = [tokenizer.bos_id, *tokenizer.encode(prompt), *tokenizer.encode(response), tokenizer.eos_id]
+        with torch.no_grad():
+            return float(model(torch.tensor([tokens])).logits)
+
+    rows = [json.loads(line) for line in (folder / "data/held_out.jsonl").read_text().splitlines()]
+    differences = [score(row["prompt"], row["chosen"]) - score(row["prompt"], row["rejected"]) for row in rows]
+    summary = json.loads((folder / "run/summary.json").read_text())
+    assert summary["accuracy_after_rl"] == sum(each > 0 for each in differences) / len(rows)
+    recipe = load_recipe("grpo", [f"reward={{model: {{path: {out}}}}}"])
+    assert recipe.model_of("reward").hidden_size == 16

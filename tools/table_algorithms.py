@@ -63,6 +63,9 @@ PAPERS = {
 }
 """Recipe -> where its algorithm is from, arXiv number; in the order of the table, without those that do not ship."""
 
+READS = {"distill": {"teacher.model.path": "sft"}}
+"""Recipe -> key that it leaves open -> recipe whose last actor belongs there."""
+
 _MEASURED = "table.json"
 
 
@@ -102,12 +105,14 @@ def main() -> int:
         if found is not None:
             print(f"{told}: {_outcome(found)}, in {found['seconds']:.0f} s (has been run)")
         elif options.dry_run:
-            print(f"{told}: hybridflow train {row.name}" + (f", after {', '.join(row.needs)}" if row.needs else ""))
+            print(
+                f"{told}: {' '.join(command(row, folder))}" + (f", after {', '.join(row.needs)}" if row.needs else "")
+            )
         elif missing := failed & set(row.needs):
             failed.add(row.name)
             print(f"{told}: left out, since {', '.join(sorted(missing))} failed")
         else:
-            print(f"{told}: hybridflow train {row.name} …", flush=True)
+            print(f"{told}: {' '.join(command(row, folder))} …", flush=True)
             if not run(row, folder):
                 failed.add(row.name)
     if not options.dry_run:
@@ -132,8 +137,9 @@ def shipped() -> dict[str, Row]:
     owners = {row.run_dir: name for name, row in found.items()}
     for name, row in found.items():
         read = dict.fromkeys(re.findall(r"\bruns/[\w.-]+", find_recipe(name).read_text(encoding="utf-8")))
-        needs = tuple(owners[each] for each in read if each in owners and owners[each] != name)
-        found[name] = Row(name, row.algorithm, row.run_dir, needs, row.sha256)
+        needs = [owners[each] for each in read if each in owners and owners[each] != name]
+        needs += READS.get(name, {}).values()
+        found[name] = Row(name, row.algorithm, row.run_dir, tuple(dict.fromkeys(needs)), row.sha256)
     return found
 
 
@@ -158,6 +164,16 @@ def in_order(rows: dict[str, Row], names: Sequence[str]) -> list[Row]:
     return list(found.values())
 
 
+def command(row: Row, folder: Path) -> list[str]:
+    """What a user would type in the folder; a step that is not there yet is called STEP."""
+    words = ["hybridflow", "train", row.name]
+    for key, other in READS.get(row.name, {}).items():
+        latest = folder / "runs" / other / "checkpoints" / "latest"
+        step = latest.read_text(encoding="utf-8").strip() if latest.is_file() else "STEP"
+        words.append(f"{key}=runs/{other}/checkpoints/{step}/actor")
+    return words
+
+
 def run(row: Row, folder: Path) -> bool:
     """Run a recipe from its beginning, and keep what it measured beside it; whether it finished."""
     run_dir, log = folder / row.run_dir, folder / f"{row.name}.log"
@@ -166,8 +182,8 @@ def run(row: Row, folder: Path) -> bool:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     begin_s = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
-        command = [sys.executable, "-m", "hybridflow", "train", row.name]
-        code = subprocess.run(command, cwd=folder, env=environ, stdout=file, stderr=file, check=False).returncode
+        words = [sys.executable, "-m", *command(row, folder)]
+        code = subprocess.run(words, cwd=folder, env=environ, stdout=file, stderr=file, check=False).returncode
     seconds = time.monotonic() - begin_s
     summary = run_dir / "summary.json"
     if code or not summary.is_file():
@@ -219,7 +235,8 @@ def table(rows: dict[str, Row], folder: Path) -> str:
             figures += [str(summary["steps"]), f"{found['seconds']:.0f}"]
             machines.append(found["machine"])
         name = row.name if row.name in ("lora", "async") else row.algorithm
-        lines.append(f"| {' | '.join([name, source, f'`hybridflow train {row.name}`', *figures])} |")
+        typed = " ".join(command(row, folder))
+        lines.append(f"| {' | '.join([name, source, f'`{typed}`', *figures])} |")
     told = f"Measured on {'; '.join(dict.fromkeys(machines))}." if machines else "Nothing has been measured yet."
     return "\n".join([told, "", *lines])
 

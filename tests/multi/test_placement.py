@@ -24,7 +24,7 @@ OF_THE_MACHINE = (
 
 def share_of_ones(prompt: str, response: str, answer: str) -> float:
     """A reward that a random model gets in every amount."""
-    return response.count("1") - 0.25 * len(response)
+    return 4.0 * response.count("1") - len(response)
 
 
 def layout(tp: int = 1, pp: int = 1, dp: int = 1) -> ParallelLayout:
@@ -76,7 +76,8 @@ def recipe(folder: Path, name: str, algorithm: str, ranks: int, **placement: Any
         reward=config.Reward(function=f"{__name__}:share_of_ones", ranks=placement.get("reward_ranks")),
         rollout=config.Rollout(max_new_tokens=6, group_size=4 if algorithm == "grpo" else 1),
         trainer=config.Trainer(
-            **{"steps": 2, "validate_every": 1, **placement.get("trainer", {})},
+            # A validation within the last step, where the best is kept.
+            **{"steps": 2, "validate_every": 9, "keep_best": True, **placement.get("trainer", {})},
             global_batch_size=16,
             mini_batch_size=8,
             micro_batch_tokens=48,
@@ -167,6 +168,7 @@ def test_every_placement_logs_the_same_numbers(algorithm, names, model, tmp_path
     alone, summary = record(recipe(tmp_path, "alone", algorithm, 1, model=MODELS[model]))
     assert len(alone) == 2
     assert alone[1]["kl/ref"] > 0.001 and alone[0]["actor/grad_norm"] > 0.1, "there is something to compare"
+    assert 0 < alone[1]["validation/pass_at_1"] < alone[1]["validation/pass_at_k"] < 1
     for name, placement in placements.items():
         found, other_summary = record(recipe(tmp_path, name, algorithm, **placement))
         for step, (expected, other) in enumerate(zip(alone, found, strict=True), start=1):

@@ -2,12 +2,14 @@
 
 from itertools import combinations
 from math import cos, pi
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hybridflow.algorithms.pass_at_k import pass_at_k
 from hybridflow.config import Optimizer
+from hybridflow.roles.judging import measure
 from hybridflow.trainer.schedule import learning_rate
 from hybridflow.trainer.validations import Validations
 
@@ -55,3 +57,33 @@ def test_the_first_of_equal_validations_is_the_best():
     assert resumed == validations and Validations.resume({}) == Validations()
     resumed.take(8, 0.75)
     assert (resumed.best_step, resumed.num_since_best) == (8, 0)
+
+
+class Together:
+    """Two ranks that judge: what the other one says is known."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def gather(self, share, what):
+        return [share, self.other]
+
+
+def test_samples_of_a_problem_may_be_judged_on_two_ranks():
+    # Four samples to each of three problems behind the greedy one: ids 0 to 4, 5 to 9, 10 to 14.
+    job = SimpleNamespace(recipe=SimpleNamespace(trainer=SimpleNamespace(validation_samples=4, pass_k=2)))
+    scores = torch.tensor([0.5, 1.0, 0.0, 2.0, 0.9, 1.5, 0.0, 0.0, 0.0, 0.0, -1.0, 1.0, 1.0, 1.0, 1.0])
+    here = torch.tensor([12, 0, 3, 7, 9, 2, 10])
+    there = torch.tensor([each for each in range(15) if each not in here])
+
+    told = []
+    listening = SimpleNamespace(gather=lambda share, what: told.append(share) or [share])
+    measure(job, listening, there, scores[there])
+    found = measure(job, Together(told[0]), here, scores[here])
+
+    # 2, 0 and 4 of 4 are right; a pair of the first misses both with probability (2 of 4, 2) = 1/6.
+    assert found == {
+        "validation/accuracy": pytest.approx((0.5 + 1.5 - 1.0) / 3),
+        "validation/pass_at_1": pytest.approx((0.5 + 0.0 + 1.0) / 3),
+        "validation/pass_at_k": pytest.approx((5 / 6 + 0.0 + 1.0) / 3),
+    }

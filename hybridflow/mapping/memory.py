@@ -13,8 +13,9 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from hybridflow.config import Recipe, reference_is_base
+from hybridflow.config import Optimizer, Recipe, reference_is_base
 from hybridflow.families.model import Model
 from hybridflow.models.adapters import adapter_spec
 from hybridflow.models.shapes import model_spec, shape_of
@@ -100,9 +101,9 @@ def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMe
         recipe: The recipe.
         meshes: Of its models, as ``config.role_meshes`` gives them; others are passed over.
     """
-    names = [name for name in ("actor.update", "actor.rollout", "critic", "reference", "reward") if name in meshes]
-    if recipe.reward.model is None:
-        names = [name for name in names if name != "reward"]
+    functions = [name for name in _SCORERS if name in meshes and _section(recipe, name).model is None]
+    silent = [] if recipe.preset.generates else ["actor.rollout"]
+    names = [name for name in _HOSTED if name in meshes and name not in (*functions, *silent)]
     found: dict[int, list[MeshMemory]] = {rank: [] for rank in range(recipe.cluster.ranks)}
     for name in names:
         placed = _place(recipe, meshes, name)
@@ -112,8 +113,21 @@ def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMe
             if key not in needed:
                 needed[key] = _mesh_memory(recipe, placed, rank)
             found[rank].append(needed[key])
-    spare = _spare_bytes(recipe, meshes["actor.rollout"]) if "actor.rollout" in meshes else 0
-    return tuple(_together(tuple(parts), recipe.actor.offload, spare) for parts in found.values())
+    spare = _spare_bytes(recipe, meshes["actor.rollout"]) if "actor.rollout" in names else 0
+    away = frozenset(name for name in _FROZEN if name in meshes and _section(recipe, name).offload)
+    return tuple(_together(tuple(parts), away, recipe.actor.offload, spare) for parts in found.values())
+
+
+_SCORERS = ("reward", "cost")
+_CRITICS = ("critic", "cost_critic")
+_FROZEN = ("reference", *_SCORERS, "teacher")
+_HOSTED = ("actor.update", "actor.rollout", *_CRITICS, *_FROZEN)
+"""Meshes that may have a model, in the order of the table."""
+
+
+def _section(recipe: Recipe, name: str) -> Any:
+    """What the recipe says of a role."""
+    return getattr(recipe, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +183,8 @@ class _Placed:
 
 
 def _place(recipe: Recipe, meshes: Mapping[str, DeviceMesh], name: str) -> _Placed:
-    model, has_value_head = with_vocabulary(recipe, name), name in ("critic", "reward")
+    model, has_value_head = with_vocabulary(recipe, name), name in (*_CRITICS, *_SCORERS)
+    has_value_head |= name == "actor.update" and recipe.preset.is_scorer
     shape, lora = shape_of(model, _vocab_size(model)), recipe.actor.lora
     return _Placed(
         model=model,
@@ -208,15 +223,15 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
     stage = mesh.coordinate(rank).pp
     weights = placed.stage_bytes[stage]
     output = functools.partial(_output_bytes, model, mesh, rank, tokens, has_value_head=placed.has_value_head)
-    if name in ("reference", "reward"):
+    if name in _FROZEN:
         is_base = name == "reference" and reference_is_base(recipe, {name: mesh, "actor.update": placed.update})
         return MeshMemory(
             mesh=name,
             weights=0 if is_base else weights,
             activations=_passing_bytes(model, mesh, tokens) + output(copies=1),
         )
-    critic, trained = recipe.critic, placed.trained_bytes[stage]
-    settings = recipe.actor.optimizer if name == "actor.update" or critic is None else critic.optimizer
+    trained = placed.trained_bytes[stage]
+    settings: Optimizer = _section(recipe, name.partition(".")[0]).optimizer
     return MeshMemory(
         mesh=name,
         weights=weights,
@@ -228,19 +243,24 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
     )
 
 
-def _together(parts: tuple[MeshMemory, ...], is_offloaded: bool, spare: int) -> RankMemory:
-    """Models on one rank compute one after the other: what they keep adds up, what passes does not."""
-    kept = sum(part.kept for part in parts if part.mesh != "actor.rollout")
-    away = sum(part.gradients + part.optimizer for part in parts if part.mesh == "actor.update" and is_offloaded)
+def _together(parts: tuple[MeshMemory, ...], away: frozenset[str], is_offloaded: bool, spare: int) -> RankMemory:
+    """Models on one rank compute one after the other: what they keep adds up, what passes does not.
+
+    The weights of a frozen model that is kept in host memory pass too.
+    """
+    kept = sum(part.kept for part in parts if part.mesh != "actor.rollout" and part.mesh not in away)
+    idle = sum(part.gradients + part.optimizer for part in parts if part.mesh == "actor.update" and is_offloaded)
     own = sum(part.weights for part in parts if part.mesh == "actor.rollout")
-    lasting = sum(part.lasting for part in parts)
-    passing = {part.mesh: part.cache + part.activations for part in parts}
-    in_rollout = [passing.pop(mesh, 0) for mesh in ("actor.rollout", "reward")]
+    passing = {part.mesh: part.cache + part.activations + part.kept * (part.mesh in away) for part in parts}
+    sampling, *scoring = [passing.pop(mesh, 0) for mesh in ("actor.rollout", *_SCORERS)]
+    # What generates on ranks of its own stays there, and what adapters are added to.
+    hosts_update = any(part.mesh == "actor.update" for part in parts)
+    staying = sum(part.lasting for part in parts) if hosts_update else own
     return RankMemory(
         meshes=parts,
-        rollout=kept - away + own + max(in_rollout),
-        update=kept + lasting + max(passing.values(), default=0),
-        spare=min(spare, max(0, in_rollout[0] - in_rollout[1])),
+        rollout=kept - idle + own + max(sampling, *scoring),
+        update=kept + staying + max(passing.values(), default=0),
+        spare=min(spare, max(0, sampling - max(scoring))),
     )
 
 

@@ -18,7 +18,10 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding, scaled_dot_product_attention
+
+_WIDENING, _NARROW = 1.3, 64
+"""A rectangle of sequences is at most so many times as wide as its shortest; or so many tokens wide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,25 +42,55 @@ class Scoring:
 class PackedAttention:
     """Each token sees itself and the tokens before it in its own sequence.
 
-    A padded micro-batch, flattened to ``[samples * width]``, is one whose lengths are all ``width``: padding stands
+    Sequences may have tokens in common at their beginning, such as samples of one prompt: these are there once, and are
+    computed once. Sequences of like length are laid side by side, each rectangle as wide as its longest. Padding stands
     behind a sequence's own tokens, which never look there.
 
     Args:
         lengths: Tokens of each sequence.
         device: Where the activations live.
+        places: Which token of the micro-batch each token of each sequence is, ``[sum of lengths]`` int64 in host
+            memory; None: they come one after the other, and none is shared.
+
+    Attributes:
+        positions: Place of each token in its sequence, ``[tokens]`` int64.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device) -> None:
-        self._samples = len(lengths)
-        self._width = max(lengths, default=0)
+    def __init__(self, lengths: list[int], device: torch.device, places: Tensor | None = None) -> None:
         counts = torch.tensor(lengths, dtype=torch.int64)
-        starts = torch.cumsum(counts, 0) - counts
-        sample = torch.repeat_interleave(torch.arange(self._samples), counts)
-        self.positions = (torch.arange(int(counts.sum())) - starts[sample]).to(device)
-        # Equal lengths are already a rectangle: nothing to gather.
-        self._is_rectangle = len(set(lengths)) <= 1
-        self._places = sample.to(device) * self._width + self.positions
-        self._sight = _Sight(torch.arange(self._width, device=device), self._width)
+        total, starts = int(counts.sum()), torch.cumsum(counts, 0) - counts
+        within = torch.arange(total) - torch.repeat_interleave(starts, counts)
+        if places is None:
+            places = torch.arange(total)
+        num_tokens = int(places.max()) + 1 if total else 0
+        self._places, self._starts = places.to(device), (torch.arange(total) - within).to(device)
+        self.positions = torch.empty(num_tokens, dtype=torch.int64).index_copy_(0, places, within).to(device)
+        self._rectangles: list[tuple[int, int]] = []
+        taken, first_cells, num_cells = [], torch.empty(len(lengths), dtype=torch.int64), 0
+        for samples in _of_like_length(lengths):
+            width = lengths[samples[-1]]
+            chosen = torch.tensor(samples)
+            # Padding repeats a sequence's last token.
+            cells = starts[chosen][:, None] + torch.arange(width).minimum(counts[chosen][:, None] - 1)
+            taken.append(places[cells.flatten()])
+            first_cells[chosen] = num_cells + width * torch.arange(len(samples))
+            self._rectangles.append((len(samples), width))
+            num_cells += len(samples) * width
+        cells = torch.repeat_interleave(first_cells, counts) + within
+        # A shared token's output is the same in all sequences: one of them gives it.
+        self._cells = torch.empty(num_tokens, dtype=torch.int64).index_copy_(0, places, cells).to(device)
+        self._taken = torch.cat(taken).to(device) if taken else places.to(device)
+        # Sequences of one length that share nothing are already a rectangle: nothing to gather.
+        self._is_rectangle = torch.equal(self._taken, torch.arange(num_tokens, device=device))
+        widest = max(lengths, default=0)
+        self._sight = _Sight(torch.arange(widest, device=device), widest)
+
+    def sums_so_far(self, values: Tensor) -> Tensor:
+        """Of each token the sum of ``[tokens]`` int64 values over its sequence, from the first to itself."""
+        laid_out = values[self._places]
+        sums = laid_out.cumsum(0)
+        sums = sums - (sums - laid_out)[self._starts]
+        return torch.empty_like(values).index_copy_(0, self._places, sums)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attention of one layer.
@@ -72,25 +105,39 @@ class PackedAttention:
         Returns:
             ``[tokens, heads/tp, head]``.
         """
-        query, key, value = self._rectangle(query), self._rectangle(key), self._rectangle(value)
-        # Padding stands behind the tokens, where a causal query never looks.
-        is_plain = scoring.softcap is None and (scoring.window is None or scoring.window >= self._width)
-        context = attend(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            None if is_plain else self._sight.through(scoring.window),
-            scoring,
-        )
-        context = context.transpose(1, 2).reshape(self._samples * self._width, *query.shape[2:])
-        return context if self._is_rectangle else context[self._places]
-
-    def _rectangle(self, packed: Tensor) -> Tensor:
-        """``[tokens, …]`` to ``[samples, width, …]``, zeros behind the shorter sequences."""
         if not self._is_rectangle:
-            rectangle = packed.new_zeros(self._samples * self._width, *packed.shape[1:])
-            packed = rectangle.index_copy(0, self._places, packed)
-        return packed.view(self._samples, self._width, *packed.shape[1:])
+            query, key, value = (_rows(each, self._taken) for each in (query, key, value))
+        found, start = [], 0
+        for samples, width in self._rectangles:
+            part = slice(start, start + samples * width)
+            start = part.stop
+            rectangle = (each[part].unflatten(0, (samples, width)).transpose(1, 2) for each in (query, key, value))
+            # Padding stands behind the tokens, where a causal query never looks.
+            is_plain = scoring.softcap is None and (scoring.window is None or scoring.window >= width)
+            seen = None if is_plain else self._sight.through(scoring.window)[:width, :width]
+            found.append(attend(*rectangle, seen, scoring).transpose(1, 2).flatten(0, 1))
+        if not found:
+            return torch.empty_like(query)
+        context = found[0] if len(found) == 1 else torch.cat(found)
+        return context if self._is_rectangle else _rows(context, self._cells)
+
+
+def _of_like_length(lengths: list[int]) -> list[list[int]]:
+    """Indices of sequences, from short to long, those of like length together."""
+    found: list[list[int]] = []
+    shortest = 0
+    for index in sorted(range(len(lengths)), key=lambda each: (lengths[each], each)):
+        # Of short ones there are not so many that a rectangle of their own would pay.
+        if not found or lengths[index] > max(_NARROW, shortest * _WIDENING):
+            found.append([])
+            shortest = lengths[index]
+        found[-1].append(index)
+    return found
+
+
+def _rows(packed: Tensor, rows: Tensor) -> Tensor:
+    """``[tokens, …]`` to ``[rows, …]``; as of an embedding, whose gradient is summed in one order on every device."""
+    return embedding(rows, packed.flatten(1)).unflatten(1, packed.shape[1:])
 
 
 class _Sight:

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import embedding, gelu, silu
 
 from hybridflow.config import LoRA, check_cut
 from hybridflow.errors import LayoutError
@@ -182,7 +182,8 @@ class Transformer(GPTModel):
         if not self.post_process:
             return hidden
         if rows is not None:
-            hidden = hidden[rows]
+            # One that several samples go on from comes more than once.
+            hidden = embedding(rows, hidden[:, 0])[:, None]
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         output = self.output_layer(hidden, weight=weight)[0][:, 0]
         return output if self.logit_softcap is None else self.logit_softcap * torch.tanh(output / self.logit_softcap)

@@ -10,37 +10,62 @@ from torch import Tensor
 from hybridflow.models.attention import PackedAttention
 
 
-def split_by_tokens(lengths: list[int], budget_tokens: int) -> list[list[int]]:
+def split_by_tokens(
+    lengths: list[int], budget_tokens: int, *, prompts: list[int] | None = None, group_size: int = 1
+) -> list[list[int]]:
     """Group samples so that each group has at most ``budget_tokens`` tokens; a longer sample stands alone.
 
-    Samples of like length come together, which wastes least where a kernel pads.
+    Samples of one prompt come together, so that it need be computed once; else those of like length, which wastes least
+    where a kernel pads.
 
     Args:
         lengths: Tokens of each sample.
-        budget_tokens: Most tokens in one micro-batch.
+        budget_tokens: Most tokens in one micro-batch; shared ones count for every sample that has them.
+        prompts: For each sample the first that has its prompt, as of ``first_of_prompt``; None: all have their own.
+        group_size: So many samples, one after the other, stay together, as if they were one.
 
     Returns:
         Indices of samples, each exactly once.
     """
     micro_batches: list[list[int]] = []
     room = 0
-    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        if not micro_batches or lengths[index] > room:
+    sums = [sum(lengths[start : start + group_size]) for start in range(0, len(lengths), group_size)]
+    firsts = list(range(len(sums))) if prompts is None else prompts[::group_size]
+    longest: dict[int, int] = {}
+    for first, length in zip(firsts, sums, strict=True):
+        longest[first] = max(length, longest.get(first, 0))
+    for index in sorted(range(len(sums)), key=lambda i: (longest[firsts[i]], firsts[i], sums[i], i)):
+        if not micro_batches or sums[index] > room:
             micro_batches.append([])
             room = budget_tokens
-        micro_batches[-1].append(index)
-        room -= lengths[index]
+        micro_batches[-1].extend(range(index * group_size, (index + 1) * group_size))
+        room -= sums[index]
     return micro_batches
+
+
+def first_of_prompt(sequences: list[Tensor], prompt_lengths: list[int]) -> list[int]:
+    """For each sample the first of the batch that has its prompt.
+
+    Args:
+        sequences: Prompt and response of every sample, each ``[tokens]`` int64, in host memory.
+        prompt_lengths: Prompt tokens of every sample.
+    """
+    firsts: dict[bytes, int] = {}
+    return [
+        firsts.setdefault(sequence[:length].numpy().tobytes(), index)
+        for index, (sequence, length) in enumerate(zip(sequences, prompt_lengths, strict=True))
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Some samples, packed, with where their responses stand.
+    """Some samples, packed, with where their responses stand. A prompt that several of them have is there once.
 
     Attributes:
         samples: Indices of the samples in the rank's batch.
         tokens: ``[tokens]`` int64, on the model's device.
         lengths: Tokens of each sample.
+        places: Where each sample's tokens stand in ``tokens``, ``[length]`` int64 in host memory.
         response_lengths: Response tokens of each sample.
         rows: Places whose output predicts a response token, ``[responses]`` int64.
         targets: Those response tokens, ``[responses]`` int64.
@@ -50,6 +75,7 @@ class MicroBatch:
     samples: list[int]
     tokens: Tensor
     lengths: list[int]
+    places: list[Tensor]
     response_lengths: list[int]
     rows: Tensor
     targets: Tensor
@@ -65,22 +91,27 @@ def pack(samples: list[int], sequences: list[Tensor], prompt_lengths: list[int],
         prompt_lengths: Prompt tokens of every sample of the batch, at least 1.
         device: Where the model lives.
     """
-    chosen = [sequences[index] for index in samples]
+    chosen, prompts = [sequences[index] for index in samples], [prompt_lengths[index] for index in samples]
+    pieces: list[Tensor] = []
+    places: list[Tensor] = []
+    num_tokens = 0
+    for sequence, prompt, first in zip(chosen, prompts, first_of_prompt(chosen, prompts), strict=True):
+        begun = places[first][:prompt] if first < len(places) else torch.empty(0, dtype=torch.int64)
+        pieces.append(sequence[len(begun) :])
+        places.append(torch.cat([begun, torch.arange(num_tokens, num_tokens + len(pieces[-1]))]))
+        num_tokens += len(pieces[-1])
+    # The output at token t predicts token t + 1.
+    rows = [place[prompt - 1 : -1] for place, prompt in zip(places, prompts, strict=True)]
+    targets = [sequence[prompt:] for sequence, prompt in zip(chosen, prompts, strict=True)]
     lengths = [len(sequence) for sequence in chosen]
-    responses = [length - prompt_lengths[index] for length, index in zip(lengths, samples, strict=True)]
-    rows, start = [], 0
-    for length, response in zip(lengths, responses, strict=True):
-        # The output at token t predicts token t + 1.
-        rows.append(torch.arange(start + length - response - 1, start + length - 1))
-        start += length
-    tokens = torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64)
-    place = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+    none = torch.empty(0, dtype=torch.int64)
     return MicroBatch(
         samples=samples,
-        tokens=tokens.to(device),
+        tokens=torch.cat([none, *pieces]).to(device),
         lengths=lengths,
-        response_lengths=responses,
-        rows=place.to(device),
-        targets=tokens[place + 1].to(device),
-        attention=PackedAttention(lengths, device),
+        places=places,
+        response_lengths=[len(target) for target in targets],
+        rows=torch.cat([none, *rows]).to(device),
+        targets=torch.cat([none, *targets]).to(device),
+        attention=PackedAttention(lengths, device, torch.cat([none, *places])),
     )

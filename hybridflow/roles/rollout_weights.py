@@ -17,7 +17,7 @@ from hybridflow.roles.placed import PlacedModel
 
 
 class RolloutWeights:
-    """A second layout of a model's weights, on the ranks of the first.
+    """A second layout of a model's weights, on the ranks of the first or on others.
 
     Tensors of which a rank holds the same in both layouts have one storage and are never copied. Of a model with
     adapters its own weights are brought over once and stay, and the adapters alone each time.

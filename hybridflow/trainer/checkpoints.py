@@ -25,31 +25,41 @@ from hybridflow.checkpoint.training_state import Shares, load_model, load_traini
 from hybridflow.config import Recipe, reference_is_base
 from hybridflow.errors import CheckpointError
 from hybridflow.models.adapters import base_spec, factor_spec
-from hybridflow.models.gpt import Transformer
 from hybridflow.models.training import Trainable
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.spec import ModelSpec
 from hybridflow.roles.job import Job
 from hybridflow.roles.kept_rollouts import remove_logs
 from hybridflow.roles.peft import adapter_config
+from hybridflow.roles.placed import PlacedModel
 from hybridflow.roles.pretrained import travelling
 from hybridflow.sections import to_dict
 
-MESHES = {"actor": "actor.update", "critic": "critic", "reference": "reference"}
+MESHES = {"actor": "actor.update", "critic": "critic", "cost_critic": "cost_critic", "reference": "reference"}
 """Roles that are saved -> the mesh that holds their weights."""
 
 _MUST_MATCH = (
     *("algorithm", "seed", "model", "data", "tokenizer", "rollout", "loss", "kl"),
-    *("advantage", "shaping", "dynamic_sampling", "lagrange", "preference", "cost", "teacher.model", "teacher.top_k"),
-    *("actor.optimizer", "actor.lora", "critic.optimizer", "critic.model", "reward.function", "reward.model"),
+    *("advantage", "shaping", "dynamic_sampling", "lagrange", "preference", "teacher.model", "teacher.top_k"),
+    *("actor.optimizer", "actor.lora", "critic.optimizer", "critic.model", "cost_critic.optimizer"),
+    *("cost_critic.model", "reward.function", "reward.model", "cost.function", "cost.model"),
     *("trainer.global_batch_size", "trainer.mini_batch_size"),
 )
 """Keys of the recipe, with all below them, that decide what is learned; a run goes on with the same."""
 
 _MAY_DIFFER = (
-    *("actor.optimizer.lr", "critic.optimizer.lr", "actor.optimizer.distributed", "critic.optimizer.distributed"),
-    *(f"{model}.{key}" for model in ("model", "critic.model") for key in ("path", "vocab_divisible_by", "init_std")),
-    *("actor.lora.path", "reward.model.vocab_divisible_by", "rollout.max_concurrent", "rollout.archive"),
+    *(
+        f"{role}.optimizer.{key}"
+        for role in ("actor", "critic", "cost_critic")
+        for key in ("lr", "min_lr", "distributed")
+    ),
+    *(
+        f"{model}.{key}"
+        for model in ("model", "critic.model", "cost_critic.model")
+        for key in ("path", "vocab_divisible_by", "init_std")
+    ),
+    *(f"{role}.model.vocab_divisible_by" for role in ("reward", "cost", "teacher")),
+    *("actor.lora.path", "rollout.max_concurrent", "rollout.archive"),
     "rollout.cache_memory",
 )
 """What of these may change all the same: where state and padding lie, what only a first start uses, and the rate, which
@@ -170,11 +180,10 @@ def load(job: Job, roles: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         is_base = name == "reference" and name not in checkpoint.roles and BASE in checkpoint.roles
         source, place = open_role(checkpoint, BASE if is_base else name), (saved.spec, saved.mesh, job.world.rank)
         if saved.trainable is None:
-            load_model(source, saved.model, *place)
+            with saved.model.at_hand(is_written=True):
+                load_model(source, saved.model.transformer, *place)
         else:
             load_training(source, saved.trainable, *place)
-            # The recipe's, which may have been changed.
-            saved.trainable.set_learning_rate(getattr(job.recipe, name).optimizer.lr)
 
 
 class Saved(NamedTuple):
@@ -190,7 +199,7 @@ class Saved(NamedTuple):
 
     mesh: DeviceMesh
     spec: ModelSpec
-    model: Transformer | None
+    model: PlacedModel | None
     trainable: Trainable | None
     is_frozen: bool
 
@@ -206,10 +215,8 @@ def saved_models(job: Job, roles: Mapping[str, Any]) -> dict[str, Saved]:
         role = roles.get(name)
         if role is None or (name == "reference" and reference_is_base(job.recipe, job.meshes)):
             continue
-        model = None if role.model is None else role.model.transformer
-        saved = Saved(
-            job.meshes[mesh], role.spec, model, getattr(role, "trainable", None), is_frozen=name == "reference"
-        )
+        trainable = getattr(role, "trainable", None)
+        saved = Saved(job.meshes[mesh], role.spec, role.model, trainable, is_frozen=name == "reference")
         if name == "actor" and lora is not None:
             is_fixed = lora.merge_every == 0
             found[BASE] = saved._replace(spec=base_spec(role.spec), trainable=None, is_frozen=is_fixed)
@@ -247,12 +254,13 @@ class Checkpoints:
         )
         self.metrics = self._saver.metrics
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Mapping[str, Any], best: int | None) -> None:
         """Take what this rank is to write, and begin to write it, once the step before is complete.
 
         Args:
             step: Training steps done.
             state: What else the run needs to go on; JSON.
+            best: Step of the checkpoint that stays as the best, see ``store.complete_step``.
 
         Raises:
             HybridflowError: What kept the step before from being written.
@@ -265,7 +273,7 @@ class Checkpoints:
         # As text, since the trainer goes on changing it.
         begun = {"recipe": to_dict(self._job.recipe), "problems_sha256": self._job.train.source.sha256}
         whole = json.loads(json.dumps({**begun, **state}))
-        self._saver.save(Step(number=step, state=whole, leads=leads, parts=parts))
+        self._saver.save(Step(number=step, state=whole, best=best, leads=leads, parts=parts))
         for name, each in models.items():
             if each.is_frozen:
                 self._written.add(name)
@@ -284,7 +292,7 @@ class Checkpoints:
     def _shares(self) -> dict[str, Shares]:
         rank = self._job.world.rank
         return {
-            name: Shares(each.model, each.spec, each.mesh, rank, each.trainable)
+            name: Shares(each.model.transformer, each.spec, each.mesh, rank, each.trainable)
             for name, each in self._models.items()
             if each.model is not None
         }
@@ -293,13 +301,16 @@ class Checkpoints:
         job, shares, saved = self._job, self._shares[name], self._models[name]
         is_lead = job.world.rank == saved.mesh.ranks[0]
         family, assets = self._travelling[name] if is_lead else (None, {})
+        assert saved.model is not None, "only those that have a part of it write it"
+        with saved.model.at_hand():
+            copied = tuple(shares.copied())
         return RolePart(
             ranks=saved.mesh.ranks,
             model=job.model_of(name),
-            has_value_head=name == "critic",
+            has_value_head=any(tensor.name == "value_head.weight" for tensor in saved.spec.tensors),
             layout=str(saved.mesh.layout),
             spec=saved.spec,
-            shares=tuple(shares.copied()),
+            shares=copied,
             trained=shares.trained(),
             progress=shares.progress(),
             is_frozen=saved.is_frozen,

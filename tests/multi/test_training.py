@@ -75,3 +75,46 @@ def test_weights_begin_as_norms_that_change_nothing_zero_biases_and_random_matri
 def test_a_step_goes_on_from_weights_that_were_written_from_outside():
     for case, distance in run_ranks(cases, 2)[0].items():
         assert distance < 1e-5, (case, distance)
+
+
+def difference_of_sharing(world, model: Model) -> dict[str, float]:
+    """How far outputs and gradients are from one another where samples share prompts, and where each is alone."""
+    built, _, groups, _ = make_model(world, ParallelLayout(tp=2), model=model)
+    trainable = Trainable(built, groups, Optimizer(lr=1e-3))
+    drawn, lengths = samples(12)
+    # Three prompts, four responses to each.
+    sequences = [torch.cat([drawn[each % 3][: lengths[each % 3]], drawn[each][lengths[each] :]]) for each in range(12)]
+    prompts = [lengths[each % 3] for each in range(12)]
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(len(sequence), 1, generator=generator) for sequence in sequences]
+    found = []
+    for split in ([[*range(12)]], [[each] for each in range(12)]):
+        outputs: dict[int, torch.Tensor] = {}
+
+        def loss(output, batch, outputs=outputs):
+            parts = dict(zip(batch.samples, output.split(batch.response_lengths), strict=True))
+            outputs.update({each: part.detach() for each, part in parts.items()})
+            return sum((part.square() * weights[each][: len(part)]).sum() for each, part in parts.items()), None
+
+        batches = [pack(each, sequences, prompts, world.device) for each in split]
+        trainable.accumulate(batches, loss)
+        gradients = {name: each.clone() for name, each in trainable.state()["gradient"].items()}
+        found.append((sum(len(batch.tokens) for batch in batches), outputs, gradients))
+    (few, shared, one), (many, alone, another) = found
+    assert many - few == 3 * sum(lengths[:3])
+    return {
+        "outputs": max(float((shared[each] - alone[each]).abs().max()) for each in range(12)),
+        "gradients": max(float((one[name] - another[name]).abs().max()) for name in one),
+        "largest": max(float(each.abs().max()) for each in another.values()),
+    }
+
+
+def differences_of_sharing(world):
+    return [difference_of_sharing(world, model) for model in (TINY, CAPPED, MIXTURE)]
+
+
+def test_a_shared_prompt_changes_no_output_and_no_gradient():
+    for found in run_ranks(differences_of_sharing, 2):
+        for each in found:
+            assert each["outputs"] < 1e-5 and each["gradients"] < 4e-6 * each["largest"], each
+            assert each["largest"] > 1e-2, each

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hybridflow.models.attention import PackedAttention, Scoring
+from hybridflow.models.microbatch import first_of_prompt, pack, split_by_tokens
 from hybridflow.rollout.paged import PagedAttention, PagedCache
 
 HEAD = 6
@@ -67,6 +68,56 @@ def test_packed_equals_padded_and_the_formula(lengths, heads, groups, scoring):
 
 def test_positions_begin_anew_in_each_sequence():
     assert PackedAttention([2, 1, 3], torch.device("cpu")).positions.tolist() == [0, 1, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_what_sequences_share_counts_for_all_of_them(scoring):
+    # Two beginnings of 3 and 2 tokens: of three sequences the one, of two the other; a sixth shares nothing.
+    places = [[0, 1, 2, 3, 4], [0, 1, 2, *range(5, 100)], [0, 1, 2], [100, 101, 102], [100, 101], [103]]
+    packed = random_packed([104], 4, 2)
+    lengths, device = [len(each) for each in places], torch.device("cpu")
+    attention = PackedAttention(lengths, device, torch.tensor([place for each in places for place in each]))
+    context = attention.attend(0, *packed, scoring)
+    expected = [by_hand(*(part[each] for part in packed), scoring) for each in map(torch.tensor, places)]
+    for each, alone in zip(places, expected, strict=True):
+        torch.testing.assert_close(context[each], alone, atol=1e-6, rtol=0)
+    assert attention.positions[[*range(8), 99, 100, 101, 102, 103]].tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 97, 0, 1, 2, 0]
+    # Each token's output counts once, though it may be found in several sequences.
+    weight = torch.randn(context.shape, generator=torch.Generator().manual_seed(2))
+    own = [[*range(5)], [*range(5, 100)], [], [100, 101, 102], [], [103]]
+    total = sum(
+        (alone[[each.index(place) for place in mine]] * weight[mine]).sum()
+        for each, mine, alone in zip(places, own, expected, strict=True)
+    )
+    gradients = torch.autograd.grad((context * weight).sum(), packed)
+    for one, another in zip(gradients, torch.autograd.grad(total, packed), strict=True):
+        torch.testing.assert_close(one, another, atol=2e-6, rtol=0)
+
+
+def test_sums_so_far_go_over_a_token_s_own_sequence():
+    places = torch.tensor([0, 1, 2, 0, 1, 3, 4, 5])
+    attention = PackedAttention([3, 4, 1], torch.device("cpu"), places)
+    assert attention.sums_so_far(torch.tensor([1, 10, 100, 1000, 5, 7])).tolist() == [1, 11, 111, 1011, 1016, 7]
+
+
+def test_a_prompt_that_samples_share_is_packed_once():
+    sequences = [torch.tensor(each) for each in ([5, 6, 7], [1, 2, 3], [5, 6, 8, 9], [5, 6])]
+    prompts = [2, 1, 2, 1]
+    assert first_of_prompt(sequences, prompts) == [0, 1, 0, 3]
+    batch = pack([2, 3, 0], sequences, prompts, torch.device("cpu"))
+    assert batch.tokens.tolist() == [5, 6, 8, 9, 5, 6, 7]
+    assert [each.tolist() for each in batch.places] == [[0, 1, 2, 3], [4, 5], [0, 1, 6]]
+    assert (batch.lengths, batch.response_lengths) == ([4, 2, 3], [2, 1, 1])
+    assert batch.rows.tolist() == [1, 2, 4, 1] and batch.targets.tolist() == [8, 9, 6, 7]
+    assert batch.attention.positions.tolist() == [0, 1, 2, 3, 0, 1, 2]
+
+
+def test_samples_of_one_prompt_come_together():
+    lengths, prompts = [9, 3, 4, 8, 3], [0, 1, 0, 1, 4]
+    assert split_by_tokens(lengths, 20) == [[1, 4, 2, 3], [0]]
+    # Those of the shortest longest sample first; all tokens count, shared or not.
+    assert split_by_tokens(lengths, 20, prompts) == [[4, 1, 3, 2], [0]]
+    assert split_by_tokens(lengths, 5, prompts) == [[4], [1], [3], [2], [0]]
 
 
 def empty_cache(groups: int, num_blocks: int) -> PagedCache:

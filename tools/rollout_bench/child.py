@@ -24,14 +24,7 @@ def serve(load: Callable[[], Callable[[], Any]]) -> None:
     Args:
         load: Imports what the engine needs; what it returns makes the engine. Memory counts from between the two.
     """
-    # What libraries print goes to the log.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def answer(found: dict[str, Any]) -> None:
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
-
+    answer = open_answers()
     make = load()
     before_bytes = _status_bytes("VmRSS")
     engine = make()
@@ -40,6 +33,18 @@ def serve(load: Callable[[], Callable[[], Any]]) -> None:
         job = json.loads(line)
         method = getattr(engine, job.pop("do"))
         answer(method(**job) if method != engine.generate else _timed(method, job, before_bytes))
+
+
+def open_answers() -> Callable[[dict[str, Any]], None]:
+    """What writes a line of JSON to where standard output went; what libraries print goes to the log from now on."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def answer(found: dict[str, Any]) -> None:
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+    return answer
 
 
 def _timed(generate: Callable[..., dict[str, Any]], job: dict[str, Any], before_bytes: int) -> dict[str, Any]:

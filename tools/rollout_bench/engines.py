@@ -33,16 +33,26 @@ class Engine:
         checkpoint: Folder of the model.
         settings: As its process takes them.
         log: File for what it prints.
+        module: What it runs, with arguments that come before the checkpoint; None: the one that generates.
 
     Raises:
         EngineError: It did not come up.
     """
 
-    def __init__(self, name: str, python: str, checkpoint: Path, settings: dict[str, Any], log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        checkpoint: Path,
+        settings: dict[str, Any],
+        log: Path,
+        module: Sequence[str] | None = None,
+    ) -> None:
         self.name = name
         self._log = log
         self._unread = b""
-        module = ["rollout_bench.ours"] if name == "ours" else ["rollout_bench.peers", name]
+        if module is None:
+            module = ["rollout_bench.ours"] if name == "ours" else ["rollout_bench.peers", name]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [python, "-m", *module, str(checkpoint), json.dumps(settings)],
@@ -105,7 +115,9 @@ class Engine:
         return EngineError("\n  ".join([f"the process of {self.name} {what}; the last that it printed:", *lines]))
 
 
-def make_checkpoint(python: str, size: str, dtype: str, folder: Path) -> Path:
+def make_checkpoint(
+    python: str, size: str, dtype: str, folder: Path, module: Sequence[str] = ("rollout_bench.peers", "make")
+) -> Path:
     """A random model in the format of Hugging Face, unless it is there already.
 
     Args:
@@ -113,6 +125,7 @@ def make_checkpoint(python: str, size: str, dtype: str, folder: Path) -> Path:
         size: Key of ``SIZES``.
         dtype: Of torch.
         folder: Where checkpoints are kept.
+        module: What makes it, with arguments that come before the folder.
 
     Raises:
         ConfigError: The interpreter is not there.
@@ -123,7 +136,7 @@ def make_checkpoint(python: str, size: str, dtype: str, folder: Path) -> Path:
         return made
     told = {"shape": SIZES[size].llama_config(), "dtype": dtype}
     unfinished = folder / f"{made.name}.tmp"
-    command = [python, "-m", "rollout_bench.peers", "make", str(unfinished), json.dumps(told)]
+    command = [python, "-m", *module, str(unfinished), json.dumps(told)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, env=_environment("make", 1), timeout=_MAKE_S, check=False

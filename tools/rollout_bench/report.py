@@ -132,12 +132,17 @@ def markdown(results: Mapping[str, Any]) -> str:
         lines += [*_model_lines(size, model), ""]
     if results["alone"]:
         lines += [*_alone_lines(results["alone"]), ""]
-    lines += ["| bound | found | must be | holds |", "|---|---|---|---|"]
-    for bound in bounds(results):
+    return "\n".join([*lines, *bound_lines(bounds(results))])
+
+
+def bound_lines(found: list[Bound]) -> Iterator[str]:
+    """The table of bounds, line by line."""
+    yield "| bound | found | must be | holds |"
+    yield "|---|---|---|---|"
+    for bound in found:
         sign = "≥" if bound.is_least else "≤"
         holds = "yes" if bound.holds else "**NO**"
-        lines.append(f"| {bound.what} | {bound.found:.3g} | {sign} {bound.bound:g} | {holds} |")
-    return "\n".join(lines)
+        yield f"| {bound.what} | {bound.found:.3g} | {sign} {bound.bound:g} | {holds} |"
 
 
 def _model_lines(size: str, model: Mapping[str, Any]) -> Iterator[str]:

@@ -1,0 +1,152 @@
+"""hybridflow's trainer in a process of its own: a step for each line of standard input.
+
+python -m step_bench.ours FOLDER SETTINGS
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rollout_bench.child import open_answers
+from rollout_bench.ours import quiet
+
+from step_bench.cases import GROUP_SIZE, KL_COEF, LEARNING_RATE, MAX_NEW_TOKENS, NUM_PROMPTS
+
+
+def reward(prompt: str, response: str, answer: str) -> float:
+    """As the rival's: no work."""
+    return float(len(response) % 7)
+
+
+def recipe_values(folder: str, settings: Mapping[str, Any], work: Path) -> dict[str, Any]:
+    """The recipe of all steps, its data being in ``work``."""
+    return {
+        "name": "bench-step",
+        "algorithm": "grpo",
+        "run_dir": str(work / "run"),
+        "cluster": {"threads_per_rank": settings["threads"]},
+        "model": {"path": folder},
+        "data": {"train": str(work / "prompts.jsonl"), "held_out": str(work / "prompts.jsonl")},
+        "actor": {"update": {}, "optimizer": {"lr": LEARNING_RATE}},
+        "reward": {"function": "step_bench.ours:reward"},
+        "rollout": {"group_size": GROUP_SIZE, "max_new_tokens": MAX_NEW_TOKENS},
+        "kl": {"coef": KL_COEF, "estimator": "k3", "place": "loss"},
+        "trainer": {
+            "steps": 10**6,
+            "global_batch_size": NUM_PROMPTS * GROUP_SIZE,
+            "micro_batch_tokens": settings["micro_batch_tokens"],
+            "num_validation": 1,
+        },
+    }
+
+
+def measure_rates(shape: Mapping[str, int], threads: int) -> dict[str, float]:
+    """Operations per second of this machine's matrix products: of the model's shapes together, and of a square."""
+    import torch
+    from rollout_bench.cases import Shape
+    from rollout_bench.machine import measure_products, measure_square
+
+    from step_bench.cases import TRAINED_ROWS
+
+    torch.set_num_threads(threads)
+    model = Shape(**shape)
+    heads = model.heads + 2 * model.kv_heads
+    sizes = {
+        "qkv": (heads * model.head, model.hidden),
+        "projection": (model.hidden, model.heads * model.head),
+        "gate and up": (2 * model.ffn, model.hidden),
+        "down": (model.hidden, model.ffn),
+    }
+    layers = [(name, torch.rand(size)) for _ in range(model.layers) for name, size in sizes.items()]
+    matrices = [*layers, ("output", torch.rand(model.vocab, model.hidden))]
+    return {
+        "flop_per_s": measure_products(matrices, TRAINED_ROWS, repeats=3)["flop_per_s"],
+        "square_flop_per_s": measure_square(torch.device("cpu"), torch.float32),
+    }
+
+
+def main() -> None:
+    """Train, step for step, until standard input ends."""
+    folder, settings = sys.argv[1], json.loads(sys.argv[2])
+    answer = open_answers()
+    quiet()
+    import megatron.core
+    import torch
+    import torch.distributed as dist
+
+    from hybridflow.config import recipe_from_dict
+    from hybridflow.parallel.world import World
+    from hybridflow.roles import rollouts
+    from hybridflow.rollout.request import Request, expand
+    from hybridflow.trainer import trainer as trainer_module
+
+    lengths: list[int] = []
+
+    def expand_forced(request: Request, num: int) -> list[Request]:
+        """Responses end after as many tokens as they are to have, whatever the model says."""
+        first = request.draw % NUM_PROMPTS * num
+        return [
+            replace(ask, params=replace(ask.params, max_new_tokens=lengths[first + index], stop_ids=()))
+            for index, ask in enumerate(expand(request, num))
+        ]
+
+    class Record(trainer_module.Record):
+        """Keeps what was measured of the last step."""
+
+        measured: dict[str, float]
+
+        def end_step(self, step: int, shares: Any) -> dict[str, float]:
+            self.measured = super().end_step(step, shares)
+            return self.measured
+
+    class Turns(trainer_module.Trainer):
+        """Lets a step begin when it is asked for."""
+
+        began_cpu_s = 0.0
+
+        def _next_step(self) -> dict[str, int] | None:
+            if self.step:
+                measured = self._record.measured
+                times = {name: value for name, value in measured.items() if name.startswith("time/")}
+                num_tokens = int(measured["batch/num_tokens"]) - sum(map(len, self.job.train.prompts)) * GROUP_SIZE
+                cpu_s = time.process_time() - self.began_cpu_s
+                answer({"step_s": times["time/step_s"], "cpu_s": cpu_s, "num_tokens": num_tokens, "times": times})
+            else:
+                answer({"versions": {"torch": torch.__version__, "megatron-core": megatron.core.__version__}})
+            while True:
+                line = sys.stdin.readline()
+                if not line:
+                    # Nobody wants another one.
+                    os._exit(0)
+                asked = json.loads(line)
+                if asked["do"] == "step":
+                    break
+                answer(measure_rates(asked["shape"], settings["threads"]))
+            lengths[:] = asked["lengths"]
+            # The wait was not the step's.
+            self._record.begin_step(self.step, None)
+            self.began_cpu_s = time.process_time()
+            return super()._next_step()
+
+    rollouts.expand = expand_forced
+    trainer_module.Record, trainer_module.Trainer = Record, Turns
+    with tempfile.TemporaryDirectory() as work:
+        rows = [{"prompt": prompt, "answer": ""} for prompt in settings["prompts"]]
+        (Path(work) / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+        recipe = recipe_from_dict(recipe_values(folder, settings, Path(work)))
+        world = World(
+            rank=0, size=1, ranks_per_node=1, device=torch.device("cpu"), deadline_s=600.0, store=dist.HashStore()
+        )
+        trainer_module.train(recipe, world)
+
+
+if __name__ == "__main__":
+    main()

@@ -168,7 +168,7 @@ class Transformer(GPTModel):
         """
         hidden = None
         if self.dropout is not None:
-            self.dropout.begin(tokens, attention.positions)
+            self.dropout.begin(tokens, attention)
         if self.pre_process:
             hidden = self.embedding(input_ids=tokens[None], position_ids=attention.positions[None])
             if self.has_scaled_embeddings:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hybridflow.config import LoRA
 from hybridflow.models.adapters import parts_of
+from hybridflow.models.attention import PackedAttention
 
 _ROW_PARALLEL = frozenset({"self_attention.linear_proj", "mlp.linear_fc2"})
 _GOLDEN = -7046029254386353131
@@ -50,15 +51,11 @@ class Dropout:
         self._share, self._seed = share, seed
         self._keys: Tensor | None = None
 
-    def begin(self, tokens: Tensor, positions: Tensor) -> None:
-        """Take up a micro-batch, ``[tokens]`` each; without gradients nothing is dropped."""
-        if not torch.is_grad_enabled():
-            self._keys = None
-            return
-        hashed = _mixed(tokens * _GOLDEN + positions)
-        sums = hashed.cumsum(0)
-        starts = torch.arange(len(tokens), device=tokens.device) - positions
-        self._keys = _mixed(sums - (sums - hashed)[starts])
+    def begin(self, tokens: Tensor, attention: PackedAttention) -> None:
+        """Take up a micro-batch, ``[tokens]``; without gradients nothing is dropped."""
+        self._keys = None
+        if torch.is_grad_enabled():
+            self._keys = _mixed(attention.sums_so_far(_mixed(tokens * _GOLDEN + attention.positions)))
 
     def __call__(self, inputs: Tensor, name: str, first_column: int) -> Tensor:
         """Drop some of ``[tokens, 1, columns]``, the first of which has this number in the uncut layer."""

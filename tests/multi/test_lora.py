@@ -22,6 +22,7 @@ from hybridflow.dataflow.batch import Batch
 from hybridflow.families.model import Model
 from hybridflow.mapping.memory import job_memory, packed_bytes
 from hybridflow.models.adapters import adapter_spec, base_spec, factor_spec
+from hybridflow.models.attention import PackedAttention
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.lora import Dropout, adapters_off, merge
@@ -393,11 +394,11 @@ def test_training_with_dropout_is_the_same_in_every_layout_and_leaves_the_refere
 def test_dropout_depends_on_the_tokens_so_far_and_on_nothing_else() -> None:
     dropout, ones = Dropout(0.3, seed=5), torch.ones(7, 1, 4000)
     rows, lengths = [torch.tensor([3, 1, 4, 1]), torch.tensor([3, 1, 5])], [4, 3]
-    tokens, positions = torch.cat(rows), torch.cat([torch.arange(length) for length in lengths])
+    tokens, attention = torch.cat(rows), PackedAttention(lengths, torch.device("cpu"))
 
     def mask(name: str = "layer", first: int = 0, update: int = 0) -> Tensor:
         dropout.update = update
-        dropout.begin(tokens, positions)
+        dropout.begin(tokens, attention)
         return dropout(ones, name, first)[:, 0]
 
     found = mask()
@@ -409,11 +410,15 @@ def test_dropout_depends_on_the_tokens_so_far_and_on_nothing_else() -> None:
     assert torch.equal(mask(first=1000)[:, :3000], found[:, 1000:])
     for other in (mask(update=1), mask(name="other")):
         assert 0.55 < float((other == found).float().mean()) < 0.61
-    dropout.begin(tokens[4:], positions[4:])
+    dropout.begin(tokens[4:], PackedAttention([3], torch.device("cpu")))
     dropout.update = 0
     assert torch.equal(dropout(ones[:3], "layer", 0)[:, 0], found[4:])
+    # A beginning that samples share, and that is there once.
+    together = pack([0, 1], rows, [2, 2], torch.device("cpu"))
+    dropout.begin(together.tokens, together.attention)
+    assert torch.equal(dropout(ones[:5], "layer", 0)[:, 0], found[[0, 1, 2, 3, 6]])
     with torch.no_grad():
-        dropout.begin(tokens, positions)
+        dropout.begin(tokens, attention)
         assert dropout(ones, "layer", 0) is ones
 
 

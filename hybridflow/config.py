@@ -1229,7 +1229,7 @@ def _check_lora(recipe: Recipe) -> None:
             )
     if recipe.has_reference and recipe.reference.offload and reference_is_base(recipe, _meshes_as_given(recipe)):
         raise ConfigError(
-            "reference.offload=true: the actor without its adapters is the reference, which is never put away; remove it"
+            "reference.offload=true: the actor without its adapters is the reference, and stays where it is; remove it"
         )
     if lora.path is not None and recipe.warm_start is not None:
         raise ConfigError(

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridflow.config import Optimizer, Recipe, reference_is_base
+from hybridflow.config import LoRA, Optimizer, Recipe, reference_is_base
 from hybridflow.families.model import Model
 from hybridflow.models.adapters import adapter_spec
 from hybridflow.models.shapes import model_spec, shape_of
@@ -357,9 +357,10 @@ def training_bytes(model: Model, mesh: DeviceMesh, rank: int, tokens: int, lora:
 
 
 def _adapter_bytes(model: Model, tp: int, lora: LoRA) -> int:
-    """What the adapters of a layer keep of each token: what A gives; with dropout the inputs once more, and masks."""
+    """What the adapters of a layer keep of each token: what A gives; with dropout a mask of the inputs too."""
     inputs = 2 * model.hidden_size - (-(model.num_attention_heads * model.head_size + model.ffn_hidden_size) // tp)
-    return (lora.rank * len(lora.targets) + 2 * inputs * (lora.dropout > 0)) * ITEM_BYTES[model.dtype]
+    masks = inputs if lora.dropout > 0 else 0
+    return (lora.rank * len(lora.targets) + masks) * ITEM_BYTES[model.dtype]
 
 
 def _layer_bytes(model: Model, tp: int) -> int:

@@ -34,6 +34,9 @@ STEP_TOKENS = 2048
 CHUNK_TOKENS = 1024
 """As ``models.log_probs`` has it."""
 
+PANEL = 32
+"""As ``rollout.cpu_transformer`` has it."""
+
 _FP32_BYTES = ITEM_BYTES["fp32"]
 _LARGEST_GROUPS = 12
 
@@ -307,7 +310,7 @@ def packed_bytes(spec: ModelSpec, model: Model, mesh: DeviceMesh, rank: int) -> 
     held = WeightHoldings(spec, mesh)
     is_last = mesh.coordinate(rank).pp == mesh.layout.pp - 1
     return sum(
-        math.prod(region.local_shape) * ITEM_BYTES[tensor.dtype]
+        -(-math.prod(region.local_shape[:-1]) // PANEL) * PANEL * region.local_shape[-1] * ITEM_BYTES[tensor.dtype]
         for tensor in spec.tensors
         if _is_packed(tensor, is_last)
         for region in held.regions(tensor, rank)

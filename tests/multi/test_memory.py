@@ -20,7 +20,7 @@ from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.optimizer import OptimizerHoldings
 from hybridflow.reshard.plan import held_bytes
-from hybridflow.rollout import engine, kernels
+from hybridflow.rollout import cpu_transformer, engine, kernels
 from hybridflow.rollout.cpu_transformer import CpuTransformer
 from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, make_model, place
 from tests.ranks import run_ranks
@@ -133,6 +133,7 @@ def test_adapters_keep_no_more_than_is_estimated():
 
 def test_constants_of_modules_that_need_torch():
     assert (memory.STEP_TOKENS, memory.CHUNK_TOKENS) == (engine.STEP_TOKENS, log_probs.CHUNK_TOKENS)
+    assert memory.PANEL == cpu_transformer.PANEL
 
 
 PACKED = [replace(WIDE, num_layers=4), replace(WIDE, num_layers=4, tied_embeddings=True)]

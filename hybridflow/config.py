@@ -39,6 +39,9 @@ Name = Annotated[str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
 StopText = Annotated[str, re.compile(r"[^\ufffd]{1,1024}", re.DOTALL)]
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
+LoRATarget = Literal[
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"
+]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Algorithm = Literal[tuple(PRESETS)]  # type: ignore[valid-type]
 
@@ -93,12 +96,18 @@ class Data:
     """Where prompts come from.
 
     Attributes:
-        train: JSONL file with one problem on each line.
-        held_out: JSONL file of problems for validation.
+        train: JSONL file with one problem on each line, or one preference.
+        held_out: JSONL file of problems, or preferences, for validation.
         prompt_field: Field that holds the prompt.
         answer_field: Field that holds the right answer.
         solution_field: Field that holds the text to imitate in the warm start; rows without it give their answer. A
             list of texts is a conversation with an environment: what to write, what is then observed, what to write, …
+        chosen_field: Of preferences: field that holds the better of two responses.
+        rejected_field: Field that holds the other.
+        margin_field: Field that holds by how much the first is better, a number; rows without it have 0. Read by
+            ``reward-model``.
+        completion_field: Of ``kto``: field that holds a response, of rows that have one and not two.
+        wanted_field: Field that tells whether it is wanted, true or false.
         arithmetic: Make the two files, when they are absent, from these numbers.
     """
 
@@ -107,6 +116,11 @@ class Data:
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     solution_field: str = "solution"
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
+    margin_field: str = "margin"
+    completion_field: str = "completion"
+    wanted_field: str = "wanted"
     arithmetic: Arithmetic | None = None
 
 
@@ -130,10 +144,10 @@ class Optimizer:
 
     Attributes:
         lr: Learning rate, once it is warm.
-        schedule: What becomes of it from then to the last step: nothing, or it falls to ``min_lr`` as a line or a half
-            wave of the cosine.
-        warmup_steps: Training steps in which it rises to ``lr`` as a line.
-        min_lr: Where it ends.
+        schedule: What becomes of it from then to the last training step: nothing, or it falls to ``min_lr`` as a line
+            or a half wave of the cosine.
+        warmup_steps: Training steps in which it rises to ``lr`` as a line, the last of which has it.
+        min_lr: Rate of the last training step.
         beta1: Decay of the mean of gradients.
         beta2: Decay of the mean of squared gradients.
         eps: What is added to the root of that mean.
@@ -170,20 +184,58 @@ class WarmStart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Adapters on the actor's linear layers, which are all that is trained of it; its own weights are frozen.
+
+    Attributes:
+        rank: Rows of A and columns of B.
+        alpha: The update is ``alpha / rank * B A``; None: twice the rank, so that its scale does not depend on it.
+        dropout: Share of each adapter's inputs that is dropped while gradients are computed.
+        targets: The layers that have one, by their names in Hugging Face; ``qkv_proj`` and ``gate_up_proj`` are those
+            of families that fuse them, such as Phi-3.
+        merge_every: After so many training steps the updates are put into the weights, and the adapters begin anew
+            (arXiv 2307.05695); 0: never. The reference is then a model of its own.
+        path: PEFT's directory of the adapters to begin with, of this rank, alpha and these targets; None: they begin
+            as an update of zero.
+
+    Paper: arXiv 2106.09685.
+    """
+
+    rank: Count
+    alpha: Positive | None = None
+    dropout: Annotated[float, Bounds(low=0, high=0.99)] = 0.0
+    targets: tuple[LoRATarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    merge_every: CountOrZero = 0
+    path: str | None = None
+
+    @property
+    def effective_alpha(self) -> float:
+        """``alpha``, also where it was left out."""
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+    @property
+    def scale(self) -> float:
+        """What ``B A`` is multiplied by."""
+        return self.effective_alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
 class Actor:
     """The policy, which has a layout for each of its two phases.
 
     Attributes:
-        ranks: Global ranks, in mesh order; None: all.
+        ranks: Global ranks, in mesh order; None: all, but for ``rollout_ranks``.
         update: Layout in which it learns and computes log-probabilities.
         rollout: Layout in which it generates, on the same ranks, ordered so that each keeps what it can of its weights;
             None: that of the update.
         rollout_ranks: Other ranks to generate on, in mesh order, none of them among ``ranks``; None: the same.
+            docs/async.md.
         optimizer: How it learns.
         reshard: How weights travel from the one layout to the other. ``shared``: ranks of a node read each other's
             memory; ``torch``: over torch.distributed; ``mpi``: over MPI, in a job that MPI started; ``auto``: shared
             where the system allows it, and the quickest of the others elsewhere.
         offload: During a rollout keep the optimizer's state in host memory, and free the gradients.
+        lora: Train adapters instead of the weights; None: train the weights.
     """
 
     ranks: tuple[int, ...] | None = None
@@ -193,6 +245,7 @@ class Actor:
     optimizer: Optimizer
     reshard: Literal["auto", "shared", "torch", "mpi"] = "auto"
     offload: bool = False
+    lora: LoRA | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +253,7 @@ class Critic:
     """The value model of PPO.
 
     Attributes:
-        ranks: Global ranks, in mesh order; None: all.
+        ranks: Global ranks, in mesh order; None: all, but for ``actor.rollout_ranks``.
         layout: How it is cut.
         optimizer: How it learns.
         model: A model of its own, language model or scorer; None: it begins as a copy of the actor.
@@ -236,11 +289,13 @@ class Reward:
     """What scores a response, or tells its cost: a function, or a model.
 
     Attributes:
-        function: ``exact_match``, or ``package.module:function`` of ``(prompt, response, answer)``, all text, which
-            gives a finite number; with ``rollout.environment`` the response is that of the last turn. None: the sum of
-            the environment's rewards, ``exact_match`` without one. Not used where there is a ``model``.
+        function: ``exact_match``, ``length`` in characters, or ``package.module:function`` of ``(prompt, response,
+            answer)``, all text, which gives a finite number; with ``rollout.environment`` the response is that of the
+            last turn. None, of the reward alone: the sum of the environment's rewards, ``exact_match`` without one. Not
+            used where there is a ``model``.
         model: A scorer with one label, which ``path`` names; its number at the last token is the score.
-        ranks: Global ranks, in mesh order; None: of a model the actor's, of a function those of the rollout.
+        ranks: Global ranks, in mesh order; None: of a model the actor's, of a function those of the rollout. A function
+            needs no accelerator: its ranks may be those of no model.
         layout: Of the model: how it is cut; None: as the actor's update layout.
         offload: Keep the model's weights in host memory while it is not asked.
     """
@@ -528,7 +583,8 @@ class Teacher:
         model: A language model with the actor's tokenizer, which ``path`` names.
         ranks: Global ranks, in mesh order; None: the actor's.
         layout: How it is cut; None: as the actor's update layout.
-        top_k: Compare its likeliest tokens, so many, and all others as one; 0: the whole vocabulary.
+        top_k: Compare its likeliest tokens, so many, and all others as one; 0: the whole vocabulary, which takes 4
+            bytes of host memory for each token of it and of the responses.
         offload: Keep its weights in host memory while it is not asked.
     """
 
@@ -553,8 +609,10 @@ class Trainer:
         keep_every: Checkpoints of steps that are a multiple of this stay beside them, for ever; 0: none.
         validate_every: Steps between validations; 0: only before and after.
         num_validation: Held-out problems used; None: the whole file.
-        validation_samples: Responses to each of them, sampled, that pass@1 and pass@k are measured with; 1: one greedy.
-        keep_best: Keep the checkpoint of the step with the best validation, beside the newest.
+        validation_samples: Responses to each of them that are sampled as in the rollout, beside the greedy one, to
+            measure pass@1 and pass@k with; one is right if its score is at least 1.
+        pass_k: The k of pass@k; None: all of these.
+        keep_best: Save when a validation is the best so far, and keep that checkpoint beside the newest.
         patience: End the training after so many validations in a row without a better one; 0: never.
         max_staleness: How many updates the weights that sampled a batch may be behind those that learn from it. Above 0
             the next batches are generated while one is learned from, for which ``actor.rollout_ranks`` are needed.
@@ -571,7 +629,8 @@ class Trainer:
     keep_every: CountOrZero = 0
     validate_every: CountOrZero = 0
     num_validation: Count | None = None
-    validation_samples: Count = 1
+    validation_samples: CountOrZero = 0
+    pass_k: Count | None = None
     keep_best: bool = False
     patience: CountOrZero = 0
     max_staleness: CountOrZero = 0
@@ -686,9 +745,14 @@ class Recipe:
         return PRESETS[self.algorithm]
 
     @property
+    def samples_per_draw(self) -> int:
+        """Samples of the global batch that come of one row of the data."""
+        return 2 if self.preset.is_paired else self.rollout.group_size
+
+    @property
     def has_reference(self) -> bool:
         """Whether anything is measured against the frozen policy."""
-        if self.preset.has_pairs:
+        if self.preset.has_preferences:
             return not (self.preset.is_scorer or self.preference.reference_free)
         return "kl" in self.preset.reads and self.kl.coef > 0
 
@@ -845,6 +909,11 @@ def _settings_of_paths(values: Any) -> dict[str, Settings]:
     found = {}
     for key in _MODELS:
         path = _inner(values, f"{key}.path")
+        if key == "teacher.model" and path is None and _inner(values, "teacher") is not None:
+            raise ConfigError(
+                "teacher.model.path: missing; a model that was not trained teaches nothing, name its directory (of a "
+                "run of ours: runs/NAME/checkpoints/STEP/actor)"
+            )
         if isinstance(path, str):
             try:
                 found[key] = read_settings(Path(path))
@@ -880,10 +949,15 @@ def _check_settings(recipe: Recipe, found: Mapping[str, Settings]) -> None:
                     f"{key}.{item.name}={given!r}: {key}.path={model.path!r} has {right!r}, and its weights mean "
                     f"nothing else; leave the key out (only {', '.join(_FREE[1:])} may differ)"
                 )
-    if "model" in found and found["model"].has_value_head:
+    if "model" in found and found["model"].has_value_head and not recipe.preset.is_scorer:
         raise ConfigError(
             f"model.path={recipe.model.path!r}: is a scorer, which gives no text; choose a causal language model (a "
             "scorer is for critic.model.path or reward.model.path)"
+        )
+    if "teacher.model" in found and found["teacher.model"].has_value_head:
+        raise ConfigError(
+            f"teacher.model.path={recipe.model_of('teacher').path!r}: is a scorer, which gives no text; choose a "
+            "causal language model"
         )
     for role in ("reward", "cost"):
         if f"{role}.model" in found and not found[f"{role}.model"].has_value_head:
@@ -916,7 +990,8 @@ def _meshes_as_given(recipe: Recipe) -> dict[str, DeviceMesh]:
     actor = recipe.actor
     everyone = tuple(range(recipe.cluster.ranks))
     per_node = recipe.cluster.ranks_per_node
-    actor_ranks = everyone if actor.ranks is None else actor.ranks
+    others = tuple(rank for rank in everyone if rank not in (actor.rollout_ranks or ()))
+    actor_ranks = others if actor.ranks is None else actor.ranks
     rollout_ranks = actor_ranks if actor.rollout_ranks is None else actor.rollout_ranks
     placed: dict[str, tuple[ParallelLayout, tuple[int, ...]]] = {
         "actor.update": (actor.update, actor_ranks),
@@ -925,7 +1000,7 @@ def _meshes_as_given(recipe: Recipe) -> dict[str, DeviceMesh]:
     for name in ("critic", "cost_critic"):
         critic: Critic | None = getattr(recipe, name)
         if critic is not None:
-            placed[name] = (critic.layout, everyone if critic.ranks is None else critic.ranks)
+            placed[name] = (critic.layout, others if critic.ranks is None else critic.ranks)
     frozen: dict[str, Reference | Reward | Teacher | None] = {
         "reference": recipe.reference if recipe.has_reference else None,
         "reward": recipe.reward if "reward" in recipe.preset.reads else None,
@@ -950,6 +1025,13 @@ def _meshes_as_given(recipe: Recipe) -> dict[str, DeviceMesh]:
     }
 
 
+def reference_is_base(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> bool:
+    """Whether the actor without its adapters serves as the reference: they lie alike, and its weights never change."""
+    lora = recipe.actor.lora
+    is_fixed = lora is not None and lora.merge_every == 0
+    return is_fixed and "reference" in meshes and meshes["reference"].key == meshes["actor.update"].key
+
+
 def check_recipe(recipe: Recipe) -> None:
     """Refuse keys that are right one by one and wrong together.
 
@@ -970,10 +1052,17 @@ def check_recipe(recipe: Recipe) -> None:
             raise ConfigError(f"{key}.dtype=fp16: is for generating alone, since gradients underflow; set bf16 or fp32")
     _check_contexts(recipe)
     _check_placement(recipe)
+    _check_split(recipe)
+    _check_lora(recipe)
     _check_batches(recipe)
     _check_environment(recipe)
     _check_engine(recipe)
+    _check_loss(recipe)
+    _check_shaping(recipe)
     _check_correction(recipe.correction)
+    _check_schedules(recipe)
+    _check_validation(recipe)
+    _check_offline(recipe)
     _check_profile(recipe)
 
 
@@ -1043,6 +1132,106 @@ def _check_placement(recipe: Recipe) -> None:
 
 _PLACED = ("actor", "critic", "reference", "reward", "cost", "cost_critic", "teacher")
 """Sections that name ranks."""
+
+
+def _check_split(recipe: Recipe) -> None:
+    """Generating on ranks of its own, and while others learn."""
+    actor, staleness = recipe.actor, recipe.trainer.max_staleness
+    if actor.rollout_ranks is None:
+        if staleness > 0:
+            raise ConfigError(
+                f"trainer.max_staleness={staleness}: the next batch is generated while one is learned from, on other "
+                "ranks; name them in actor.rollout_ranks, or set max_staleness to 0"
+            )
+        return
+    if not recipe.preset.generates:
+        raise ConfigError(f"actor.rollout_ranks: algorithm={recipe.algorithm} generates nothing; remove the key")
+    if recipe.rollout.engine.kind == "vllm":
+        raise ConfigError(
+            "actor.rollout_ranks: with rollout.engine.kind=vllm all ranks of the job generate, since vLLM starts on "
+            "all of them together; remove the key, or set kind to megatron"
+        )
+    if actor.offload:
+        raise ConfigError(
+            "actor.offload=true: makes no room for a rollout on other ranks; set it to false, or remove "
+            "actor.rollout_ranks"
+        )
+    meshes = _meshes_as_given(recipe)
+    common = sorted({*meshes["actor.update"].ranks} & {*actor.rollout_ranks})
+    if common:
+        raise LayoutError(
+            f"actor.rollout_ranks={list(actor.rollout_ranks)}: {common} are among actor.ranks too; give the rollout "
+            "ranks of its own, or remove the key to generate where the actor learns"
+        )
+    if staleness > 0:
+        _check_async(recipe, meshes)
+
+
+def _check_async(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
+    staleness = f"trainer.max_staleness={recipe.trainer.max_staleness}"
+    if recipe.algorithm in _NOT_AHEAD:
+        raise ConfigError(
+            f"{staleness}: algorithm={recipe.algorithm} {_NOT_AHEAD[recipe.algorithm]}; set it to 0, or choose another "
+            "algorithm"
+        )
+    if recipe.rollout.engine.is_server:
+        raise ConfigError(
+            f"{staleness}: the weights of rollout.engine.kind={recipe.rollout.engine.kind} do not follow, so nobody "
+            "knows how old they are; set it to 0, or kind to megatron"
+        )
+    sampling = {name: mesh.ranks for name, mesh in meshes.items() if name in SAMPLING_MESHES}
+    for name, mesh in meshes.items():
+        for other, ranks in sampling.items():
+            common = sorted({*mesh.ranks} & {*ranks})
+            if name not in sampling and common:
+                section = "actor.rollout_ranks" if other == "actor.rollout" else f"{other}.ranks"
+                raise LayoutError(
+                    f"{staleness}: ranks {common} are in {name}, which learns, and in {other}, which works on the next "
+                    f"batch at the same time; take them out of one, with {name.split('.')[0]}.ranks or {section}"
+                )
+
+
+_NOT_AHEAD = {
+    "dapo": "samples until its batch is full, which is not known beforehand",
+    "remax": "samples each prompt once more, for its baseline",
+    "sft": "samples nothing to learn from",
+}
+"""Algorithms whose samples cannot be made ahead of the step that learns from them, and why."""
+
+SAMPLING_MESHES = ("actor.rollout", "reward", "cost")
+"""Those that work on the next batches, where ``trainer.max_staleness`` is above 0; all others learn."""
+
+
+def _check_lora(recipe: Recipe) -> None:
+    lora, key = recipe.actor.lora, "actor.lora.targets"
+    if lora is None:
+        return
+    if recipe.preset.is_scorer:
+        raise ConfigError(
+            f"actor.lora: algorithm={recipe.algorithm} trains a scorer, whose head would be frozen; remove the section"
+        )
+    found, groups = list(lora.targets), recipe.model.query_groups
+    if not found or len(set(found)) < len(found):
+        raise ConfigError(f"{key}={found}: expected at least one layer, and each once")
+    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    for whole, pieces in parts.items():
+        if whole in found and set(pieces) & set(found):
+            raise ConfigError(f"{key}={found}: {whole} is {', '.join(pieces)} in one; name the one or the others")
+    if recipe.model.num_experts is not None and {"gate_proj", "up_proj", "gate_up_proj", "down_proj"} & set(found):
+        raise ConfigError(
+            f"{key}={found}: the experts of a mixture have no adapters here; set it to [q_proj, k_proj, v_proj, o_proj]"
+        )
+    for name, layout in (("update", recipe.actor.update), ("rollout", recipe.actor.rollout)):
+        if layout is not None and layout.tp > groups and {"q_proj", "k_proj", "v_proj"} & set(found):
+            raise LayoutError(
+                f"actor.{name}: tp={layout.tp} is above model.num_query_groups={groups}, and q_proj, k_proj, v_proj "
+                f"have no adapters where ranks share a group; lower tp, or take them out of {key}"
+            )
+    if lora.path is not None and recipe.warm_start is not None:
+        raise ConfigError(
+            f"actor.lora.path={lora.path!r}: a warm start ends with its adapters put into the weights, and these with "
+            "them; remove warm_start, or the path"
+        )
 
 
 def check_cut(model: Model, layout: ParallelLayout, name: str) -> None:
@@ -1125,6 +1314,11 @@ def _check_engine(recipe: Recipe) -> None:
             f"actor.ranks={list(recipe.actor.ranks or ())}: with rollout.engine.kind=vllm all ranks of the job must be "
             "the actor's, in their order, since vLLM starts on all of them together; leave the key out"
         )
+    if engine.kind == "vllm" and recipe.rollout.stop:
+        raise ConfigError(
+            f"rollout.stop={list(recipe.rollout.stop)}: rollout.engine.kind=vllm works on tokens and ends at none; "
+            "remove the key, or set kind to megatron"
+        )
     if engine.kind != "megatron" and recipe.trainer.steps > 0:
         _check_known_log_probs(recipe.rollout)
     if not engine.is_server:
@@ -1200,11 +1394,176 @@ def check_url(url: str, key: str) -> None:
         raise ConfigError(f"{key}: found {url!r}, expected http://host:port or https://host, with a path at most")
 
 
+def _check_loss(recipe: Recipe) -> None:
+    loss = recipe.loss
+    if loss.kind != "clip" and loss.dual_clip is not None:
+        raise ConfigError(f"loss.dual_clip={loss.dual_clip:g}: loss.kind={loss.kind} has none; leave the key out")
+    if loss.kind == "gspo" and loss.aggregation != "seq-mean-token-mean":
+        raise ConfigError(
+            f"loss.aggregation={loss.aggregation}: loss.kind=gspo weighs each sequence the same; set it to "
+            "seq-mean-token-mean"
+        )
+    if loss.norm_tokens is not None and loss.aggregation != "seq-mean-token-sum-norm":
+        raise ConfigError(
+            f"loss.norm_tokens={loss.norm_tokens}: loss.aggregation={loss.aggregation} does not divide by it; leave it "
+            "out, or set the aggregation to seq-mean-token-sum-norm"
+        )
+    if recipe.algorithm == "reinforce++" and recipe.advantage.gae_lambda != Advantage().gae_lambda:
+        raise ConfigError(
+            f"advantage.gae_lambda={recipe.advantage.gae_lambda:g}: algorithm=reinforce++ has no critic to be weighed "
+            "against; leave it out, advantage.gamma alone counts"
+        )
+
+
+def _check_shaping(recipe: Recipe) -> None:
+    shaping, longest = recipe.shaping, recipe.rollout.max_new_tokens
+    if shaping.overlong_buffer > longest:
+        raise ConfigError(
+            f"shaping.overlong_buffer={shaping.overlong_buffer} is above rollout.max_new_tokens={longest}: it is part "
+            "of it; lower the first or raise the second"
+        )
+    if not shaping.overlong_buffer and shaping.overlong_factor != Shaping().overlong_factor:
+        raise ConfigError(
+            f"shaping.overlong_factor={shaping.overlong_factor:g}: nothing is paid for without a buffer; set "
+            "shaping.overlong_buffer, or leave it out"
+        )
+
+
 def _check_correction(correction: Correction) -> None:
+    if correction.reject is None:
+        for key in ("reject_level", "reject_low", "reject_high"):
+            if getattr(correction, key) != getattr(Correction(), key):
+                raise ConfigError(f"correction.{key}: nothing is rejected; set correction.reject, or leave it out")
+    elif correction.reject != "k1" and correction.reject_low != Correction().reject_low:
+        raise ConfigError(
+            f"correction.reject_low={correction.reject_low:g}: {correction.reject} is never negative and has an upper "
+            "bound alone; leave it out, or set correction.reject=k1"
+        )
+    if correction.reject == "k1" and correction.reject_level == "max":
+        raise ConfigError(
+            "correction.reject_level=max: a k1 near 0 may hide one far below it; set correction.reject to k2 or k3, or "
+            "the level to token, sum or mean"
+        )
+    if correction.reject == "k1" and correction.reject_low >= correction.reject_high:
+        raise ConfigError(
+            f"correction.reject_low={correction.reject_low:g} is not below "
+            f"correction.reject_high={correction.reject_high:g}; nothing would count"
+        )
     if correction.kind == "icepop" and correction.low >= correction.high:
         raise ConfigError(
             f"correction.low={correction.low:g} is not below correction.high={correction.high:g}; nothing would count"
         )
+
+
+def _check_schedules(recipe: Recipe) -> None:
+    steps = recipe.trainer.steps
+    for key in ("actor", "critic", "cost_critic"):
+        section: Actor | Critic | None = getattr(recipe, key)
+        if section is None:
+            continue
+        settings = section.optimizer
+        if settings.min_lr > settings.lr:
+            raise ConfigError(
+                f"{key}.optimizer.min_lr={settings.min_lr:g} is above {key}.optimizer.lr={settings.lr:g}, from which "
+                "the rate falls to it; lower it"
+            )
+        if settings.schedule == "constant" and settings.min_lr > 0:
+            raise ConfigError(
+                f"{key}.optimizer.min_lr={settings.min_lr:g}: {key}.optimizer.schedule=constant never comes down to "
+                "it; set the schedule to linear or cosine, or remove the key"
+            )
+        warm = {f"{key}.optimizer.warmup_steps": settings.warmup_steps}
+        if isinstance(section, Critic):
+            warm[f"{key}.warmup_steps"] = section.warmup_steps
+        for name, count in warm.items():
+            if count > steps > 0:
+                raise ConfigError(
+                    f"{name}={count} is more than trainer.steps={steps}; lower the first or raise the second"
+                )
+
+
+def _check_validation(recipe: Recipe) -> None:
+    trainer = recipe.trainer
+    if trainer.validation_samples > 0 and not recipe.preset.generates:
+        raise ConfigError(
+            f"trainer.validation_samples={trainer.validation_samples}: algorithm={recipe.algorithm} generates no "
+            "responses; remove it"
+        )
+    if trainer.pass_k is not None and trainer.pass_k > trainer.validation_samples:
+        raise ConfigError(
+            f"trainer.pass_k={trainer.pass_k} is more than trainer.validation_samples={trainer.validation_samples}, "
+            "the samples that it is estimated from; lower the first or raise the second"
+        )
+    for name in ("keep_best", "patience"):
+        if getattr(trainer, name) and trainer.validate_every == 0:
+            raise ConfigError(
+                f"trainer.{name}={str(getattr(trainer, name)).lower()}: trainer.validate_every=0 compares no steps; "
+                "set it to 10, say"
+            )
+
+
+def _check_offline(recipe: Recipe) -> None:
+    """What learns from given responses has keys of its own, and no use for those of sampling."""
+    preset, name = recipe.preset, recipe.algorithm
+    preference, rollout, made = recipe.preference, recipe.rollout, recipe.data.arithmetic
+    if name == "sft" and rollout.group_size > 1:
+        raise ConfigError(f"rollout.group_size={rollout.group_size}: a row has one solution to imitate; remove the key")
+    for key in (each.name for each in fields(Preference)):
+        if key not in preset.preference_keys and getattr(preference, key) != getattr(Preference(), key):
+            users = ", ".join(other for other in PRESETS if key in PRESETS[other].preference_keys)
+            raise ConfigError(f"preference.{key}: algorithm={name} would ignore it; remove it, or choose {users}")
+    for key in _PREFERENCE_FIELDS:
+        default = next(each.default for each in fields(Data) if each.name == key)
+        if not preset.has_preferences and getattr(recipe.data, key) != default:
+            raise ConfigError(f"data.{key}: algorithm={name} reads no preferences; remove the key")
+    if not preset.has_preferences:
+        return
+    if made is not None and made.operation != "add":
+        raise ConfigError(
+            f"data.arithmetic.operation={made.operation}: the rejected response is a wrong carry, which only additions "
+            "have; set it to add"
+        )
+    _check_mini_batches_of_preferences(recipe)
+    _check_silent(recipe)
+    if preset.is_scorer and recipe.warm_start is not None:
+        raise ConfigError(f"warm_start: algorithm={name} trains a scorer, which writes no text; remove the section")
+
+
+_PREFERENCE_FIELDS = ("chosen_field", "rejected_field", "margin_field", "completion_field", "wanted_field")
+
+
+def _check_mini_batches_of_preferences(recipe: Recipe) -> None:
+    batch = recipe.trainer.global_batch_size
+    mini = batch if recipe.trainer.mini_batch_size is None else recipe.trainer.mini_batch_size
+    for key, size in {"global_batch_size": batch, "mini_batch_size": mini}.items():
+        if recipe.preset.is_paired and size % 2:
+            raise ConfigError(
+                f"trainer.{key}={size}: counts responses, of which a pair has two that belong together; set it to an "
+                f"even number, {size + 1} say"
+            )
+    if not recipe.preset.is_paired and mini < 2:
+        raise ConfigError(
+            "trainer.mini_batch_size=1: algorithm=kto measures the KL with each prompt and another's completion; set "
+            "it to 2 or more"
+        )
+
+
+def _check_silent(recipe: Recipe) -> None:
+    """Nothing is sampled, so what says how would do nothing."""
+    name, trainer = recipe.algorithm, recipe.trainer
+    given: dict[str, tuple[Any, Any]] = {
+        f"rollout.{each.name}": (getattr(recipe.rollout, each.name), each.default)
+        for each in fields(Rollout)
+        if each.name != "max_new_tokens"
+    }
+    given["rollout.max_new_tokens"] = recipe.rollout.max_new_tokens, 1
+    given["actor.rollout"] = recipe.actor.rollout, None
+    given["actor.rollout_ranks"] = recipe.actor.rollout_ranks, None
+    given["actor.offload"] = recipe.actor.offload, False
+    given["trainer.max_staleness"] = trainer.max_staleness, 0
+    for key, (found, default) in given.items():
+        if found != default:
+            raise ConfigError(f"{key}={found}: algorithm={name} samples nothing; remove the key")
 
 
 def _check_profile(recipe: Recipe) -> None:

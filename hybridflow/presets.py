@@ -16,16 +16,22 @@ class Preset:
         defaults: Section -> key -> value, where it is another than the section's own.
         needs: Sections that must be given.
         is_scorer: Whether what it trains gives scores, not text.
+        is_offline: Whether it learns from given responses, and samples to validate at most.
         generates: Whether it ever samples from what it trains.
-        has_pairs: Whether its rows are preferences: two responses to a prompt, or one and whether it is wanted.
+        has_preferences: Whether its rows are preferences: two responses to a prompt, or one and whether it is wanted.
+        is_paired: Whether it learns from the two responses of a row together.
+        preference_keys: What of ``preference`` it reads.
     """
 
     reads: frozenset[str]
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     is_scorer: bool = False
+    is_offline: bool = False
     generates: bool = True
-    has_pairs: bool = False
+    has_preferences: bool = False
+    is_paired: bool = False
+    preference_keys: frozenset[str] = frozenset()
 
 
 _ONLINE = frozenset({"loss", "kl", "shaping", "correction", "reward"})
@@ -33,8 +39,13 @@ _CRITIC = frozenset({"critic", "advantage"})
 _SAFE = frozenset({"cost", "cost_critic", "lagrange"})
 _KL_LOSS = {"place": "loss", "estimator": "k3"}
 # Preferences are read, never sampled; of what generates, a token at least is left to a response.
-_SILENT: dict[str, Any] = {"generates": False, "has_pairs": True}
-_NO_ROLLOUT = {"rollout": {"max_new_tokens": 1}}
+_SILENT: dict[str, Any] = {
+    "is_offline": True,
+    "generates": False,
+    "has_preferences": True,
+    "defaults": {"rollout": {"max_new_tokens": 1}},
+}
+_WEIGHTS = frozenset({"desirable_weight", "undesirable_weight"})
 
 PRESETS: Mapping[str, Preset] = {
     "ppo": Preset(reads=_ONLINE | _CRITIC, needs=("critic",)),
@@ -57,11 +68,16 @@ PRESETS: Mapping[str, Preset] = {
     "remax": Preset(reads=_ONLINE),
     "opo": Preset(reads=_ONLINE, defaults={"kl": _KL_LOSS}),
     "safe-rlhf": Preset(reads=_ONLINE | _CRITIC | _SAFE, needs=("critic", "cost", "cost_critic")),
-    "sft": Preset(reads=frozenset({"reward"})),
-    "reward-model": Preset(reads=frozenset({"preference"}), defaults=_NO_ROLLOUT, is_scorer=True, **_SILENT),
-    "dpo": Preset(reads=frozenset({"preference"}), defaults=_NO_ROLLOUT, **_SILENT),
-    "ipo": Preset(reads=frozenset({"preference"}), defaults=_NO_ROLLOUT, **_SILENT),
-    "kto": Preset(reads=frozenset({"preference"}), defaults=_NO_ROLLOUT, **_SILENT),
+    "sft": Preset(reads=frozenset({"reward"}), is_offline=True),
+    "reward-model": Preset(reads=frozenset(), is_scorer=True, is_paired=True, **_SILENT),
+    "dpo": Preset(
+        reads=frozenset({"preference"}),
+        is_paired=True,
+        preference_keys=frozenset({"beta", "label_smoothing", "reference_free"}),
+        **_SILENT,
+    ),
+    "ipo": Preset(reads=frozenset({"preference"}), is_paired=True, preference_keys=frozenset({"beta"}), **_SILENT),
+    "kto": Preset(reads=frozenset({"preference"}), preference_keys=_WEIGHTS | {"beta"}, **_SILENT),
     "distill": Preset(reads=frozenset({"teacher", "reward"}), needs=("teacher",)),
 }
 """Algorithm -> what it is made of. Their graphs are in ``trainer.recipes``, the papers beside them."""

@@ -30,14 +30,17 @@ def main() -> int:
         help="share of wrong solutions among training problems with a carry (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=1, help="another seed, other problems (default: %(default)s)")
+    parser.add_argument("--preferences", action="store_true", help="pairs of a right answer and a wrong carry")
     parser.add_argument("--dry-run", action="store_true", help="write nothing; show the first rows")
     options = vars(parser.parse_args())
     train, held_out, dry_run = options.pop("train"), options.pop("held_out"), options.pop("dry_run")
+    has_preferences = options.pop("preferences")
     try:
         spec = read_section(Arithmetic, options, source="arithmetic")
         if not dry_run:
-            ensure_files(spec, train=train, held_out=held_out)
-        for path, rows in zip((train, held_out), make_problems(spec), strict=True):
+            ensure_files(spec, train=train, held_out=held_out, has_preferences=has_preferences)
+        problems = make_problems(spec, has_preferences=has_preferences)
+        for path, rows in zip((train, held_out), problems, strict=True):
             print(f"{path}: {len(rows)} problems{', not written; they begin:' if dry_run else ''}")
             print(to_jsonl(rows[:3]) if dry_run else "", end="")
     except HybridflowError as error:

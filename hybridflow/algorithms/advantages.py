@@ -119,6 +119,51 @@ def whiten(x: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks | None = Non
     return (centred * torch.rsqrt(square_sum / (num_tokens - 1) + 1e-8)).to(x.dtype)
 
 
+def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """Reward-to-go of each token: ``R_t = r_t + gamma * R_{t+1}``, ``t + 1`` being the policy's next own token.
+
+    At mask 0 the running return passes through unchanged.
+
+    Args:
+        rewards: ``[samples, tokens]``; what is given at mask 0 is never read.
+        mask: 1 on tokens that the policy produced, ``[samples, tokens]``.
+        gamma: Discount per token.
+
+    Returns:
+        ``[samples, tokens]``, 0 at mask 0; not whitened.
+
+    Raises:
+        ValueError: Shapes differ.
+
+    Paper: REINFORCE++, arXiv 2501.03262.
+    """
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, gae_lambda=1.0)[0]
+
+
+def remax(rewards: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
+    """Undiscounted reward-to-go of each token, less what the greedy response to the same prompt scored.
+
+    Args:
+        rewards: ``[samples, tokens]``; what is given at mask 0 is never read.
+        baselines: Score of the greedy response to each sample's prompt, ``[samples]``.
+        mask: 1 on tokens that the policy produced, ``[samples, tokens]``.
+
+    Returns:
+        ``[samples, tokens]``, 0 at mask 0.
+
+    Raises:
+        ValueError: The shapes do not fit each other.
+
+    Paper: arXiv 2310.10505.
+    """
+    if baselines.shape != rewards.shape[:1]:
+        raise ValueError(
+            f"baselines {list(baselines.shape)} for rewards {list(rewards.shape)}: must be one per sample, [samples]"
+        )
+    returns = discounted_returns(rewards, mask, gamma=1.0)
+    return torch.where(mask > 0, returns - baselines.to(returns.dtype)[:, None], 0)
+
+
 def group_normalize(scores: Tensor, groups: Tensor) -> Tensor:
     """GRPO's advantage of each sample: how its score stands among the responses to the same prompt.
 
@@ -137,17 +182,93 @@ def group_normalize(scores: Tensor, groups: Tensor) -> Tensor:
 
     Paper: arXiv 2402.03300.
     """
-    if scores.shape != groups.shape or scores.dim() != 1:
-        raise ValueError(
-            f"scores {list(scores.shape)} and groups {list(groups.shape)}: both must be [samples], one entry per sample"
-        )
-    _, index, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
     # fp64: in fp32 the mean of three scores of 0.9 misses them by 6e-8, which a divisor of 1e-6 makes 0.06.
-    wide = scores.double()
-    group_sums = wide.new_zeros(len(sizes))
-    is_single = sizes == 1
-    means = torch.where(is_single, 0, group_sums.index_add(0, index, wide) / sizes)
-    centred = wide - means[index]
-    variances = group_sums.index_add(0, index, centred.square()) / (sizes - 1).clamp(min=1)
-    stds = torch.where(is_single, 1, variances.sqrt())
-    return (centred / (stds[index] + 1e-6)).to(torch.promote_types(scores.dtype, torch.float32))
+    within = _Groups(scores, groups)
+    centred = within.centred(torch.ones_like(within.scores))
+    variances = within.sums(centred.square()) / (within.sizes - 1).clamp(min=1)
+    stds = torch.where(within.is_single, 1, variances.sqrt())
+    return _narrow(centred / (stds + 1e-6), scores)
+
+
+def group_center(scores: Tensor, groups: Tensor) -> Tensor:
+    """Each score less the mean of its group, a group of one keeping its score.
+
+    The advantage of Dr. GRPO, and before whitening that of REINFORCE++ with a baseline. Shapes and errors as in
+    :func:`group_normalize`.
+
+    Paper: arXiv 2503.20783, arXiv 2501.03262.
+    """
+    within = _Groups(scores, groups)
+    return _narrow(within.centred(torch.ones_like(within.scores)), scores)
+
+
+def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
+    """RLOO's advantage: each score less the mean of the others in its group.
+
+    ``score * n / (n - 1) - mean * n / (n - 1)``; a group of one keeps its score. Shapes and errors as in
+    :func:`group_normalize`.
+
+    Paper: arXiv 2402.14740.
+    """
+    within = _Groups(scores, groups)
+    factors = within.sizes / (within.sizes - 1).clamp(min=1)
+    return _narrow(within.centred(torch.ones_like(within.scores)) * factors, scores)
+
+
+def length_weighted_center(scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+    """OPO's advantage: each score less the mean of its group weighted by lengths, ``sum(n * score) / sum(n)``.
+
+    A group of one keeps its score, as does one without a token.
+
+    Args:
+        scores: As in :func:`group_normalize`.
+        groups: As in :func:`group_normalize`.
+        lengths: Response tokens of each sample, ``[samples]``.
+
+    Returns:
+        ``[samples]``.
+
+    Raises:
+        ValueError: As in :func:`group_normalize`.
+
+    Paper: arXiv 2505.23585.
+    """
+    within = _Groups(scores, groups)
+    if lengths.shape != scores.shape:
+        raise ValueError(f"lengths {list(lengths.shape)} for scores {list(scores.shape)}: must be one per sample")
+    return _narrow(within.centred(lengths.double()), scores)
+
+
+class _Groups:
+    """Statistics within groups, in fp64: every attribute and result is ``[samples]``, that of each sample's group.
+
+    Attributes:
+        scores: The samples' own.
+        sizes: Samples of the group.
+        is_single: Whether it has but one.
+    """
+
+    def __init__(self, scores: Tensor, groups: Tensor) -> None:
+        if scores.shape != groups.shape or scores.dim() != 1:
+            raise ValueError(
+                f"scores {list(scores.shape)} and groups {list(groups.shape)}: both must be [samples], one entry per "
+                "sample"
+            )
+        _, self._index, counts = torch.unique(groups, return_inverse=True, return_counts=True)
+        self._num_groups = len(counts)
+        self.scores = scores.double()
+        self.sizes = counts[self._index]
+        self.is_single = self.sizes == 1
+
+    def sums(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self._num_groups).index_add(0, self._index, values)[self._index]
+
+    def centred(self, weights: Tensor) -> Tensor:
+        """Scores less the weighted mean of their group; the mean of a group of one is 0."""
+        totals = self.sums(weights)
+        means = self.sums(weights * self.scores) / torch.where(totals > 0, totals, 1)
+        return self.scores - torch.where(self.is_single, 0, means)
+
+
+def _narrow(values: Tensor, like: Tensor) -> Tensor:
+    return values.to(torch.promote_types(like.dtype, torch.float32))

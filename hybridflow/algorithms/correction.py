@@ -1,16 +1,22 @@
-"""Weights of tokens whose sampler was not quite the policy that is trained: another engine, or older weights."""
+"""Tokens whose sampler was not quite the policy that is trained, but another engine or older weights.
+
+They are weighed, or rejected.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hybridflow.algorithms.inputs import alike
+from hybridflow.algorithms.kl import kl_penalty
 
 KINDS = ("truncate", "icepop")
 LEVELS = ("token", "sequence")
+REJECT_LEVELS = ("token", "sum", "mean", "max")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,3 +67,57 @@ def correction_weights(
     raw = torch.exp(d.clamp(-20, 20))
     bounded = raw.clamp(max=high) if kind == "truncate" else torch.where((raw >= low) & (raw <= high), raw, 0)
     return Weights(weights=torch.where(on, bounded, 1), is_bounded=on & (bounded != raw))
+
+
+def kept_tokens(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    estimator: str,
+    level: str,
+    low: float,
+    high: float,
+) -> Tensor:
+    """Which tokens are learned from: those whose sampler was near enough to the trainer.
+
+    An estimate of the KL of the sampler to the trainer, from ``rollout_log_prob - old_log_prob``, decides: of each
+    token, or the sum, mean or maximum of them over the sequence's mask, on all of whose tokens it then decides. ``k1``
+    is the logarithm of a ratio, ``exp(-k1) = exp(old_log_prob - rollout_log_prob)``, which must lie between ``low`` and
+    ``high``; ``k2`` and ``k3`` are never negative, and must be at most ``high``.
+
+    Args:
+        old_log_probs: Of the weights at the start of the update, ``[samples, tokens]``.
+        rollout_log_probs: The sampler's own, the same shape; finite where the mask is 1.
+        mask: 1 on tokens that were sampled, the same shape; a row holds the whole of a sequence.
+        estimator: k1, k2 or k3, see ``kl.kl_penalty``.
+        level: One of :data:`REJECT_LEVELS`; max is of k2 and k3 alone.
+        low: Lower bound of the ratio, of k1 alone; 0: none.
+        high: Upper bound, of k1 of the ratio.
+
+    Returns:
+        ``mask`` where a token is kept, else 0; ``[samples, tokens]``.
+
+    Raises:
+        ValueError: Shapes differ, or estimator or level is unknown, or does not go with the other.
+    """
+    if estimator not in ("k1", "k2", "k3") or level not in REJECT_LEVELS or (estimator, level) == ("k1", "max"):
+        raise ValueError(
+            f"rejection by {estimator!r} of {level!r}: allowed are k1, k2, k3 of {', '.join(REJECT_LEVELS)}, but max "
+            "of k2 and k3 alone"
+        )
+    old, sampled, mask = alike(
+        old_log_probs=old_log_probs.detach(), rollout_log_probs=rollout_log_probs.detach(), mask=mask
+    )
+    on = mask > 0
+    found = torch.where(on, kl_penalty(sampled, old, estimator), 0)
+    if level in ("sum", "mean"):
+        lengths = on.sum(dim=1, keepdim=True).clamp(min=1)
+        found = found.sum(dim=1, keepdim=True) / (lengths if level == "mean" else 1)
+    elif level == "max" and found.shape[1]:
+        found = found.amax(dim=1, keepdim=True)
+    if estimator == "k1":
+        is_kept = (-found >= (math.log(low) if low > 0 else -math.inf)) & (-found <= math.log(high))
+    else:
+        is_kept = found <= high
+    return torch.where(is_kept, mask, 0)

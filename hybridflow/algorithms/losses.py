@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ class Totals:
     Attributes:
         num_tokens: Tokens with mask 1.
         num_sequences: Sequences with at least one such token.
-        max_response_tokens: The configured maximum response length, never the padded width.
+        max_response_tokens: What ``seq-mean-token-sum-norm`` divides by: the configured maximum response length or
+            another constant, never the padded width.
 
     Raises:
         ValueError: A count is below 1: such a mini-batch has no loss.
@@ -134,16 +135,94 @@ def policy_loss(
         log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
     )
     ratio = torch.exp((log_probs - old_log_probs).clamp(-20, 20))
+    loss, stats = _clipped_loss(ratio, advantages, clip_low, clip_high)
+    if dual_clip is None:
+        return loss, stats
+    bound = -advantages * dual_clip
+    is_dual_clipped = (advantages < 0) & (loss > bound)
+    return torch.where(is_dual_clipped, bound, loss), replace(stats, is_dual_clipped=is_dual_clipped)
+
+
+def gspo_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, ClipStats]:
+    """GSPO's clipped loss of each token, by the ratio of its whole sequence.
+
+    With ``s`` the mean of ``log_prob - old_log_prob`` over the sequence's mask and ``sg`` a stopped gradient::
+
+        ratio = exp(min(log_prob - sg(log_prob) + sg(s), 10))
+        loss = max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))
+
+    So every token of a sequence has its ratio, and the gradient of its own log-probability. To be aggregated as
+    ``seq-mean-token-mean``.
+
+    Args:
+        log_probs: Of the policy in training, ``[samples, tokens]``; a row holds the whole of a sequence. Finite at
+            mask 0 too.
+        old_log_probs: Of the weights at the start of the update; a constant of the same shape.
+        advantages: A constant of the same shape.
+        mask: 1 on tokens that count, the same shape.
+        clip_low: How far the ratio may fall below 1.
+        clip_high: How far it may rise above 1.
+
+    Returns:
+        The loss per token, in the shape of ``log_probs``, and what clipping did; there is no dual clip.
+
+    Raises:
+        ValueError: Shapes differ.
+
+    Paper: arXiv 2507.18071, GSPO-token. The bound of the exponent is ours.
+    """
+    log_probs, old_log_probs, advantages, mask = alike(
+        log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask
+    )
+    on, constant = mask > 0, log_probs.detach()
+    means = torch.where(on, constant - old_log_probs, 0).sum(dim=1, keepdim=True) / on.sum(dim=1, keepdim=True).clamp(
+        min=1
+    )
+    ratio = torch.exp((log_probs - constant + means).clamp(max=10))
+    return _clipped_loss(ratio, advantages, clip_low, clip_high)
+
+
+def cispo_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, ClipStats]:
+    """CISPO's loss of each token: the clipped ratio is a weight, and every token keeps its gradient.
+
+    ``-sg(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log_prob`` with
+    ``ratio = exp(clamp(log_prob - old_log_prob, -20, 20))``.
+
+    Args:
+        log_probs: Of the policy in training, any shape, usually ``[samples, tokens]``; finite at mask 0 too.
+        old_log_probs: Of the weights at the start of the update; a constant of the same shape.
+        advantages: A constant of the same shape.
+        clip_low: How far the weight may fall below 1; 1: it has no lower bound.
+        clip_high: How far it may rise above 1.
+
+    Returns:
+        The loss per token, in the shape of ``log_probs``, and what clipping did.
+
+    Raises:
+        ValueError: Shapes differ.
+
+    Paper: arXiv 2506.13585. The clamp of the exponent is ours.
+    """
+    log_probs, old_log_probs, advantages = alike(
+        log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
+    )
+    ratio = torch.exp((log_probs.detach() - old_log_probs).clamp(-20, 20))
+    weights = ratio.clamp(1 - clip_low, 1 + clip_high)
+    is_clipped = weights != ratio
+    stats = ClipStats(ratio=ratio, is_clipped=is_clipped, is_dual_clipped=torch.zeros_like(is_clipped))
+    return -weights * advantages * log_probs, stats
+
+
+def _clipped_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, ClipStats]:
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(unclipped, clipped)
     is_clipped = clipped > unclipped
-    is_dual_clipped = torch.zeros_like(is_clipped)
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
-        is_dual_clipped = (advantages < 0) & (loss > bound)
-        loss = torch.where(is_dual_clipped, bound, loss)
-    return loss, ClipStats(ratio=ratio.detach(), is_clipped=is_clipped, is_dual_clipped=is_dual_clipped)
+    stats = ClipStats(ratio=ratio.detach(), is_clipped=is_clipped, is_dual_clipped=torch.zeros_like(is_clipped))
+    return torch.maximum(unclipped, clipped), stats
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, value_clip: float) -> Tensor:

@@ -82,6 +82,7 @@ class Step:
     Attributes:
         number: Training steps done.
         state: JSON: what the job needs to go on.
+        best: Step of the best checkpoint, see ``store.complete_step``.
         leads: Role -> its lead, of those that are written; the first completes the step.
         parts: Role -> what this rank writes of it.
     """
@@ -90,6 +91,7 @@ class Step:
     state: Mapping[str, Any]
     leads: Mapping[str, int]
     parts: Mapping[str, RolePart]
+    best: int | None = None
 
 
 class Board(Protocol):
@@ -328,7 +330,8 @@ class Saver:
         keys = Keys(step.number)
         self._await(keys, [keys.role(role) for role in step.leads], f"roles of step {step.number}")
         written = {role: RoleRecord(*json.loads(self._board.get(keys.role(role)))) for role in step.leads}
-        complete_step(self._run_dir, step.number, step.state, {**self._frozen, **written}, **self._keep)
+        roles = {**self._frozen, **written}
+        complete_step(self._run_dir, step.number, step.state, roles, best=step.best, **self._keep)
         self._frozen |= {role: record for role, record in written.items() if "/" not in record.directory}
         return sum(record.num_bytes for record in written.values())
 

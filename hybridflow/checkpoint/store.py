@@ -1,9 +1,11 @@
 """Where a run's checkpoints lie; complete or absent.
 
     <run_dir>/checkpoints/latest                     the name of the newest complete checkpoint
+    <run_dir>/checkpoints/best                       the name of the one with the best validation, where it is kept
     <run_dir>/checkpoints/step_000010/job.json       the job's state; directory and sha256 of each role's manifest
     <run_dir>/checkpoints/step_000010/actor/         a model directory: see ``manifest``
     <run_dir>/checkpoints/reference/                 what does not change: written once, named by every job.json
+    <run_dir>/checkpoints/base/                      likewise the weights below the adapters that ``actor`` holds
     <run_dir>/checkpoints/step_000020.tmp/           one that is being written, or whose writer was killed
 
 What ``latest`` names was synced before, so a kill at any moment leaves it whole.
@@ -26,6 +28,9 @@ from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.observe.files import sync_path
 
 JOB = "job.json"
+BASE = "base"
+"""The role that is the actor's weights below its adapters."""
+
 FORMAT = "hybridflow-job-1"
 """Raised when a change makes old checkpoints unreadable."""
 
@@ -113,6 +118,7 @@ def complete_step(
     *,
     keep_last: int,
     keep_every: int = 0,
+    best: int | None = None,
 ) -> Path:
     """Make what all ranks wrote the latest checkpoint, and remove the oldest.
 
@@ -125,6 +131,7 @@ def complete_step(
         roles: What ``complete_role`` returned, now or, of what does not change, earlier.
         keep_last: How many checkpoints stay, this one included; at least 1.
         keep_every: Those of steps that are a multiple of it stay beside them; 0: none.
+        best: Step of the one that ``best`` names from now on; None: as it is. What it names stays too.
 
     Returns:
         The checkpoint's directory.
@@ -162,9 +169,13 @@ def complete_step(
             sync_path(run_dir)
     except OSError as error:
         raise WriteError(f"{tmp}: cannot be renamed to {path.name}: {error}; make room there") from error
+    if best is not None and _path(run_dir, best).is_dir():
+        # First, so that a kill between the two is mended by the start that makes this step again.
+        write_text(folder / "best", _path(run_dir, best).name + "\n")
     write_text(folder / "latest", path.name + "\n")
+    kept = best_step(run_dir)
     for old in _steps(run_dir)[:-keep_last]:
-        if keep_every == 0 or old % keep_every:
+        if old != kept and (keep_every == 0 or old % keep_every):
             # NFS keeps a directory while a file in it is being read: no reason to end a run whose checkpoint is whole.
             _remove(_path(run_dir, old), may_stay=True)
     return path
@@ -185,6 +196,14 @@ def latest_step(run_dir: Path) -> int | None:
     if step is None:
         raise CheckpointError(f"{note}: found {name[:80]!r}, expected a name such as 'step_000010'; {choices(run_dir)}")
     return step
+
+
+def best_step(run_dir: Path) -> int | None:
+    """The step of the checkpoint that is kept as the best; None: there is none."""
+    try:
+        return _step_of((_folder(run_dir) / "best").read_text(encoding="utf-8", errors="replace").strip())
+    except FileNotFoundError:
+        return None
 
 
 def load_latest(run_dir: Path) -> Checkpoint | None:

@@ -26,7 +26,7 @@ _SIGNS = {"add": "+", "multiply": "*"}
 _WHICH, _ORDER, _SLIP, _TOOL = range(4)
 
 
-def make_problems(spec: Arithmetic) -> tuple[list[Row], list[Row]]:
+def make_problems(spec: Arithmetic, *, has_preferences: bool = False) -> tuple[list[Row], list[Row]]:
     """Training and held-out problems, a function of ``spec`` alone.
 
     No problem stands in both, not even with its operands exchanged. ``spec.mistake_share`` is the expected share of
@@ -35,10 +35,12 @@ def make_problems(spec: Arithmetic) -> tuple[list[Row], list[Row]]:
 
     Args:
         spec: How many problems, operands from 0 to ``max_operand``, and how many slips.
+        has_preferences: Give two responses in the place of the answer; of additions.
 
     Returns:
         Rows ``{"prompt": "27+35=", "answer": "62", "solution": "52"}``, and rows without a solution. One that asks is
-        a list: ``["[27+35]", "62;", "62"]``.
+        a list: ``["[27+35]", "62;", "62"]``. Preferences have ``"chosen": "62", "rejected": "52"``, the right answer
+        and the slip, where others have the answer.
 
     Raises:
         DataError: There are fewer different problems than asked for.
@@ -62,6 +64,8 @@ def make_problems(spec: Arithmetic) -> tuple[list[Row], list[Row]]:
         problem = f"{left}{_SIGNS[spec.operation]}{right}"
         answer = str(left + right if spec.operation == "add" else left * right)
         row: Row = {"prompt": f"{problem}=", "answer": answer}
+        if has_preferences:
+            row = {"prompt": f"{problem}=", "chosen": answer, "rejected": str(wrong_carry(left, right))}
         if number >= spec.num_train:
             held_out.append(row)
         elif mixed(spec.seed, _TOOL, pair) < spec.tool_share * 2**64:
@@ -77,13 +81,14 @@ def wrong_carry(left: int, right: int) -> int:
     return left + right + (-10 if left % 10 + right % 10 >= 10 else 10)
 
 
-def ensure_files(spec: Arithmetic, *, train: str | Path, held_out: str | Path) -> None:
+def ensure_files(spec: Arithmetic, *, train: str | Path, held_out: str | Path, has_preferences: bool = False) -> None:
     """Write the two JSONL files where they are absent; one process calls this for all.
 
     Raises:
         DataError: A file is there and holds something else, or cannot be written; or as ``make_problems``.
     """
-    for path, rows in zip((Path(train), Path(held_out)), make_problems(spec), strict=True):
+    problems = make_problems(spec, has_preferences=has_preferences)
+    for path, rows in zip((Path(train), Path(held_out)), problems, strict=True):
         text = to_jsonl(rows)
         try:
             if not path.exists():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,21 +16,37 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 
 
+class Judged(NamedTuple):
+    """A response with a verdict.
+
+    Attributes:
+        text: The response.
+        is_wanted: Whether it is; of a pair, whether it is the better one.
+    """
+
+    text: str
+    is_wanted: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Example:
     """A problem.
 
     Attributes:
         prompt: What the model is given.
-        answer: The right answer, for the reward.
+        answer: The right answer, for the reward; of preferences the response that is wanted.
         solution: Text to imitate in the warm start, if the row has one; of a conversation several: what to write, what
             is then observed, what to write, …
+        responses: Of preferences: the better and the other, or one.
+        margin: Of preferences: by how much the first is better.
         place: File and line, for messages.
     """
 
     prompt: str
     answer: str
     solution: str | tuple[str, ...] | None = None
+    responses: tuple[Judged, ...] = ()
+    margin: float = 0.0
     place: str
 
     @property
@@ -73,7 +89,10 @@ class PromptSource:
     @functools.cached_property
     def sha256(self) -> str:
         """Of the problems in their order, which with the seed decide what each draw is."""
-        rows = [[example.prompt, example.answer, example.solution] for example in self.examples]
+        rows = [
+            [each.prompt, each.answer, each.solution, *([each.responses, each.margin] if each.responses else [])]
+            for each in self.examples
+        ]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def row(self, draw: int) -> int:
@@ -96,14 +115,29 @@ def read_examples(path: str | Path, data: Data) -> tuple[Example, ...]:
     Raises:
         DataError: The file is missing or empty, or a line is not UTF-8, not a JSON object, or lacks a field of text.
     """
+    return tuple(_example(row, place, data) for row, place in read_rows(path, data))
+
+
+def read_rows(path: str | Path, data: Data) -> Iterator[tuple[dict[str, object], str]]:
+    """The rows of a JSONL file with the place of each, file and line; blank lines are skipped.
+
+    Args:
+        path: The file.
+        data: Names the field of the prompt, for messages.
+
+    Raises:
+        DataError: The file is missing or empty, or a line is not UTF-8 or not a JSON object.
+    """
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; set data.train and data.held_out") from error
-    examples = [_example(line, f"{path}:{number}", data) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not examples:
+    if not any(line.strip() for line in lines):
         raise DataError(f"{path}: holds no rows; expected one JSON object with {data.prompt_field!r} on each line")
-    return tuple(examples)
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            place = f"{path}:{number}"
+            yield _row(line, place), place
 
 
 def encode_prompts(
@@ -120,7 +154,7 @@ def encode_prompts(
     Raises:
         DataError: A prompt leaves no room for the longest response; names its file and line.
     """
-    prompts = tuple(_prompt_tokens(example, tokenizer) for example in examples)
+    prompts = tuple(prompt_tokens(example, tokenizer) for example in examples)
     for example, prompt in zip(examples, prompts, strict=True):
         if len(prompt) + max_new_tokens > max_context:
             raise DataError(
@@ -146,7 +180,7 @@ def encode_solutions(examples: Sequence[Example], tokenizer: Tokenizer, *, max_c
     """
     solutions = []
     for example in examples:
-        prompt = _prompt_tokens(example, tokenizer)
+        prompt = prompt_tokens(example, tokenizer)
         tokens: list[int] = []
         is_written: list[bool] = []
         for number, text in enumerate(example.turns):
@@ -163,12 +197,13 @@ def encode_solutions(examples: Sequence[Example], tokenizer: Tokenizer, *, max_c
     return tuple(solutions)
 
 
-def _prompt_tokens(example: Example, tokenizer: Tokenizer) -> tuple[int, ...]:
+def prompt_tokens(example: Example, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """A prompt's token ids, after the beginning-of-sequence token where the tokenizer has one."""
     begin = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
     return (*begin, *tokenizer.encode(example.prompt))
 
 
-def _example(line: bytes, place: str, data: Data) -> Example:
+def _row(line: bytes, place: str) -> dict[str, object]:
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -177,31 +212,45 @@ def _example(line: bytes, place: str, data: Data) -> Example:
         raise DataError(f"{place}: not valid JSON: {error}; expected one object on each line") from error
     if not isinstance(row, dict):
         raise DataError(f"{place}: expected a JSON object, found {type(row).__name__} {row!r:.60}")
-    prompt = _text(row, data.prompt_field, place)
-    if prompt == "":
-        raise DataError(f"{place}: field {data.prompt_field!r} is empty; a prompt needs at least one character")
-    has_solution = data.solution_field in row
+    return row
+
+
+def _example(row: dict[str, object], place: str, data: Data) -> Example:
     return Example(
-        prompt=prompt,
-        answer=_text(row, data.answer_field, place),
-        solution=_solution(row, data.solution_field, place) if has_solution else None,
+        prompt=prompt_of(row, place, data),
+        answer=text_of(row, data.answer_field, place),
+        solution=solution_of(row, place, data),
         place=place,
     )
+
+
+def prompt_of(row: dict[str, object], place: str, data: Data) -> str:
+    """A row's prompt. Raises DataError: it is missing, empty, or no text."""
+    prompt = text_of(row, data.prompt_field, place)
+    if prompt == "":
+        raise DataError(f"{place}: field {data.prompt_field!r} is empty; a prompt needs at least one character")
+    return prompt
+
+
+def solution_of(row: dict[str, object], place: str, data: Data) -> str | tuple[str, ...] | None:
+    """A row's text to imitate, or texts; None: it has none. Raises DataError: it is something else."""
+    return _solution(row, data.solution_field, place) if data.solution_field in row else None
 
 
 def _solution(row: dict[str, object], name: str, place: str) -> str | tuple[str, ...]:
     texts = row[name]
     if not isinstance(texts, list):
-        return _text(row, name, place)
+        return text_of(row, name, place)
     if len(texts) % 2 == 0:
         raise DataError(
             f"{place}: field {name!r}: a list of {len(texts)} texts; a conversation is written, observed, …, written, "
             "so give an odd number"
         )
-    return tuple(_text({f"{name}[{index}]": text}, f"{name}[{index}]", place) for index, text in enumerate(texts))
+    return tuple(text_of({f"{name}[{index}]": text}, f"{name}[{index}]", place) for index, text in enumerate(texts))
 
 
-def _text(row: dict[str, object], name: str, place: str) -> str:
+def text_of(row: dict[str, object], name: str, place: str) -> str:
+    """A row's field of text. Raises DataError: it is missing, or no text."""
     if name not in row:
         raise DataError(
             f"{place}: no field {name!r}; found {sorted(row)}; add it, or set data.*_field to its name here"

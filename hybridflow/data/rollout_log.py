@@ -39,30 +39,33 @@ _TOKEN_TYPES = ("<i4", "<f4", "<f4", "<i4")
 _LENGTH = struct.Struct("<I")
 _CHECKSUM_BYTES = 16
 _RECORD = struct.Struct("<qqqq")
-_NAME = re.compile(r"step-(\d{6,})-start-([0-9a-z]+)-rank-(\d{5,})\.log")
+_NAME = re.compile(r"step-(\d{6,})-start-([0-9a-z]+)-rank-(\d{5,})(?:-part-(\d{5,}))?\.log")
 
 
 class LogName(NamedTuple):
-    """A log's name: one for each step, start of the run, and rank, so that no two processes ever share one.
+    """A log's name: one for each rollout of a step, start of the run, and rank, so that no two writers ever share one.
 
     Attributes:
         step: Training step whose responses it holds.
         start: Tells the start of the run from others.
         rank: Which wrote it.
+        part: Which rollout of the step, from 1 on.
     """
 
     step: int
     start: str
     rank: int
+    part: int = 1
 
     def __str__(self) -> str:
-        return f"step-{self.step:06d}-start-{self.start}-rank-{self.rank:05d}.log"
+        part = "" if self.part == 1 else f"-part-{self.part:05d}"
+        return f"step-{self.step:06d}-start-{self.start}-rank-{self.rank:05d}{part}.log"
 
     @staticmethod
     def parse(name: str) -> LogName | None:
         """Of a file's name; None: it is no log."""
         found = _NAME.fullmatch(name)
-        return None if found is None else LogName(int(found[1]), found[2], int(found[3]))
+        return None if found is None else LogName(int(found[1]), found[2], int(found[3]), int(found[4] or 1))
 
 
 @dataclass(frozen=True, kw_only=True)

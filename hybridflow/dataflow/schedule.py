@@ -145,18 +145,29 @@ def deciders(instruction: Loop | Branch, meshes: Mapping[str, DeviceMesh]) -> tu
     return tuple(sorted(meshes[instruction.mesh].ranks))
 
 
-def project(program: tuple[Instruction, ...], rank: int, meshes: Mapping[str, DeviceMesh]) -> tuple[Instruction, ...]:
+def project(
+    program: tuple[Instruction, ...],
+    rank: int,
+    meshes: Mapping[str, DeviceMesh],
+    roles: Mapping[str, frozenset[int]] | None = None,
+) -> tuple[Instruction, ...]:
     """The rank's own schedule: what of the program concerns it, in the program's order.
 
     A rank of the mesh that takes a decision keeps the loop or branch even when its body has nothing for it, since
     sharing the decision is collective.
+
+    Args:
+        program: Of the whole job, or a part of it.
+        rank: The rank.
+        meshes: Name -> mesh.
+        roles: From ``role_ranks`` of the whole, where the program is a part; None: it is the whole.
 
     Raises:
         GraphError: A mesh is unknown; a rank has work under a decision that is taken without it, or in two bodies of
             one concurrent instruction.
     """
     check_meshes(program, meshes)
-    return _project(program, rank, meshes, role_ranks(program, meshes))
+    return _project(program, rank, meshes, role_ranks(program, meshes) if roles is None else roles)
 
 
 def check_meshes(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh]) -> None:

@@ -13,9 +13,11 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from hybridflow.config import Recipe
+from hybridflow.config import Optimizer, Recipe, reference_is_base
 from hybridflow.families.model import Model
+from hybridflow.models.adapters import adapter_spec
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.observe.table import format_table
 from hybridflow.parallel.mesh import DeviceMesh, format_ranks
@@ -48,6 +50,7 @@ class MeshMemory:
         optimizer: Two moments, and fp32 weights where the model's own are not.
         cache: Keys and values of the sequences being decoded.
         activations: Most that forward and backward passes keep at one time, logits included.
+        lasting: Of the weights of ``actor.rollout`` those that stay while the actor learns: what lies below adapters.
     """
 
     mesh: str
@@ -56,6 +59,7 @@ class MeshMemory:
     optimizer: int = 0
     cache: int = 0
     activations: int = 0
+    lasting: int = 0
 
     @property
     def kept(self) -> int:
@@ -97,9 +101,9 @@ def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMe
         recipe: The recipe.
         meshes: Of its models, as ``config.role_meshes`` gives them; others are passed over.
     """
-    names = [name for name in ("actor.update", "actor.rollout", "critic", "reference", "reward") if name in meshes]
-    if recipe.reward.model is None:
-        names = [name for name in names if name != "reward"]
+    functions = [name for name in _SCORERS if name in meshes and _section(recipe, name).model is None]
+    silent = [] if recipe.preset.generates else ["actor.rollout"]
+    names = [name for name in _HOSTED if name in meshes and name not in (*functions, *silent)]
     found: dict[int, list[MeshMemory]] = {rank: [] for rank in range(recipe.cluster.ranks)}
     for name in names:
         placed = _place(recipe, meshes, name)
@@ -109,19 +113,33 @@ def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMe
             if key not in needed:
                 needed[key] = _mesh_memory(recipe, placed, rank)
             found[rank].append(needed[key])
-    spare = _spare_bytes(recipe, meshes["actor.rollout"]) if "actor.rollout" in meshes else 0
-    return tuple(_together(tuple(parts), recipe.actor.offload, spare) for parts in found.values())
+    spare = _spare_bytes(recipe, meshes["actor.rollout"]) if "actor.rollout" in names else 0
+    away = frozenset(name for name in _FROZEN if name in meshes and _section(recipe, name).offload)
+    return tuple(_together(tuple(parts), away, recipe.actor.offload, spare) for parts in found.values())
+
+
+_SCORERS = ("reward", "cost")
+_CRITICS = ("critic", "cost_critic")
+_FROZEN = ("reference", *_SCORERS, "teacher")
+_HOSTED = ("actor.update", "actor.rollout", *_CRITICS, *_FROZEN)
+"""Meshes that may have a model, in the order of the table."""
+
+
+def _section(recipe: Recipe, name: str) -> Any:
+    """What the recipe says of a role."""
+    return getattr(recipe, name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Placed:
-    """A model in its mesh, and in that of the update where the mesh is the rollout's."""
+    """A model in its mesh, and in that of the update where the mesh is the rollout's; with adapters, if it has any."""
 
     model: Model
     spec: ModelSpec
     mesh: DeviceMesh
     update: DeviceMesh
     has_value_head: bool
+    adapters: ModelSpec | None
 
     def kind(self, rank: int) -> object:
         """Equal for ranks that need the same."""
@@ -135,21 +153,43 @@ class _Placed:
     @functools.cached_property
     def states(self) -> OptimizerHoldings:
         """Where a distributed optimizer keeps its state."""
-        return OptimizerHoldings(self.spec, self.mesh)
+        return OptimizerHoldings(self.trained, self.mesh)
+
+    @property
+    def trained(self) -> ModelSpec:
+        """The tensors that have gradients, if any has."""
+        return self.spec if self.adapters is None else self.adapters
+
+    @property
+    def whole(self) -> ModelSpec:
+        """All tensors."""
+        adapters = () if self.adapters is None else self.adapters.tensors
+        return replace(self.spec, tensors=(*self.spec.tensors, *adapters))
 
     @functools.cached_property
     def stage_bytes(self) -> dict[int, int]:
         """Weights of a rank of each stage."""
-        held = WeightHoldings(self.spec, self.mesh)
+        return self._bytes_of(self.whole)
+
+    @functools.cached_property
+    def trained_bytes(self) -> dict[int, int]:
+        """Those that have gradients, if any has."""
+        return self._bytes_of(self.trained)
+
+    def _bytes_of(self, spec: ModelSpec) -> dict[int, int]:
+        held = WeightHoldings(spec, self.mesh)
         stages = range(self.mesh.layout.pp)
-        return {stage: held_bytes(self.spec, held, self.mesh.rank_at(pp=stage)) for stage in stages}
+        return {stage: held_bytes(spec, held, self.mesh.rank_at(pp=stage)) for stage in stages}
 
 
 def _place(recipe: Recipe, meshes: Mapping[str, DeviceMesh], name: str) -> _Placed:
-    model, has_value_head = with_vocabulary(recipe, name), name in ("critic", "reward")
+    model, has_value_head = with_vocabulary(recipe, name), name in (*_CRITICS, *_SCORERS)
+    has_value_head |= name == "actor.update" and recipe.preset.is_scorer
+    shape, lora = shape_of(model, _vocab_size(model)), recipe.actor.lora
     return _Placed(
         model=model,
-        spec=model_spec(shape_of(model, _vocab_size(model)), has_value_head=has_value_head),
+        spec=model_spec(shape, has_value_head=has_value_head),
+        adapters=adapter_spec(shape, lora) if lora is not None and name.startswith("actor.") else None,
         mesh=meshes[name],
         update=meshes["actor.update"],
         has_value_head=has_value_head,
@@ -170,43 +210,57 @@ def _vocab_size(model: Model) -> int:
 def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
     model, mesh, name = placed.model, placed.mesh, placed.mesh.name
     if name == "actor.rollout":
+        own = _own_bytes(placed.whole, placed.update, mesh, rank)
         return MeshMemory(
             mesh=name,
-            weights=_own_bytes(placed.spec, placed.update, mesh, rank) + packed_bytes(placed.spec, model, mesh, rank),
+            weights=own + packed_bytes(placed.spec, model, mesh, rank),
+            lasting=0 if placed.adapters is None else _own_bytes(placed.spec, placed.update, mesh, rank),
             cache=cache_bytes(recipe, model, mesh),
             activations=_passing_bytes(model, mesh, STEP_TOKENS)
             + _output_bytes(model, mesh, rank, recipe.rollout.max_concurrent, has_value_head=False, copies=1),
         )
     tokens = max(recipe.trainer.micro_batch_tokens, recipe.model.max_context)
-    weights = placed.stage_bytes[mesh.coordinate(rank).pp]
+    stage = mesh.coordinate(rank).pp
+    weights = placed.stage_bytes[stage]
     output = functools.partial(_output_bytes, model, mesh, rank, tokens, has_value_head=placed.has_value_head)
-    if name in ("reference", "reward"):
+    if name in _FROZEN:
+        is_base = name == "reference" and reference_is_base(recipe, {name: mesh, "actor.update": placed.update})
         return MeshMemory(
-            mesh=name, weights=weights, activations=_passing_bytes(model, mesh, tokens) + output(copies=1)
+            mesh=name,
+            weights=0 if is_base else weights,
+            activations=_passing_bytes(model, mesh, tokens) + output(copies=1),
         )
-    critic = recipe.critic
-    settings = recipe.actor.optimizer if name == "actor.update" or critic is None else critic.optimizer
+    trained = placed.trained_bytes[stage]
+    settings: Optimizer = _section(recipe, name.partition(".")[0]).optimizer
     return MeshMemory(
         mesh=name,
         weights=weights,
-        gradients=gradient_bytes(weights, model),
-        optimizer=optimizer_bytes(placed.spec, placed.states if settings.distributed else None, rank, model, weights),
+        gradients=gradient_bytes(trained, model),
+        optimizer=optimizer_bytes(
+            placed.trained, placed.states if settings.distributed else None, rank, model, trained
+        ),
         activations=training_bytes(model, mesh, rank, tokens) + output(copies=2),
     )
 
 
-def _together(parts: tuple[MeshMemory, ...], is_offloaded: bool, spare: int) -> RankMemory:
-    """Models on one rank compute one after the other: what they keep adds up, what passes does not."""
-    kept = sum(part.kept for part in parts if part.mesh != "actor.rollout")
-    away = sum(part.gradients + part.optimizer for part in parts if part.mesh == "actor.update" and is_offloaded)
+def _together(parts: tuple[MeshMemory, ...], away: frozenset[str], is_offloaded: bool, spare: int) -> RankMemory:
+    """Models on one rank compute one after the other: what they keep adds up, what passes does not.
+
+    The weights of a frozen model that is kept in host memory pass too.
+    """
+    kept = sum(part.kept for part in parts if part.mesh != "actor.rollout" and part.mesh not in away)
+    idle = sum(part.gradients + part.optimizer for part in parts if part.mesh == "actor.update" and is_offloaded)
     own = sum(part.weights for part in parts if part.mesh == "actor.rollout")
-    passing = {part.mesh: part.cache + part.activations for part in parts}
-    in_rollout = [passing.pop(mesh, 0) for mesh in ("actor.rollout", "reward")]
+    passing = {part.mesh: part.cache + part.activations + part.kept * (part.mesh in away) for part in parts}
+    sampling, *scoring = [passing.pop(mesh, 0) for mesh in ("actor.rollout", *_SCORERS)]
+    # What generates on ranks of its own stays there, and what adapters are added to.
+    hosts_update = any(part.mesh == "actor.update" for part in parts)
+    staying = sum(part.lasting for part in parts) if hosts_update else own
     return RankMemory(
         meshes=parts,
-        rollout=kept - away + own + max(in_rollout),
-        update=kept + max(passing.values(), default=0),
-        spare=min(spare, max(0, in_rollout[0] - in_rollout[1])),
+        rollout=kept - idle + own + max(sampling, *scoring),
+        update=kept + staying + max(passing.values(), default=0),
+        spare=min(spare, max(0, sampling - max(scoring))),
     )
 
 

@@ -22,11 +22,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu, silu
 
-from hybridflow.config import check_cut
+from hybridflow.config import LoRA, check_cut
 from hybridflow.errors import LayoutError
 from hybridflow.families.model import Model
 from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, Scoring, SdpaCoreAttention
 from hybridflow.models.experts import ExpertLayer
+from hybridflow.models.lora import Dropout, attach
 from hybridflow.models.norm import RmsNorm, normalize_output
 from hybridflow.models.rotary import rotary_factor, rotary_frequencies
 from hybridflow.parallel.accelerators import has_transformer_engine
@@ -144,10 +145,12 @@ class Transformer(GPTModel):
     Attributes:
         has_scaled_embeddings: Whether input embeddings are multiplied by the root of their width.
         logit_softcap: Logits z become cap * tanh(z / cap); None: they do not.
+        dropout: Of the inputs of its adapters; None: none.
     """
 
     has_scaled_embeddings = False
     logit_softcap: float | None = None
+    dropout: Dropout | None = None
 
     def forward(self, tokens: Tensor, attention: AttentionPlan, rows: Tensor | None = None) -> Tensor:
         """This stage's part of the forward pass.
@@ -164,6 +167,8 @@ class Transformer(GPTModel):
             this rank's columns, or values ``[rows, 1]``.
         """
         hidden = None
+        if self.dropout is not None:
+            self.dropout.begin(tokens, attention)
         if self.pre_process:
             hidden = self.embedding(input_ids=tokens[None], position_ids=attention.positions[None])
             if self.has_scaled_embeddings:
@@ -192,6 +197,8 @@ def build_transformer(
     *,
     vocab_size: int,
     has_value_head: bool = False,
+    lora: LoRA | None = None,
+    seed: int = 1,
 ) -> Transformer:
     """This rank's stage and shard of a model, with weights not yet set.
 
@@ -202,6 +209,8 @@ def build_transformer(
         device: Where the weights live; ``meta`` for shapes only.
         vocab_size: True vocabulary, before padding.
         has_value_head: Values instead of logits.
+        lora: Adapters, which are then all that can be trained of it.
+        seed: Of what the adapters drop.
 
     Raises:
         LayoutError: The layout does not cut the model into equal parts, or cuts experts otherwise than the rest.
@@ -213,7 +222,9 @@ def build_transformer(
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
     if device.type == "cuda":
         _add_rng_state()
-    block, experts = _block_spec(model, config, model.num_layers // layout.pp, device)
+    # Transformer Engine fuses norms into linear layers, whose input an adapter would not see.
+    is_local = lora is not None or not (device.type == "cuda" and has_transformer_engine())
+    block, experts = _block_spec(model, config, model.num_layers // layout.pp, is_local=is_local)
     with device:
         transformer = Transformer(
             config=config,
@@ -231,6 +242,11 @@ def build_transformer(
             transformer.output_layer = ValueHead(config.hidden_size, config.params_dtype, device)
         for index, layer in enumerate(transformer.decoder.layers):
             _finish_layer(layer, index, model, experts, groups)
+        if lora is not None:
+            transformer.requires_grad_(False)
+            transformer.dropout = Dropout(lora.dropout, seed) if lora.dropout else None
+            for layer in transformer.decoder.layers:
+                attach(layer, lora, transformer.dropout, groups)
     transformer.rotary_pos_emb.inv_freq = rotary_frequencies(model).to(device)
     transformer.has_scaled_embeddings = model.scaled_embeddings
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
@@ -239,14 +255,13 @@ def build_transformer(
 
 
 def _block_spec(
-    model: Model, config: TransformerConfig, num_layers: int, device: torch.device
+    model: Model, config: TransformerConfig, num_layers: int, *, is_local: bool
 ) -> tuple[ModuleSpec | TransformerBlockSubmodules, MoESubmodules | None]:
     """A stage of so many layers, and what its mixtures of experts are to be made of.
 
-    Transformer Engine's layers where it can run, else megatron-core's local ones; our attention in both.
+    megatron-core's local layers, or Transformer Engine's; our attention in both.
     """
     known: dict[str, Any] = dict(num_experts=model.num_experts, moe_grouped_gemm=False, qk_layernorm=model.qk_norm)
-    is_local = not (device.type == "cuda" and has_transformer_engine())
     if is_local:
         layer = get_gpt_layer_local_spec(**known, normalization=config.normalization)
     else:

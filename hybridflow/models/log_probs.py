@@ -107,18 +107,20 @@ class Columns:
         return value
 
     def pick(self, scaled: Tensor, targets: Tensor) -> Tensor:
-        """The target's logit where this rank holds it, else 0, ``[tokens]``."""
-        local = targets - self.first
-        mine = (local >= 0) & (local < self.num_real)
-        picked = scaled.gather(1, local.clamp(0, scaled.shape[1] - 1)[:, None])[:, 0]
+        """The targets' logits where this rank holds them, else 0; targets ``[tokens]`` or ``[tokens, some]``."""
+        local, mine = self._locate(targets, scaled.shape[1])
+        picked = scaled.gather(1, local if local.dim() == 2 else local[:, None]).view(targets.shape)
         return torch.where(mine, picked, torch.zeros_like(picked))
 
-    def add_at(self, gradient: Tensor, targets: Tensor, amount: Tensor) -> None:
-        """Add ``amount`` (``[tokens]``) at the target's column where this rank holds it, in place."""
+    def add_at(self, columns: Tensor, targets: Tensor, amount: Tensor) -> None:
+        """Add ``amount`` at the targets' columns where this rank holds them, in place; shapes as of ``pick``."""
+        local, mine = self._locate(targets, columns.shape[1])
+        added = torch.where(mine, amount, torch.zeros_like(amount))
+        if local.dim() == 1:
+            local, added = local[:, None], added[:, None]
+        columns.scatter_add_(1, local, added)
+
+    def _locate(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """In which of this rank's ``width`` columns targets are, any of them if in none; and whether they are."""
         local = targets - self.first
-        mine = (local >= 0) & (local < self.num_real)
-        gradient.scatter_add_(
-            1,
-            local.clamp(0, gradient.shape[1] - 1)[:, None],
-            torch.where(mine, amount, torch.zeros_like(amount))[:, None],
-        )
+        return local.clamp(0, width - 1), (local >= 0) & (local < self.num_real)

@@ -10,7 +10,9 @@ from torch import Tensor
 from hybridflow.models.attention import PackedAttention
 
 
-def split_by_tokens(lengths: list[int], budget_tokens: int, prompts: list[int] | None = None) -> list[list[int]]:
+def split_by_tokens(
+    lengths: list[int], budget_tokens: int, *, prompts: list[int] | None = None, group_size: int = 1
+) -> list[list[int]]:
     """Group samples so that each group has at most ``budget_tokens`` tokens; a longer sample stands alone.
 
     Samples of one prompt come together, so that it need be computed once; else those of like length, which wastes least
@@ -20,22 +22,24 @@ def split_by_tokens(lengths: list[int], budget_tokens: int, prompts: list[int] |
         lengths: Tokens of each sample.
         budget_tokens: Most tokens in one micro-batch; shared ones count for every sample that has them.
         prompts: For each sample the first that has its prompt, as of ``first_of_prompt``; None: all have their own.
+        group_size: So many samples, one after the other, stay together, as if they were one.
 
     Returns:
         Indices of samples, each exactly once.
     """
     micro_batches: list[list[int]] = []
     room = 0
-    prompts = list(range(len(lengths))) if prompts is None else prompts
+    sums = [sum(lengths[start : start + group_size]) for start in range(0, len(lengths), group_size)]
+    firsts = list(range(len(sums))) if prompts is None else prompts[::group_size]
     longest: dict[int, int] = {}
-    for prompt, length in zip(prompts, lengths, strict=True):
-        longest[prompt] = max(length, longest.get(prompt, 0))
-    for index in sorted(range(len(lengths)), key=lambda i: (longest[prompts[i]], prompts[i], lengths[i], i)):
-        if not micro_batches or lengths[index] > room:
+    for first, length in zip(firsts, sums, strict=True):
+        longest[first] = max(length, longest.get(first, 0))
+    for index in sorted(range(len(sums)), key=lambda i: (longest[firsts[i]], firsts[i], sums[i], i)):
+        if not micro_batches or sums[index] > room:
             micro_batches.append([])
             room = budget_tokens
-        micro_batches[-1].append(index)
-        room -= lengths[index]
+        micro_batches[-1].extend(range(index * group_size, (index + 1) * group_size))
+        room -= sums[index]
     return micro_batches
 
 

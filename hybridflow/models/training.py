@@ -35,7 +35,7 @@ batch.
 
 
 class Trainable:
-    """One rank's part of a model in training.
+    """One rank's part of a model in training. What requires no gradient has neither gradient nor state.
 
     Attributes:
         model: The bare model, for forward passes and weights.
@@ -48,6 +48,7 @@ class Trainable:
         self.is_distributed = settings.distributed
         self._groups = groups
         self._config = config
+        self._updates = 0
         config.finalize_model_grads_func = self._finalize
         # The sum over replicas is wanted, not the mean: with per-token loss megatron-core scales by nothing.
         ddp_config = DistributedDataParallelConfig(
@@ -83,6 +84,8 @@ class Trainable:
         """
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
+        if self.model.dropout is not None:
+            self.model.dropout.update = self._updates
         if not micro_batches:
             self._finalize([self._ddp])
             return []
@@ -95,6 +98,7 @@ class Trainable:
         """
         succeeded, grad_norm, _ = self._optimizer.step()
         assert succeeded, "without loss scaling no step is ever skipped"
+        self._updates += 1
         return float(grad_norm)
 
     def reload_weights(self) -> None:
@@ -148,6 +152,7 @@ class Trainable:
 
     def set_num_steps(self, steps: int) -> None:
         """Go on as after so many optimizer steps."""
+        self._updates = steps
         for inner, group in self._parameter_groups():
             if isinstance(inner, torch.optim.AdamW):
                 for parameter in group["params"]:

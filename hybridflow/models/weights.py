@@ -11,8 +11,10 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
+from hybridflow.config import LoRA
 from hybridflow.errors import ReshardError
 from hybridflow.families.model import Model
+from hybridflow.models.adapters import is_factor
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.specs import describe, logical_tensors
 from hybridflow.parallel.layout import ParallelLayout
@@ -22,7 +24,9 @@ from hybridflow.parallel.world import World
 from hybridflow.reshard.spec import ModelSpec, Shard, TensorSpec, shard
 
 
-def describe_model(world: World, model: Model, *, vocab_size: int, has_value_head: bool = False) -> ModelSpec:
+def describe_model(
+    world: World, model: Model, *, vocab_size: int, has_value_head: bool = False, lora: LoRA | None = None
+) -> ModelSpec:
     """How every tensor of a model is cut, without communication and the same on every rank.
 
     Args:
@@ -30,6 +34,7 @@ def describe_model(world: World, model: Model, *, vocab_size: int, has_value_hea
         model: The model's shape.
         vocab_size: True vocabulary, before padding.
         has_value_head: Values instead of logits.
+        lora: Its adapters.
     """
     alone = DeviceMesh(
         name="whole model", layout=ParallelLayout(), ranks=(world.rank,), ranks_per_node=world.ranks_per_node
@@ -42,6 +47,7 @@ def describe_model(world: World, model: Model, *, vocab_size: int, has_value_hea
         torch.device("meta"),
         vocab_size=vocab_size,
         has_value_head=has_value_head,
+        lora=lora,
     )
     return describe(whole, vocab_divisible_by=model.vocab_divisible_by)
 
@@ -69,7 +75,7 @@ def local_shards(
                 f"model has {'no such tensor' if held is None else list(held.shape)}; build it in this layout"
             )
         shards[tensor.name] = (held.data.view(part.local_shape), part)
-    if tensors:
+    if tensors and not spec.is_part:
         raise ReshardError(
             f"{sorted(tensors)[0]}: rank {rank} of {mesh.name} ({mesh.layout}) should not hold it; "
             "describe the model as it is, and build it in this layout"
@@ -86,12 +92,23 @@ def initialize(
     seed: int,
     std: float,
     names: Collection[str] | None = None,
+    draw: int = 0,
 ) -> None:
     """Set initial weights, of all tensors or of those named: a function of (seed, logical name) whatever the layout.
 
     Norms multiply by 1: their weights are 1, or 0 where they are zero-centred. Biases are 0. Matrices are normal with
     ``std``, those that end a residual branch with ``std / sqrt(2 * layers)`` (GPT-2's rule). Padding rows of the
-    vocabulary are 0.
+    vocabulary are 0. Of an adapter A is uniform within ``1 / sqrt(in)``, as in PEFT, and B is 0.
+
+    Args:
+        model: This rank's part, of all its virtual pipeline chunks.
+        spec: The tensors.
+        mesh: Where the model is.
+        rank: This one.
+        seed: Of the numbers.
+        std: Standard deviation of matrices.
+        names: The tensors to set; None: all.
+        draw: Another number, other matrices.
     """
     shapes = {tensor.name: tensor for tensor in spec.tensors}
     config = (model if isinstance(model, nn.Module) else model[0]).config
@@ -102,17 +119,21 @@ def initialize(
         local.zero_()
         inner = tuple(slice(0, stop - start) for start, stop in part.box)
         outer = tuple(slice(start, stop) for start, stop in part.box)
-        local[inner].copy_(_initial_value(shapes[name], seed, std, spec.num_layers, norm)[outer])
+        origin = f"{seed}:{name}:{draw}" if draw else f"{seed}:{name}"
+        local[inner].copy_(_initial_value(shapes[name], origin, std, spec.num_layers, norm)[outer])
 
 
-def _initial_value(tensor: TensorSpec, seed: int, std: float, num_layers: int, norm: float) -> Tensor:
+def _initial_value(tensor: TensorSpec, origin: str, std: float, num_layers: int, norm: float) -> Tensor:
     """The whole logical tensor, fp32 in host memory."""
-    if tensor.name.endswith("bias"):
+    if tensor.name.endswith("bias") or (is_factor(tensor.name) and tensor.name.endswith(".B")):
         return torch.zeros(tensor.shape)
     if len(tensor.shape) == 1:
         return torch.full(tensor.shape, norm)
-    digest = hashlib.sha256(f"{seed}:{tensor.name}".encode()).digest()
+    digest = hashlib.sha256(origin.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if is_factor(tensor.name):
+        bound = 1 / math.sqrt(tensor.shape[-1])
+        return torch.empty(tensor.shape).uniform_(-bound, bound, generator=generator)
     if tensor.name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         std = std / math.sqrt(2 * num_layers)
     return torch.empty(tensor.shape).normal_(0.0, std, generator=generator)

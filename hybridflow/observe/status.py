@@ -62,6 +62,7 @@ class RunStatus:
         job_id: Slurm's, of the last start.
         saved_step: Step of the last checkpoint.
         saved_age_s: Since it was complete.
+        best_step: Step of the checkpoint that is kept as the best.
         cause: Why the last start ended.
         logs: Directory of the last start's logs.
     """
@@ -92,6 +93,7 @@ class RunStatus:
     job_id: str | None = None
     saved_step: int | None = None
     saved_age_s: float | None = None
+    best_step: int | None = None
     cause: str | None = None
     logs: str | None = None
 
@@ -128,7 +130,7 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
         state = "finished"
     # Else a summary may be that of an earlier start, which was asked for fewer steps.
     progress = _progress(run_dir, told, summary if state == "finished" else _Values({}))
-    saved = re.fullmatch(r"step_([0-9]{6,18})", _read(latest).strip())
+    saved, best = _named_step(latest), _named_step(latest.with_name("best"))
     left_s = None
     if progress.get("step_s") is not None and progress["steps"] is not None and state != "finished":
         left_s = max(0, progress["steps"] - progress["step"]) * progress["step_s"]
@@ -140,11 +142,18 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
         sign_age_s=_age(sign_s, now_s),
         left_s=left_s,
         job_left_s=_job_left_s(kept, now_s) if state == "running" else None,
-        saved_step=None if saved is None else int(saved[1]),
+        saved_step=saved,
         saved_age_s=None if saved is None else _age(latest.stat().st_mtime, now_s),
+        best_step=best,
         **progress,
         **_of_starts(run_dir, starts, now_s),
     )
+
+
+def _named_step(note: Path) -> int | None:
+    """The step of the checkpoint that a file names."""
+    match = re.fullmatch(r"step_([0-9]{6,18})", _read(note).strip())
+    return None if match is None else int(match[1])
 
 
 def _state(start: StartRecord | None, silent_s: float | None, *, has_told: bool) -> State:

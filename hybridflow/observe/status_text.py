@@ -89,7 +89,9 @@ def _left_line(status: RunStatus) -> str | None:
 def _saved_line(status: RunStatus) -> str | None:
     if status.saved_step is None:
         return None if status.state == "finished" else "nothing yet"
-    return f"step {status.saved_step}" + ("" if status.saved_age_s is None else f", {duration(status.saved_age_s)} ago")
+    age = "" if status.saved_age_s is None else f", {duration(status.saved_age_s)} ago"
+    best = "" if status.best_step is None else f"; the best is step {status.best_step}"
+    return f"step {status.saved_step}{age}{best}"
 
 
 def _starts_line(status: RunStatus) -> str | None:

@@ -77,7 +77,7 @@ def restore(tensors: Iterable[Tensor], owner: str) -> None:
 
 
 class HostOffload:
-    """Tensors that spend a phase in host memory, to make room on the device: optimizer state, gradients.
+    """Tensors that spend a phase in host memory, to make room on the device: optimizer state, frozen weights.
 
     Whole storages move, so that views which tensors share stay shared. The host memory is pinned where the device is a
     GPU, allocated once, and kept.
@@ -100,8 +100,11 @@ class HostOffload:
         """Whether the tensors are in host memory."""
         return bool(self._away)
 
-    def offload(self) -> int:
+    def offload(self, *, is_unchanged: bool = False) -> int:
         """Move the tensors to host memory.
+
+        Args:
+            is_unchanged: Nobody has written to them since they were there the last time, so nothing need be copied.
 
         Returns:
             Bytes freed on the device.
@@ -118,7 +121,9 @@ class HostOffload:
                     self._copies[storage._cdata] = torch.empty(
                         storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
                     )
-            self._copies[storage._cdata].copy_(_bytes(storage), non_blocking=True)
+                is_unchanged = False
+            if not is_unchanged:
+                self._copies[storage._cdata].copy_(_bytes(storage), non_blocking=True)
         if any(storage.device.type == "cuda" for storage in storages):
             torch.cuda.current_stream().synchronize()
         away = [(storage, storage.nbytes()) for storage, _ in _storages(self._kept + self._zeroed)]

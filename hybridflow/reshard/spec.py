@@ -105,12 +105,18 @@ class TensorSpec:
 class ModelSpec:
     """Every tensor of a model, and how many layers its pipeline stages share.
 
+    Attributes:
+        tensors: Their descriptions, in the order of the model.
+        num_layers: Transformer layers.
+        is_part: Whether the model has other tensors beside these.
+
     Raises:
         ReshardError: Two tensors have one name, or one belongs to a layer that the model does not have.
     """
 
     tensors: tuple[TensorSpec, ...]
     num_layers: int
+    is_part: bool = False
 
     def __post_init__(self) -> None:
         names: set[str] = set()

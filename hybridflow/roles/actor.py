@@ -9,19 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.losses import Totals
-from hybridflow.dataflow.batch import Batch
+from hybridflow.algorithms.losses import Totals, aggregate
+from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.models.lora import merge
 from hybridflow.models.microbatch import MicroBatch
-from hybridflow.models.training import Trainable
+from hybridflow.models.training import LossFunction, Trainable, sum_over
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
-from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
-from hybridflow.roles.policy_loss import LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
+from hybridflow.roles.peft import check_targets
+from hybridflow.roles.placed import PlacedModel, column_rows, length_metrics, mini_batch, pad_rows, padded, role_spec
+from hybridflow.roles.policy_loss import LOSS_MASK, LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
+from hybridflow.roles.rollout_buffer import asked
 from hybridflow.roles.rollout_weights import RolloutWeights
 from hybridflow.roles.rollouts import Rollouts
 from hybridflow.roles.sampling_engine import PushedEngine, our_engine, server_engine
+
+_LOSS_COLUMNS = ("response_mask", LOSS_MASK, "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
 
 
 class Actor:
@@ -37,10 +42,14 @@ class Actor:
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         self.metrics: dict[str, float] = {}
         self.spec = role_spec(job, has_value_head=job.recipe.preset.is_scorer)
+        check_targets(job)
         self._job = job
+        self._lora = job.recipe.actor.lora
         self._kl_coef = kl_coef
         self._policy_loss = PolicyLoss(job.recipe, kl_coef)
         self._compared = torch.zeros(len(SAMPLER_SUMS), dtype=torch.float64)
+        self._num_sampled = self._num_rejected = 0
+        self._distilled = torch.zeros(2, dtype=torch.float64)
         update, rollout = job.meshes["actor.update"], job.meshes["actor.rollout"]
         rank = job.world.rank
         is_scorer = job.recipe.preset.is_scorer
@@ -71,13 +80,14 @@ class Actor:
         """Make room for a phase and bring what it needs. Collective: all ranks of both layouts.
 
         Before a rollout its layout's weights are brought up to date; before an update those that the layouts do not
-        share are freed.
+        share are freed, except on ranks that only generate. On these an update waits for nobody.
         """
         if phase == "update":
             if self.rollouts is not None:
                 self.rollouts.weights_changed()
             if self._rollout_weights is not None:
-                self._rollout_weights.release()
+                if self.model is not None:
+                    self._rollout_weights.release()
                 self._rollout_is_current = False
             if self._offload is not None:
                 self._offload.restore()
@@ -87,7 +97,8 @@ class Actor:
         if self._rollout_weights is not None and not self._rollout_is_current:
             for name, value in self._rollout_weights.refresh().items():
                 # A validation within the step may reshard once more: what is moved adds up, what is kept does not.
-                before = 0.0 if name == "reshard/extra_bytes" else self.metrics.get(name, 0.0)
+                is_kept = name in ("reshard/extra_bytes", "reshard/adapter_bytes")
+                before = 0.0 if is_kept else self.metrics.get(name, 0.0)
                 self.metrics[name] = before + value
         if self._pushed is not None and self._rollout is not None and not self._rollout_is_current:
             self._pushed.push(self._rollout)
@@ -108,9 +119,10 @@ class Actor:
                 self._offload.offload()
 
     def sample(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """Generate the step's responses: ``group_size`` for each prompt.
+        """Generate the responses of a step, or of one of its rollouts: ``group_size`` for each prompt, or a greedy one.
 
-        Source of ``tokens``, ``prompt_lengths``, ``draws``, ``response_mask`` and ``rollout_log_probs``. Whole groups
+        Source of ``tokens``, ``prompt_lengths``, ``draws``, ``response_mask`` and ``rollout_log_probs``, and where
+        batches are made ahead ``versions``: of the oldest weights that sampled a token, so many updates. Whole groups
         are dealt to the replicas in turn; who has short responses generates some of another's, which are then brought
         back. What an earlier start has sampled for the step is taken from its log. A replica that is told to stop
         returns no samples, since the step is left, and logs what it has of them.
@@ -121,12 +133,12 @@ class Actor:
             WriteError: The log cannot be written.
         """
         assert self.rollouts is not None, "called outside the rollout mesh"
-        about = decided["train_step"]
-        return self._taken(self.rollouts.sample(about["step"], about["first_draw"], about["num_prompts"]))
+        return self._taken(self.rollouts.sample(**asked(decided)))
 
     def answer(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """Greedy responses to the held-out problems; their ``draws`` are places in the held-out file.
+        """Responses to the held-out problems: a greedy one and ``trainer.validation_samples`` sampled ones to each.
 
+        Their ``draws`` are places in the held-out file, their ids those of ``judging.validation_id``.
         A source, as ``sample``. Collective: the rollout mesh.
         """
         assert self.rollouts is not None, "called outside the rollout mesh"
@@ -141,22 +153,81 @@ class Actor:
         return None if column is None else Batch(batch.ids, {"old_log_probs": column})
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """One optimizer step on one mini-batch. Collective: all ranks of the update mesh."""
-        assert self.model is not None and self.trainable is not None, "called outside the update mesh"
+        """One optimizer step on one mini-batch; none where no token counts.
+
+        Collective: all ranks of the update mesh.
+        """
+        assert self.model is not None, "called outside the update mesh"
         turn = decided["actor_mini_batch"]
-        part = mini_batch(self._job, batch, turn["index"])
-        totals = self.model.totals(part)
         is_first = turn["epoch"] == 0
-        kept = self.trainable.accumulate(
+        if is_first and turn["index"] == 0:
+            self._compared, self._num_sampled, self._num_rejected = torch.zeros(len(SAMPLER_SUMS)).double(), 0, 0
+        part, totals = self._counted(mini_batch(self._job, batch, turn["index"]), is_first=is_first)
+        if totals is None:
+            self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
+            return
+        kept, grad_norm = self._step(
             self.model.micro_batches(part),
             lambda output, micro_batch: self._loss(output, micro_batch, part, totals, is_first=is_first),
         )
-        grad_norm = self.trainable.step()
-        self._rollout_is_current = False
         if self.model.is_holder:
             self._report([sums for sums, _, _ in kept], grad_norm)
             if is_first:
-                self._report_distance(kept, is_begin=turn["index"] == 0)
+                self._report_distance(kept)
+
+    def _counted(self, part: Batch, *, is_first: bool) -> tuple[Batch, Totals | None]:
+        """A mini-batch and the counts of its tokens, without those that are rejected. Collective: dp."""
+        assert self.model is not None, "called outside the update mesh"
+        totals = self.model.totals(part)
+        if self._job.recipe.correction.reject is None or totals is None:
+            return part, totals
+        columns = (padded(part, name) for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
+        lengths = part.columns["response_mask"].lengths
+        part = part.with_columns({LOSS_MASK: Ragged.from_padded(self._policy_loss.keep(*columns), lengths)})
+        kept = self.model.totals(part, LOSS_MASK)
+        if is_first:
+            self._num_sampled += totals.num_tokens
+            self._num_rejected += totals.num_tokens - (0 if kept is None else kept.num_tokens)
+            self.metrics["correction/rejected_share"] = self._num_rejected / self._num_sampled
+        return part, kept
+
+    def distill(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+        """One optimizer step towards the teacher on one mini-batch: token mean of the KL to it.
+
+        Collective: all ranks of the update mesh.
+        """
+        assert self.model is not None, "called outside the update mesh"
+        index = decided["actor_mini_batch"]["index"]
+        if index == 0:
+            self.metrics |= length_metrics(batch, sum_over(self.model.groups.dp))
+            self._distilled = torch.zeros(2, dtype=torch.float64)
+        part = mini_batch(self._job, batch, index)
+        totals = self.model.totals(part)
+        if totals is None:
+            self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
+            return
+        kept, grad_norm = self._step(
+            self.model.micro_batches(part),
+            lambda output, micro_batch: self._distance(output, micro_batch, part, totals),
+        )
+        if self.model.is_holder:
+            (loss,) = self.model.add_up(kept, 1)
+            self._distilled += torch.tensor([loss * totals.num_tokens, totals.num_tokens])
+            kl_sum, num_tokens = self._distilled.tolist()
+            self.metrics |= {"actor/loss": loss, "actor/grad_norm": grad_norm, "distill/kl": kl_sum / num_tokens}
+
+    def _distance(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
+        """The micro-batch's share of the KL to the teacher, and the same to report."""
+        assert self.model is not None, "called outside the update mesh"
+        told = [
+            torch.cat([column_rows(part, name)[sample] for sample in micro_batch.samples])
+            for name in ("teacher_log_probs", "teacher_ids")
+            if name in part.columns
+        ]
+        kl = self.model.reverse_kl(output, told[0], told[1] if len(told) > 1 else None)
+        mask = padded(part, "response_mask", micro_batch.samples, output.device)
+        loss = aggregate(pad_rows(kl.split(micro_batch.response_lengths)), mask, "token-mean", totals)
+        return loss, loss.detach()[None]
 
     def imitate(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """One step of supervised training on solutions: token mean of the cross-entropy.
@@ -171,31 +242,82 @@ class Actor:
         num_tokens = sum(sum(problems.solutions[row].is_written) for row in rows)
         layout, place = self.model.mesh.layout, self.model.mesh.coordinate(self._job.world.rank)
         solutions = [problems.solutions[row] for row in rows[place.dp :: layout.dp]]
-        sequences = [torch.tensor(each.prompt + each.tokens) for each in solutions]
-        micro_batches = self.model.pack(sequences, [len(each.prompt) for each in solutions])
-
-        def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-            log_probs, _ = self.model.log_probs(output, micro_batch)
-            is_written = [flag for sample in micro_batch.samples for flag in solutions[sample].is_written]
-            share = -log_probs[torch.tensor(is_written, dtype=torch.bool, device=output.device)].sum() / num_tokens
-            return share, share.detach()[None]
-
         self.trainable.set_learning_rate(warm.lr)
-        kept = self.trainable.accumulate(micro_batches, loss)
-        self.trainable.step()
-        self._rollout_is_current = False
+        kept, _ = self._imitate(
+            [torch.tensor(each.prompt + each.tokens) for each in solutions],
+            [len(each.prompt) for each in solutions],
+            [torch.tensor(each.is_written) for each in solutions],
+            num_tokens,
+        )
         if self.model.is_holder:
             (self.metrics["warm_start/loss"],) = self.model.add_up(kept, 1)
 
+    def _imitate(
+        self, sequences: list[Tensor], prompt_lengths: list[int], masks: list[Tensor], num_tokens: int
+    ) -> tuple[list[Tensor], float]:
+        """One optimizer step on the cross-entropy of some tokens.
+
+        Args:
+            sequences: This rank's, prompt and response, ``[tokens]`` each.
+            prompt_lengths: Of each.
+            masks: Which response tokens count, ``[response]`` each.
+            num_tokens: How many count in the global batch.
+
+        Returns:
+            The loss's shares, ``[1]`` each, and the norm of the gradient.
+        """
+        assert self.model is not None, "called outside the update mesh"
+        model = self.model
+
+        def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+            log_probs, _ = model.log_probs(output, micro_batch)
+            counts = torch.cat([masks[sample] > 0 for sample in micro_batch.samples]).to(output.device)
+            share = -log_probs[counts].sum() / num_tokens
+            return share, share.detach()[None]
+
+        return self._step(model.pack(sequences, prompt_lengths), loss)
+
+    def _step(self, micro_batches: list[MicroBatch], loss: LossFunction) -> tuple[list[Any], float]:
+        """One optimizer step. Returns what the loss gave beside itself, and the norm of the gradient."""
+        assert self.trainable is not None, "called outside the update mesh"
+        kept = self.trainable.accumulate(micro_batches, loss)
+        grad_norm = self.trainable.step()
+        self._rollout_is_current = False
+        return kept, grad_norm
+
     def end_warm_start(self) -> None:
-        """Forget the moments of the supervised phase and take up the recipe's own learning rate."""
+        """Forget the moments of the supervised phase.
+
+        What adapters have learned becomes part of the weights, which the reference begins with.
+        """
+        if self._job.recipe.warm_start is not None and self._lora is not None:
+            self._merge(draw=1)
         if self.trainable is not None:
             self.trainable.reset_optimizer()
-            self.trainable.set_learning_rate(self._job.recipe.actor.optimizer.lr)
+
+    def end_step(self, step: int) -> None:
+        """Put the adapters' updates into the weights, if that is due after so many training steps.
+
+        Collective: all ranks of either mesh, in so far as each then knows that the weights have changed.
+        """
+        if self._lora is not None and self._lora.merge_every and step % self._lora.merge_every == 0:
+            self._merge(draw=1 + step // self._lora.merge_every)
+
+    def _merge(self, draw: int) -> None:
+        """The weights take the updates up, and the adapters begin anew, from other numbers, with no moments."""
+        if self.model is not None and self.trainable is not None:
+            with self.optimizer_at_hand():
+                merge(self.model.transformer)
+                self.model.begin_adapters(draw)
+                self.trainable.reset_optimizer()
+                self.trainable.reload_weights()
+        self.mark_changed()
 
     def mark_changed(self) -> None:
         """The update layout's weights were written from outside: the rollout's are no longer current."""
         self._rollout_is_current = False
+        if self._rollout_weights is not None:
+            self._rollout_weights.base_changed()
         if self.rollouts is not None:
             self.rollouts.weights_changed()
 
@@ -226,11 +348,11 @@ class Actor:
         )
         columns = {
             name: padded(part, name, micro_batch.samples, output.device)
-            for name in ("response_mask", "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
+            for name in _LOSS_COLUMNS
             if name in part.columns
         }
         loss, sums = self._policy_loss(log_probs, entropy, columns, totals)
-        compared, largest = self._compared, 0.0
+        compared, largest = torch.zeros(len(SAMPLER_SUMS)), 0.0
         if is_first:
             compared, largest_tensor = self._policy_loss.compare(log_probs.detach(), columns)
             largest = float(largest_tensor)
@@ -248,13 +370,13 @@ class Actor:
             "actor/grad_norm": grad_norm,
         }
 
-    def _report_distance(self, kept: list[Any], *, is_begin: bool) -> None:
+    def _report_distance(self, kept: list[Any]) -> None:
         """Of the global batch as far as it has been seen, mini-batch for mini-batch."""
         assert self.model is not None, "called outside the update mesh"
         seen = torch.tensor(self.model.add_up([sums for _, sums, _ in kept], len(SAMPLER_SUMS)), dtype=torch.float64)
-        self._compared = seen if is_begin else self._compared + seen
+        self._compared = self._compared + seen
         found = dict(zip(SAMPLER_SUMS, self._compared.tolist(), strict=True))
-        largest = max([0.0 if is_begin else self.metrics["rollout/logprob_abs_diff_max"], *(most for *_, most in kept)])
+        largest = max([self.metrics.get("rollout/logprob_abs_diff_max", 0.0), *(most for *_, most in kept)])
         tokens = max(found["tokens"], 1.0)
         self.metrics |= {
             "rollout/logprob_abs_diff": found["abs_diff"] / tokens,

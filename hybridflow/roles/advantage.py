@@ -8,13 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import gae, group_normalize, token_rewards, whiten
+from hybridflow.algorithms.advantages import (
+    discounted_returns,
+    gae,
+    group_center,
+    group_normalize,
+    leave_one_out,
+    length_weighted_center,
+    remax,
+    token_rewards,
+    whiten,
+)
 from hybridflow.algorithms.kl import adapt_kl_coef, kl_penalty
+from hybridflow.algorithms.lagrange import adapt_multiplier, lagrangian_advantages
+from hybridflow.algorithms.shaping import overlong_penalty
 from hybridflow.config import Recipe
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.training import sum_over
+from hybridflow.observe.rank_log import say
 from hybridflow.roles.job import Job
-from hybridflow.roles.placed import padded
+from hybridflow.roles.placed import length_metrics, padded
 
 
 class KLCoefficient:
@@ -46,17 +59,56 @@ class KLCoefficient:
             )
 
 
+class LagrangeMultiplier:
+    """The price of cost (arXiv 2310.12773); part of a checkpoint.
+
+    Attributes:
+        value: The multiplier that the current step applies.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.value = recipe.lagrange.init
+        self._settings = recipe.lagrange
+
+    def advance(self, mean_cost: float) -> None:
+        """Take into account the mean cost that the step measured, the same on every rank of the job."""
+        settings = self._settings
+        self.value = adapt_multiplier(self.value, mean_cost, limit=settings.limit, lr=settings.lr, largest=settings.max)
+
+
+def shaped(recipe: Recipe, scores: Tensor, lengths: Tensor) -> Tensor:
+    """Scores with what the recipe adds to them.
+
+    Args:
+        recipe: The recipe.
+        scores: ``[samples]``.
+        lengths: Tokens of each response, ``[samples]``: of all that ``rollout.max_new_tokens`` limits.
+    """
+    settings = recipe.shaping
+    if not settings.overlong_buffer:
+        return scores
+    return scores + overlong_penalty(
+        lengths,
+        max_tokens=recipe.rollout.max_new_tokens,
+        buffer_tokens=settings.overlong_buffer,
+        factor=settings.overlong_factor,
+    )
+
+
 class Advantage:
     """Computes advantages on the actor's update mesh, where every rank of a replica has the replica's samples.
 
     Attributes:
         metrics: What the last call measured, over the global batch; emptied by the trainer each step.
+        multiplier: The price of cost.
     """
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         self.metrics: dict[str, float] = {}
+        self.multiplier = LagrangeMultiplier(job.recipe)
         self._job = job
         self._kl_coef = kl_coef
+        self._has_warned = False
         mesh = job.meshes["actor.update"]
         self._peers = mesh.group_of(job.world.rank, "dp", "cp") if job.world.rank in mesh else ()
 
@@ -75,30 +127,115 @@ class Advantage:
         advantages = whiten(advantages, mask, sum_over_ranks=self._sum())
         return self._columns(batch, advantages=advantages, returns=returns)
 
+    def safe(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """``advantages``, ``returns`` and ``cost_returns``, of rewards and costs. Collective: dp.
+
+        GAE of token rewards and of costs, each with its own critic; then ``(A_r - λ A_c) / (1 + λ)``; then whitened,
+        as for PPO. The KL penalty is in the rewards alone.
+
+        Paper: arXiv 2310.12773. Whitening is ours; it comes after the combination, so that it does not change what a
+        unit of cost is worth in units of reward.
+        """
+        settings, costs = self._job.recipe.advantage, batch.columns["costs"]
+        assert isinstance(costs, Tensor), "costs are a dense column"
+        self._measure(batch)
+        self.metrics |= {"cost/mean": self._mean(costs), "cost/multiplier": self.multiplier.value}
+        mask = padded(batch, "response_mask")
+        (advantages, returns), (cost_advantages, cost_returns) = (
+            gae(rewards, padded(batch, values), mask, gamma=settings.gamma, gae_lambda=settings.gae_lambda)
+            for rewards, values in (
+                (self._token_rewards(batch), "values"),
+                (token_rewards(costs, torch.zeros_like(mask), mask, kl_coef=0.0), "cost_values"),
+            )
+        )
+        combined = lagrangian_advantages(advantages, cost_advantages, self.multiplier.value)
+        return self._columns(
+            batch,
+            advantages=whiten(combined, mask, sum_over_ranks=self._sum()),
+            returns=returns,
+            cost_returns=cost_returns,
+        )
+
     def grpo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages``: each score against those of its group, spread over the response. Collective: dp."""
-        return self._of_groups(batch, group_normalize)
+        return self._columns(batch, advantages=self._of_groups(batch, group_normalize))
 
-    def _of_groups(self, batch: Batch, judge: Callable[[Tensor, Tensor], Tensor]) -> Batch:
-        """``advantages`` that are one for each sample, made of all scores and groups: ``judge(scores, groups)``."""
+    def dr_grpo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """``advantages``: each score less its group's mean, spread over the response. Collective: dp."""
+        return self._columns(batch, advantages=self._of_groups(batch, group_center))
+
+    def rloo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """``advantages``: each score less the mean of its group's others. Collective: dp."""
+        return self._columns(batch, advantages=self._of_groups(batch, self._leave_one_out))
+
+    def opo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """``advantages``: each score less its group's mean weighted by lengths. Collective: dp."""
+        return self._columns(batch, advantages=self._of_groups(batch, length_weighted_center, with_lengths=True))
+
+    def reinforce_plus_plus(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """``advantages``: discounted returns of token rewards, whitened. Collective: dp."""
+        self._measure(batch)
+        mask = padded(batch, "response_mask")
+        returns = discounted_returns(self._token_rewards(batch), mask, gamma=self._job.recipe.advantage.gamma)
+        return self._columns(batch, advantages=whiten(returns, mask, sum_over_ranks=self._sum()))
+
+    def reinforce_plus_plus_baseline(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """``advantages``: each score less its group's mean, spread over the response and whitened. Collective: dp."""
+        mask = padded(batch, "response_mask")
+        advantages = whiten(self._of_groups(batch, group_center), mask, sum_over_ranks=self._sum())
+        return self._columns(batch, advantages=advantages)
+
+    def remax(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """``advantages``: reward-to-go less the greedy response's score, which ``baselines`` has. Collective: dp."""
+        self._measure(batch)
+        baselines = batch.columns["baselines"]
+        assert isinstance(baselines, Tensor), "baselines is a dense column"
+        sums = torch.tensor([float(baselines.double().sum()), len(batch)], dtype=torch.float64)
+        baseline_sum, count = self._sum()(sums).tolist()
+        self.metrics["reward/baseline_mean"] = baseline_sum / count
+        advantages = remax(self._token_rewards(batch), baselines, padded(batch, "response_mask"))
+        return self._columns(batch, advantages=advantages)
+
+    def _of_groups(self, batch: Batch, judge: Callable[..., Tensor], *, with_lengths: bool = False) -> Tensor:
+        """Advantages that are one for each sample, spread over its response, ``[samples, tokens]``.
+
+        Args:
+            batch: This rank's share.
+            judge: ``(scores, groups) -> advantages``, of all samples.
+            with_lengths: Whether it also takes their response tokens.
+        """
         self._measure(batch)
         mask = padded(batch, "response_mask")
         # A response that nothing of was sampled keeps its score all the same.
-        scores = batch.columns["scores"] - self._kl_coef.value * (self._penalty(batch) * mask).sum(dim=1)
+        scores = self._scores(batch) - self._kl_coef.value * (self._penalty(batch) * mask).sum(dim=1)
         # A group may lie on several ranks: its statistics need all of its scores.
         coordinator = self._job.world.coordinator(self._peers)
-        draws = batch.columns["draws"]
-        shares = coordinator.gather([batch.ids.tolist(), draws.tolist(), scores.double().tolist()], "scores")
-        rows = sorted(row for ids, groups, values in shares for row in zip(ids, groups, values, strict=True))
-        judged = judge(torch.tensor([row[2] for row in rows]), torch.tensor([row[1] for row in rows])).tolist()
-        by_id = {row[0]: advantage for row, advantage in zip(rows, judged, strict=True)}
-        advantages = torch.tensor([by_id[sample] for sample in batch.ids.tolist()])
-        return self._columns(batch, advantages=advantages[:, None] * mask)
+        columns = [batch.ids, batch.columns["draws"], scores.double(), mask.sum(dim=1)]
+        shares = coordinator.gather([column.tolist() for column in columns], "scores")
+        rows = sorted(row for share in shares for row in zip(*share, strict=True))
+        ids, groups, all_scores, lengths = (torch.tensor([row[at] for row in rows]) for at in range(4))
+        judged = judge(all_scores, groups, lengths) if with_lengths else judge(all_scores, groups)
+        return judged[torch.searchsorted(ids, batch.ids)][:, None] * mask
+
+    def _leave_one_out(self, scores: Tensor, groups: Tensor) -> Tensor:
+        """RLOO's advantages; says once where there is nothing to compare a response with."""
+        num_single = int((torch.unique(groups, return_counts=True)[1] == 1).sum())
+        if num_single and not self._has_warned and self._job.world.rank == min(self._job.meshes["actor.update"].ranks):
+            say(
+                f"rloo: {num_single} groups of this step have one response, whose score is its advantage, without a "
+                "baseline; set rollout.group_size to 2 or more"
+            )
+        self._has_warned = self._has_warned or num_single > 0
+        return leave_one_out(scores, groups)
 
     def _token_rewards(self, batch: Batch) -> Tensor:
         """Reward of each token, ``[samples, tokens]``: the score at the end, less the KL penalty if it is paid here."""
         mask = padded(batch, "response_mask")
-        return token_rewards(batch.columns["scores"], self._penalty(batch), mask, kl_coef=self._kl_coef.value)
+        return token_rewards(self._scores(batch), self._penalty(batch), mask, kl_coef=self._kl_coef.value)
+
+    def _scores(self, batch: Batch) -> Tensor:
+        """What is learned from, ``[samples]``: the scores, shaped if the recipe says so."""
+        return shaped(self._job.recipe, batch.columns["scores"], batch.columns["response_mask"].lengths)
 
     def _penalty(self, batch: Batch) -> Tensor:
         """The KL of each token, ``[samples, tokens]``; zeros where it is no part of the reward."""
@@ -113,16 +250,16 @@ class Advantage:
 
     def _measure(self, batch: Batch) -> None:
         """Report scores and lengths."""
-        scores = batch.columns["scores"].double()
-        num_tokens = padded(batch, "response_mask").double().sum()
-        counts = torch.tensor([len(batch), batch.columns["tokens"].lengths.sum()]).double()
-        sums = self._sum()(torch.stack([scores.sum(), num_tokens, *counts]))
-        score_sum, num_response_tokens, num_samples, num_all_tokens = sums.tolist()
-        self.metrics |= {
-            "reward/mean": score_sum / num_samples,
-            "response/length_mean": num_response_tokens / num_samples,
-            "batch/num_tokens": num_all_tokens,
-        }
+        scores = batch.columns["scores"]
+        assert isinstance(scores, Tensor), "scores are a dense column"
+        self.metrics |= {"reward/mean": self._mean(scores), **length_metrics(batch, self._sum())}
+        if self._job.recipe.shaping.overlong_buffer:
+            self.metrics["reward/shaped_mean"] = self._mean(self._scores(batch))
+
+    def _mean(self, values: Tensor) -> float:
+        """Mean of a number for each sample, ``[samples]``, over the global batch. Collective: dp."""
+        total, count = self._sum()(torch.stack([values.double().sum(), torch.tensor(len(values)).double()])).tolist()
+        return float(total / count)
 
     def _sum(self) -> Any:
         return sum_over(self._job.world.group(self._peers))

@@ -8,15 +8,23 @@ from typing import Any
 from torch import Tensor
 
 from hybridflow.algorithms.losses import Totals, aggregate, value_loss
+from hybridflow.config import Critic as Settings
 from hybridflow.dataflow.batch import Batch
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
 from hybridflow.roles.job import Job
 from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
 
+COLUMNS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
+"""Role -> the columns of its values, and of what it learns."""
+
 
 class Critic:
     """The value model. The value of a response token is that of the state before it.
+
+    Args:
+        job: The job.
+        role: ``critic``, or ``cost_critic``: which section of the recipe it is, and which mesh.
 
     Attributes:
         model: Its weights; None on a rank outside its mesh.
@@ -24,45 +32,47 @@ class Critic:
         metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
     """
 
-    def __init__(self, job: Job) -> None:
-        assert job.recipe.critic is not None, "no critic in the recipe"
+    def __init__(self, job: Job, role: str = "critic") -> None:
+        self._settings: Settings = getattr(job.recipe, role)
         self.metrics: dict[str, float] = {}
-        self.spec = role_spec(job, "critic", has_value_head=True)
+        self.spec = role_spec(job, role, has_value_head=True)
         self._job = job
-        mesh = job.meshes["critic"]
+        self._role = role
+        self._values, self._returns = COLUMNS[role]
+        mesh = job.meshes[role]
         self.model = PlacedModel(job, mesh, self.spec, has_value_head=True) if job.world.rank in mesh else None
         self.trainable: Trainable | None = None
         if self.model is not None:
-            self.trainable = Trainable(self.model.transformer, self.model.groups, job.recipe.critic.optimizer)
+            self.trainable = Trainable(self.model.transformer, self.model.groups, self._settings.optimizer)
 
     def values(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """``values``, before the update."""
-        assert self.model is not None, "called outside the critic's mesh"
+        """``values``, or ``cost_values``, before the update."""
+        assert self.model is not None, "called outside its mesh"
         column = self.model.per_token(batch, lambda output, part: output[:, 0])
-        return None if column is None else Batch(batch.ids, {"values": column})
+        return None if column is None else Batch(batch.ids, {self._values: column})
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """One optimizer step on one mini-batch. Collective: all ranks of the critic's mesh."""
-        assert self.model is not None and self.trainable is not None, "called outside the critic's mesh"
+        """One optimizer step on one mini-batch, none where no token counts. Collective: all ranks of the mesh."""
+        assert self.model is not None and self.trainable is not None, "called outside its mesh"
         part = mini_batch(self._job, batch, decided["critic_mini_batch"]["index"])
         totals = self.model.totals(part)
+        if totals is None:
+            return
         kept = self.trainable.accumulate(
             self.model.micro_batches(part), lambda output, micro_batch: self._loss(output, micro_batch, part, totals)
         )
         grad_norm = self.trainable.step()
         if self.model.is_holder:
             (loss,) = self.model.add_up(kept, 1)
-            self.metrics |= {"critic/loss": loss, "critic/grad_norm": grad_norm}
+            self.metrics |= {f"{self._role}/loss": loss, f"{self._role}/grad_norm": grad_norm}
 
     def _loss(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
         values = pad_rows(output[:, 0].float().split(micro_batch.response_lengths))
-        columns = {
-            name: padded(part, name, micro_batch.samples, output.device)
-            for name in ("response_mask", "values", "returns")
-        }
-        per_token = value_loss(
-            values, columns["values"], columns["returns"], value_clip=self._job.recipe.critic.value_clip
+        mask, old, returns = (
+            padded(part, name, micro_batch.samples, output.device)
+            for name in ("response_mask", self._values, self._returns)
         )
+        per_token = value_loss(values, old, returns, value_clip=self._settings.value_clip)
         # The factor 0.5 of the definition is inside value_loss.
-        loss = aggregate(per_token, columns["response_mask"], "token-mean", totals)
+        loss = aggregate(per_token, mask, "token-mean", totals)
         return loss, loss.detach()[None]

@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hybridflow.config import Recipe
+from hybridflow.data.preferences import Response
 from hybridflow.data.prompts import Example, PromptSource, Solution
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.families.model import Model
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
+
+READERS = ("actor", "critic", "reward", "cost", "cost_critic", "teacher")
+"""Roles whose models read what the actor writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +24,14 @@ class Problems:
     Attributes:
         source: The examples in the order in which they are drawn.
         prompts: Token ids of each example's prompt, in the order of the file.
-        solutions: Of each example, for the warm start; empty where there is none.
+        solutions: Of each example, to be imitated; empty where none are.
+        responses: Of each example that is a preference: the better and the other, or one.
     """
 
     source: PromptSource
     prompts: tuple[tuple[int, ...], ...]
     solutions: tuple[Solution, ...] = ()
+    responses: tuple[tuple[Response, ...], ...] = ()
 
     def example(self, draw: int) -> Example:
         """The example of a draw."""
@@ -47,6 +53,7 @@ class Job:
         tokenizer: Text to tokens and back.
         train: Problems to learn from.
         held_out: Problems to be judged by, in the order of the file.
+        held_out_pairs: Preferences to be judged by, in the order of the file; then there are no problems.
         is_resumed: Models are made without initial values: a checkpoint will fill them.
     """
 
@@ -56,12 +63,13 @@ class Job:
     tokenizer: Tokenizer
     train: Problems
     held_out: tuple[tuple[Example, tuple[int, ...]], ...]
+    held_out_pairs: tuple[tuple[Response, Response], ...] = ()
     is_resumed: bool = False
 
     @property
     def vocab_size(self) -> int:
         """Token ids that the actor chooses among: those that every model has which reads what it writes."""
-        models = (self.model_of(role) for role in ("actor", "critic", "reward"))
+        models = (self.model_of(role) for role in READERS)
         return min(model.vocab_size for model in models if model.vocab_size is not None)
 
     def model_of(self, name: str) -> Model:

@@ -1,6 +1,7 @@
 """What was sampled and is not yet part of a checkpoint: kept in logs, used again after a kill, archived or removed.
 
     <run_dir>/rollouts/log/step-000012-start-3fab…-rank-00003.log     see ``data.rollout_log``
+    <run_dir>/rollouts/log/step-000012-start-3fab…-rank-00003-part-00002.log     of the step's second rollout
     <run_dir>/rollouts/segments/step-000001-000010-rank-00003.h5      see ``rollout.archive``
     <run_dir>/rollouts/all.h5
 
@@ -73,10 +74,10 @@ class KeptRollouts:
 
     def advance(self, measured: Mapping[str, float]) -> None:
         """The weights have changed: by an update that measured this, equal on all ranks."""
-        recipe = self._job.recipe
-        told = [measured[name].hex() for name in ("actor/loss", "actor/grad_norm")]
-        # The rate may be changed on resume, and says nothing in the step in which it is.
-        told += [recipe.actor.optimizer.lr.hex(), str(recipe.actor.update)]
+        # An update in which no token counts measures nothing. The rate may be changed on resume, and says nothing else
+        # in the step in which it is.
+        told = [float(measured.get(name, 0.0)).hex() for name in ("actor/loss", "actor/grad_norm", "actor/lr")]
+        told.append(str(self._job.recipe.actor.update))
         self._fingerprint = hashlib.sha256(" ".join([self._fingerprint, *told]).encode()).hexdigest()
 
     def find(self, step: int, requests: list[Request]) -> dict[tuple[int, int], Response]:
@@ -97,7 +98,7 @@ class KeptRollouts:
 
     @contextlib.contextmanager
     def log(self, step: int) -> Iterator[LogWriter | None]:
-        """This rank's log of a step, on disk when it ends; None on a rank that has none.
+        """This rank's log of one rollout of a step, on disk when it ends; None on a rank that has none.
 
         Of the ranks of a replica that know the log-probabilities one has a log, the first.
         """
@@ -105,7 +106,7 @@ class KeptRollouts:
         if mesh.holders(mesh.coordinate(self._rank).dp)[0] != self._rank:
             yield None
             return
-        name = LogName(step, self._start, self._rank)
+        name = LogName(step, self._start, self._rank, 1 + sum(each.step == step for each in self._written))
         with LogWriter(self._logs / str(name), self._header(step)) as writer:
             self._written.append(name)
             yield writer

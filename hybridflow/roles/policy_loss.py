@@ -7,11 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.correction import Weights, correction_weights
+from hybridflow.algorithms.correction import Weights, correction_weights, kept_tokens
 from hybridflow.algorithms.kl import kl_penalty
-from hybridflow.algorithms.losses import Totals, aggregate, policy_loss
+from hybridflow.algorithms.losses import ClipStats, Totals, aggregate, cispo_loss, gspo_loss, policy_loss
 from hybridflow.config import Recipe
 from hybridflow.roles.advantage import KLCoefficient
+
+LOSS_MASK = "loss_mask"
+"""The column that is 1 on tokens that are learned from, where the sampler of some was too far from the trainer."""
 
 LOSS_SUMS = ("policy_loss", "loss", "num_clipped", "entropy", "kl_to_old")
 """Shares of one mini-batch's loss, and of sums over its tokens."""
@@ -44,23 +47,16 @@ class PolicyLoss:
         Args:
             log_probs: Of the weights in training, ``[samples, tokens]``.
             entropy: Of each token's distribution, the same shape.
-            columns: ``response_mask`` and ``advantages``; ``old_log_probs``, unless they are these; ``ref_log_probs``,
-                where there is a reference. The same shape.
+            columns: ``response_mask`` and ``advantages``; :data:`LOSS_MASK`, where tokens are rejected;
+                ``old_log_probs``, unless they are these; ``ref_log_probs``, where there is a reference. The same shape.
             totals: Counts of the global mini-batch.
 
         Returns:
             The share, to be summed over micro-batches and data-parallel ranks; and :data:`LOSS_SUMS`, no gradient.
         """
-        settings, mask = self._settings, columns["response_mask"]
+        settings, mask = self._settings, columns.get(LOSS_MASK, columns["response_mask"])
         old = columns.get("old_log_probs", log_probs.detach())
-        per_token, stats = policy_loss(
-            log_probs,
-            old,
-            columns["advantages"],
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
-        )
+        per_token, stats = self._per_token(log_probs, old, columns["advantages"], mask)
         if self._recipe.correction_kind != "none":
             per_token = per_token * self._corrections(old, columns).weights
         loss = aggregate(per_token, mask, settings.aggregation, totals)
@@ -103,6 +99,30 @@ class PolicyLoss:
             corrected = [found.is_bounded.sum(), weights.sum(), weights.square().sum()]
         largest = difference.max() if difference.numel() else torch.zeros(())
         return torch.stack([each.double().to(mask.device) for each in (*sums, *corrected)]), largest
+
+    def keep(self, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
+        """Which tokens are learned from, ``[samples, tokens]`` as all arguments; see ``correction.kept_tokens``."""
+        settings = self._recipe.correction
+        assert settings.reject is not None, "the recipe rejects nothing"
+        return kept_tokens(
+            old_log_probs,
+            rollout_log_probs,
+            mask,
+            estimator=settings.reject,
+            level=settings.reject_level,
+            low=settings.reject_low,
+            high=settings.reject_high,
+        )
+
+    def _per_token(self, log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, ClipStats]:
+        """The loss of each token, of the kind that the recipe names."""
+        settings = self._settings
+        low, high = settings.clip_low, settings.clip_high
+        if settings.kind == "gspo":
+            return gspo_loss(log_probs, old, advantages, mask, clip_low=low, clip_high=high)
+        if settings.kind == "cispo":
+            return cispo_loss(log_probs, old, advantages, clip_low=low, clip_high=high)
+        return policy_loss(log_probs, old, advantages, clip_low=low, clip_high=high, dual_clip=settings.dual_clip)
 
     def _corrections(self, old: Tensor, columns: Mapping[str, Tensor]) -> Weights:
         """What the loss of each token is multiplied by."""

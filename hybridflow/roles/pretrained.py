@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from hybridflow.checkpoint.assets import CONFIG, read_assets
-from hybridflow.checkpoint.formats.registry import open_source
+from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.sharded import ShardedSource
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.settings import read_settings
@@ -71,7 +71,7 @@ def from_pretrained(
         CheckpointError: The directory is damaged, or its tensors are not those of its settings.
         ConfigError: There is no such directory, its model is not computed here, or is none for the role.
     """
-    source = open_source(Path(path))
+    source = open_model(Path(path))
     if source.has_value_head != (role == "reward") and role != "critic":
         found, expected = (
             ("a scorer", "a language model") if source.has_value_head else ("a language model", "a scorer")

@@ -5,27 +5,48 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hybridflow.config import reference_is_base
 from hybridflow.dataflow.batch import Batch
+from hybridflow.models.lora import adapters_off
+from hybridflow.roles.actor import Actor
 from hybridflow.roles.job import Job
-from hybridflow.roles.placed import PlacedModel, role_spec
+from hybridflow.roles.placed import PlacedModel, mismatched, role_spec
 
 
 class Reference:
-    """The policy before reinforcement learning.
+    """The policy before reinforcement learning: a model of its own, or the actor's without its adapters.
 
     Attributes:
         model: Its weights; None on a rank outside its mesh.
+        is_base: Whether these are the actor's.
         metrics: Always empty; every role has it.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, actor: Actor | None = None) -> None:
         self.metrics: dict[str, float] = {}
-        self.spec = role_spec(job)
+        self.spec = role_spec(job, "reference")
+        self.is_base = reference_is_base(job.recipe, job.meshes)
         mesh = job.meshes["reference"]
+        self.model: PlacedModel | None = None if actor is None else actor.model
+        if self.is_base:
+            return
         self.model = PlacedModel(job, mesh, self.spec) if job.world.rank in mesh else None
+        if self.model is not None and job.recipe.actor.lora is not None:
+            # megatron-core multiplies with frozen weights by another function, which rounds otherwise.
+            self.model.transformer.requires_grad_(False)
+        if self.model is not None and job.recipe.reference.offload:
+            self.model.keep_in_host_memory()
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``ref_log_probs``."""
         assert self.model is not None, "called outside the reference's mesh"
-        column = self.model.per_token(batch, lambda output, part: self.model.log_probs(output, part)[0])
+        with adapters_off(self.model.transformer):
+            column = self.model.per_token(batch, lambda output, part: self.model.log_probs(output, part)[0])
         return None if column is None else Batch(batch.ids, {"ref_log_probs": column})
+
+    def mismatched_log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
+        """``ref_mismatched_log_probs``, of each prompt with another's completion."""
+        column = self.log_probs(mismatched(batch), decided)
+        return (
+            None if column is None else Batch(batch.ids, {"ref_mismatched_log_probs": column.columns["ref_log_probs"]})
+        )

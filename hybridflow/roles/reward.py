@@ -1,18 +1,19 @@
-"""The reward: a function of problem and response, called for each sample on one rank."""
+"""The reward, or the cost: a function of problem and response, called for each sample on one rank."""
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from hybridflow.data.prompts import Example
 from hybridflow.dataflow.batch import Batch
 from hybridflow.errors import ConfigError, RewardError
+from hybridflow.plugins import find_plugin
 from hybridflow.roles.job import Job
+from hybridflow.roles.judging import measure
 from hybridflow.roles.placed import column_rows
 from hybridflow.rollout.environment import text_of
 
@@ -25,63 +26,65 @@ def exact_match(prompt: str, response: str, answer: str) -> float:
     return float(response.strip() == answer.strip())
 
 
-BUILT_IN: dict[str, RewardFunction] = {"exact_match": exact_match}
+def length(prompt: str, response: str, answer: str) -> float:
+    """The number of characters of the response."""
+    return float(len(response))
 
 
-def find_function(name: str) -> RewardFunction:
+BUILT_IN: dict[str, RewardFunction] = {"exact_match": exact_match, "length": length}
+
+SCORES = {"reward": "scores", "cost": "costs"}
+"""Role -> the column that it writes."""
+
+
+def find_function(name: str, role: str = "reward") -> RewardFunction:
     """A built-in reward by name, or ``package.module:function`` by import.
 
     Raises:
         ConfigError: There is no such function.
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    # A user's module may raise anything while it is imported.
-    except Exception as error:
-        raise ConfigError(
-            f"reward.function={name!r}: {type(error).__name__}: {error}; give one of {', '.join(BUILT_IN)} or "
-            "'package.module:function'"
-        ) from error
+    found = find_plugin(name, BUILT_IN, key=f"{role}.function", kind="function")
     if not callable(found):
-        raise ConfigError(f"reward.function={name!r}: found {type(found).__name__}, expected a function")
-    return found
+        raise ConfigError(f"{role}.function={name!r}: found {type(found).__name__}, expected a function")
+    return cast(RewardFunction, found)
 
 
 class Reward:
     """Scores responses on its mesh, one data-parallel replica a rank, so that each sample is scored once.
 
+    Args:
+        job: The job.
+        role: ``reward``, or ``cost``: which section of the recipe it is, and which mesh.
+
     Attributes:
         metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, role: str = "reward") -> None:
         self.metrics: dict[str, float] = {}
         self._job = job
-        name = job.recipe.reward.function
+        self._role = role
+        name = getattr(job.recipe, role).function
         self._takes_rewards = name is None and job.recipe.rollout.environment is not None
         self._name = "exact_match" if name is None else name
-        self._function = find_function(self._name)
+        self._function = find_function(self._name, role)
 
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """``scores`` of responses to training problems.
+        """``scores``, or ``costs``, of responses to training problems.
 
         Raises:
             RewardError: The function raised, or gave something other than a finite number; names the problem.
         """
-        return Batch(batch.ids, {"scores": self._scores(batch, self._job.train.example)})
+        return Batch(batch.ids, {SCORES[self._role]: self._scores(batch, self._job.train.example)})
 
     def judge(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """Measure ``validation/accuracy``: the mean score of responses to held-out problems.
+        """Measure ``validation/accuracy``: the mean score of greedy responses to held-out problems; and pass@k.
 
         Collective: the reward's mesh.
         """
         scores = self._scores(batch, lambda row: self._job.held_out[row][0])
-        coordinator = self._job.world.coordinator(self._job.meshes["reward"].ranks)
-        shares = coordinator.gather([float(scores.double().sum()), len(scores)], "validation")
-        self.metrics["validation/accuracy"] = sum(total for total, _ in shares) / sum(count for _, count in shares)
+        judges = self._job.world.coordinator(self._job.meshes["reward"].ranks)
+        self.metrics |= measure(self._job, judges, batch.ids, scores)
 
     def _scores(self, batch: Batch, example_of: Callable[[int], Example]) -> torch.Tensor:
         if self._takes_rewards:
@@ -101,7 +104,7 @@ class Reward:
 
     def _score(self, example: Example, tokens: list[int]) -> float:
         response = text_of(self._job.tokenizer, tokens)
-        where = f"reward {self._name!r} on {example.place} with response {response!r}"
+        where = f"{self._role} {self._name!r} on {example.place} with response {response!r}"
         try:
             score = float(self._function(example.prompt, response, example.answer))
         # A user's function may raise anything, or call sys.exit; whatever it is, the message must name the sample.

@@ -1,4 +1,4 @@
-"""The reward of a model: a scorer's number at the last token of prompt and response, on a mesh of its own."""
+"""The reward, or cost, of a model: a scorer's number at the last token of prompt and response, on a mesh of its own."""
 
 from __future__ import annotations
 
@@ -15,65 +15,72 @@ from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.dataflow.batch import Batch
 from hybridflow.families.tables import FAMILIES
 from hybridflow.models.microbatch import MicroBatch
-from hybridflow.models.training import forward_only
 from hybridflow.roles.job import Job
+from hybridflow.roles.judging import measure
 from hybridflow.roles.placed import PlacedModel, role_spec
+from hybridflow.roles.reward import SCORES
 
 
 class RewardModel:
     """A frozen model that scores responses.
+
+    Args:
+        job: The job.
+        role: ``reward``, or ``cost``: which section of the recipe it is, and which mesh.
 
     Attributes:
         model: Its weights; None on a rank outside its mesh.
         metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, role: str = "reward") -> None:
         self.metrics: dict[str, float] = {}
-        self.spec = role_spec(job, "reward", has_value_head=True)
+        self.spec = role_spec(job, role, has_value_head=True)
         self._job = job
-        mesh = job.meshes["reward"]
+        self._role = role
+        mesh = job.meshes[role]
         self.model = PlacedModel(job, mesh, self.spec, has_value_head=True) if job.world.rank in mesh else None
         self._pad_id: int | None = None
         if self.model is not None:
             # It never changes, so no checkpoint has it.
             self.model.load()
-            self._pad_id = _pad_id(Path(job.model_of("reward").path))
+            self._pad_id = padding_of(Path(job.model_of(role).path))
+            if getattr(job.recipe, role).offload:
+                self.model.keep_in_host_memory()
 
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """``scores`` of responses to training problems."""
+        """``scores``, or ``costs``, of responses to training problems."""
         scores = self._scores(batch)
-        return None if scores is None else Batch(batch.ids, {"scores": scores})
+        return None if scores is None else Batch(batch.ids, {SCORES[self._role]: scores})
 
     def judge(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """Measure ``validation/accuracy``: the mean score of responses to held-out problems.
+        """Measure ``validation/accuracy``: the mean score of greedy responses to held-out problems; and pass@k.
 
         Collective: the reward's mesh.
         """
-        mesh, scores = self._job.meshes["reward"], self._scores(batch)
+        mesh, scores = self._job.meshes[self._role], self._scores(batch)
         # The ranks of a stage all have the replica's scores: one of them speaks for it.
-        share = [0.0, 0]
-        if scores is not None and mesh.coordinate(self._job.world.rank).tp == 0:
-            share = [float(scores.double().sum()), len(scores)]
-        shares = self._job.world.coordinator(mesh.ranks).gather(share, "validation")
-        self.metrics["validation/accuracy"] = sum(total for total, _ in shares) / sum(count for _, count in shares)
+        ids = batch.ids
+        if scores is None or mesh.coordinate(self._job.world.rank).tp > 0:
+            ids, scores = ids[:0], torch.zeros(0)
+        self.metrics |= measure(self._job, self._job.world.coordinator(mesh.ranks), ids, scores)
 
     def _scores(self, batch: Batch) -> Tensor | None:
         """The score of each sample, ``[samples]`` fp32; None but on holders. Collective: tp, pp."""
-        assert self.model is not None, "called outside the reward's mesh"
+        assert self.model is not None, "called outside its mesh"
 
         def compute(output: Tensor, part: MicroBatch) -> list[tuple[int, float]]:
             return list(zip(part.samples, output[:, 0].float().tolist(), strict=True))
 
         parts = [last_tokens(part, self._pad_id) for part in self.model.micro_batches(batch)]
-        shares = forward_only(self.model.transformer, self.model.groups, parts, compute)
+        shares = self.model.forward(parts, compute)
         if not self.model.is_holder:
             return None
         found = dict(pair for share in shares for pair in share)
         return torch.tensor([found[index] for index in range(len(batch))], dtype=torch.float32)
 
 
-def _pad_id(path: Path) -> int | None:
+def padding_of(path: Path) -> int | None:
     """The padding token that the model's own settings name."""
     source = open_source(path)
     config, values = source.assets().get("config.json"), {}

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
+from hybridflow.models.adapters import base_spec, factor_spec, is_factor
 from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.memory import release, restore
-from hybridflow.reshard.plan import aliases
+from hybridflow.reshard.plan import aliases, held_bytes
 from hybridflow.reshard.spec import ModelSpec
 from hybridflow.roles.job import Job
 from hybridflow.roles.placed import PlacedModel
 
 
 class RolloutWeights:
-    """A second layout of a model's weights, on the ranks of the first.
+    """A second layout of a model's weights, on the ranks of the first or on others.
 
-    Tensors of which a rank holds the same in both layouts have one storage and are never copied.
+    Tensors of which a rank holds the same in both layouts have one storage and are never copied. Of a model with
+    adapters its own weights are brought over once and stay, and the adapters alone each time.
 
     Collective: all ranks of either mesh make it together.
 
@@ -28,24 +32,36 @@ class RolloutWeights:
     """
 
     def __init__(self, job: Job, spec: ModelSpec, update: PlacedModel | None, rollout: PlacedModel | None) -> None:
-        source, target = (WeightHoldings(spec, job.meshes[f"actor.{phase}"]) for phase in ("update", "rollout"))
+        self._job, self._update, self._rollout = job, update, rollout
+        self._has_adapters = job.recipe.actor.lora is not None
+        self._base = base_spec(spec)
+        self._is_base_current = False
+        travelling = factor_spec(spec) if self._has_adapters else spec
+        source, target = self._holdings(travelling)
         self._owner = f"rank {job.world.rank}: weights of the rollout layout"
         self._own: list[Tensor] = []
+        self._own_bytes = 0
         if rollout is not None:
-            shared = aliases(spec, source, target, job.world.rank)
+            shared = aliases(spec, *self._holdings(spec), job.world.rank)
             if update is not None:
                 rollout.share_storage(update, shared)
-            self._own = [tensor for name, tensor in rollout.tensors().items() if name not in shared]
-        self._own_bytes = sum(tensor.nbytes for tensor in self._own)
+            own = {name: tensor for name, tensor in rollout.tensors().items() if name not in shared}
+            self._own_bytes = sum(tensor.nbytes for tensor in own.values())
+            self._own = [tensor for name, tensor in own.items() if is_factor(name) or not self._has_adapters]
+        self._adapter_bytes = held_bytes(travelling, target, job.world.rank)
         self._resharder = Resharder(
             job.world,
-            spec,
+            travelling,
             source,
             target,
-            source_tensors=None if update is None else update.tensors(),
-            target_tensors=None if rollout is None else rollout.tensors(),
+            source_tensors=_tensors(update, travelling),
+            target_tensors=_tensors(rollout, travelling),
             transport=job.recipe.actor.reshard,
         )
+
+    def base_changed(self) -> None:
+        """Bring also the weights below the adapters over with the next ``refresh``."""
+        self._is_base_current = False
 
     def refresh(self) -> dict[str, float]:
         """Fill them with the values of the update layout.
@@ -60,8 +76,14 @@ class RolloutWeights:
             DeadlineError: A rank did not come.
         """
         restore(self._own, self._owner)
+        found: dict[str, float] = {}
+        if self._has_adapters:
+            found["reshard/adapter_bytes"] = self._adapter_bytes
+            if not self._is_base_current:
+                found["reshard/base_bytes"] = self._bring_base()
         stats = self._resharder.run()
         return {
+            **found,
             "reshard/time_s": stats.time_s,
             "reshard/bytes": stats.received_bytes,
             "reshard/limit_bytes": stats.limit_bytes,
@@ -69,5 +91,30 @@ class RolloutWeights:
         }
 
     def release(self) -> None:
-        """Free what the update layout does not share, until ``refresh``."""
+        """Free what the update layout does not share, until ``refresh``; what lies below adapters stays."""
         release(self._own)
+
+    def _bring_base(self) -> int:
+        """The bytes that came from other ranks."""
+        resharder = Resharder(
+            self._job.world,
+            self._base,
+            *self._holdings(self._base),
+            source_tensors=_tensors(self._update, self._base),
+            target_tensors=_tensors(self._rollout, self._base),
+            # For a copy that is seldom made it does not pay to open the source's memory to the node.
+            transport="torch",
+        )
+        self._is_base_current = True
+        return resharder.run().received_bytes
+
+    def _holdings(self, spec: ModelSpec) -> tuple[WeightHoldings, WeightHoldings]:
+        meshes = self._job.meshes
+        return WeightHoldings(spec, meshes["actor.update"]), WeightHoldings(spec, meshes["actor.rollout"])
+
+
+def _tensors(model: PlacedModel | None, spec: ModelSpec) -> Mapping[str, Tensor] | None:
+    if model is None:
+        return None
+    held = model.tensors()
+    return {tensor.name: held[tensor.name] for tensor in spec.tensors if tensor.name in held}

@@ -16,6 +16,7 @@ from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.schedule import Move
 from hybridflow.errors import EngineError
 from hybridflow.roles.job import Job
+from hybridflow.roles.judging import validation_id
 from hybridflow.roles.kept_rollouts import KeptRollouts, to_sampled
 from hybridflow.rollout.dealing import Claims, Deal
 from hybridflow.rollout.engine import MegatronEngine
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from hybridflow.rollout.engines.vllm_engine import VllmEngine
 
 Pairs = list[tuple[Request, Response]]
+IdOf = Callable[[Request], int]
 
 _COLUMNS = ("tokens", "prompt_lengths", "draws", "response_mask", "rollout_log_probs")
 """What generating gives of each sample."""
@@ -67,6 +69,7 @@ class Rollouts:
         self._job = job
         self._engine = engine
         self._is_holder = is_holder
+        self._has_versions = job.recipe.trainer.max_staleness > 0
         self._mesh = job.meshes["actor.rollout"]
         self._place = self._mesh.coordinate(job.world.rank)
         self._claims: Claims | None = None
@@ -79,15 +82,27 @@ class Rollouts:
         """What the engine derived from the weights is of no use any more."""
         self._engine.weights_changed()
 
-    def sample(self, step: int, first: int, count: int) -> Batch | None:
-        """``group_size`` responses to each prompt from draw ``first`` on; see ``Actor.sample``. Collective: rollout."""
-        params, group_size = self._sampling(greedy=False), self._job.recipe.rollout.group_size
+    def sample(
+        self, *, step: int, first_draw: int, num_prompts: int, version: int, is_greedy: bool = False
+    ) -> Batch | None:
+        """``group_size`` responses to each prompt; see ``Actor.sample``. Collective: rollout.
+
+        Args:
+            step: Training step that is to learn from them.
+            first_draw: Of the first prompt.
+            num_prompts: How many.
+            version: Updates that the weights have had.
+            is_greedy: One greedy response to each instead, with the index behind those of its group.
+        """
+        params, group_size = self._sampling(greedy=is_greedy), self._job.recipe.rollout.group_size
+        index, number = (group_size, 1) if is_greedy else (0, group_size)
+        draws = range(first_draw, first_draw + num_prompts)
+        prompts = {draw: torch.tensor(self._job.train.prompt(draw)) for draw in draws}
         groups = [
-            expand(Request(prompt=torch.tensor(self._job.train.prompt(draw)), params=params, draw=draw), group_size)
-            for draw in range(first, first + count)
+            expand(Request(prompt=prompt, params=params, draw=draw, index=index), number)
+            for draw, prompt in prompts.items()
         ]
-        # Steps whose updates the weights have.
-        self._engine.version = step - 1
+        self._engine.version = version
         if self._conversations is not None:
             return self._converse(self._conversations, groups, self._job.train.example)
         deal = self._deal(groups)
@@ -96,21 +111,25 @@ class Rollouts:
         except RolloutStopped:
             pairs = []
         self._check_known(pairs)
-        return self._as_batch(pairs, groups, deal)
+        return self._as_batch(pairs, groups, deal, self._id_of)
 
     def answer(self, count: int) -> Batch | None:
-        """Greedy responses to the first held-out problems; see ``Actor.answer``. Collective: rollout."""
-        params, held_out = self._sampling(greedy=True), self._job.held_out
-        groups = [[Request(prompt=torch.tensor(held_out[row][1]), params=params, draw=row)] for row in range(count)]
+        """Responses to the first held-out problems; see ``Actor.answer``. Collective: rollout."""
+        held_out, num_sampled = self._job.held_out, self._job.recipe.trainer.validation_samples
+        greedy, sampled = self._sampling(greedy=True), self._sampling(greedy=False)
+        groups = []
+        for row in range(count):
+            first = Request(prompt=torch.tensor(held_out[row][1]), params=greedy, draw=row)
+            groups.append([first, *expand(replace(first, params=sampled, index=1), num_sampled)])
         if self._conversations is not None:
             requests = self._share(groups)
             examples = [held_out[ask.draw][0] for ask in requests]
             assert isinstance(self._engine, MegatronEngine), "refused by the recipe"
             found = self._conversations.converse(self._engine, requests, examples, "validation")
-            return self._conversed(requests, found)
+            return self._conversed(requests, found, self._validation_id)
         deal = self._deal(groups)
         pairs = self._drive(deal.first, "validation", None, deal.more, _expected(deal, groups))
-        return self._as_batch(pairs, groups, deal)
+        return self._as_batch(pairs, groups, deal, self._validation_id)
 
     def _sampling(self, *, greedy: bool) -> SamplingParams:
         rollout = self._job.recipe.rollout
@@ -203,24 +222,25 @@ class Rollouts:
         self.metrics |= {name: count / num for name, count in shares.items() if count}
         return again + new
 
-    def _as_batch(self, pairs: Pairs, groups: list[list[Request]], deal: Deal) -> Batch | None:
+    def _as_batch(self, pairs: Pairs, groups: list[list[Request]], deal: Deal, id_of: IdOf) -> Batch | None:
         """The samples of this replica, as they were dealt to begin with: those generated elsewhere are brought back.
 
         So what is computed from them does not depend on who was quicker. Collective: the rollout mesh, if there was a
         choice.
         """
         pairs = sorted(pairs, key=lambda pair: (pair[0].draw, pair[0].index))
-        batch = self._columns(pairs)
+        batch = self._columns(pairs, id_of)
         if not deal.has_queue:
             return batch
-        home = Batch(torch.tensor([self._id_of(ask) for ask in self._share(groups)], dtype=torch.int64), {})
+        home = Batch(torch.tensor([id_of(ask) for ask in self._share(groups)], dtype=torch.int64), {})
         # Equal on all ranks, whose shares may not be: where a replica has stopped, what there is is dealt out by it.
         chunk = max(1, sum(map(len, groups)))
         mover = Mover(self._job.world, self._job.meshes, chunk=chunk)
-        moved = mover.move(Move(columns=_COLUMNS, source=self._mesh.name, destination=self._mesh.name), batch, home)
+        names = (*_COLUMNS, "versions") if self._has_versions else _COLUMNS
+        moved = mover.move(Move(columns=names, source=self._mesh.name, destination=self._mesh.name), batch, home)
         if batch is None or moved is None:
             return None
-        return Batch(moved.ids, {name: moved.columns[name] for name in _COLUMNS})
+        return Batch(moved.ids, {name: moved.columns[name] for name in names})
 
     def _check_known(self, pairs: Pairs) -> None:
         """What a sampler did not tell, nothing can be learned from."""
@@ -234,15 +254,18 @@ class Rollouts:
     def _id_of(self, request: Request) -> int:
         return request.draw * self._job.recipe.rollout.group_size + request.index
 
-    def _columns(self, pairs: Pairs) -> Batch | None:
+    def _validation_id(self, request: Request) -> int:
+        return validation_id(self._job, request.draw, request.index)
+
+    def _columns(self, pairs: Pairs, id_of: IdOf) -> Batch | None:
         if not self._is_holder:
             return None
         for ask, got in pairs:
             if got.finish == "failed":
                 raise EngineError(f"response {ask.index} to draw {ask.draw} failed: {got.error}")
         responses = [got for _, got in pairs]
-        return Batch(
-            torch.tensor([self._id_of(ask) for ask, _ in pairs], dtype=torch.int64),
+        batch = Batch(
+            torch.tensor([id_of(ask) for ask, _ in pairs], dtype=torch.int64),
             {
                 "tokens": Ragged.from_list([torch.cat([ask.prompt, got.tokens]) for ask, got in pairs], torch.int64),
                 "prompt_lengths": torch.tensor([len(ask.prompt) for ask, _ in pairs], dtype=torch.int64),
@@ -251,6 +274,11 @@ class Rollouts:
                 "rollout_log_probs": Ragged.from_list([got.log_probs for got in responses], torch.float32),
             },
         )
+        if not self._has_versions:
+            return batch
+        # Of an empty response, the weights that would have sampled.
+        oldest = [min([*got.versions.tolist(), self._engine.version]) for got in responses]
+        return batch.with_columns({"versions": torch.tensor(oldest, dtype=torch.int64)})
 
     def _converse(
         self, conversations: Environments, groups: list[list[Request]], example_of: Callable[[int], Example]
@@ -265,11 +293,11 @@ class Rollouts:
             requests, found = [], []
         self._measure_engine()
         self._measure(found)
-        return self._conversed(requests, found)
+        return self._conversed(requests, found, self._id_of)
 
-    def _conversed(self, requests: list[Request], found: list[Conversation]) -> Batch | None:
+    def _conversed(self, requests: list[Request], found: list[Conversation], id_of: IdOf) -> Batch | None:
         """``response_mask`` is 1 on what was sampled alone, ``environment_rewards`` are the sums over the turns."""
-        batch = self._columns([(ask, each.response) for ask, each in zip(requests, found, strict=True)])
+        batch = self._columns([(ask, each.response) for ask, each in zip(requests, found, strict=True)], id_of)
         if batch is None:
             return None
         rewards = torch.tensor([each.reward for each in found], dtype=torch.float32)

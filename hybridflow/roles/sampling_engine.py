@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from hybridflow.checkpoint.settings import read_settings
 from hybridflow.config import SamplingEngine
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.families.config_json import Described, describe
+from hybridflow.models.adapters import base_spec
+from hybridflow.models.lora import adapted, merged_weight
 from hybridflow.models.weights import local_shards
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec
 from hybridflow.roles.job import Job
+from hybridflow.roles.peft import described
 from hybridflow.roles.placed import PlacedModel
 from hybridflow.rollout.budget import cache_bytes
 from hybridflow.rollout.engine import MegatronEngine
@@ -37,7 +38,7 @@ class PushedEngine:
         from hybridflow.rollout.engines.vllm_engine import VllmEngine
 
         recipe = job.recipe
-        self._described = _described(job)
+        self._described = described(job)
         self._spec = spec
         self._rank = job.world.rank
         rollout = recipe.rollout
@@ -53,15 +54,28 @@ class PushedEngine:
         )
 
     def push(self, model: PlacedModel) -> None:
-        """Hand it the weights of the rollout layout, which this rank holds whole."""
-        self.engine.load(hf_weights(self._described, self._whole(model)))
+        """Hand it the weights of the rollout layout, which this rank holds whole, with the updates of adapters."""
+        self.engine.load(hf_weights(self._described, _Whole(model, base_spec(self._spec), self._rank)))
 
-    def _whole(self, model: PlacedModel) -> dict[str, Tensor]:
-        shards = local_shards(model.transformer, self._spec, model.mesh, self._rank)
-        return {
-            name: local[tuple(slice(0, stop - start) for start, stop in part.box)]
-            for name, (local, part) in shards.items()
-        }
+
+class _Whole(Mapping[str, Tensor]):
+    """The logical tensors of a model that this rank holds whole; those with an adapter merged when they are read."""
+
+    def __init__(self, model: PlacedModel, spec: ModelSpec, rank: int) -> None:
+        self._shards = local_shards(model.transformer, spec, model.mesh, rank)
+        self._adapted = dict(adapted(model.transformer))
+
+    def __getitem__(self, name: str) -> Tensor:
+        local, part = self._shards[name]
+        if name in self._adapted:
+            local = merged_weight(self._adapted[name]).view(local.shape)
+        return local[tuple(slice(0, stop - start) for start, stop in part.box)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
 
 
 def our_engine(job: Job, model: PlacedModel) -> MegatronEngine:
@@ -114,12 +128,6 @@ def server_engine(settings: SamplingEngine, *, tokenizer: Tokenizer, seed: int, 
         read_timeout_s=settings.read_timeout_s,
         deadline_s=settings.deadline_s,
     )
-
-
-def _described(job: Job) -> Described:
-    model = job.model_of("actor")
-    family = None if model.path is None else read_settings(Path(model.path)).family
-    return describe(model, family=family, has_value_head=False)
 
 
 def _cache_bytes(job: Job) -> int:

@@ -1,51 +1,32 @@
-"""The forward pass of a dense model on a CPU, in fp32, with few large operations: for decoding.
+"""The forward pass of a dense model on a CPU, in fp32, in few calls of ``kernels.c``: for decoding.
 
-The same mathematics on the same weights as the training model's modules, which take five times as many operations: the
-matrix products by oneDNN, from weights that it has laid out for itself, each with what follows it (the activation, the
-gate, the residual) fused in; what stands between them by ``kernels.c``. Tests hold the two together.
+The same mathematics on the same weights as the training model's modules, which take many small operations: here all
+layers are one call, from weights in a layout of their own. Where tensor-parallel ranks share the weights it is a call
+for each half of a layer, with the sum over the ranks between. Tests hold the two together.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import ctypes
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.nn.functional import pad
 
-from hybridflow.models.attention import Scoring
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gpt import Transformer
-from hybridflow.rollout.kernels import load_kernels
+from hybridflow.models.lora import merged_weight
+from hybridflow.rollout.kernels import Layer, Shape, Step, load_kernels
 from hybridflow.rollout.paged import PagedAttention, cache_shape
 
-_ROWS = 64
-"""Rows for which oneDNN lays out the weights; others run too."""
+PANEL = 32
+"""Outputs of a matrix that lie side by side; ``PANEL`` of kernels.c."""
 
-_linear = torch.ops.mkldnn._linear_pointwise.default
-_linear_binary = torch.ops.mkldnn._linear_pointwise.binary
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """Weights of a layer, laid out for oneDNN, and norms."""
-
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    scoring: Scoring
-    projection: Tensor
-    attention_norm: Tensor | None
-    mlp_norm: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-    output_norm: Tensor | None
+_ACTIVATIONS = {"silu": 1, "_gelu_tanh": 2}
+"""``GATED_SILU`` and ``GATED_GELU`` of kernels.c."""
 
 
 def runs_on_cpu(model: Transformer) -> bool:
@@ -55,7 +36,6 @@ def runs_on_cpu(model: Transformer) -> bool:
     layers = model.decoder.layers
     return (
         load_kernels() is not None
-        and torch.backends.mkldnn.is_available()
         and config.params_dtype is torch.float32
         and next(model.parameters()).device.type == "cpu"
         and head % 16 == 0
@@ -69,127 +49,127 @@ class CpuTransformer:
     """A stage and shard of a model, computed as ``Transformer.forward`` computes it; all weights as they are now.
 
     Args:
-        model: Whose weights are taken: copied, into another layout.
+        model: Whose weights are taken, with the updates of adapters in them: matrices copied into another layout.
         group: Its tensor-parallel ranks.
+
+    Attributes:
+        matrices: The copies, ``[panels, inputs, PANEL]`` each.
     """
 
     def __init__(self, model: Transformer, group: dist.ProcessGroup) -> None:
         kernels = load_kernels()
         assert kernels is not None, "see runs_on_cpu"
+        self.matrices: list[Tensor] = []
+        # What the kernels read by its address has to stay where it is.
+        self._others: list[Tensor] = []
         self._kernels = kernels
         self._model = model
         self._group = group if group.size() > 1 else None
-        self._groups, self._head = cache_shape(model)
-        config = model.config
-        self._sharers = config.num_attention_heads // config.num_query_groups
-        self._eps = config.layernorm_epsilon
-        self._centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-        self._activation = _ACTIVATIONS[config.activation_func.__name__]
-        self._layers = [_layer(layer) for layer in model.decoder.layers]
-        self._output = None
+        config, layers = model.config, model.decoder.layers
+        groups, head = cache_shape(model)
+        sharers = config.num_attention_heads // config.num_query_groups
+        hidden, inner = config.hidden_size, layers[0].mlp.linear_fc1.weight.shape[0] // 2
+        self._shape = Shape(
+            *(hidden, groups, sharers, head, inner, _ACTIVATIONS[config.activation_func.__name__]),
+            self._keep(_rotary_table(model)),
+            config.layernorm_epsilon,
+            1.0 if config.layernorm_zero_centered_gamma else 0.0,
+        )
+        self._row_width = hidden + (3 * sharers + 2) * groups * head + inner
+        self._layers = (Layer * len(layers))(*map(self._layer, layers))
+        self._norms: list[int | None] = [self._layers[-1].output_norm, None]
+        self._output: int | None = None
+        self._num_outputs = 0
         if model.post_process:
             shared = model.share_embeddings_and_output_weights
-            self._output = _pack(model.shared_embedding_or_output_weight() if shared else model.output_layer.weight)
-        self._rotary = _rotary_table(model)
+            output = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
+            self._norms[1] = self._keep(model.decoder.final_layernorm.weight)
+            self._output, self._num_outputs = self._matrix(_pack(output)), len(output)
 
     def __call__(self, tokens: Tensor, attention: PagedAttention, rows: Tensor) -> Tensor:
         """As ``Transformer.forward``; hidden states come in by ``set_input_tensor`` of the model. Collective: tp."""
-        model = self._model
-        if model.pre_process:
-            hidden = model.embedding(input_ids=tokens[None], position_ids=attention.positions[None])[:, 0]
-            if model.has_scaled_embeddings:
-                hidden = hidden * hidden.new_tensor(hidden.shape[-1] ** 0.5)
-            hidden = hidden.contiguous()
-        else:
-            hidden = model.decoder.input_tensor[:, 0]
-        for index, layer in enumerate(self._layers):
-            hidden = self._attention_block(index, layer, hidden, attention)
-            hidden = self._feed_forward_block(layer, hidden)
+        model, width = self._model, self._shape.hidden
+        hidden = self._input(tokens, attention)
+        product = torch.empty_like(hidden)
+        space = torch.empty(len(hidden), self._row_width)
+        cache, tables = attention.cache, attention.tables
+        step = Step(
+            *(len(hidden), tables.shape[1], *_addresses(attention.sequences, attention.positions, tables)),
+            *(cache.keys[0].data_ptr(), cache.stride, *_addresses(hidden, product, space)),
+        )
+        num_halves = 2 * len(self._layers)
+        for half in range(0, num_halves, num_halves if self._group is None else 1):
+            end = num_halves if self._group is None else half + 1
+            self._kernels.hf_layers(*map(ctypes.addressof, (self._shape, self._layers, step)), half, end)
+            if self._group is not None:
+                dist.all_reduce(product, group=self._group)
+        chosen = rows if model.post_process else None
+        num = len(hidden) if chosen is None else len(chosen)
+        output, sums = torch.empty(num, self._num_outputs), torch.empty(num, width)
+        self._kernels.hf_output(
+            *_addresses(output, sums),
+            ctypes.addressof(self._shape),
+            *(*_addresses(hidden, product), *self._norms, self._output, *_addresses(chosen), num, self._num_outputs),
+        )
         if not model.post_process:
-            return hidden[:, None]
-        normed = self._norm(hidden[rows].contiguous(), model.decoder.final_layernorm.weight)
-        output = _linear(normed, self._output, None, "none", [], "")
+            return sums[:, None]
         cap = model.logit_softcap
         return output if cap is None else cap * torch.tanh(output / cap)
 
-    def _attention_block(self, index: int, layer: _Layer, hidden: Tensor, attention: PagedAttention) -> Tensor:
-        mixed = _linear(self._norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias, "none", [], "")
-        num_rows, width = len(hidden), self._groups * self._sharers * self._head
-        queries, context = torch.empty(num_rows, width), torch.empty(num_rows, width)
-        keys, values = attention.cache.keys[index], attention.cache.values[index]
-        sizes = (num_rows, self._groups, self._sharers, self._head)
-        self._kernels.hf_store(
-            *_addresses(queries, keys, values, mixed, self._rotary, attention.positions, attention.places),
-            *sizes,
-            *_addresses(layer.query_norm, layer.key_norm),
-            self._eps,
-            self._centre,
+    def _input(self, tokens: Tensor, attention: PagedAttention) -> Tensor:
+        """What comes into this stage, ``[tokens, hidden]``, to be written to."""
+        model = self._model
+        if not model.pre_process:
+            return model.decoder.input_tensor[:, 0].clone()
+        if self._group is None:
+            hidden = model.embedding.word_embeddings.weight.index_select(0, tokens)
+        else:
+            hidden = model.embedding(input_ids=tokens[None], position_ids=attention.positions[None])[:, 0]
+        if model.has_scaled_embeddings:
+            hidden = hidden * hidden.new_tensor(hidden.shape[-1] ** 0.5)
+        return hidden.contiguous()
+
+    def _layer(self, layer: TransformerLayer) -> Layer:
+        attention, mlp = layer.self_attention, layer.mlp
+        scoring, bias = attention.core_attention.scoring, attention.linear_qkv.bias
+        return Layer(
+            input_norm=self._norm(layer.input_layernorm),
+            qkv=self._matrix(_pack(merged_weight(attention.linear_qkv))),
+            qkv_bias=None if bias is None else self._keep(pad(bias.detach(), (0, -len(bias) % PANEL))),
+            query_norm=self._norm(attention.q_layernorm),
+            key_norm=self._norm(attention.k_layernorm),
+            projection=self._matrix(_pack(merged_weight(attention.linear_proj))),
+            attention_norm=self._norm(getattr(attention, "post_layernorm", None)),
+            mlp_norm=self._norm(layer.pre_mlp_layernorm),
+            gate_up=self._matrix(_pack_gated(merged_weight(mlp.linear_fc1))),
+            down=self._matrix(_pack(merged_weight(mlp.linear_fc2))),
+            output_norm=self._norm(getattr(mlp, "post_layernorm", None)),
+            scale=scoring.scale,
+            softcap=scoring.softcap or 0.0,
+            window=scoring.window or 0,
         )
-        scoring = layer.scoring
-        self._kernels.hf_attend(
-            *_addresses(context, queries, keys, values, attention.tables),
-            attention.tables.shape[1],
-            *_addresses(attention.sequences, attention.positions),
-            *sizes,
-            scoring.scale,
-            scoring.softcap or 0.0,
-            scoring.window or 0,
-        )
-        return self._add(context, hidden, layer.projection, layer.attention_norm)
 
-    def _feed_forward_block(self, layer: _Layer, hidden: Tensor) -> Tensor:
-        normed = self._norm(hidden, layer.mlp_norm)
-        gated = _linear(normed, layer.gate, None, *self._activation)
-        gated = _linear_binary(normed, gated, layer.up, None, "mul")
-        return self._add(gated, hidden, layer.down, layer.output_norm)
+    def _norm(self, norm: torch.nn.Module | None) -> int | None:
+        return None if norm is None or isinstance(norm, IdentityOp) else self._keep(norm.weight)
 
-    def _add(self, inner: Tensor, hidden: Tensor, weight: Tensor, norm: Tensor | None) -> Tensor:
-        """The product with a row-parallel weight, normalized where the model does, added to the residual."""
-        if self._group is None and norm is None:
-            return _linear_binary(inner, hidden, weight, None, "add")
-        product = _linear(inner, weight, None, "none", [], "")
-        if self._group is not None:
-            dist.all_reduce(product, group=self._group)
-        return hidden + (product if norm is None else self._norm(product, norm))
+    def _matrix(self, laid_out: Tensor) -> int:
+        self.matrices.append(laid_out)
+        return laid_out.data_ptr()
 
-    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        normed = torch.empty_like(hidden)
-        self._kernels.hf_rms_norm(*_addresses(normed, hidden, weight), *hidden.shape, self._eps, self._centre)
-        return normed
+    def _keep(self, other: Tensor) -> int:
+        self._others.append(other.detach())
+        return other.data_ptr()
 
 
-_ACTIVATIONS: dict[str, tuple[str, list[Any], str]] = {
-    "silu": ("swish", [], ""),
-    "_gelu_tanh": ("gelu", [], "tanh"),
-}
+def _pack(weight: Tensor, panel: int = PANEL) -> Tensor:
+    """A matrix ``[outputs, inputs]`` in panels, the last filled up with zeros: ``[panels, inputs, panel]``."""
+    filled = pad(weight.detach(), (0, 0, 0, -len(weight) % panel))
+    return filled.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
 
 
-def _layer(layer: TransformerLayer) -> _Layer:
-    attention, mlp = layer.self_attention, layer.mlp
-    gate, up = mlp.linear_fc1.weight.detach().chunk(2)
-    return _Layer(
-        input_norm=layer.input_layernorm.weight,
-        qkv=_pack(attention.linear_qkv.weight),
-        qkv_bias=attention.linear_qkv.bias,
-        query_norm=_norm_weight(attention.q_layernorm),
-        key_norm=_norm_weight(attention.k_layernorm),
-        scoring=attention.core_attention.scoring,
-        projection=_pack(attention.linear_proj.weight),
-        attention_norm=_norm_weight(getattr(attention, "post_layernorm", None)),
-        mlp_norm=layer.pre_mlp_layernorm.weight,
-        gate=_pack(gate),
-        up=_pack(up),
-        down=_pack(mlp.linear_fc2.weight),
-        output_norm=_norm_weight(getattr(mlp, "post_layernorm", None)),
-    )
-
-
-def _norm_weight(norm: torch.nn.Module | None) -> Tensor | None:
-    return None if norm is None or isinstance(norm, IdentityOp) else norm.weight
-
-
-def _pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
+def _pack_gated(weight: Tensor) -> Tensor:
+    """Of gate and up, one behind the other, panels that have half of each."""
+    return torch.cat([_pack(half, PANEL // 2) for half in weight.chunk(2)], dim=-1)
 
 
 def _rotary_table(model: Transformer) -> Tensor:

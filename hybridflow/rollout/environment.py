@@ -8,7 +8,6 @@ values by content, and noise goes by position, so that no turn repeats another's
 
 from __future__ import annotations
 
-import importlib
 import math
 import numbers
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from hybridflow.data.prompts import Example
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.parallel.coordinator import Coordinator
+from hybridflow.plugins import find_plugin
 from hybridflow.rollout.calculator import Calculator
 from hybridflow.rollout.calls import CallFailed, Calls
 from hybridflow.rollout.engine import LOOK_STEPS, MegatronEngine
@@ -69,17 +69,7 @@ def find_environment(name: str) -> Callable[[], Environment]:
     Raises:
         ConfigError: There is none of that name, or it has not the two methods.
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    # A user's module may raise anything while it is imported.
-    except Exception as error:
-        raise ConfigError(
-            f"rollout.environment.name={name!r}: {type(error).__name__}: {error}; give one of {', '.join(BUILT_IN)} or "
-            "'package.module:Class'"
-        ) from error
+    found = find_plugin(name, BUILT_IN, key="rollout.environment.name", kind="Class")
     missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
     if not callable(found) or missing:
         raise ConfigError(

@@ -1,20 +1,24 @@
-/* The small operations of decoding on a CPU, fp32: norm, rotary embedding, attention over a paged cache, sampling.
+/* Decoding on a CPU, fp32: a model's layers, with attention over a paged cache, and sampling.
 
-   Matrix products are oneDNN's, through torch. What is here is all that stands between them: each a single pass over
-   memory, split over OpenMP's threads, which are those that torch has (its libgomp is loaded first). Vectors are GCC's
-   own, so that the same source runs on any machine; on x86 it is compiled for three levels, and the best is chosen when
-   the library is loaded.
+   All layers are computed by one call, hf_layers, in one team of OpenMP's threads, which are those that torch has (its
+   libgomp is loaded first). Each operation is a loop that the team shares (omp for), with a barrier at its end; called
+   outside of a team, as tests do, the same loop runs in one thread. Vectors are GCC's own, so that the same source runs
+   on any machine; on x86 it is compiled for three levels, and the best is chosen when the library is loaded.
 
-   A token's result is the same bits whatever other tokens are computed beside it: no sum depends on the batch. */
+   A token's result is the same bits whatever other tokens are computed beside it: no sum depends on the batch, nor on
+   the number of threads. */
 
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define LEVELS __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define HAS_MANY_REGISTERS __builtin_cpu_supports("x86-64-v4")
 #else
 #define LEVELS
+#define HAS_MANY_REGISTERS 0
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
@@ -22,7 +26,9 @@
 #define BLOCK 16 /* tokens of a block of the cache: BLOCK_TOKENS of blocks.py */
 #define CHUNK 8 /* blocks whose scores are held at a time */
 #define COLUMNS 8 /* heads that see the same keys and are computed together, at most */
-#define PARTS 8 /* pieces that a loop over rows is split into */
+#define PANEL 32 /* outputs of a matrix product that lie side by side in its weight */
+#define TILE 8 /* rows that a matrix product computes together, at most */
+#define FEW 4 /* rows that are one piece of work where a row takes little */
 
 typedef float floats __attribute__((vector_size(64), aligned(4)));
 typedef int32_t ints __attribute__((vector_size(64), aligned(4)));
@@ -124,35 +130,131 @@ INLINE floats tanh_of(floats x) {
 /* Names the source that this was built from: its CRC-32. */
 uint32_t hf_source(void) { return HF_SOURCE; }
 
-/* RMSNorm of rows: out = x / rms(x) * (centre + weight). */
-LEVELS static void norm_rows(float *out, const float *x, const float *weight, int64_t begin, int64_t end, int64_t width,
-                             float eps, float centre) {
-    for (int64_t row = begin; row < end; row++) {
-        const float *from = x + row * width;
-        float *to = out + row * width;
-        floats parts = {0}, more = {0};
-        float total = 0;
-        int64_t i = 0;
-        for (; i + 2 * LANES <= width; i += 2 * LANES) {
-            floats a = LOAD(from + i), b = LOAD(from + i + LANES);
-            parts += a * a;
-            more += b * b;
+/* Into the second cache: for the first, there are too many lines on their way. */
+INLINE void fetch(const float *from, int count) {
+    for (int i = 0; i < count; i += 16) __builtin_prefetch(from + i, 0, 2);
+}
+
+/* RMSNorm of a row: out = x / rms(x) * (centre + weight); out may be x. */
+INLINE void norm_row(float *out, const float *x, const float *weight, int64_t width, float eps, float centre) {
+    floats parts = {0}, more = {0};
+    int64_t i = 0;
+    for (; i + 2 * LANES <= width; i += 2 * LANES) {
+        floats a = LOAD(x + i), b = LOAD(x + i + LANES);
+        parts += a * a;
+        more += b * b;
+    }
+    float total = sum_of(parts + more);
+    for (; i < width; i++) total += x[i] * x[i];
+    float factor = 1.0f / sqrtf(total / width + eps);
+    for (i = 0; i + LANES <= width; i += LANES)
+        STORE(out + i, LOAD(x + i) * factor * (LOAD(weight + i) + centre));
+    for (; i < width; i++) out[i] = x[i] * factor * (weight[i] + centre);
+}
+
+LEVELS static void add_norm_rows(float *out, float *hidden, const float *product, const float *product_norm,
+                                 const float *norm, const int64_t *chosen, int64_t begin, int64_t end, int64_t width,
+                                 float eps, float centre) {
+    for (int64_t i = begin; i < end; i++) {
+        int64_t row = chosen ? chosen[i] : i;
+        float *to = out + i * width, *residual = hidden + row * width;
+        const float *from = residual, *added = product + row * width;
+        if (product) {
+            if (product_norm) norm_row(to, added, product_norm, width, eps, centre), added = to;
+            for (int64_t j = 0; j < width; j++) to[j] = residual[j] + added[j];
+            if (!chosen) memcpy(residual, to, width * sizeof(float));
+            from = to;
         }
-        total = sum_of(parts + more);
-        for (; i < width; i++) total += from[i] * from[i];
-        float factor = 1.0f / sqrtf(total / width + eps);
-        for (i = 0; i + LANES <= width; i += LANES)
-            STORE(to + i, LOAD(from + i) * factor * (LOAD(weight + i) + centre));
-        for (; i < width; i++) to[i] = from[i] * factor * (weight[i] + centre);
+        if (norm) norm_row(to, from, norm, width, eps, centre);
+        else if (from != to) memcpy(to, from, width * sizeof(float));
     }
 }
 
-void hf_rms_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t width, float eps, float centre) {
-#pragma omp parallel for schedule(static) if (rows * width > 16384)
-    for (int64_t part = 0; part < PARTS; part++)
-        norm_rows(out, x, weight, part * rows / PARTS, (part + 1) * rows / PARTS, width, eps, centre);
+/* The residual stream between two products: hidden += product, normalized first where product_norm is given, then
+   out = RMSNorm of it, or without norm it itself. All but out may be NULL that is not there.
+
+   out, hidden, product [rows, width]. With chosen, [rows]: out has those rows of hidden and product, which stay as they
+   are. */
+void hf_add_norm(float *out, float *hidden, const float *product, const float *product_norm, const float *norm,
+                 const int64_t *chosen, int64_t rows, int64_t width, float eps, float centre) {
+#pragma omp for schedule(static)
+    for (int64_t begin = 0; begin < rows; begin += FEW)
+        add_norm_rows(out, hidden, product, product_norm, norm, chosen, begin, begin + FEW < rows ? begin + FEW : rows,
+                      width, eps, centre);
 }
 
+/* What becomes of a product: nothing, or the activation of one half of it times the other. */
+enum { PLAIN, GATED_SILU, GATED_GELU };
+
+INLINE floats gated(floats gate, floats up, int64_t form) {
+    if (form == GATED_GELU) return 0.5f * gate * (1.0f + tanh_of(0.797884561f * (gate + 0.044715f * gate * gate * gate))) * up;
+    floats power = -gate, most = FILL(88.0f);
+    return gate / (1.0f + exp_of(choose(power > most, most, power))) * up;
+}
+
+INLINE void store_some(float *to, floats values, int64_t count) {
+    if (count >= LANES) STORE(to, values);
+    else
+        for (int64_t i = 0; i < count; i++) to[i] = values[i];
+}
+
+/* Some rows times one panel of a weight; the sums stay in registers. What lies ahead is fetched meanwhile. */
+INLINE void multiply_tile(float *out, const float *x, const float *panel, const float *ahead, const float *bias,
+                          int64_t inputs, int64_t outputs, int64_t count, int64_t form, const int rows) {
+    floats left[TILE], right[TILE];
+    for (int r = 0; r < rows; r++) left[r] = right[r] = FILL(0.0f);
+    for (int64_t i = 0; i < inputs; i++) {
+        floats a = LOAD(panel + i * PANEL), b = LOAD(panel + i * PANEL + LANES);
+        if (i % TILE == 0) fetch(ahead + i / TILE * PANEL, PANEL);
+        for (int r = 0; r < rows; r++) {
+            left[r] += a * x[r * inputs + i];
+            right[r] += b * x[r * inputs + i];
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        float *to = out + r * outputs;
+        if (form != PLAIN) {
+            store_some(to, gated(left[r], right[r], form), count);
+            continue;
+        }
+        floats low = bias ? left[r] + LOAD(bias) : left[r], high = bias ? right[r] + LOAD(bias + LANES) : right[r];
+        store_some(to, low, count);
+        if (count > LANES) store_some(to + LANES, high, count - LANES);
+    }
+}
+
+LEVELS static void multiply_rows(float *out, const float *x, const float *panel, const float *bias, int64_t rows,
+                                 int64_t inputs, int64_t outputs, int64_t count, int64_t form, int64_t tile) {
+    const float *ahead = panel + inputs * PANEL; /* the next panel, a part of it for each tile */
+    for (int64_t row = 0; row < rows; row += tile) {
+        float *to = out + row * outputs;
+        const float *from = x + row * inputs;
+#define CASE(n) case n: multiply_tile(to, from, panel, ahead, bias, inputs, outputs, count, form, n); break;
+        switch (rows - row < tile ? rows - row : tile) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+#undef CASE
+        ahead += inputs / TILE * PANEL;
+    }
+}
+
+/* out = x @ weight.T + bias, and then as form says.
+
+   x [rows, inputs]; out [rows, outputs]. The weight is laid out in panels, [panels, inputs, PANEL], the last filled up:
+   of PANEL outputs, or, gated, of PANEL / 2 of the gate and as many of what it is multiplied with. Each sum goes over
+   the inputs in their order, one by one. bias: [panels, PANEL], or NULL. */
+void hf_multiply(float *out, const float *x, const float *weight, const float *bias, int64_t rows, int64_t inputs,
+                 int64_t outputs, int64_t form) {
+    int64_t width = form == PLAIN ? PANEL : PANEL / 2, panels = (outputs + width - 1) / width;
+    int64_t tile = HAS_MANY_REGISTERS ? TILE : 3, block = 8 * TILE, threads = omp_get_num_threads();
+    while (block > TILE && panels * ((rows + block - 1) / block) < 2 * threads) block /= 2;
+    int64_t blocks = (rows + block - 1) / block;
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < panels * blocks; item++) {
+        int64_t panel = item / blocks, row = item % blocks * block, first = panel * width;
+        multiply_rows(out + row * outputs + first, x + row * inputs, weight + panel * inputs * PANEL,
+                      bias ? bias + panel * PANEL : NULL, row + block < rows ? block : rows - row, inputs, outputs,
+                      outputs - first < width ? outputs - first : width, form, tile);
+    }
+}
 /* One head: normalized where a weight is given, then turned; angles are cosines and sines of half a head. */
 INLINE void turn(float *to, const float *from, const float *cosines, const float *sines, int head, const float *weight,
                  float eps, float centre) {
@@ -175,12 +277,12 @@ INLINE void turn(float *to, const float *from, const float *cosines, const float
 }
 
 LEVELS static void store_rows(float *queries, float *keys, float *values, const float *mixed, const float *rotary,
-                              const int64_t *positions, const int64_t *places, int64_t begin, int64_t end,
-                              int64_t groups, int64_t sharers, int64_t head, const float *query_norm,
-                              const float *key_norm, float eps, float centre) {
+                              const int32_t *tables, int64_t table_width, const int64_t *sequences,
+                              const int64_t *positions, int64_t begin, int64_t end, int64_t groups, int64_t sharers,
+                              int64_t head, const float *query_norm, const float *key_norm, float eps, float centre) {
     for (int64_t row = begin; row < end; row++) {
         const float *cosines = rotary + positions[row] * head, *sines = cosines + head / 2;
-        int64_t block = places[row] / BLOCK, token = places[row] % BLOCK;
+        int64_t block = tables[sequences[row] * table_width + positions[row] / BLOCK], token = positions[row] % BLOCK;
         float key[head];
         for (int64_t group = 0; group < groups; group++) {
             const float *from = mixed + (row * groups + group) * (sharers + 2) * head;
@@ -199,14 +301,15 @@ LEVELS static void store_rows(float *queries, float *keys, float *values, const 
 /* Queries out of the fused projection, turned; keys and values into their places of the cache.
 
    mixed [rows, groups, sharers + 2, head]; queries [rows, groups, sharers, head]; keys [blocks, groups, head, BLOCK];
-   values [blocks, groups, BLOCK, head]; rotary [positions, 2, head / 2]; places: block * BLOCK + token, a row each. */
+   values [blocks, groups, BLOCK, head]; rotary [positions, 2, head / 2]; tables and so on as in hf_attend. */
 void hf_store(float *queries, float *keys, float *values, const float *mixed, const float *rotary,
-              const int64_t *positions, const int64_t *places, int64_t rows, int64_t groups, int64_t sharers,
-              int64_t head, const float *query_norm, const float *key_norm, float eps, float centre) {
-#pragma omp parallel for schedule(static) if (rows * groups * head > 2048)
-    for (int64_t part = 0; part < PARTS; part++)
-        store_rows(queries, keys, values, mixed, rotary, positions, places, part * rows / PARTS,
-                   (part + 1) * rows / PARTS, groups, sharers, head, query_norm, key_norm, eps, centre);
+              const int32_t *tables, int64_t table_width, const int64_t *sequences, const int64_t *positions,
+              int64_t rows, int64_t groups, int64_t sharers, int64_t head, const float *query_norm,
+              const float *key_norm, float eps, float centre) {
+#pragma omp for schedule(static)
+    for (int64_t begin = 0; begin < rows; begin += FEW)
+        store_rows(queries, keys, values, mixed, rotary, tables, table_width, sequences, positions, begin,
+                   begin + FEW < rows ? begin + FEW : rows, groups, sharers, head, query_norm, key_norm, eps, centre);
 }
 
 /* How attention of a layer is scored. */
@@ -224,11 +327,6 @@ typedef struct {
     const int32_t *next_table; /* of who is next, from the first block that is seen */
     int64_t next_blocks;
 } stream;
-
-/* Into the second cache: for the first, there are too many lines on their way. */
-INLINE void fetch(const float *from, int count) {
-    for (int i = 0; i < count; i += 16) __builtin_prefetch(from + i, 0, 2);
-}
 
 /* Scores of some queries with the tokens of one block; those that a query does not see are -INFINITY. */
 INLINE void score_block(float *scores, const float *queries, const float *keys, const int32_t *positions, int first,
@@ -409,7 +507,7 @@ void hf_attend(float *outs, const float *queries, const float *keys, const float
                     positions, rows,    groups, sharers, head,   {scale, softcap, window}};
     /* Rows that one load of the keys serves, where they are of one sequence. */
     int64_t together = sharers < COLUMNS ? COLUMNS / sharers : 1, tiles = (rows + together - 1) / together;
-#pragma omp parallel for schedule(dynamic, 2) if (rows * groups > 1)
+#pragma omp for schedule(dynamic, 2)
     for (int64_t item = 0; item < tiles * groups; item++) {
         int64_t group = item % groups, row = item / groups * together;
         int64_t end = row + together < rows ? row + together : rows;
@@ -418,6 +516,117 @@ void hf_attend(float *outs, const float *queries, const float *keys, const float
             while (row + count < end && sequences[row + count] == sequences[row]) count++;
             attend_rows(&w, row, count, group, row + count);
         }
+    }
+}
+
+/* A layer's weights, norms, and how its attention is scored; NULL: it has none. Matrices as hf_multiply wants them. */
+typedef struct {
+    const float *input_norm, *qkv, *qkv_bias, *query_norm, *key_norm, *projection, *attention_norm;
+    const float *mlp_norm, *gate_up, *down, *output_norm;
+    scoring how;
+} layer;
+
+/* What is the same in all layers. */
+typedef struct {
+    int64_t hidden, groups, sharers, head, inner; /* widths; inner: of the activations within the MLP */
+    int64_t activation;                           /* GATED_SILU or GATED_GELU */
+    const float *rotary;
+    float eps, centre;
+} shape;
+
+/* Tokens to be computed. */
+typedef struct {
+    int64_t rows, table_width;
+    const int64_t *sequences, *positions;
+    const int32_t *tables;
+    float *cache; /* of each layer all keys, then all values */
+    int64_t stride; /* floats from a layer's keys to its values, and on to the next layer's keys */
+    float *hidden, *product; /* [rows, shape.hidden] */
+    float *space; /* [rows, space_width] for what lies between */
+} step;
+
+/* Numbers of a row that lie between hidden and product. */
+static int64_t space_width(const shape *f) {
+    return f->hidden + (3 * f->sharers + 2) * f->groups * f->head + f->inner;
+}
+
+/* Half a layer, attention or MLP: adds the product of the half before, where there is one, leaves its own. */
+static void half_layer(const shape *f, const layer *l, const step *s, int64_t half) {
+    const float *before = half ? s->product : NULL;
+    int64_t queries_width = f->groups * f->sharers * f->head, mixed_width = queries_width + 2 * f->groups * f->head;
+    float *normed = s->space, *mixed = normed + s->rows * f->hidden, *queries = mixed + s->rows * mixed_width;
+    float *context = queries + s->rows * queries_width, *inner = context + s->rows * queries_width;
+    float *keys = s->cache + half / 2 * 2 * s->stride, *values = keys + s->stride;
+    l += half / 2;
+    if (half % 2) {
+        hf_add_norm(normed, s->hidden, before, l->attention_norm, l->mlp_norm, NULL, s->rows, f->hidden, f->eps,
+                    f->centre);
+        hf_multiply(inner, normed, l->gate_up, NULL, s->rows, f->hidden, f->inner, f->activation);
+        hf_multiply(s->product, inner, l->down, NULL, s->rows, f->inner, f->hidden, PLAIN);
+        return;
+    }
+    hf_add_norm(normed, s->hidden, before, half ? l[-1].output_norm : NULL, l->input_norm, NULL, s->rows, f->hidden,
+                f->eps, f->centre);
+    hf_multiply(mixed, normed, l->qkv, l->qkv_bias, s->rows, f->hidden, mixed_width, PLAIN);
+    hf_store(queries, keys, values, mixed, f->rotary, s->tables, s->table_width, s->sequences, s->positions, s->rows,
+             f->groups, f->sharers, f->head, l->query_norm, l->key_norm, f->eps, f->centre);
+    hf_attend(context, queries, keys, values, s->tables, s->table_width, s->sequences, s->positions, s->rows,
+              f->groups, f->sharers, f->head, l->how.scale, l->how.softcap, l->how.window);
+    hf_multiply(s->product, context, l->projection, NULL, s->rows, queries_width, f->hidden, PLAIN);
+}
+
+/* Where the rows of a thread begin, so that a sequence's rows, which look at one another, are all of one thread. */
+static int64_t border(const step *s, int64_t thread, int64_t threads) {
+    int64_t row = thread * s->rows / threads / TILE * TILE;
+    while (row > 0 && row < s->rows && s->sequences[row] == s->sequences[row - 1]) row++;
+    return row;
+}
+
+/* Whether there is enough for each thread, and about the same, when sequences are dealt out. */
+static int is_divisible(const step *s, int64_t threads) {
+    if (s->rows < 2 * TILE * threads) return 0;
+    for (int64_t thread = 0; thread < threads; thread++) {
+        int64_t begin = border(s, thread, threads), end = thread + 1 < threads ? border(s, thread + 1, threads) : s->rows;
+        if (4 * (end - begin) * threads > 5 * s->rows) return 0;
+    }
+    return 1;
+}
+
+/* Half layers from first to last, each of which leaves in product what the next one, or hf_output, adds to hidden: where
+   a weight is shared among ranks, their sum has to come between.
+
+   With many rows each thread computes some of them from first to last, by itself, and waits for nobody. With few, or
+   few sequences, all threads share each operation: the weights are read once only. */
+void hf_layers(const shape *f, const layer *layers, const step *s, int64_t first, int64_t last) {
+    int64_t threads = omp_get_max_threads();
+    if (threads == 1 || !is_divisible(s, threads)) {
+#pragma omp parallel
+        for (int64_t half = first; half < last; half++) half_layer(f, layers, s, half);
+        return;
+    }
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t thread = 0; thread < threads; thread++) {
+        int64_t begin = border(s, thread, threads), end = thread + 1 < threads ? border(s, thread + 1, threads) : s->rows;
+        step part = *s;
+        part.rows = end - begin;
+        part.sequences += begin;
+        part.positions += begin;
+        part.hidden += begin * f->hidden;
+        part.product += begin * f->hidden;
+        part.space += begin * space_width(f);
+#pragma omp parallel num_threads(1)
+        for (int64_t half = first; half < last; half++) half_layer(f, layers, &part, half);
+    }
+}
+
+/* What follows the layers: chosen rows of hidden plus product, normalized, times the output weight; see hf_add_norm and
+   hf_multiply. sums: [rows, shape.hidden]. Without an output weight sums are the result, and without norms the sum. */
+void hf_output(float *out, float *sums, const shape *f, float *hidden, const float *product, const float *product_norm,
+               const float *norm, const float *weight, const int64_t *chosen, int64_t rows, int64_t outputs) {
+#pragma omp parallel
+    {
+        hf_add_norm(sums, hidden, product, product_norm, norm, chosen, rows, f->hidden, f->eps, f->centre);
+        if (weight) hf_multiply(out, sums, weight, NULL, rows, f->hidden, outputs, PLAIN);
     }
 }
 
@@ -441,6 +650,9 @@ INLINE floats noise(uint64_t key, int64_t column) {
     floats exponential = ((w - 1.0f) + u) / w - log_of(w);
     return -log_of(exponential);
 }
+
+/* What stands in the place of a token that could not be sampled; see sampling.py. */
+enum { NOT_FINITE = -1, NOTHING_LEFT = -2 };
 
 LEVELS static void sample_row(double *found, int64_t rows, const float *from, int64_t key, float temperature,
                               int is_greedy, int64_t real, int64_t first) {
@@ -487,6 +699,37 @@ void hf_sample(double *found, const float *logits, const int64_t *keys, const fl
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t row = 0; row < rows; row++)
         sample_row(found + row, rows, logits + row * width, keys[row], temperatures[row], greedy[row], real, first);
+}
+
+/* The logarithm of the sum of exponentials over all ranks, of which each has its largest and its sum beside that. */
+static double normalizer(const double *largest, const double *totals, int64_t ranks, int64_t stride) {
+    double top = largest[0], total = 0;
+    for (int64_t rank = 1; rank < ranks; rank++) {
+        double other = largest[rank * stride];
+        top = other > top || isnan(other) ? other : top;
+    }
+    for (int64_t rank = 0; rank < ranks; rank++)
+        if (totals[rank * stride] != 0) total += totals[rank * stride] * exp(largest[rank * stride] - top);
+    return top + log(total);
+}
+
+/* The winners of all ranks' candidates: tokens, log_probs and sampled_log_probs [rows] of sampling.py, where the same is
+   written in torch. candidates [ranks, lines, rows]: the 6 lines of hf_sample, or also the candidate's edited logit and
+   the largest edited one. */
+void hf_settle(int64_t *tokens, float *log_probs, float *sampled_log_probs, const double *candidates,
+               const uint8_t *greedy, int64_t ranks, int64_t lines, int64_t rows) {
+    const int64_t stride = lines * rows;
+    for (int64_t row = 0; row < rows; row++) {
+        const double *first = candidates + row, *best = first;
+        for (const double *each = first; each < first + ranks * stride; each += stride)
+            if (each[0] > best[0]) best = each;
+        int64_t edited = lines == 6 ? 2 : 6;
+        double all = normalizer(first + 3 * rows, first + 4 * rows, ranks, stride);
+        double kept = normalizer(first + (edited + 1) * rows, first + 5 * rows, ranks, stride);
+        tokens[row] = !isfinite(all) ? NOT_FINITE : best[0] == -INFINITY ? NOTHING_LEFT : (int64_t)best[rows];
+        log_probs[row] = (float)(best[2 * rows] - all);
+        sampled_log_probs[row] = greedy[row] ? 0.0f : (float)(best[edited * rows] - kept);
+    }
 }
 
 LEVELS static void sum_row(double *to, const float *from, float floor, float top, uint32_t prefix, int64_t width,

@@ -12,11 +12,47 @@ from typing import Any
 import torch  # noqa: F401  (its OpenMP has to be there first, so that kernels and matrix products share threads)
 
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class Layer(ctypes.Structure):
+    """``layer`` of kernels.c."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("input_norm", "qkv", "qkv_bias", "query_norm", "key_norm", "projection")),
+        *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "gate_up", "down", "output_norm")),
+        *(("scale", _FLOAT), ("softcap", _FLOAT), ("window", _INTEGER)),
+    ]
+
+
+class Shape(ctypes.Structure):
+    """``shape`` of kernels.c."""
+
+    _fields_ = [
+        *((name, _INTEGER) for name in ("hidden", "groups", "sharers", "head", "inner", "activation")),
+        *(("rotary", _POINTER), ("eps", _FLOAT), ("centre", _FLOAT)),
+    ]
+
+
+class Step(ctypes.Structure):
+    """``step`` of kernels.c."""
+
+    _fields_ = [
+        *(("rows", _INTEGER), ("table_width", _INTEGER)),
+        *((name, _POINTER) for name in ("sequences", "positions", "tables", "cache")),
+        *(("stride", _INTEGER), ("hidden", _POINTER), ("product", _POINTER), ("space", _POINTER)),
+    ]
+
+
+_TABLES = [_POINTER, _INTEGER, _POINTER, _POINTER]
 _SIGNATURES: dict[str, list[Any]] = {
-    "hf_rms_norm": [_POINTER] * 3 + [_INTEGER] * 2 + [_FLOAT] * 2,
-    "hf_store": [_POINTER] * 7 + [_INTEGER] * 4 + [_POINTER] * 2 + [_FLOAT] * 2,
-    "hf_attend": [_POINTER] * 5 + [_INTEGER] + [_POINTER] * 2 + [_INTEGER] * 4 + [_FLOAT] * 2 + [_INTEGER],
+    "hf_add_norm": [_POINTER] * 6 + [_INTEGER] * 2 + [_FLOAT] * 2,
+    "hf_multiply": [_POINTER] * 4 + [_INTEGER] * 4,
+    "hf_store": [_POINTER] * 5 + _TABLES + [_INTEGER] * 4 + [_POINTER] * 2 + [_FLOAT] * 2,
+    "hf_attend": [_POINTER] * 4 + _TABLES + [_INTEGER] * 4 + [_FLOAT] * 2 + [_INTEGER],
+    "hf_layers": [_POINTER] * 3 + [_INTEGER] * 2,
+    "hf_output": [_POINTER] * 9 + [_INTEGER] * 2,
     "hf_sample": [_POINTER] * 5 + [_INTEGER] * 4,
+    "hf_settle": [_POINTER] * 5 + [_INTEGER] * 3,
     "hf_sum_by_digit": [_POINTER] * 5 + [_INTEGER] * 3,
 }
 

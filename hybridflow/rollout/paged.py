@@ -27,6 +27,7 @@ class PagedCache:
     Attributes:
         keys: One tensor for each local layer, ``[blocks, groups/tp, head, BLOCK_TOKENS]``.
         values: As ``keys``, ``[blocks, groups/tp, BLOCK_TOKENS, head]``.
+        stride: Elements from a layer's keys to its values, and from there to the next layer's keys.
     """
 
     def __init__(self, model: Transformer, num_blocks: int, device: torch.device) -> None:
@@ -34,6 +35,7 @@ class PagedCache:
         dtype = model.config.params_dtype
         shape = (2 * len(model.decoder.layers), num_blocks, groups, head * BLOCK_TOKENS)
         pool = _empty_pool(shape, dtype, device)
+        self.stride = pool.stride(0)
         self.keys = list(pool[::2].unflatten(-1, (head, BLOCK_TOKENS)))
         self.values = list(pool[1::2].unflatten(-1, (BLOCK_TOKENS, head)))
 
@@ -81,9 +83,6 @@ class PagedAttention:
         tables: Blocks of each sequence, ``[sequences, blocks]`` int32, on the device.
         sequences: Which sequence each token is of, ``[tokens]`` int64, tokens of one sequence side by side.
         positions: Position of each token in its sequence, ``[tokens]`` int64, rising within a sequence.
-
-    Attributes:
-        places: Where each token's key and value go: block times ``BLOCK_TOKENS``, plus the place in it, ``[tokens]``.
     """
 
     def __init__(self, cache: PagedCache, tables: Tensor, sequences: Tensor, positions: Tensor) -> None:
@@ -91,13 +90,12 @@ class PagedAttention:
         self.tables = tables
         self.sequences = sequences
         self.positions = positions
-        self.places = tables[sequences, positions // BLOCK_TOKENS].long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
         self._parts: list[_Part] | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """As ``PackedAttention.attend``."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        block, token = self.places // BLOCK_TOKENS, self.places % BLOCK_TOKENS
+        block, token = self.tables[self.sequences, self.positions // BLOCK_TOKENS].long(), self.positions % BLOCK_TOKENS
         keys[block, :, :, token] = key
         values[block, :, token] = value
         if self._parts is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +37,8 @@ FAILURES = {
 MAX_TRIES = 64
 """Candidates for one token that may each complete a bad text."""
 
+_Integers = TypeVar("_Integers", Tensor, np.ndarray)
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = (1 << 64) - 1
@@ -57,7 +60,7 @@ def sequence_key(seed: int, purpose: str, draw: int, index: int) -> int:
     return _signed(key)
 
 
-def row_keys(keys: Tensor, positions: Tensor) -> Tensor:
+def row_keys(keys: _Integers, positions: _Integers) -> _Integers:
     """The keys of tokens at given positions of sequences with given keys, ``[rows]`` int64 each."""
     return _mix(_mix(keys) + positions)
 
@@ -154,10 +157,10 @@ class Sampler:
         """
         columns = Columns(logits.shape[-1], self._group, self._vocab_size)
         rows = self._rows(slots.numpy(), positions.numpy(), known)
-        is_greedy = rows.tensor("is_greedy").bool()
+        is_greedy = rows.tensor("is_greedy")
         special = np.flatnonzero(rows.values["is_special"])
         # Of rows that are gone over again only the sums are of use: no noise is made for them.
-        is_quiet = rows.tensor("is_greedy") | rows.tensor("is_special")
+        is_quiet = is_greedy | rows.tensor("is_special")
         found = _find(logits, rows.tensor("key"), rows.tensor("temperature"), is_quiet, columns)
         if not len(special):
             return _settle(gather_over(self._group, found), is_greedy)
@@ -170,7 +173,7 @@ class Sampler:
 
     def _rows(self, slots: np.ndarray, positions: np.ndarray, known: np.ndarray | None) -> Rows:
         values = self._slots[slots]
-        values["key"] = row_keys(torch.from_numpy(values["key"].copy()), torch.from_numpy(positions)).numpy()
+        values["key"] = row_keys(values["key"], positions)
         return Rows(slots=slots, positions=positions, values=values, known=known, device=self._device)
 
     def _try_others(
@@ -204,7 +207,7 @@ class Sampler:
                 return
             forbidden += [(int(rows.slots[row]), tokens[row]) for row in asked.tolist()]
             self._find_special(found, logits, rows, asked, columns, forbidden)
-            is_greedy = rows.tensor("is_greedy").bool()[where]
+            is_greedy = rows.tensor("is_greedy")[where]
             other = _settle(gather_over(self._group, found[:, where]), is_greedy)
             sampled.tokens[where] = other.tokens
             sampled.log_probs[where] = other.log_probs
@@ -289,6 +292,19 @@ def _find_in_torch(scaled: Tensor, keys: Tensor, is_quiet: Tensor, columns: Colu
 
 def _settle(candidates: Tensor, is_greedy: Tensor) -> Sampled:
     """The winners of all ranks' candidates, ``[tp, 6 or 8, rows]``; see ``_find`` and ``Sampler._find_special``."""
+    kernels = load_kernels()
+    if kernels is None or candidates.device.type != "cpu":
+        return _settle_in_torch(candidates, is_greedy)
+    candidates, num_rows = candidates.contiguous(), candidates.shape[2]
+    tokens, log_probs, sampled = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows), torch.empty(num_rows)
+    kernels.hf_settle(
+        *(each.data_ptr() for each in (tokens, log_probs, sampled, candidates, is_greedy)), *candidates.shape
+    )
+    return Sampled(tokens, log_probs, sampled)
+
+
+def _settle_in_torch(candidates: Tensor, is_greedy: Tensor) -> Sampled:
+    """As ``_settle``."""
     best, ids, chosen, largest, totals, kept = candidates[:, :6].unbind(1)
     edited, edited_largest = (chosen, largest) if candidates.shape[1] == 6 else candidates[:, 6:].unbind(1)
     winner = best.argmax(0, keepdim=True)
@@ -299,7 +315,7 @@ def _settle(candidates: Tensor, is_greedy: Tensor) -> Sampled:
     tokens = ids.gather(0, winner)[0].long()
     tokens[best.amax(0) == -torch.inf] = NOTHING_LEFT
     tokens[~_normalizer(largest, totals).isfinite()] = NOT_FINITE
-    return Sampled(tokens, log_probs.float(), sampled.masked_fill(is_greedy, 0).float())
+    return Sampled(tokens, log_probs.float(), sampled.masked_fill(is_greedy.bool(), 0).float())
 
 
 def _normalizer(largest: Tensor, totals: Tensor) -> Tensor:
@@ -309,7 +325,7 @@ def _normalizer(largest: Tensor, totals: Tensor) -> Tensor:
     return top + (totals * shares).sum(0).log()
 
 
-def _mix(value: Tensor) -> Tensor:
+def _mix(value: _Integers) -> _Integers:
     """A bijection of 64-bit integers whose output bits all depend on all input bits (the finalizer of SplitMix64)."""
     value = (value ^ _shift(value, 30)) * _signed(_FACTORS[0])
     value = (value ^ _shift(value, 27)) * _signed(_FACTORS[1])
@@ -325,8 +341,8 @@ def _mix_integer(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _shift(value: Tensor, bits: int) -> Tensor:
-    """Logical right shift; torch's own keeps the sign."""
+def _shift(value: _Integers, bits: int) -> _Integers:
+    """Logical right shift; that of signed integers keeps the sign."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hybridflow.checkpoint.formats.registry import open_source
+from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.config import check_cut
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError
@@ -85,7 +85,7 @@ def model_settings(arguments: argparse.Namespace) -> Model:
         ConfigError: There is none, it is no language model, or its context is shorter.
         CheckpointError: The directory is damaged.
     """
-    source = open_source(arguments.model)
+    source = open_model(arguments.model)
     if source.has_value_head:
         raise ConfigError(f"--model {arguments.model}: found a scorer, expected a language model; choose another")
     model = source.model

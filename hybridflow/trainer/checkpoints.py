@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hybridflow.checkpoint.assets import ADAPTER_CONFIG
 from hybridflow.checkpoint.saver import RolePart, Saver, Step
 from hybridflow.checkpoint.store import (
+    BASE,
     Checkpoint,
     clear_leftovers,
     latest_step,
@@ -20,30 +22,44 @@ from hybridflow.checkpoint.store import (
     open_role,
 )
 from hybridflow.checkpoint.training_state import Shares, load_model, load_training
-from hybridflow.config import Recipe
+from hybridflow.config import Recipe, reference_is_base
 from hybridflow.errors import CheckpointError
+from hybridflow.models.adapters import base_spec, factor_spec
+from hybridflow.models.training import Trainable
+from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.reshard.spec import ModelSpec
 from hybridflow.roles.job import Job
 from hybridflow.roles.kept_rollouts import remove_logs
+from hybridflow.roles.peft import adapter_config
+from hybridflow.roles.placed import PlacedModel
 from hybridflow.roles.pretrained import travelling
 from hybridflow.sections import to_dict
 
-MESHES = {"actor": "actor.update", "critic": "critic", "reference": "reference"}
+MESHES = {"actor": "actor.update", "critic": "critic", "cost_critic": "cost_critic", "reference": "reference"}
 """Roles that are saved -> the mesh that holds their weights."""
-
-FROZEN = frozenset({"reference"})
 
 _MUST_MATCH = (
     *("algorithm", "seed", "model", "data", "tokenizer", "rollout", "loss", "kl"),
-    *("advantage", "shaping", "dynamic_sampling", "lagrange", "preference", "cost", "teacher.model", "teacher.top_k"),
-    *("actor.optimizer", "critic.optimizer", "critic.model", "reward.function", "reward.model"),
+    *("advantage", "shaping", "dynamic_sampling", "lagrange", "preference", "teacher.model", "teacher.top_k"),
+    *("actor.optimizer", "actor.lora", "critic.optimizer", "critic.model", "cost_critic.optimizer"),
+    *("cost_critic.model", "reward.function", "reward.model", "cost.function", "cost.model"),
     *("trainer.global_batch_size", "trainer.mini_batch_size"),
 )
 """Keys of the recipe, with all below them, that decide what is learned; a run goes on with the same."""
 
 _MAY_DIFFER = (
-    *("actor.optimizer.lr", "critic.optimizer.lr", "actor.optimizer.distributed", "critic.optimizer.distributed"),
-    *(f"{model}.{key}" for model in ("model", "critic.model") for key in ("path", "vocab_divisible_by", "init_std")),
-    *("reward.model.vocab_divisible_by", "rollout.max_concurrent", "rollout.archive"),
+    *(
+        f"{role}.optimizer.{key}"
+        for role in ("actor", "critic", "cost_critic")
+        for key in ("lr", "min_lr", "distributed")
+    ),
+    *(
+        f"{model}.{key}"
+        for model in ("model", "critic.model", "cost_critic.model")
+        for key in ("path", "vocab_divisible_by", "init_std")
+    ),
+    *(f"{role}.model.vocab_divisible_by" for role in ("reward", "cost", "teacher")),
+    *("actor.lora.path", "rollout.max_concurrent", "rollout.archive"),
     "rollout.cache_memory",
 )
 """What of these may change all the same: where state and padding lie, what only a first start uses, and the rate, which
@@ -132,15 +148,18 @@ def _fingerprint(job: Job, checkpoint: Checkpoint | None, token: str) -> str:
         return str(checkpoint.state.get("rollouts", {}).get("fingerprint", token))
     if recipe.warm_start is not None:
         return token
-    first = ("model.path", "model.init_std")
+    first = ("model.path", "model.init_std", "actor.lora.path")
     told: list[Any] = [
         [key, value]
         for key, value in _keys("", to_dict(recipe))
         if any(f"{key}.".startswith(f"{held}.") for held in _MUST_MATCH) and (key not in _MAY_DIFFER or key in first)
     ]
     told += [job.train.source.sha256, hashlib.sha256(job.tokenizer.path.read_bytes()).hexdigest()]
-    if recipe.model.path is not None:
-        path = Path(recipe.model.path)
+    lora = recipe.actor.lora
+    for name in (recipe.model.path, None if lora is None else lora.path):
+        if name is None:
+            continue
+        path = Path(name)
         # Too long to be read for this; what replaces a file has another time.
         files = [(str(file), file.stat()) for file in sorted(path.rglob("*") if path.is_dir() else [path])]
         told += [[name, status.st_size, status.st_mtime_ns] for name, status in files]
@@ -154,18 +173,56 @@ def load(job: Job, roles: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         CheckpointError: It is damaged, or of other models or problems.
     """
     _check_problems(job, checkpoint)
+    for name, saved in saved_models(job, roles).items():
+        if saved.model is None:
+            continue
+        # What was one with the base until now, and was never changed, begins as that.
+        is_base = name == "reference" and name not in checkpoint.roles and BASE in checkpoint.roles
+        source, place = open_role(checkpoint, BASE if is_base else name), (saved.spec, saved.mesh, job.world.rank)
+        if saved.trainable is None:
+            with saved.model.at_hand(is_written=True):
+                load_model(source, saved.model.transformer, *place)
+        else:
+            load_training(source, saved.trainable, *place)
+
+
+class Saved(NamedTuple):
+    """A model that a checkpoint holds, on one rank.
+
+    Attributes:
+        mesh: Where its weights are.
+        spec: Those of its tensors that are saved.
+        model: This rank's part; None outside the mesh.
+        trainable: Its optimizer; None of a model that is not trained, and outside the mesh.
+        is_frozen: Whether it never changes, and is written once.
+    """
+
+    mesh: DeviceMesh
+    spec: ModelSpec
+    model: PlacedModel | None
+    trainable: Trainable | None
+    is_frozen: bool
+
+
+def saved_models(job: Job, roles: Mapping[str, Any]) -> dict[str, Saved]:
+    """What a checkpoint holds, by name, the same names on every rank.
+
+    Of an actor with adapters these are saved under its name, and the weights below them as ``base``, which is also the
+    reference where that is no model of its own.
+    """
+    found, lora = {}, job.recipe.actor.lora
     for name, mesh in MESHES.items():
         role = roles.get(name)
-        if role is None or role.model is None:
+        if role is None or (name == "reference" and reference_is_base(job.recipe, job.meshes)):
             continue
-        source, place = open_role(checkpoint, name), (role.spec, job.meshes[mesh], job.world.rank)
         trainable = getattr(role, "trainable", None)
-        if trainable is None:
-            load_model(source, role.model.transformer, *place)
-        else:
-            load_training(source, trainable, *place)
-            # The recipe's, which may have been changed.
-            trainable.set_learning_rate(getattr(job.recipe, name).optimizer.lr)
+        saved = Saved(job.meshes[mesh], role.spec, role.model, trainable, is_frozen=name == "reference")
+        if name == "actor" and lora is not None:
+            is_fixed = lora.merge_every == 0
+            found[BASE] = saved._replace(spec=base_spec(role.spec), trainable=None, is_frozen=is_fixed)
+            saved = saved._replace(spec=factor_spec(role.spec))
+        found[name] = saved
+    return found
 
 
 class Checkpoints:
@@ -182,8 +239,9 @@ class Checkpoints:
 
     def __init__(self, job: Job, roles: Mapping[str, Any], start: Begin) -> None:
         trainer, saved = job.recipe.trainer, start.checkpoint
-        frozen = {} if saved is None else {name: saved.roles[name] for name in FROZEN if name in saved.roles}
-        self._job, self._roles = job, roles
+        self._job, self._models = job, saved_models(job, roles)
+        written = {} if saved is None else saved.roles
+        frozen = {name: written[name] for name, each in self._models.items() if each.is_frozen and name in written}
         self._written = set(frozen)
         self._saver = Saver(
             Path(job.recipe.run_dir),
@@ -196,28 +254,30 @@ class Checkpoints:
         )
         self.metrics = self._saver.metrics
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Mapping[str, Any], best: int | None) -> None:
         """Take what this rank is to write, and begin to write it, once the step before is complete.
 
         Args:
             step: Training steps done.
             state: What else the run needs to go on; JSON.
+            best: Step of the checkpoint that stays as the best, see ``store.complete_step``.
 
         Raises:
             HybridflowError: What kept the step before from being written.
         """
         begin_s = time.perf_counter()
         self.finish()
-        names = [name for name in MESHES if name in self._roles and name not in self._written]
-        parts = {name: self._part(name) for name in names if self._roles[name].model is not None}
-        leads = {name: self._job.meshes[MESHES[name]].ranks[0] for name in names}
+        models = {name: each for name, each in self._models.items() if name not in self._written}
+        parts = {name: self._part(name) for name, each in models.items() if each.model is not None}
+        leads = {name: each.mesh.ranks[0] for name, each in models.items()}
         # As text, since the trainer goes on changing it.
         begun = {"recipe": to_dict(self._job.recipe), "problems_sha256": self._job.train.source.sha256}
         whole = json.loads(json.dumps({**begun, **state}))
-        self._saver.save(Step(number=step, state=whole, leads=leads, parts=parts))
-        for name in FROZEN & set(names):
-            self._written.add(name)
-            self._shares.pop(name, None)
+        self._saver.save(Step(number=step, state=whole, best=best, leads=leads, parts=parts))
+        for name, each in models.items():
+            if each.is_frozen:
+                self._written.add(name)
+                self._shares.pop(name, None)
         self.metrics["checkpoint/blocked_s"] = time.perf_counter() - begin_s
 
     def check(self) -> None:
@@ -230,40 +290,41 @@ class Checkpoints:
 
     @functools.cached_property
     def _shares(self) -> dict[str, Shares]:
+        rank = self._job.world.rank
         return {
-            name: Shares(
-                self._roles[name].model.transformer,
-                self._roles[name].spec,
-                self._job.meshes[mesh],
-                self._job.world.rank,
-                getattr(self._roles[name], "trainable", None),
-            )
-            for name, mesh in MESHES.items()
-            if name in self._roles and self._roles[name].model is not None
+            name: Shares(each.model.transformer, each.spec, each.mesh, rank, each.trainable)
+            for name, each in self._models.items()
+            if each.model is not None
         }
 
     def _part(self, name: str) -> RolePart:
-        job, shares = self._job, self._shares[name]
-        mesh = job.meshes[MESHES[name]]
-        is_lead = job.world.rank == mesh.ranks[0]
+        job, shares, saved = self._job, self._shares[name], self._models[name]
+        is_lead = job.world.rank == saved.mesh.ranks[0]
         family, assets = self._travelling[name] if is_lead else (None, {})
+        assert saved.model is not None, "only those that have a part of it write it"
+        with saved.model.at_hand():
+            copied = tuple(shares.copied())
         return RolePart(
-            ranks=mesh.ranks,
+            ranks=saved.mesh.ranks,
             model=job.model_of(name),
-            has_value_head=name == "critic",
-            layout=str(mesh.layout),
-            spec=self._roles[name].spec,
-            shares=tuple(shares.copied()),
+            has_value_head=any(tensor.name == "value_head.weight" for tensor in saved.spec.tensors),
+            layout=str(saved.mesh.layout),
+            spec=saved.spec,
+            shares=copied,
             trained=shares.trained(),
             progress=shares.progress(),
-            is_frozen=name in FROZEN,
+            is_frozen=saved.is_frozen,
             family=family,
             assets=assets,
         )
 
     @functools.cached_property
     def _travelling(self) -> dict[str, tuple[str | None, dict[str, bytes]]]:
-        return {name: travelling(self._job, name) for name in MESHES if name in self._roles}
+        found = {name: travelling(self._job, name) for name in self._models}
+        if self._job.recipe.actor.lora is not None:
+            family, assets = found["actor"]
+            found["actor"] = family, {**assets, ADAPTER_CONFIG: adapter_config(self._job)}
+        return found
 
 
 def check_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch import Tensor
@@ -34,16 +35,17 @@ def copy_weights(job: Job, source: Any, source_mesh: str, target: Any, target_me
         tensors=tuple(tensor for tensor in target.spec.tensors if tensor.name in names),
         num_layers=target.spec.num_layers,
     )
-    Resharder(
-        job.world,
-        shared,
-        WeightHoldings(shared, one),
-        WeightHoldings(shared, other),
-        source_tensors=_tensors(source.model, shared, job.world.rank),
-        target_tensors=_tensors(target.model, shared, job.world.rank),
-        # For a single copy it does not pay to open the source's memory to the node.
-        transport="torch",
-    ).run()
+    with contextlib.nullcontext() if target.model is None else target.model.at_hand(is_written=True):
+        Resharder(
+            job.world,
+            shared,
+            WeightHoldings(shared, one),
+            WeightHoldings(shared, other),
+            source_tensors=_tensors(source.model, shared, job.world.rank),
+            target_tensors=_tensors(target.model, shared, job.world.rank),
+            # For a single copy it does not pay to open the source's memory to the node.
+            transport="torch",
+        ).run()
 
 
 def _tensors(model: PlacedModel | None, spec: ModelSpec, rank: int) -> dict[str, Tensor] | None:

@@ -8,11 +8,12 @@ from hybridflow.checkpoint.store import latest_step
 from hybridflow.config import Recipe
 from hybridflow.data.arithmetic import ensure_files
 from hybridflow.data.pieces import train_tokenizer
+from hybridflow.data.preferences import check_imitable, encode_responses, pairs_of, read_preferences
 from hybridflow.data.prompts import Example, PromptSource, encode_prompts, encode_solutions, read_examples
 from hybridflow.data.tokenizer import Tokenizer, check_same_pieces, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.world import World
-from hybridflow.roles.job import Job, Problems
+from hybridflow.roles.job import READERS, Job, Problems
 from hybridflow.trainer.plan import JobPlan
 
 TOKENIZER_FILE = "tokenizer.model"
@@ -32,14 +33,20 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
     path = _tokenizer_path(recipe)
     if world.rank == 0:
         if data.arithmetic is not None:
-            ensure_files(data.arithmetic, train=data.train, held_out=data.held_out)
+            has_preferences = recipe.preset.has_preferences
+            ensure_files(data.arithmetic, train=data.train, held_out=data.held_out, has_preferences=has_preferences)
         # Before the first checkpoint, what is there may have been trained for another run.
         if path is None and latest_step(Path(recipe.run_dir)) is None:
             _train(recipe)
     world.coordinator(plan.meshes["job"].ranks).barrier("data and tokenizer")
     tokenizer = open_tokenizer(_trained_tokenizer(recipe) if path is None else path)
     _check_vocabularies(recipe, tokenizer)
-    train, held_out = read_examples(data.train, data), read_examples(data.held_out, data)
+    train, held_out = _examples(recipe, data.train), _examples(recipe, data.held_out)
+    context, has_preferences = recipe.model.max_context, recipe.preset.has_preferences
+    is_imitating = recipe.warm_start is not None or recipe.algorithm == "sft"
+    if has_preferences and is_imitating:
+        check_imitable(train, data)
+    judged = [encode_responses(each, tokenizer, max_context=context) for each in (train, held_out)]
     return Job(
         world=world,
         recipe=recipe,
@@ -48,12 +55,18 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
         train=Problems(
             source=PromptSource(examples=train, seed=recipe.seed),
             prompts=_prompts(recipe, tokenizer, train),
-            solutions=encode_solutions(train, tokenizer, max_context=recipe.model.max_context)
-            if recipe.warm_start is not None
-            else (),
+            solutions=encode_solutions(train, tokenizer, max_context=context) if is_imitating else (),
+            responses=judged[0],
         ),
-        held_out=tuple(zip(held_out, _prompts(recipe, tokenizer, held_out), strict=True)),
+        held_out=() if has_preferences else tuple(zip(held_out, _prompts(recipe, tokenizer, held_out), strict=True)),
+        held_out_pairs=pairs_of(judged[1], data.held_out) if has_preferences else (),
     )
+
+
+def _examples(recipe: Recipe, path: str) -> tuple[Example, ...]:
+    if recipe.preset.has_preferences:
+        return read_preferences(path, recipe.data, is_paired=recipe.preset.is_paired)
+    return read_examples(path, recipe.data)
 
 
 def _prompts(recipe: Recipe, tokenizer: Tokenizer, examples: tuple[Example, ...]) -> tuple[tuple[int, ...], ...]:
@@ -78,7 +91,7 @@ def _tokenizer_path(recipe: Recipe) -> Path | None:
 
 
 def _check_vocabularies(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    for key, model in {name: recipe.model_of(name) for name in ("actor", "critic", "reward")}.items():
+    for key, model in {name: recipe.model_of(name) for name in READERS}.items():
         prefix = "model" if model is recipe.model else f"{key}.model"
         if model.vocab_size is not None and model.vocab_size < tokenizer.vocab_size:
             raise ConfigError(
@@ -95,8 +108,9 @@ def _trained_tokenizer(recipe: Recipe) -> Path:
 
 
 def _train(recipe: Recipe) -> None:
-    examples = read_examples(recipe.data.train, recipe.data)
-    lines = ["".join((example.prompt, *example.turns)) for example in examples]
+    examples = _examples(recipe, recipe.data.train)
+    texts = [(*example.turns, *(judged.text for judged in example.responses)) for example in examples]
+    lines = ["".join((example.prompt, *text)) for example, text in zip(examples, texts, strict=True)]
     path = _trained_tokenizer(recipe)
     path.parent.mkdir(parents=True, exist_ok=True)
     train_tokenizer(lines, path=path, vocab_size=recipe.tokenizer.vocab_size)

@@ -8,33 +8,58 @@ from dataclasses import dataclass
 from hybridflow.config import Recipe, role_meshes
 from hybridflow.dataflow.compiler import compile_flow
 from hybridflow.dataflow.graph import Flow
-from hybridflow.dataflow.schedule import Branch, Call, Instruction, Loop, rank_sets, walk
+from hybridflow.dataflow.schedule import Branch, Call, Instruction, Loop, project, rank_sets, role_ranks, walk
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.plan import participants
+from hybridflow.trainer.ahead import WORKING_AHEAD, compile_ahead, sampling_mesh, with_versions
 from hybridflow.trainer.recipes import (
     cispo,
+    dapo,
+    distill,
+    dpo,
     dr_grpo,
     grpo,
     gspo,
+    ipo,
+    kto,
     opo,
     ppo,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
+    remax,
+    reward_model,
     rloo,
+    safe_rlhf,
+    sft,
 )
-from hybridflow.trainer.recipes.nodes import VALIDATION, WARM_START, with_environment, without
+from hybridflow.trainer.recipes.nodes import (
+    VALIDATION,
+    VALIDATION_OF_PAIRS,
+    WARM_START,
+    with_environment,
+    without,
+)
 
 STEPS = {
     "ppo": ppo.STEP,
     "grpo": grpo.STEP,
     "dr-grpo": dr_grpo.STEP,
+    "dapo": dapo.STEP,
     "gspo": gspo.STEP,
     "cispo": cispo.STEP,
     "rloo": rloo.STEP,
     "reinforce++": reinforce_plus_plus.STEP,
     "reinforce++-baseline": reinforce_plus_plus_baseline.STEP,
+    "remax": remax.STEP,
     "opo": opo.STEP,
+    "sft": sft.STEP,
+    "reward-model": reward_model.STEP,
+    "dpo": dpo.STEP,
+    "ipo": ipo.STEP,
+    "kto": kto.STEP,
+    "safe-rlhf": safe_rlhf.STEP,
+    "distill": distill.STEP,
 }
 """Algorithm -> the flow of one training step, with all that it may need."""
 
@@ -46,25 +71,38 @@ class JobPlan:
     """A recipe, compiled.
 
     Attributes:
-        meshes: Name -> mesh. Beside those of roles: ``job``, all ranks.
+        meshes: Name -> mesh. Beside those of roles: ``job``, all ranks; and ``sampling``, those that work ahead.
         warm_start: Supervised training before reinforcement learning; empty without one.
-        validation: Greedy answers to the held-out problems, judged.
+        validation: Greedy answers to the held-out problems, judged; of preferences, the held-out pairs compared.
+        fill: The first batches, where they are made ahead of the steps that learn from them; else empty.
         train: The loop over training steps.
     """
 
     meshes: Mapping[str, DeviceMesh]
     warm_start: Program
     validation: Program
+    fill: Program = ()
     train: Program
 
     @property
     def whole(self) -> Program:
         """All that the job does, in order."""
-        return self.warm_start + self.validation + self.train + self.validation
+        return self.warm_start + self.validation + self.fill + self.train + self.validation
+
+    def schedule(self, program: Program, rank: int) -> Program:
+        """What a rank does of one of the programs.
+
+        A rank that only generates changes phase with those that learn, also where it is not called; but in the warm
+        start, before which nothing was generated.
+        """
+        parts = program if program == self.warm_start else self.whole[len(self.warm_start) :]
+        return project(program, rank, self.meshes, role_ranks(parts, self.meshes))
 
     def rank_sets(self) -> tuple[tuple[int, ...], ...]:
         """Sets of ranks that exchange messages beside those of a model: for moves, decisions and copies of weights."""
         sets = dict.fromkeys(rank_sets(self.whole, self.meshes))
+        # What was sampled is dealt anew among those who sample.
+        sets[tuple(sorted(self.meshes["actor.rollout"].ranks))] = None
         for name in ("actor.rollout", "reference", "critic", "cost_critic"):
             if name in self.meshes:
                 sets[participants(self.meshes["actor.update"], self.meshes[name])] = None
@@ -81,12 +119,23 @@ def step_flow(recipe: Recipe) -> Flow:
             flow = without(flow, column, role="advantage")
     if recipe.is_on_policy:
         flow = without(flow, "old_log_probs")
-    return flow if recipe.rollout.environment is None else with_environment(flow)
+    if recipe.teacher is not None and recipe.teacher.top_k == 0:
+        flow = without(flow, "teacher_ids")
+    return _with_columns(recipe, flow)
 
 
 def validation_flow(recipe: Recipe) -> Flow:
     """How what is trained is judged on what was held out."""
-    return VALIDATION if recipe.rollout.environment is None else with_environment(VALIDATION)
+    if recipe.preset.has_preferences:
+        return VALIDATION_OF_PAIRS if recipe.has_reference else without(VALIDATION_OF_PAIRS, "ref_log_probs")
+    return _with_columns(recipe, VALIDATION)
+
+
+def _with_columns(recipe: Recipe, flow: Flow) -> Flow:
+    """The flow with what else this recipe's sampler gives."""
+    if recipe.trainer.max_staleness > 0:
+        flow = with_versions(flow)
+    return flow if recipe.rollout.environment is None else with_environment(flow)
 
 
 def placement_warnings(meshes: Mapping[str, DeviceMesh]) -> tuple[str, ...]:
@@ -118,25 +167,32 @@ def plan_job(recipe: Recipe) -> JobPlan:
         ranks=everyone,
         ranks_per_node=rollout.ranks_per_node,
     )
+    if recipe.trainer.max_staleness > 0:
+        meshes[WORKING_AHEAD] = sampling_mesh(meshes)
     validation = compile_flow(validation_flow(recipe), meshes)
-    step = compile_flow(step_flow(recipe), meshes)
-    finish = Call("trainer.finish_step", "trainer", "finish_step", "job")
-    save = Branch("save", "job", (Call("trainer.save", "trainer", "save", "job"),))
-    sample, experience, update = _cut(step)
-    learn = (*update, Branch("validate", "job", validation), finish, save)
+    fill, turn = _turn(recipe, meshes, validation)
     return JobPlan(
         meshes=meshes,
         warm_start=compile_flow(WARM_START, meshes) if recipe.warm_start is not None else (),
         validation=validation,
-        train=(
-            Loop(
-                "train_step",
-                "job",
-                # Until the weights change, a step can be left as if it had never begun.
-                (*sample, Branch("go_on", "job", (*experience, Branch("go_on_to_update", "job", learn)))),
-            ),
-        ),
+        fill=fill,
+        train=(Loop("train_step", "job", turn),),
     )
+
+
+def _turn(recipe: Recipe, meshes: Mapping[str, DeviceMesh], validation: Program) -> tuple[Program, Program]:
+    """What comes before the training steps, and one of them."""
+    finish = Call("trainer.finish_step", "trainer", "finish_step", "job")
+    save = Branch("save", "job", (Call("trainer.save", "trainer", "save", "job"),))
+    end = (Branch("validate", "job", validation), finish, save)
+    # Until the weights change, a step can be left as if it had never begun.
+    if recipe.trainer.max_staleness > 0:
+        ahead = compile_ahead(step_flow(recipe), meshes)
+        turn = (*ahead.hand_over, *ahead.sample, *ahead.learn, *end)
+        return ahead.fill, (Branch("go_on_to_update", "job", turn),)
+    sample, experience, update = _cut(compile_flow(step_flow(recipe), meshes))
+    learn = Branch("go_on_to_update", "job", (*update, *end))
+    return (), (*sample, Branch("go_on", "job", (*experience, learn)))
 
 
 def _cut(step: Program) -> tuple[Program, Program, Program]:

@@ -7,10 +7,15 @@ from typing import Any
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
+from hybridflow.roles.given import Given
+from hybridflow.roles.groups import make_groups
 from hybridflow.roles.job import Job
+from hybridflow.roles.offline_actor import OfflineActor
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
 from hybridflow.roles.reward_model import RewardModel
+from hybridflow.roles.rollout_buffer import RolloutBuffer
+from hybridflow.roles.teacher import Teacher
 
 
 def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
@@ -19,13 +24,25 @@ def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
     Collective: all ranks.
     """
     recipe = job.recipe
-    roles: dict[str, Any] = {"actor": Actor(job, kl_coef)}
+    is_offline = recipe.preset.is_offline
+    roles: dict[str, Any] = {"actor": OfflineActor(job, kl_coef) if is_offline else Actor(job, kl_coef)}
     if recipe.has_reference:
-        roles["reference"] = Reference(job)
-    if "reward" in recipe.preset.reads:
-        roles["reward"] = Reward(job) if recipe.reward.model is None else RewardModel(job)
+        roles["reference"] = Reference(job, roles["actor"])
+    for name in ("reward", "cost"):
+        if name in recipe.preset.reads:
+            roles[name] = Reward(job, name) if getattr(recipe, name).model is None else RewardModel(job, name)
+    if recipe.teacher is not None:
+        roles["teacher"] = Teacher(job)
+    if is_offline:
+        roles["given"] = Given(job)
     if "loss" in recipe.preset.reads:
         roles["advantage"] = Advantage(job, kl_coef)
-    if recipe.critic is not None:
-        roles["critic"] = Critic(job)
+    groups = make_groups(job)
+    if groups is not None:
+        roles["groups"] = groups
+    for name in ("critic", "cost_critic"):
+        if getattr(recipe, name) is not None:
+            roles[name] = Critic(job, name)
+    if recipe.trainer.max_staleness > 0:
+        roles["buffer"] = RolloutBuffer(job)
     return roles

@@ -7,21 +7,38 @@ from typing import Any
 
 PHASE_OF = {
     "actor.sample": "rollout",
+    "given.solutions": "data",
+    "given.pairs": "data",
+    "given.completions": "data",
+    "given.held_out_pairs": "validation",
+    "reference.judge": "validation",
+    "actor.judge": "validation",
     "actor.answer": "validation",
     "reward.score": "reward",
     "reward.judge": "validation",
+    "cost.score": "reward",
+    "teacher.top": "teacher",
     "actor.log_probs": "log_probs",
     "reference.log_probs": "log_probs",
+    "reference.mismatched_log_probs": "log_probs",
     "critic.values": "values",
-    "advantage.ppo": "advantage",
-    "advantage.grpo": "advantage",
+    "groups.keep": "rollout",
+    "groups.take": "rollout",
+    "cost_critic.values": "values",
     "critic.update": "update",
+    "cost_critic.update": "update",
     "actor.update": "update",
+    "actor.distill": "update",
     "trainer.save": "save",
 }
+_ADVANTAGES = (
+    *("ppo", "safe", "grpo", "dr_grpo", "rloo", "opo", "remax"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+)
+PHASE_OF |= {f"advantage.{call}": "advantage" for call in _ADVANTAGES}
 """Call -> the phase under which its time is shown; another one is shown by its own name."""
 
-CONTROL_CALLS = ("trainer.finish_step",)
+CONTROL_CALLS = ("trainer.finish_step", "buffer.put", "buffer.take")
 """Calls that compute nothing of the algorithm."""
 
 

@@ -33,16 +33,18 @@ class Stopping:
     Args:
         world: This rank and the others.
         earlier: The run's starts before this one, which may have measured how long saving takes.
+        works_ahead: Whether a rollout goes on beside the update, and is no part of what comes before it.
 
     Attributes:
         reason: Why the job stops, once ranks have agreed that it does: all of them, or those of a rollout's replica.
         job_end_s: Unix time of the job's end, in seconds; known to the lowest rank alone, and there None without one.
     """
 
-    def __init__(self, world: World, earlier: Iterable[StartRecord] = ()) -> None:
+    def __init__(self, world: World, earlier: Iterable[StartRecord] = (), *, works_ahead: bool = False) -> None:
         self.reason: str | None = None
         self.job_end_s = find_job_end() if world.rank == 0 else None
         self._watch = world.watch
+        self._works_ahead = works_ahead
         self._began_s = self._asked_s = time.time()
         self._saves_s = [record.save_s for record in earlier if record.save_s is not None][-_NUM_SAVES:]
         self._blocked_s = 0.0
@@ -61,7 +63,8 @@ class Stopping:
         if "checkpoint/write_s" in metrics:
             self._saves_s = [*self._saves_s, self._blocked_s + metrics["checkpoint/write_s"]][-_NUM_SAVES:]
         if "time/step_s" in metrics:
-            self._rest_s = metrics["time/step_s"] - metrics.get("time/rollout_s", 0.0)
+            before_s = 0.0 if self._works_ahead else metrics.get("time/rollout_s", 0.0)
+            self._rest_s = metrics["time/step_s"] - before_s
 
     def own_reason(self, *, before_update: bool = False) -> str | None:
         """Why the job should stop, as far as this rank knows.

@@ -15,29 +15,37 @@ from hybridflow.config import Recipe
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.run import Executor, Replicated
-from hybridflow.dataflow.schedule import project
 from hybridflow.errors import LayoutError
 from hybridflow.observe.doing import doing
 from hybridflow.observe.rank_log import open_rank_log, say
 from hybridflow.observe.starts import add_end
+from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.groups import Scores, Turn
 from hybridflow.roles.job import Job
 from hybridflow.roles.kept_rollouts import KeptRollouts
+from hybridflow.roles.peft import load_adapters
 from hybridflow.roles.placed import mini_batch_size
 from hybridflow.trainer import checkpoints
+from hybridflow.trainer.ahead import WORKING_AHEAD
 from hybridflow.trainer.copy_weights import copy_weights
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import JobPlan, Program, placement_warnings, plan_job
 from hybridflow.trainer.record import Record
 from hybridflow.trainer.roles import make_roles
+from hybridflow.trainer.schedule import learning_rate
 from hybridflow.trainer.starting import note_failure, note_start
 from hybridflow.trainer.step_metrics import merge_metrics
 from hybridflow.trainer.stopping import Stopping
+from hybridflow.trainer.validations import Validations
 
 _WARM_STEPS_TOGETHER = 16
 """After so many steps of the warm start the ranks agree anew on going on."""
+
+_RATE_OF = {"actor": "actor/lr", "critic": "critic/lr", "cost_critic": "cost_critic/lr"}
+"""Roles that learn -> the metric with their learning rate."""
 
 
 def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
@@ -64,7 +72,10 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
         print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     started = note_start(recipe, plan.meshes, world.coordinator(plan.meshes["job"].ranks))
-    record, stopping = Record(recipe, world, started.number), Stopping(world, started.earlier)
+    record, stopping = (
+        Record(recipe, world, started.number),
+        Stopping(world, started.earlier, works_ahead=recipe.trainer.max_staleness > 0),
+    )
     run_dir = Path(recipe.run_dir)
     open_rank_log(run_dir, started.number, world.rank)
     if world.watch is not None:
@@ -115,8 +126,11 @@ class Trainer:
     def __init__(self, job: Job, plan: JobPlan, start: checkpoints.Begin, stopping: Stopping, record: Record) -> None:
         recipe = job.recipe
         self.step = 0
+        self._next_draw = 0
+        self._num_prompts = recipe.trainer.global_batch_size // recipe.samples_per_draw
         self.kl_coef = KLCoefficient(recipe)
         self.roles = make_roles(job, self.kl_coef)
+        self._multiplier = self.roles["advantage"].multiplier if "lagrange" in recipe.preset.reads else None
         self.job = job
         self._plan = plan
         self._stopping = stopping
@@ -124,10 +138,11 @@ class Trainer:
         self._start = start.checkpoint
         self._saved_step = None if start.checkpoint is None else start.checkpoint.step
         self._is_warm_start_cut = False
+        self._validations = Validations()
         self._checkpoints = checkpoints.Checkpoints(job, self.roles, start)
         self._everyone = job.world.coordinator(plan.meshes["job"].ranks)
         self._mover = Mover(job.world, plan.meshes, chunk=mini_batch_size(job))
-        self._has_own_critic = recipe.critic is not None and recipe.critic.model is not None
+        self._critics = [name for name in ("critic", "cost_critic") if name in self.roles]
         self._rollouts = KeptRollouts(job, start.token, start.fingerprint, self._start)
         rollouts, rollout = self.roles["actor"].rollouts, plan.meshes["actor.rollout"]
         if rollouts is not None:
@@ -142,15 +157,17 @@ class Trainer:
         """
         if self._start is not None:
             self._resume(self._start)
+            self._set_rates()
         self._record.open(None if self._start is None else self.step)
         if self._start is None and not self._begin():
             return False
         if "accuracy_before_rl" not in self._record.summary and self._stopping.reason is None:
-            self._record.summary["accuracy_before_rl"] = self._validate()
+            self._record.summary["accuracy_before_rl"] = self._accuracy()
+        self._execute(self._plan.fill)
         self._record.begin_step(self.step, self._stopping.job_end_s)
         self._execute(self._plan.train)
         if self._stopping.reason is None and self.job.recipe.trainer.steps > 0:
-            self._record.summary["accuracy_after_rl"] = self._validate()
+            self._record.summary["accuracy_after_rl"] = self._accuracy()
         if self._stopping.reason is not None and self._saved_step != self.step:
             self.save(Batch.empty(), {})
         self._checkpoints.finish()
@@ -158,6 +175,7 @@ class Trainer:
         # Where the ranks meet is kept by one of them, which stays until all have seen the checkpoint complete.
         shares = self._everyone.gather(self._take_metrics(), "the last checkpoint")
         self._stopping.learn(merge_metrics(shares))
+        self._summarize_validations()
         self._finish()
         return self._stopping.reason is None
 
@@ -170,29 +188,50 @@ class Trainer:
             self._finish()
             return False
         self.roles["actor"].end_warm_start()
+        self._set_rates()
         self._spread_weights()
-        if recipe.warm_start is not None or recipe.trainer.steps == 0:
+        if recipe.warm_start is not None or recipe.trainer.steps == 0 or recipe.trainer.keep_best:
             self.save(Batch.empty(), {})
         return True
 
     def finish_step(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Gather and record what the step measured. Collective: all ranks."""
         self._checkpoints.check()
-        own = [self._take_metrics(), self._record.timeline.spans, self._stopping.own_reason()]
+        about = decided["train_step"]
+        self.step = about["step"]
+        rates = {_RATE_OF[name]: rate for name, rate in self._rates(self.step).items()}
+        own = [self._take_metrics() | rates, self._record.timeline.spans, self._stopping.own_reason()]
         gathered = self._everyone.gather(own, "metrics of the step")
-        self.step = decided["train_step"]["step"]
+        groups = self.roles.get("groups")
+        self._next_draw = about["first_draw"] + about["num_prompts"] if groups is None else groups.next_draw
         metrics = self._record.end_step(self.step, [(measured, spans) for measured, spans, _ in gathered])
         self._stopping.learn(metrics)
         self._stopping.settle(reason for _, _, reason in gathered)
-        self.kl_coef.advance(metrics.get("kl/ref", 0.0))
-        self._rollouts.advance(metrics)
+        if "validation/accuracy" in metrics:
+            self._validations.take(self.step, metrics["validation/accuracy"])
+        self.roles["actor"].end_step(self.step)
+        if not self._is_critic_alone(self.step):
+            self.kl_coef.advance(metrics.get("kl/ref", 0.0))
+            self._rollouts.advance(metrics)
+        if self._multiplier is not None:
+            self._multiplier.advance(metrics["cost/mean"])
+        self._set_rates()
         self._record.begin_step(self.step, self._stopping.job_end_s)
 
     def save(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint, complete or not at all. Called on all ranks."""
-        state = {"kl_coef": self.kl_coef.value, "rollouts": self._rollouts.state(), **self._record.state()}
+        state = {
+            "kl_coef": self.kl_coef.value,
+            "next_draw": self._next_draw,
+            "rollouts": self._rollouts.state(),
+            "validations": self._validations.state(),
+            **self._record.state(),
+        }
+        if self._multiplier is not None:
+            state["multiplier"] = self._multiplier.value
+        best = self._validations.best_step if self.job.recipe.trainer.keep_best else None
         with self.roles["actor"].optimizer_at_hand():
-            self._checkpoints.save(self.step, state)
+            self._checkpoints.save(self.step, state, best)
         self._saved_step = self.step
         self._rollouts.begin_save(self.step)
 
@@ -201,6 +240,11 @@ class Trainer:
         checkpoints.load(self.job, self.roles, checkpoint)
         self.step = checkpoint.step
         self.kl_coef.value = checkpoint.state["kl_coef"]
+        self._validations = Validations.resume(checkpoint.state.get("validations", {}))
+        # Before steps could take more prompts than they train on, it was not kept.
+        self._next_draw = checkpoint.state.get("next_draw", self.step * self._num_prompts)
+        if self._multiplier is not None:
+            self._multiplier.value = checkpoint.state["multiplier"]
         self._record.resume(checkpoint.state)
         self.roles["actor"].mark_changed()
         if self.job.world.rank == 0:
@@ -210,7 +254,7 @@ class Trainer:
         """Run this rank's part of a program."""
         meshes = self._plan.meshes
         Executor(
-            schedule=project(program, self.job.world.rank, meshes),
+            schedule=self._plan.schedule(program, self.job.world.rank),
             roles={**self.roles, "trainer": self},
             decisions=self._decisions(),
             mover=self._mover,
@@ -222,16 +266,21 @@ class Trainer:
     def _decisions(self) -> dict[str, Replicated]:
         """What the schedule's loops and branches ask for, the same on every rank.
 
-        Functions of the step alone, so that no rank need ask another; but to go on is what all of them agree on.
+        Functions of the step alone, so that no rank need ask another; but on going on, and on what the scores of a
+        rollout say, all of them agree.
         """
         recipe = self.job.recipe
         return {
             "warm_step": Replicated(self._warm_steps().__next__),
             "train_step": Replicated(self._next_step),
+            "fill": Replicated(self._rollout_turns().__next__),
+            "fill_buffer": Replicated(self._fill_steps().__next__),
+            "sample_ahead": Replicated(self._step_to_sample),
+            "keep_samples": Replicated(lambda: not self._stopping.agree(self._working_ahead())),
             "go_on": Replicated(lambda: not self._stopping.agree(self._everyone)),
             "go_on_to_update": Replicated(lambda: not self._stopping.agree(self._everyone, before_update=True)),
             "critic_mini_batch": Replicated(_mini_batches(self.job, recipe.loss.epochs).__next__),
-            "actor_mini_batch": Replicated(_mini_batches(self.job, recipe.loss.epochs).__next__),
+            "actor_mini_batch": Replicated(self._actor_mini_batches().__next__),
             "validate": Replicated(self._is_validation_due),
             "save": Replicated(self._is_save_due),
         }
@@ -253,53 +302,154 @@ class Trainer:
         yield None
 
     def _next_step(self) -> dict[str, int] | None:
+        return self._about(self.step + 1)
+
+    def _about(self, step: int) -> dict[str, int] | None:
+        """What a step samples; None: it is not to come."""
         recipe = self.job.recipe
-        if self.step >= recipe.trainer.steps or self._stopping.reason is not None:
+        if step > recipe.trainer.steps or self._stopping.reason is not None or self._is_out_of_patience:
             return None
-        num_prompts = recipe.trainer.global_batch_size // recipe.rollout.group_size
-        return {"step": self.step + 1, "first_draw": self.step * num_prompts, "num_prompts": num_prompts}
+        num_between = (step - self.step - 1) * self._num_prompts
+        return {
+            "step": step,
+            "first_draw": self._next_draw + num_between,
+            "num_prompts": self._num_prompts,
+            "version": self.step,
+        }
+
+    def _rollout_turns(self) -> Iterator[Turn | None]:
+        """The rollouts of one training step, of algorithms with several, then the end of the loop, and so on."""
+        while True:
+            yield from self.roles["groups"].turns(self._next_draw, self._num_prompts, self._share_scores)
+            yield None
+
+    def _share_scores(self, own: Scores) -> list[Scores] | None:
+        """Those of all ranks; None: the step is left. Collective: all ranks."""
+        shares = self._everyone.gather([self._stopping.own_reason(), own], "scores of the step's groups")
+        if self._stopping.settle(reason for reason, _ in shares):
+            return None
+        return [[(draw, score) for draw, score in scores] for _, scores in shares]
+
+    def _step_to_sample(self) -> dict[str, int] | None:
+        """What is sampled while a step learns."""
+        return self._about(self.step + 1 + self.job.recipe.trainer.max_staleness)
+
+    def _fill_steps(self) -> Iterator[dict[str, int] | None]:
+        """What is sampled before the first step, then the end of the loop."""
+        for ahead in range(1, 1 + self.job.recipe.trainer.max_staleness):
+            yield self._about(self.step + ahead)
+        yield None
+
+    def _working_ahead(self) -> Coordinator:
+        """Those that sample and score while others learn."""
+        return self.job.world.coordinator(self._plan.meshes[WORKING_AHEAD].ranks)
 
     def _is_validation_due(self) -> bool:
-        """Asked before the step is counted; after the last step a validation comes anyway."""
+        """Asked before the step is counted; after the last step a validation comes anyway.
+
+        Where the best is kept it comes before, since the last checkpoint is to know whether it is that.
+        """
         trainer = self.job.recipe.trainer
-        return _is_due(self.step + 1, trainer.validate_every) and self.step + 1 < trainer.steps
+        is_last = self.step + 1 >= trainer.steps
+        return trainer.keep_best if is_last else _is_due(self.step + 1, trainer.validate_every)
 
     def _is_save_due(self) -> bool:
         trainer = self.job.recipe.trainer
-        is_last = self.step == trainer.steps or self._stopping.reason is not None
-        return is_last or _is_due(self.step, trainer.save_every)
+        is_last = self.step == trainer.steps or self._stopping.reason is not None or self._is_out_of_patience
+        is_best = trainer.keep_best and self._validations.best_step == self.step
+        return is_last or is_best or _is_due(self.step, trainer.save_every)
+
+    @property
+    def _is_out_of_patience(self) -> bool:
+        """Whether the training ends since validations have not become better for long."""
+        return 0 < self.job.recipe.trainer.patience <= self._validations.num_since_best
+
+    def _is_critic_alone(self, step: int) -> bool:
+        """Whether a step is one of the first, in which the actor stays as it is."""
+        recipe = self.job.recipe
+        return any(each is not None and step <= each.warmup_steps for each in (recipe.critic, recipe.cost_critic))
+
+    def _actor_mini_batches(self) -> Iterator[dict[str, int] | None]:
+        """The mini-batches of one training step for the actor, then the end of the loop, and so on for ever."""
+        turns = _mini_batches(self.job, self.job.recipe.loss.epochs)
+        while True:
+            if not self._is_critic_alone(self.step + 1):
+                yield from iter(turns.__next__, None)
+            yield None
+
+    def _rates(self, step: int) -> dict[str, float]:
+        """The learning rate of each role that learns, in a step."""
+        recipe = self.job.recipe
+        trained = {name: getattr(recipe, name) for name in _RATE_OF}
+        return {
+            name: learning_rate(section.optimizer, step, recipe.trainer.steps)
+            for name, section in trained.items()
+            if section is not None
+        }
+
+    def _set_rates(self) -> None:
+        """The next step's, whatever step that is."""
+        for name, rate in self._rates(self.step + 1).items():
+            trainable = getattr(self.roles.get(name), "trainable", None)
+            if trainable is not None:
+                trainable.set_learning_rate(rate)
 
     def _read_weights(self) -> None:
-        """Actor and critic take the weights of the directories that the recipe names, if any."""
-        for name in ("actor", "critic") if self._has_own_critic else ("actor",):
+        """Actor and critics take the weights of the directories that the recipe names, if any."""
+        for name in ("actor", *(critic for critic in self._critics if self._has_own_model(critic))):
             role = self.roles[name]
             if role.model is not None:
                 role.model.load()
+                if name == "actor":
+                    load_adapters(self.job, role.model)
                 role.trainable.reload_weights()
 
     def _spread_weights(self) -> None:
-        """Reference, and a critic that is no model of its own, begin as the actor that the warm start left.
+        """Reference, and critics that are no models of their own, begin as the actor that the warm start left.
 
         Collective: all ranks.
         """
-        actor, critic = self.roles["actor"], self.roles.get("critic")
+        actor = self.roles["actor"]
         actor.mark_changed()
-        if "reference" in self.roles:
+        if "reference" in self.roles and not self.roles["reference"].is_base:
             copy_weights(self.job, actor, "actor.update", self.roles["reference"], "reference")
-        if critic is not None and not self._has_own_critic:
-            copy_weights(self.job, actor, "actor.update", critic, "critic")
-            if critic.trainable is not None:
-                critic.trainable.reload_weights()
+        for name in self._critics:
+            if not self._has_own_model(name):
+                critic = self.roles[name]
+                copy_weights(self.job, actor, "actor.update", critic, name)
+                if critic.trainable is not None:
+                    critic.trainable.reload_weights()
 
-    def _validate(self) -> float:
-        """Greedy accuracy on the held-out problems, on every rank."""
-        self._execute(self._plan.validation)
-        shares = self._everyone.gather(self._take_metrics(), "validation")
-        self._record.timeline.reset()
-        accuracy = merge_metrics(shares)["validation/accuracy"]
+    def _has_own_model(self, critic: str) -> bool:
+        """Whether it does not begin as the actor."""
+        return getattr(self.job.recipe, critic).model is not None
+
+    def _accuracy(self) -> float:
+        """Greedy accuracy on the held-out problems as the weights are now, on every rank."""
+        if self._validations.step != self.step:
+            self._execute(self._plan.validation)
+            shares = self._everyone.gather(self._take_metrics(), "validation")
+            self._record.timeline.reset()
+            self._validations.take(self.step, merge_metrics(shares)["validation/accuracy"])
+        accuracy = self._validations.accuracy
+        assert accuracy is not None, "has just been measured"
         if self.job.world.rank == 0:
             print(f"held-out accuracy {accuracy:.1%} after {self.step} training steps", flush=True)
         return accuracy
+
+    def _summarize_validations(self) -> None:
+        """Tell which validation was the best, and why the training ended, if for that."""
+        trainer, found, summary = self.job.recipe.trainer, self._validations, self._record.summary
+        if (trainer.keep_best or trainer.patience > 0) and found.best_accuracy is not None:
+            summary |= {"best_step": found.best_step, "best_accuracy": found.best_accuracy}
+        if self._is_out_of_patience and self.step < trainer.steps:
+            ended = (
+                f"{found.num_since_best} validations in a row were not better than that of step {found.best_step} "
+                f"(trainer.patience={trainer.patience})"
+            )
+            summary["ended"] = ended
+            if self.job.world.rank == 0:
+                print(f"the training ends after step {self.step}: {ended}", flush=True)
 
     def _take_metrics(self) -> dict[str, float]:
         """What the roles of this rank measured since they were last asked."""

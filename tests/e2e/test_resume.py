@@ -16,6 +16,7 @@ from hybridflow.trainer.trainer import Trainer
 from tests.e2e.commands import fork_ranks, lasting_metrics, write_recipe
 
 RUN = ["train", "tiny.yaml", "trainer.steps=4", "trainer.save_every=2", "trainer.validate_every=3"]
+RUN += ["actor.optimizer.schedule=cosine", "actor.optimizer.min_lr=1e-3"]
 GRPO = RUN
 PPO = [
     *RUN,

@@ -101,8 +101,8 @@ def test_out_of_time_it_stops_by_itself(tmp_path):
     def hook(rank):
         init, sample, made = Stopping.__init__, Actor.sample, []
 
-        def kept(self, *rest):
-            init(self, *rest)
+        def kept(self, *rest, **named):
+            init(self, *rest, **named)
             made.append(self)
 
         def shortened(self, batch, decided):

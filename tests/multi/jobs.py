@@ -138,5 +138,6 @@ def make_batch(count: int = 12, seed: int = 7) -> Batch:
             "advantages": ragged(0.0, 1.0),
             "values": ragged(0.0, 0.7),
             "returns": ragged(0.0, 1.0),
+            "rollout_log_probs": ragged(-3.4, 0.7),
         },
     )

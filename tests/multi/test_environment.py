@@ -336,7 +336,7 @@ def last_letters(prompt: str, response: str, answer: str) -> float:
 
 def training(world, function: str | None):
     """The roles of a step on conversations, called as the schedule calls them."""
-    recipe = tiny_recipe(ParallelLayout(dp=2), "grpo", group_size=3)
+    recipe = tiny_recipe(ParallelLayout(dp=2), "grpo", group_size=3, mini_batch_size=12)
     recipe = replace(
         recipe,
         seed=SEED,
@@ -361,6 +361,8 @@ def training(world, function: str | None):
     batch = batch.with_columns(actor.log_probs(batch, {}).columns)
     batch = batch.with_columns({"ref_log_probs": batch.columns["old_log_probs"]})
     batch = batch.with_columns(advantage.grpo(batch, {}).columns)
+    # Of 12 samples with ids from 0 on, the order is the id.
+    actor.update(batch.with_columns({"order": batch.ids}), {"actor_mini_batch": {"epoch": 0, "index": 0}})
     reward.judge(actor.answer(None, {}), {})
     columns = {
         name: [row.tolist() for row in column.to_list()] if hasattr(column, "to_list") else column.tolist()

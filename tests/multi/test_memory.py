@@ -128,12 +128,9 @@ def packed(world) -> list[tuple[int, int]]:
     for model in PACKED:
         built, mesh, groups, _ = make_model(world, ParallelLayout(tp=2, pp=2), model=model)
         quick = CpuTransformer(built, groups.tp)
-        names = ("qkv", "projection", "gate", "up", "down")
-        matrices = [getattr(layer, name) for layer in quick._layers for name in names]
-        matrices += [] if quick._output is None else [quick._output]
         spec = model_spec(shape_of(model, VOCAB), has_value_head=False)
         sizes = memory.packed_bytes(spec, model, mesh, world.rank)
-        found.append((sum(each.numel() for each in matrices) * 4, sizes))
+        found.append((sum(each.nbytes for each in quick.matrices), sizes))
     return found
 
 

@@ -53,7 +53,7 @@ def recipe(folder: Path, algorithm: str, name: str = "run", **changes: Any) -> d
         values |= {
             "critic": {"layout": {"pp": 2}, "optimizer": {"lr": 1e-3}, "model": {"path": str(folder / "value")}},
             "reward": {"model": {"path": str(folder / "score")}, "layout": {"pp": 2}},
-            "ppo": {"kl_coef": 0.1},
+            "kl": {"coef": 0.1},
         }
     return {**values, **changes}
 

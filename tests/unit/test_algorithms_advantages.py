@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import gae, group_normalize, token_rewards, whiten
+from hybridflow.algorithms.advantages import (
+    discounted_returns,
+    gae,
+    group_center,
+    group_normalize,
+    leave_one_out,
+    length_weighted_center,
+    remax,
+    token_rewards,
+    whiten,
+)
 
 
 def close(actual: Tensor, expected: Tensor | list, tolerance: float = 1e-6) -> None:
@@ -201,6 +211,74 @@ def test_group_normalize_is_the_plain_loop(rows: list[tuple[int, float]]):
     close(group_normalize(torch.tensor(scores), torch.tensor(groups)), expected, 1e-5)
 
 
+# Group 7 = 1 2 3 6 of lengths 4 1 2 1, group 2 = 0 1 of lengths 3 1, group 4 alone.
+SCORES = torch.tensor([1.0, 0, 2, 5, 3, 1, 6])
+GROUPS = torch.tensor([7, 2, 7, 4, 7, 2, 7])
+LENGTHS = torch.tensor([4.0, 3, 1, 9, 2, 1, 1])
+
+
+def test_group_baselines_by_hand():
+    # Means 3 and 0.5; a group of one keeps its score.
+    close(group_center(SCORES, GROUPS), [-2, -0.5, -1, 5, 0, 0.5, 3])
+    # The others' means: of 2 3 6, 1, 1 3 6, none, 1 2 6, 0, 1 2 3.
+    close(leave_one_out(SCORES, GROUPS), [1 - 11 / 3, -1, 2 - 10 / 3, 5, 0, 1, 4])
+    # (4·1 + 1·2 + 2·3 + 1·6) / 8 = 2.25 and (3·0 + 1·1) / 4 = 0.25.
+    close(length_weighted_center(SCORES, GROUPS, LENGTHS), [-1.25, -0.25, -0.25, 5, 0.75, 0.75, 3.75])
+
+
+def test_a_group_without_a_token_keeps_its_scores():
+    close(length_weighted_center(torch.tensor([1.0, 3]), torch.tensor([0, 0]), torch.zeros(2)), [1, 3])
+
+
+rows_of_groups = st.lists(
+    st.tuples(st.integers(-3, 3), st.floats(-5, 5, width=32), st.integers(1, 9)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows_of_groups, st.randoms(use_true_random=False))
+def test_group_baselines_are_the_plain_loops_in_any_order(rows: list[tuple[int, float, int]], random):
+    random.shuffle(rows)
+    centred, left_out, weighted = [], [], []
+    for index, (group, score, _) in enumerate(rows):
+        mates = [(s, n) for g, s, n in rows if g == group]
+        others = [s for other, (g, s, _) in enumerate(rows) if g == group and other != index]
+        centred.append(score - math.fsum(s for s, _ in mates) / len(mates) if others else score)
+        left_out.append(score - math.fsum(others) / len(others) if others else score)
+        weighted.append(score - math.fsum(s * n for s, n in mates) / sum(n for _, n in mates) if others else score)
+    groups, scores, lengths = (torch.tensor(column) for column in zip(*rows, strict=True))
+    close(group_center(scores, groups), centred, 1e-5)
+    close(leave_one_out(scores, groups), left_out, 1e-5)
+    close(length_weighted_center(scores, groups, lengths), weighted, 1e-5)
+
+
+def test_discounted_returns_by_hand():
+    # 3; 2 + 3/2 = 3.5; carried through the masked token: 1 + 3.5/2 = 2.75.
+    rewards = torch.tensor([[1.0, math.nan, 2, 3], [4.0, 5, math.nan, math.nan]])
+    mask = torch.tensor([[1.0, 0, 1, 1], [1, 1, 0, 0]])
+    close(discounted_returns(rewards, mask, gamma=0.5), [[2.75, 0, 3.5, 3], [6.5, 5, 0, 0]])
+
+
+@settings(max_examples=20, deadline=None)
+@given(seeds, fractions)
+def test_discounted_returns_are_the_plain_sum(seed: int, gamma: float):
+    rewards, _, mask = random_batch(seed)
+    expected = torch.zeros_like(rewards)
+    for sample in range(len(rewards)):
+        own = [t for t in range(rewards.shape[1]) if mask[sample, t]]
+        for place, t in enumerate(own):
+            later = own[place:]
+            expected[sample, t] = math.fsum(gamma**k * float(rewards[sample, each]) for k, each in enumerate(later))
+    close(discounted_returns(rewards, mask, gamma=gamma), expected, 1e-5)
+
+
+def test_remax_by_hand():
+    # Rewards to go 6 5 . 3 less a baseline of 2; 1 less one of 4.
+    rewards = torch.tensor([[1.0, 2, math.nan, 3], [1, 0, 0, 0]])
+    mask = torch.tensor([[1.0, 1, 0, 1], [1, 0, 0, 0]])
+    close(remax(rewards, torch.tensor([2.0, 4]), mask), [[4, 3, 0, 1], [-3, 0, 0, 0]])
+
+
 def test_token_rewards_by_hand():
     # Score on the last own token; kl_coef 0.5 times the KL taken off each own token; nothing where the mask is 0.
     kl = torch.tensor([[0.2, 0.4, math.nan], [0.2, math.nan, 0.6], [1, 1, 1]])
@@ -217,6 +295,10 @@ def test_unlike_shapes_are_refused():
         whiten(wide, narrow)
     with pytest.raises(ValueError, match=r"scores \[2, 3\]"):
         group_normalize(wide, torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"lengths \[1\] for scores \[2\]"):
+        length_weighted_center(torch.ones(2), torch.ones(2), torch.ones(1))
+    with pytest.raises(ValueError, match=r"baselines \[3\] for rewards \[2, 3\]"):
+        remax(wide, torch.ones(3), wide)
     with pytest.raises(ValueError, match=r"scores \[3\] for kl \[2, 3\]"):
         token_rewards(torch.ones(3), wide, wide, kl_coef=0.0)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hybridflow.algorithms.correction import correction_weights
+from hybridflow.algorithms.correction import correction_weights, kept_tokens
 
 LN2, LN3 = math.log(2), math.log(3)
 
@@ -71,3 +71,64 @@ def test_what_is_unknown_is_refused():
         correction_weights(row, row, row, kind="clip", level="token", low=0, high=2)
     with pytest.raises(ValueError, match="shapes differ"):
         correction_weights(row, row[:, :1], row, kind="truncate", level="token", low=0, high=2)
+
+
+def kept(d, mask, **settings):
+    """Of samplers that were ``d`` less sure than the trainer."""
+    old = torch.full((len(d), len(d[0])), -1.5, requires_grad=True)
+    found = kept_tokens(old, old.detach() - torch.tensor(d), torch.tensor(mask), **settings)
+    assert not found.requires_grad
+    return found.tolist()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "level", "low", "high", "expected"),
+    [
+        # Ratios of the trainer to the sampler: 3, 2, 1, 1/2, 1/3.
+        ("k1", "token", 0.4, 2.5, [0, 1, 1, 1, 0, 0]),
+        ("k1", "token", 0.0, 2.5, [0, 1, 1, 1, 1, 0]),
+        # d^2 / 2: 0.603, 0.240, 0, 0.240, 0.603.
+        ("k2", "token", 0.5, 0.3, [0, 1, 1, 1, 0, 0]),
+        # e^d - d - 1, of the sampler to the trainer: 0.901, 0.307, 0, 0.193, 0.432.
+        ("k3", "token", 0.5, 0.31, [0, 1, 1, 1, 0, 0]),
+        ("k3", "token", 0.5, 0.2, [0, 0, 1, 1, 0, 0]),
+    ],
+)
+def test_tokens_are_rejected_one_by_one(estimator, level, low, high, expected):
+    assert kept(D, MASK, estimator=estimator, level=level, low=low, high=high) == [expected]
+
+
+# Two sequences, of three tokens and of one: products 4 and 2, geometric means 4^(1/3) = 1.587 and 2.
+SEQUENCES = [[LN2, LN2, 0.0, 50.0], [LN2, -50.0, 50.0, 50.0]]
+SEQUENCE_MASK = [[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "level", "high", "expected"),
+    [
+        ("k1", "sum", 3.0, [False, True]),
+        ("k1", "mean", 1.9, [True, False]),
+        # Each LN2 gives 0.2402: sums 0.480 and 0.240, means 0.160 and 0.240, largest 0.240.
+        ("k2", "sum", 0.3, [False, True]),
+        ("k2", "mean", 0.2, [True, False]),
+        ("k2", "max", 0.25, [True, True]),
+        ("k2", "max", 0.23, [False, False]),
+        # Each gives 2 - ln 2 - 1 = 0.3069.
+        ("k3", "sum", 0.4, [False, True]),
+        ("k3", "mean", 0.25, [True, False]),
+        ("k3", "max", 0.3, [False, False]),
+    ],
+)
+def test_sequences_are_rejected_as_a_whole(estimator, level, high, expected):
+    found = kept(SEQUENCES, SEQUENCE_MASK, estimator=estimator, level=level, low=0.0, high=high)
+    assert found == [
+        [flag if is_kept else 0.0 for flag in row] for row, is_kept in zip(SEQUENCE_MASK, expected, strict=True)
+    ]
+
+
+def test_rejection_has_no_maximum_of_k1():
+    with pytest.raises(ValueError, match="max of k2 and k3 alone"):
+        kept(D, MASK, estimator="k1", level="max", low=0.0, high=1.0)
+    with pytest.raises(ValueError, match="'k4'"):
+        kept(D, MASK, estimator="k4", level="token", low=0.0, high=1.0)
+    assert kept([[]], [[]], estimator="k3", level="max", low=0.0, high=1.0) == [[]]

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridflow.algorithms.losses import AGGREGATIONS, Totals, aggregate, policy_loss, value_loss
+from hybridflow.algorithms.losses import (
+    AGGREGATIONS,
+    Totals,
+    aggregate,
+    cispo_loss,
+    gspo_loss,
+    policy_loss,
+    value_loss,
+)
 
 # Two sequences with sums 3 and 9 over 2 and 3 tokens, and one without a token.
 LOSS = torch.tensor([[1.0, 2, math.nan], [2, 3, 4], [5, 5, 5]])
@@ -146,6 +154,72 @@ def test_policy_loss_is_the_plain_loop(rows: list, low: float, high: float, dual
 def test_dual_clip_of_one_or_less_is_refused(dual_clip: float):
     with pytest.raises(ValueError, match="must be above 1"):
         policy_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1), clip_low=0.2, clip_high=0.2, dual_clip=dual_clip)
+
+
+def gspo_of(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, rows: list[int]) -> Tensor:
+    """The share of some sequences in the loss of all."""
+    loss, _ = gspo_loss(log_probs[rows], old_log_probs[rows], advantages[rows], mask[rows], clip_low=0.2, clip_high=0.3)
+    totals = Totals(num_tokens=int(mask.sum()), num_sequences=int((mask.sum(1) > 0).sum()), max_response_tokens=8)
+    return aggregate(loss, mask[rows], "seq-mean-token-mean", totals)
+
+
+def test_gspo_by_hand():
+    # Mean log-ratios log 2, log 1/2 and, without a token, 0: ratios 2 (clipped to 1.3 where A > 0) and 0.5.
+    log_probs = torch.tensor([[math.log(4), 0.0, 9], [-math.log(2), -math.log(2), 0], [1, 1, 1]], requires_grad=True)
+    advantages = torch.tensor([[1.0, -1, 5], [2, -2, 5], [5, 5, 5]])
+    mask = torch.tensor([[1.0, 1, 0], [1, 1, 0], [0, 0, 0]])
+    loss, stats = gspo_loss(log_probs, torch.zeros(3, 3), advantages, mask, clip_low=0.2, clip_high=0.3)
+    close(loss[:2, :2].detach(), [[-1.3, 2], [-1, 1.6]])
+    close(stats.ratio[:2, :2], [[2, 2], [0.5, 0.5]])
+    assert stats.is_clipped[:2, :2].tolist() == [[True, False], [False, True]]
+    (gradient,) = torch.autograd.grad((loss * mask).sum(), log_probs)
+    # -A · ratio of the sequence on the token itself, where the clip did not give the loss.
+    close(gradient, [[0, 2, 0], [-1, 0, 0], [0, 0, 0]])
+
+
+def test_gspo_bounds_the_exponent_at_10():
+    log_probs = torch.tensor([[30.0]], requires_grad=True)
+    loss, stats = gspo_loss(
+        log_probs, torch.zeros(1, 1), -torch.ones(1, 1), torch.ones(1, 1), clip_low=0.2, clip_high=0.2
+    )
+    close(stats.ratio, [[math.exp(10)]])
+    loss.sum().backward()
+    assert log_probs.grad is not None and not log_probs.grad.any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31 - 1), st.permutations(range(5)), st.integers(0, 5))
+def test_gspo_is_the_plain_loop_over_sequences_however_they_are_cut(seed: int, order: list[int], cut: int):
+    generator = torch.Generator().manual_seed(seed)
+    log_probs, old = 0.4 * torch.randn(2, 5, 4, generator=generator)
+    per_sequence = torch.randn(5, generator=generator)
+    mask = (torch.rand(5, 4, generator=generator) < 0.7).float()
+    mask[0, 0] = 1
+    whole, parts = log_probs.clone().requires_grad_(), log_probs.clone().requires_grad_()
+    total = torch.zeros(())
+    for row in range(5):
+        on = mask[row] > 0
+        if on.any():
+            # With one advantage for the sequence the token form is that of sequences: (1/n) of its gradient on each.
+            ratio = (whole[row][on] - old[row][on]).mean().exp()
+            a = per_sequence[row]
+            total = total + torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.3)) / (mask.sum(1) > 0).sum()
+    advantages = per_sequence[:, None].expand(5, 4)
+    found = gspo_of(parts, old, advantages, mask, order[:cut]) + gspo_of(parts, old, advantages, mask, order[cut:])
+    close(found.detach(), total.detach())
+    close(torch.autograd.grad(found, parts)[0], torch.autograd.grad(total, whole)[0])
+
+
+def test_cispo_by_hand():
+    # Ratios 2, 1.1 and 1/2 bounded to 0.8 to 1.3; the gradient is weight times -A, also where it is bounded.
+    log_probs = torch.tensor([math.log(2), math.log(1.1), -math.log(2)], requires_grad=True)
+    advantages = torch.tensor([1.0, -2, 3])
+    loss, stats = cispo_loss(log_probs, torch.zeros(3), advantages, clip_low=0.2, clip_high=0.3)
+    close(loss.detach(), [-1.3 * math.log(2), 2.2 * math.log(1.1), 2.4 * math.log(2)])
+    assert stats.is_clipped.tolist() == [True, False, True]
+    close(torch.autograd.grad(loss.sum(), log_probs)[0], [-1.3, 2.2, -2.4])
+    unbounded, _ = cispo_loss(torch.tensor([-9.0]), torch.zeros(1), torch.ones(1), clip_low=1.0, clip_high=0.3)
+    close(unbounded, [9 * math.exp(-9)])
 
 
 def test_value_loss_by_hand():

@@ -16,6 +16,7 @@ from hybridflow.checkpoint.manifest import Progress
 from hybridflow.checkpoint.model_dir import Share
 from hybridflow.checkpoint.saver import RolePart, Saver, Step
 from hybridflow.checkpoint.store import (
+    best_step,
     choices,
     clear_leftovers,
     complete_step,
@@ -143,6 +144,16 @@ def test_which_stay(keep: dict[str, int], left: list[int], tmp_path: Path) -> No
     save(tmp_path, 5, 6, 1_000_000, **keep)
     assert names(tmp_path) == sorted(["latest", "reference", *(f"step_{step:06d}" for step in left)])
     assert_is(tmp_path, 1_000_000, first=1)
+
+
+def test_the_best_stays_until_there_is_a_better_one(tmp_path: Path) -> None:
+    for step, best in ((0, None), (1, 0), (2, 2), (3, 2), (4, 7), (5, None)):
+        complete_step(tmp_path, step, {}, {}, keep_last=1, best=best)
+        # Of step 7 there is no checkpoint; to name none changes nothing.
+        expected = {0: None, 1: 0}.get(step, 2)
+        assert best_step(tmp_path) == expected
+        notes = ["latest"] if expected is None else ["best", "latest"]
+        assert names(tmp_path) == [*notes, *(f"step_{each:06d}" for each in sorted({expected, step} - {None}))]
 
 
 class Killed(BaseException):

@@ -40,6 +40,9 @@ trainer: {steps: 10, global_batch_size: 16}
 """
 
 
+OFFLINE_RECIPES = ["sft", "reward-model", "dpo", "ipo", "kto"]
+
+
 @pytest.fixture
 def recipe_file(tmp_path):
     path = tmp_path / "small.yaml"
@@ -93,6 +96,13 @@ def test_overrides_win_and_later_ones_over_earlier(recipe_file):
         ("critic=null", ["critic: missing; algorithm=ppo needs this section"]),
         ("algorithm=grpo", ["critic: algorithm=grpo would ignore this section"]),
         ("lagrange.limit=0.1", ["lagrange: algorithm=ppo would ignore this section"]),
+        ("actor.optimizer.min_lr=1", ["actor.optimizer.min_lr=1 is above actor.optimizer.lr=0.0001"]),
+        ("critic.optimizer.min_lr=1e-4", ["critic.optimizer.schedule=constant never comes down to it"]),
+        ("critic.optimizer.warmup_steps=11", ["critic.optimizer.warmup_steps=11 is more than trainer.steps=10"]),
+        ("critic.warmup_steps=11", ["critic.warmup_steps=11 is more than trainer.steps=10"]),
+        ("trainer.pass_k=2", ["trainer.pass_k=2 is more than trainer.validation_samples=0"]),
+        ("trainer.keep_best=true", ["trainer.keep_best=true: trainer.validate_every=0 compares no steps"]),
+        ("trainer.patience=3", ["trainer.patience=3: trainer.validate_every=0 compares no steps"]),
         ("kl.target=6", ["kl.target: adaptive KL multiplies kl.coef, which is 0"]),
         ("rollout.group_size=3", ["global_batch_size=16", "group_size=3", "set it to 18"]),
         ("trainer.mini_batch_size=5", ["mini_batch_size=5 does not divide trainer.global_batch_size=16"]),
@@ -235,11 +245,6 @@ def test_unknown_recipe_lists_the_shipped_ones():
         find_recipe("nonsense")
 
 
-@pytest.mark.parametrize("name", ["quickstart", "grpo", "split", "calculator", "ppo-70b"])
-def test_shipped_recipes_are_valid(name):
-    assert load_recipe(name).name == name
-
-
 @given(
     st.builds(
         Loss,
@@ -291,3 +296,70 @@ def test_steps_and_ranks_are_chosen_for_profiles(recipe_file):
     recipe = load_recipe(recipe_file, ["profile.steps=[3, 10]", "profile.ranks=[0, 3]"])
     assert (recipe.profile.steps, recipe.profile.ranks) == ((3, 10), (0, 3))
     assert load_recipe(recipe_file).profile.steps == ()
+
+
+OFFLINE = """
+name: offline
+algorithm: dpo
+model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, max_context: 32}
+data: {train: train.jsonl, held_out: held_out.jsonl}
+actor: {update: {}, optimizer: {lr: 1e-4}}
+trainer: {steps: 10, global_batch_size: 16}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["trainer.global_batch_size=15"], "trainer.global_batch_size=15: counts responses, of which a pair has two"),
+        (
+            ["algorithm=ipo", "trainer.global_batch_size=18", "trainer.mini_batch_size=9"],
+            "trainer.mini_batch_size=9: counts responses, of which a pair has two that belong together; set it to an "
+            "even number, 10 say",
+        ),
+        (["algorithm=kto", "trainer.mini_batch_size=1"], "trainer.mini_batch_size=1: algorithm=kto measures the KL"),
+        (["rollout.group_size=2"], "rollout.group_size=2: algorithm=dpo samples nothing; remove the key"),
+        (["rollout.max_new_tokens=8"], "rollout.max_new_tokens=8: algorithm=dpo samples nothing"),
+        (["actor.rollout={}"], "algorithm=dpo samples nothing"),
+        (["actor.offload=true"], "actor.offload=True: algorithm=dpo samples nothing"),
+        (["reward.function=exact_match"], "reward: algorithm=dpo would ignore this section"),
+        (["loss.epochs=2"], "loss: algorithm=dpo would ignore this section"),
+        (["preference.desirable_weight=2"], "preference.desirable_weight: algorithm=dpo would ignore it"),
+        (["algorithm=ipo", "preference.label_smoothing=0.1"], "ipo would ignore it; remove it, or choose dpo"),
+        (["algorithm=kto", "preference.reference_free=true"], "algorithm=kto would ignore it"),
+        (["algorithm=reward-model", "preference.beta=1"], "algorithm=reward-model would ignore"),
+        (
+            ["algorithm=reward-model", "warm_start={steps: 1, batch_size: 1, lr: 1}"],
+            "warm_start: algorithm=reward-model trains a scorer, which writes no text",
+        ),
+        (["algorithm=sft", "rollout.max_new_tokens=4", "rollout.group_size=2"], "a row has one solution to imitate"),
+        (
+            ["algorithm=sft", "rollout.max_new_tokens=4", "data.chosen_field=good"],
+            "data.chosen_field: algorithm=sft reads no preferences; remove the key",
+        ),
+        (
+            ["data.arithmetic={num_train: 1, num_held_out: 1, operation: multiply}"],
+            "data.arithmetic.operation=multiply: the rejected response is a wrong carry",
+        ),
+    ],
+)
+def test_what_learns_from_given_responses_has_keys_of_its_own(overrides, says):
+    with pytest.raises(ConfigError) as caught:
+        recipe_from_dict(yaml.safe_load(OFFLINE), overrides=overrides)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_reference", "samples"),
+    [
+        ([], True, 2),
+        (["preference.reference_free=true"], False, 2),
+        (["algorithm=kto", "preference.desirable_weight=2", "trainer.global_batch_size=3"], True, 1),
+        (["algorithm=reward-model"], False, 2),
+        (["algorithm=sft", "rollout.max_new_tokens=4", "warm_start={steps: 1, batch_size: 1, lr: 1}"], False, 1),
+    ],
+)
+def test_offline_algorithms_have_a_reference_where_they_measure_against_one(overrides, has_reference, samples):
+    recipe = recipe_from_dict(yaml.safe_load(OFFLINE), overrides=overrides)
+    assert (recipe.has_reference, recipe.samples_per_draw) == (has_reference, samples)
+    assert ("reference" in role_meshes(recipe)) is has_reference

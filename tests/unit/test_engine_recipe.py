@@ -56,6 +56,7 @@ def test_what_is_corrected(load, overrides, expected):
         ([*SERVER, "rollout.temperature=0.5"], "log_probs=raw"),
         ([*SERVER, "rollout.engine.log_probs=processed", "rollout.top_p=0.5"], "log_probs=processed"),
         (["rollout.engine.kind=tgi", URL, "rollout.engine.off_policy=true", "rollout.top_k=5"], "TGI always"),
+        (["rollout.engine.kind=vllm", "rollout.stop=[x]"], "kind=vllm works on tokens"),
         (["rollout.engine.kind=vllm", "rollout.top_k=5", "rollout.temperature=0.5"], "between"),
         (["rollout.engine.kind=vllm", "rollout.min_p=0.1", "rollout.temperature=0.5"], "with rollout.min_p: vLLM"),
         (["rollout.engine.kind=vllm", "rollout.presence_penalty=1", "rollout.temperature=0.5"], "presence_penalty: v"),

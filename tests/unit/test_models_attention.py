@@ -116,8 +116,8 @@ def test_samples_of_one_prompt_come_together():
     lengths, prompts = [9, 3, 4, 8, 3], [0, 1, 0, 1, 4]
     assert split_by_tokens(lengths, 20) == [[1, 4, 2, 3], [0]]
     # Those of the shortest longest sample first; all tokens count, shared or not.
-    assert split_by_tokens(lengths, 20, prompts) == [[4, 1, 3, 2], [0]]
-    assert split_by_tokens(lengths, 5, prompts) == [[4], [1], [3], [2], [0]]
+    assert split_by_tokens(lengths, 20, prompts=prompts) == [[4, 1, 3, 2], [0]]
+    assert split_by_tokens(lengths, 5, prompts=prompts) == [[4], [1], [3], [2], [0]]
 
 
 def empty_cache(groups: int, num_blocks: int) -> PagedCache:

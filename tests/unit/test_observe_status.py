@@ -46,6 +46,7 @@ def write_run(run_dir: Path, *, num_steps: int = 3) -> None:
     put_status(run_dir, time_s=BEGAN_S + 38, doing="actor.sample", doing_since_s=BEGAN_S + 30)
     (run_dir / "checkpoints").mkdir()
     (run_dir / "checkpoints" / "latest").write_text("step_000002\n")
+    (run_dir / "checkpoints" / "best").write_text("step_000001\n")
     os.utime(run_dir / "checkpoints" / "latest", (BEGAN_S + 20, BEGAN_S + 20))
 
 
@@ -71,7 +72,7 @@ def test_a_running_job(run_dir: Path):
         **{"step_s": 4, "phases_s": {"rollout": 2}, "tokens_per_s": 200, "left_s": 28, "job_left_s": 60},
         **{"starts": 2, "restarts": 1, "slurm_restarts": 1, "start_age_s": 40, "end_age_s": None, "start_step": 1},
         **{"last_end": "killed", "ranks": 2, "hosts": ("a",), "job_id": "17"},
-        **{"saved_step": 2, "saved_age_s": 20, "cause": None, "logs": None},
+        **{"saved_step": 2, "saved_age_s": 20, "best_step": 1, "cause": None, "logs": None},
     }
     assert as_text(status).splitlines() == [
         f"{run_dir}: running: actor.sample, for 8 s",
@@ -79,7 +80,7 @@ def test_a_running_job(run_dir: Path):
         "  reward  0.300, held-out accuracy 25.0%",
         "  speed   200 tokens/s, 4.00 s a step: rollout 2.00",
         "  left    28 s at this pace, 1 min 0 s of the job's time",
-        "  saved   step 2, 20 s ago",
+        "  saved   step 2, 20 s ago; the best is step 1",
         "  starts  2, the last 40 s ago from step 1 on 2 ranks of a; job 17, restarted 1 times by Slurm",
         "  before  killed",
     ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridflow.families.model import Model
@@ -33,23 +36,98 @@ def call(name: str, *arguments: object) -> None:
     getattr(load_kernels(), name)(*(each.data_ptr() if isinstance(each, Tensor) else each for each in arguments))
 
 
-def rms_norm(hidden: Tensor, weight: Tensor, centre: float) -> Tensor:
-    out = torch.empty_like(hidden)
-    call("hf_rms_norm", out, hidden, weight, *hidden.shape, 1e-5, centre)
+def add_norm(hidden: Tensor, product: Tensor | None, *norms: Tensor | None, centre: float, rows=None) -> Tensor:
+    """Norms: of the product, and of the sum."""
+    out = torch.full((len(hidden) if rows is None else len(rows), hidden.shape[1]), torch.nan)
+    call("hf_add_norm", out, hidden, product, *norms, rows, *out.shape, 1e-5, centre)
     return out
+
+
+def normed(hidden: Tensor, weight: Tensor | None, centre: float) -> Tensor:
+    wide = hidden.double()
+    if weight is None:
+        return wide
+    return wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (weight.double() + centre)
 
 
 @needs_kernels
 @pytest.mark.parametrize("rows, width", [(1, 16), (3, 40), (67, 256), (9, 2049), (5, 7)])
 @pytest.mark.parametrize("centre", [0.0, 1.0])
-def test_rms_norm(rows, width, centre):
-    hidden, weight = 3 * randn(rows, width), randn(width, seed=1)
-    wide = hidden.double()
-    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (weight.double() + centre)
-    found = rms_norm(hidden, weight, centre)
-    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=2e-6)
+def test_add_norm(rows, width, centre):
+    hidden, product = 3 * randn(rows, width), 2 * randn(rows, width, seed=3)
+    weights = randn(width, seed=1), randn(width, seed=2)
+    close = dict(atol=4e-6, rtol=4e-6)
+    chosen = torch.tensor([rows - 1, 0])
+    for added, inner, outer in [(None, None, 1), (product, None, 1), (product, 0, 1), (product, None, None)]:
+        norms = [None if which is None else weights[which] for which in (inner, outer)]
+        total = hidden.double() + (0 if added is None else normed(added, norms[0], centre))
+        expected, residual = normed(total, norms[1], centre), hidden.clone()
+        picked = add_norm(residual, added, *norms, centre=centre, rows=chosen)
+        assert torch.equal(residual, hidden), "rows that are chosen leave all as it is"
+        found = add_norm(residual, added, *norms, centre=centre)
+        torch.testing.assert_close(found.double(), expected, **close)
+        torch.testing.assert_close(residual.double(), total, **close)
+        assert torch.equal(picked, found[chosen])
+
+
+SILU, GELU = 1, 2
+
+
+def gated(outputs: Tensor, form: int) -> Tensor:
+    gate, up = outputs.chunk(2, dim=-1)
+    return {SILU: F.silu, GELU: partial(F.gelu, approximate="tanh")}[form](gate) * up
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "rows, inputs, outputs", [(1, 16, 32), (3, 40, 16), (67, 256, 100), (8, 7, 33), (130, 64, 48), (2, 3, 1)]
+)
+@pytest.mark.parametrize("form", [0, SILU, GELU])
+def test_multiply(rows, inputs, outputs, form):
+    x, weight = randn(rows, inputs), randn((2 if form else 1) * outputs, inputs, seed=1) / inputs**0.5
+    bias = None if form else randn(outputs, seed=2)
+    laid_out = cpu_transformer._pack_gated(weight) if form else cpu_transformer._pack(weight)
+    padded = None if bias is None else F.pad(bias, (0, -outputs % cpu_transformer.PANEL))
+
+    def multiply(x: Tensor) -> Tensor:
+        out = torch.full((len(x) + 1, outputs), 7.0)
+        call("hf_multiply", out, x, laid_out, padded, len(x), inputs, outputs, form)
+        assert (out[-1] == 7).all(), "nothing is written behind the end"
+        return out[:-1]
+
+    products = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    found = multiply(x)
+    torch.testing.assert_close(found.double(), gated(products, form) if form else products, atol=4e-6, rtol=4e-6)
     for row in range(rows):
-        assert torch.equal(rms_norm(hidden[row : row + 1].clone(), weight, centre)[0], found[row])
+        assert torch.equal(multiply(x[row : row + 1].clone())[0], found[row])
+    damaged = x.clone()
+    damaged[0] = torch.nan
+    found[0] = torch.nan
+    assert torch.equal(multiply(damaged).nan_to_num(5.0), found.nan_to_num(5.0)), "and harms no other row"
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 5, 64, 200])
+def test_a_team_of_threads_computes_the_same_bits(rows):
+    width, outputs = 48, 100
+    hidden, norm, weight = randn(rows, width), randn(width, seed=1), randn(outputs, width, seed=2)
+    weight = cpu_transformer._pack(weight)
+    shape, chosen = kernels.Shape(hidden=width, eps=1e-5), torch.arange(rows).flip(0)
+    num_threads, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            out, sums = torch.empty(rows, outputs), torch.empty(rows, width)
+            pointers = (ctypes.addressof(shape), hidden, hidden, None, norm, weight, chosen)
+            call("hf_output", out, sums, *pointers, rows, outputs)
+            found.append(out)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert all(torch.equal(each, found[0]) for each in found)
+    normed_rows = add_norm(hidden.clone(), hidden, None, norm, centre=0.0, rows=chosen)
+    expected = torch.empty(rows, outputs)
+    call("hf_multiply", expected, normed_rows, weight, None, rows, width, outputs, 0)
+    assert torch.equal(found[0], expected)
 
 
 def turned(heads: Tensor, cosines: Tensor, sines: Tensor, weight: Tensor | None, centre: float) -> Tensor:
@@ -70,13 +148,16 @@ def test_store(groups, sharers, head, with_norms, centre):
     mixed, angles = randn(rows, groups, sharers + 2, head), randn(50, head // 2, seed=1)
     rotary = torch.stack([angles.cos(), angles.sin()], dim=1).contiguous()
     norms = (randn(head, seed=2), randn(head, seed=3)) if with_norms else (None, None)
-    positions = torch.randperm(50, generator=torch.Generator().manual_seed(4))[:rows]
-    places = torch.randperm(num_blocks * BLOCK_TOKENS, generator=torch.Generator().manual_seed(5))[:rows]
+    # Two sequences, which have the pool's blocks in turn.
+    positions = torch.randperm(3 * BLOCK_TOKENS, generator=torch.Generator().manual_seed(4))[:rows]
+    sequences, tables = torch.arange(rows) % 2, torch.arange(num_blocks, dtype=torch.int32).view(3, 2).T.contiguous()
+    places = tables[sequences, positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
     queries = torch.empty(rows, groups, sharers, head)
     keys = torch.full((num_blocks, groups, head, BLOCK_TOKENS), torch.nan)
     values = torch.full((num_blocks, groups, BLOCK_TOKENS, head), torch.nan)
     sizes = (rows, groups, sharers, head)
-    call("hf_store", queries, keys, values, mixed, rotary, positions, places, *sizes, *norms, 1e-5, centre)
+    owners = (tables, tables.shape[1], sequences, positions)
+    call("hf_store", queries, keys, values, mixed, rotary, *owners, *sizes, *norms, 1e-5, centre)
     for row, (position, place) in enumerate(zip(positions.tolist(), places.tolist(), strict=True)):
         block, token = divmod(place, BLOCK_TOKENS)
         angle = rotary[position].double()

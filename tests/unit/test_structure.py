@@ -15,6 +15,7 @@ ORDER = [
     *(
         "errors",
         "exit_status",
+        "plugins",
         "presets",
         "programs",
         "sections",
@@ -42,6 +43,7 @@ LIGHT = [
     *(
         "errors",
         "exit_status",
+        "plugins",
         "presets",
         "programs",
         "sections",

@@ -139,7 +139,15 @@ def _run(arguments: argparse.Namespace, start: Start) -> int:
 
 def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, object]]:
     """Source and target of the request, and the request in words."""
-    from hybridflow.checkpoint.formats.registry import READABLE, make_target, open_merged, open_source
+    from hybridflow.checkpoint.formats.registry import (
+        OF_ADAPTERS,
+        READABLE,
+        make_target,
+        open_merged,
+        open_source,
+        with_base,
+    )
+    from hybridflow.checkpoint.formats.sharded import find_base
     from hybridflow.families.config_json import describe
     from hybridflow.families.tables import FAMILIES
 
@@ -158,6 +166,8 @@ def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, obje
         # A name that goes with no such model would be found out by whoever reads the result.
         describe(source.model, family=arguments.family, has_value_head=source.has_value_head)
         source.family = arguments.family
+    if arguments.to not in OF_ADAPTERS and find_base(source.path) is not None:
+        source = with_base(source)
     if arguments.merge_lora is not None:
         arguments.merge_lora = Path(os.path.abspath(arguments.merge_lora))
         source = open_merged(source, arguments.merge_lora)

@@ -34,11 +34,11 @@ from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.config_json import Described, describe
 from hybridflow.families.family import Form
 from hybridflow.families.model import Model
+from hybridflow.models.adapters import FACTOR
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
 
 HEAD = "value_head.weight"
-_FACTOR = re.compile(r"(.+)\.lora(?:\.(q|k|v|gate|up))?\.([AB])")
 _PARTS: dict[Form, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "stack": ("gate", "up")}
 _BLOCK_ELEMENTS = 1 << 22
 _WORDS = {"A": "lora_A", "B": "lora_B", "whole": "weight, which modules_to_save names"}
@@ -254,7 +254,7 @@ def _base_spec(model: Model, has_value_head: bool) -> ModelSpec:
 
 def is_adapter(source: Source) -> bool:
     """Whether a checkpoint holds the factors of an adapter instead of a model's weights."""
-    return any(_FACTOR.fullmatch(name) for name in source.tensors)
+    return any(FACTOR.fullmatch(name) for name in source.tensors)
 
 
 def adapter_spec(source: Source) -> ModelSpec:
@@ -270,7 +270,7 @@ def adapter_spec(source: Source) -> ModelSpec:
         if name == HEAD and HEAD in weights:
             specs.append(dataclasses.replace(weights[HEAD], dtype=entry.dtype))
             continue
-        match = _FACTOR.fullmatch(name)
+        match = FACTOR.fullmatch(name)
         weight = None if match is None else weights.get(f"{match[1]}.weight")
         if match is None or weight is None or len(weight.shape) < 2:
             raise CheckpointError(f"{source.path}: {name} is no factor of a weight of its model; is it of another one?")

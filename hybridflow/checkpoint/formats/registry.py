@@ -18,7 +18,7 @@ from hybridflow.checkpoint.formats.megatron_dist import (
 )
 from hybridflow.checkpoint.formats.megatron_legacy import MegatronLegacySource, is_legacy
 from hybridflow.checkpoint.formats.peft_dir import PeftSource, PeftTarget, base_of, is_peft
-from hybridflow.checkpoint.formats.sharded import ShardedSource, ShardedTarget, find_model
+from hybridflow.checkpoint.formats.sharded import ShardedSource, ShardedTarget, find_base, find_model
 from hybridflow.checkpoint.formats.source import Source, Target
 from hybridflow.checkpoint.manifest import NAME
 from hybridflow.errors import CheckpointError, ConfigError
@@ -95,7 +95,7 @@ READABLE: dict[str, Readable] = {
     "megatron-legacy": Readable("Megatron's mp_rank_* directories", is_legacy, MegatronLegacySource),
 }
 
-_OF_ADAPTERS = ("megatron", "peft")
+OF_ADAPTERS = ("megatron", "peft")
 
 WRITABLE: dict[str, Writable] = {
     "megatron": Writable(("dtype", "layout"), _to_megatron),
@@ -136,6 +136,34 @@ def open_source(path: Path, *, base: Path | None = None) -> Source:
     raise CheckpointError(f"{path}: found {found}, expected a checkpoint ({formats}); give the path of one")
 
 
+def open_model(path: Path) -> Source:
+    """The model at a path: of a run that trains adapters, its base with their updates in it.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+        ConfigError: It is of an unknown family, asks for what is not computed, or is an adapter alone.
+    """
+    return with_base(open_source(path))
+
+
+def with_base(source: Source) -> Source:
+    """A model as it is; an adapter in a run's checkpoint merged into its base, which lies beside it.
+
+    Raises:
+        CheckpointError: The base is damaged.
+        ConfigError: There is no base beside the adapter.
+    """
+    if not lora.is_adapter(source):
+        return source
+    base = find_base(source.path)
+    if base is None:
+        raise ConfigError(
+            f"{source.path}: is a LoRA adapter without its base; merge it into that first: hybridflow convert BASE OUT "
+            f"--to hf --merge-lora {source.path}"
+        )
+    return lora.MergedSource(open_source(base), source)
+
+
 def _described_at(path: Path) -> Described:
     """The family and settings of the model at a path, whose weights need not be there if it is Hugging Face's."""
     if (path / CONFIG).is_file():
@@ -172,10 +200,10 @@ def make_target(format: str, source: Source, options: Options) -> Target:
     """
     if format not in WRITABLE:
         raise ConfigError(f"format {format!r}: cannot be written; expected one of {', '.join(WRITABLE)}")
-    if lora.is_adapter(source) and format not in _OF_ADAPTERS:
+    if lora.is_adapter(source) and format not in OF_ADAPTERS:
         raise ConfigError(
             f"{source.path}: is a LoRA adapter, which format {format} has no place for; write "
-            f"{' or '.join(_OF_ADAPTERS)}, or merge it into its base"
+            f"{' or '.join(OF_ADAPTERS)}, or merge it into its base"
         )
     writable = WRITABLE[format]
     for name, value in options._asdict().items():

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hybridflow.checkpoint.assets import ADAPTER_CONFIG, ASSETS, CONFIG, FOLDER, identity_of, read_assets
+from hybridflow.checkpoint.assets import ADAPTER_CONFIG, ASSETS, CONFIG, FOLDER, identity_of, read_assets, read_json
 from hybridflow.checkpoint.formats import lora
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, TensorEntry, piece_key
 from hybridflow.checkpoint.model_dir import ModelDir, write_assets, write_manifest
-from hybridflow.checkpoint.store import JOB
+from hybridflow.checkpoint.store import BASE, JOB
 from hybridflow.checkpoint.tensor_file import Entry, TensorFileWriter
 from hybridflow.errors import CheckpointError, LayoutError
 from hybridflow.families.model import Model
@@ -56,6 +56,19 @@ def find_model(path: Path) -> Path | None:
     if len(roles) > 1:
         raise CheckpointError(f"{path}: holds several models; give one of {', '.join(map(str, roles))}")
     return roles[0] if roles else None
+
+
+def find_base(adapter: Path) -> Path | None:
+    """The weights that the adapter of a run's checkpoint goes with; None where it is in no checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint's state is damaged.
+    """
+    state = adapter.parent / JOB
+    if not state.is_file():
+        return None
+    record = read_json(state).get("roles", {}).get(BASE)
+    return None if record is None else adapter.parent.parent / record["directory"]
 
 
 class ShardedSource:

@@ -25,6 +25,18 @@ SCORE = Node(
     reads=(*SEQUENCES, "draws"),
     writes=("scores",),
 )
+_SAMPLED = (*SAMPLE.writes, "scores")
+KEEP = Node(name="groups.keep", role="groups", call="keep", mesh="actor.rollout", reads=_SAMPLED)
+FILL = repeat("fill", SAMPLE >> SCORE >> KEEP, mesh="job")
+TAKE = Node(name="groups.take", role="groups", call="take", mesh="actor.rollout", source=True, writes=_SAMPLED)
+COST = Node(
+    name="cost.score",
+    role="cost",
+    call="score",
+    mesh="cost",
+    reads=(*SEQUENCES, "draws"),
+    writes=("costs",),
+)
 ACTOR_LOG_PROBS = Node(
     name="actor.log_probs",
     role="actor",
@@ -49,6 +61,22 @@ CRITIC_VALUES = Node(
     mesh="critic",
     reads=SEQUENCES,
     writes=("values",),
+)
+COST_VALUES = Node(
+    name="cost_critic.values",
+    role="cost_critic",
+    call="values",
+    mesh="cost_critic",
+    reads=SEQUENCES,
+    writes=("cost_values",),
+)
+TEACHER_TOP = Node(
+    name="teacher.top",
+    role="teacher",
+    call="top",
+    mesh="teacher",
+    reads=SEQUENCES,
+    writes=("teacher_log_probs", "teacher_ids"),
 )
 _OLD, _REFERENCE = "old_log_probs", "ref_log_probs"
 
@@ -76,6 +104,18 @@ CRITIC_UPDATE = repeat(
     ),
     mesh="critic",
 )
+COST_CRITIC_UPDATE = repeat(
+    # As many mini-batches as the critic has.
+    "critic_mini_batch",
+    Node(
+        name="cost_critic.update",
+        role="cost_critic",
+        call="update",
+        mesh="cost_critic",
+        reads=(*SEQUENCES, "response_mask", "cost_values", "cost_returns", "order"),
+    ),
+    mesh="cost_critic",
+)
 ACTOR_UPDATE = repeat(
     "actor_mini_batch",
     Node(
@@ -85,6 +125,18 @@ ACTOR_UPDATE = repeat(
         mesh="actor.update",
         phase="update",
         reads=(*SEQUENCES, "response_mask", "rollout_log_probs", _OLD, _REFERENCE, "advantages", "order"),
+    ),
+    mesh="actor.update",
+)
+DISTILL = repeat(
+    "actor_mini_batch",
+    Node(
+        name="actor.distill",
+        role="actor",
+        call="distill",
+        mesh="actor.update",
+        phase="update",
+        reads=(*SEQUENCES, "response_mask", "teacher_log_probs", "teacher_ids", "order"),
     ),
     mesh="actor.update",
 )
@@ -104,20 +156,73 @@ ANSWER = Node(
 )
 JUDGE = Node(name="reward.judge", role="reward", call="judge", mesh="reward", reads=(*SEQUENCES, "draws"))
 
+
+def update(*reads: str) -> Repeat:
+    """The actor's updates where it learns from given responses."""
+    return repeat(
+        "actor_mini_batch",
+        Node(
+            name="actor.update",
+            role="actor",
+            call="update",
+            mesh="actor.update",
+            phase="update",
+            reads=(*SEQUENCES, *reads, "order"),
+        ),
+        mesh="actor.update",
+    )
+
+
+def given(call: str, *writes: str) -> Node:
+    """Samples that are read and not sampled, in one of the ways that ``roles.given`` has."""
+    return Node(
+        name=f"given.{call}",
+        role="given",
+        call=call,
+        mesh="actor.update",
+        source=True,
+        writes=(*SEQUENCES, *writes),
+    )
+
+
+REFERENCE_MISMATCHED_LOG_PROBS = Node(
+    name="reference.mismatched_log_probs",
+    role="reference",
+    call="mismatched_log_probs",
+    mesh="reference",
+    reads=("mismatched_tokens", "prompt_lengths"),
+    writes=("ref_mismatched_log_probs",),
+)
+JUDGE_PAIRS = Node(
+    name="actor.judge",
+    role="actor",
+    call="judge",
+    mesh="actor.update",
+    phase="update",
+    reads=(*SEQUENCES, _REFERENCE),
+)
+
 WARM_START = Flow(elements=(IMITATE,))
 VALIDATION = ANSWER >> JUDGE
+VALIDATION_OF_PAIRS = given("held_out_pairs") >> replace(REFERENCE_LOG_PROBS, name="reference.judge") >> JUDGE_PAIRS
 
 
 def without(flow: Flow, column: str, *, role: str | None = None) -> Flow:
-    """The flow in which nobody reads a column, or no node of a role, and which nobody makes then."""
+    """The flow in which nobody reads a column, or no node of a role, and which nobody makes then.
+
+    What made nothing else is left out.
+    """
     elements: list[Node | Repeat] = []
     for element in flow.elements:
         if isinstance(element, Repeat):
             elements.append(replace(element, body=without(element.body, column, role=role)))
         elif role in (None, element.role):
-            if column in element.writes:
+            if element.writes == (column,):
                 continue
-            elements.append(replace(element, reads=tuple(name for name in element.reads if name != column)))
+            reads, writes = (
+                tuple(name for name in names if name != column) for names in (element.reads, element.writes)
+            )
+            elements.append(replace(element, reads=reads, writes=writes))
         else:
             elements.append(element)
     return Flow(elements=tuple(elements))
@@ -125,11 +230,14 @@ def without(flow: Flow, column: str, *, role: str | None = None) -> Flow:
 
 def with_environment(flow: Flow) -> Flow:
     """The flow where an environment answers the responses: its rewards go from those who sample to those who score."""
-    changed = []
+    changed: list[Node | Repeat] = []
     for element in flow.elements:
-        if isinstance(element, Node) and element.source:
+        if isinstance(element, Repeat):
+            element = replace(element, body=with_environment(element.body))
+        elif element.source and element.role == "actor":
             element = replace(element, writes=(*element.writes, "environment_rewards"))
-        elif isinstance(element, Node) and element.role == "reward":
-            element = replace(element, reads=(*element.reads, "response_mask", "environment_rewards"))
+        elif element.role in ("reward", "cost"):
+            rewards = ("environment_rewards",) if element.role == "reward" else ()
+            element = replace(element, reads=(*element.reads, "response_mask", *rewards))
         changed.append(element)
     return Flow(elements=tuple(changed))

@@ -1,0 +1,166 @@
+"""Preferences from JSONL files: two responses to a prompt of which one is better, or one and whether it is wanted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from hybridflow.config import Data
+from hybridflow.data.prompts import Example, Judged, prompt_of, prompt_tokens, read_rows, solution_of, text_of
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import DataError
+
+
+class Response(NamedTuple):
+    """A response with a verdict, in tokens.
+
+    Attributes:
+        prompt: Token ids, at least one.
+        tokens: Token ids of the response, its end of sequence included.
+        is_wanted: Whether it is; of a pair, whether it is the better one.
+        margin: Of a pair: by how much the better one is better.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    is_wanted: bool
+    margin: float
+
+
+def read_preferences(path: str | Path, data: Data, *, is_paired: bool) -> tuple[Example, ...]:
+    """The preferences of a JSONL file, in its order.
+
+    Args:
+        path: The file.
+        data: Names the fields.
+        is_paired: Every row must have two responses. Else a row may have one and whether it is wanted, and one with two
+            gives two examples.
+
+    Raises:
+        DataError: As ``read_rows``; or a line lacks a field, or has something else there than it should.
+    """
+    examples = [_preference(row, place, data, is_paired=is_paired) for row, place in read_rows(path, data)]
+    if is_paired:
+        return tuple(examples)
+    return tuple(replace(each, responses=(judged,)) for each in examples for judged in each.responses)
+
+
+def encode_responses(
+    examples: Sequence[Example], tokenizer: Tokenizer, *, max_context: int
+) -> tuple[tuple[Response, ...], ...]:
+    """Of each example its responses, the better one first.
+
+    Args:
+        examples: Preferences.
+        tokenizer: Gives the tokens.
+        max_context: Longest sequence in tokens.
+
+    Raises:
+        DataError: Prompt and response together exceed ``max_context``; names the file and line.
+    """
+    encoded = []
+    for example in examples:
+        prompt = prompt_tokens(example, tokenizer)
+        responses = []
+        for judged in example.responses:
+            tokens = (*tokenizer.encode(judged.text), tokenizer.eos_id)
+            length = len(prompt) + len(tokens)
+            if length > max_context:
+                raise DataError(
+                    f"{example.place}: prompt of {len(prompt)} tokens + response of {len(tokens)} = {length} exceeds "
+                    f"model.max_context={max_context}; shorten it or raise max_context"
+                )
+            responses.append(Response(prompt, tokens, judged.is_wanted, example.margin))
+        encoded.append(tuple(responses))
+    return tuple(encoded)
+
+
+def pairs_of(encoded: Sequence[tuple[Response, ...]], path: str | Path) -> tuple[tuple[Response, Response], ...]:
+    """What is compared in validation: each wanted response with one that is not, in the order of the file.
+
+    Args:
+        encoded: From ``encode_responses``: two of each example, or one.
+        path: The file, for messages.
+
+    Raises:
+        DataError: There is no such pair.
+    """
+    whole = [(each[0], each[1]) for each in encoded if len(each) == 2]
+    single = [each[0] for each in encoded if len(each) == 1]
+    wanted, others = ([each for each in single if each.is_wanted is flag] for flag in (True, False))
+    pairs = (*whole, *zip(wanted, others, strict=False))
+    if not pairs:
+        raise DataError(
+            f"{path}: holds {len(wanted)} responses that are wanted and {len(others)} that are not; validation "
+            "compares one of each, add some of the other"
+        )
+    return pairs
+
+
+def check_imitable(examples: Sequence[Example], data: Data) -> None:
+    """Refuse a warm start on a response that is not wanted.
+
+    Raises:
+        DataError: A row has such a response alone, and no solution; names it.
+    """
+    for example in examples:
+        if example.solution is None and not example.answer and not any(each.is_wanted for each in example.responses):
+            raise DataError(
+                f"{example.place}: warm_start has nothing to imitate: the response is not wanted, and there is no "
+                f"field {data.solution_field!r}; add it, or remove warm_start"
+            )
+
+
+def _preference(row: dict[str, object], place: str, data: Data, *, is_paired: bool) -> Example:
+    prompt, solution = prompt_of(row, place, data), solution_of(row, place, data)
+    if not is_paired and data.completion_field in row:
+        strangers = [name for name in (data.chosen_field, data.rejected_field) if name in row]
+        if strangers:
+            raise DataError(
+                f"{place}: has field {data.completion_field!r} and {strangers[0]!r}; a row is one response or a pair, "
+                "remove one of the two"
+            )
+        text, is_wanted = text_of(row, data.completion_field, place), _wanted(row, data.wanted_field, place)
+        return Example(
+            prompt=prompt,
+            answer=text if is_wanted else "",
+            solution=solution,
+            responses=(Judged(text, is_wanted),),
+            place=place,
+        )
+    if not is_paired and data.chosen_field not in row:
+        raise DataError(
+            f"{place}: neither field {data.completion_field!r} nor {data.chosen_field!r}; found {sorted(row)}; add "
+            "one, or set data.*_field to its name here"
+        )
+    chosen, rejected = (text_of(row, name, place) for name in (data.chosen_field, data.rejected_field))
+    if chosen == rejected:
+        raise DataError(
+            f"{place}: fields {data.chosen_field!r} and {data.rejected_field!r} are the same text; a pair teaches by "
+            "what differs, remove the row"
+        )
+    return Example(
+        prompt=prompt,
+        answer=chosen,
+        solution=solution,
+        responses=(Judged(chosen, True), Judged(rejected, False)),
+        margin=_margin(row, data.margin_field, place),
+        place=place,
+    )
+
+
+def _wanted(row: dict[str, object], name: str, place: str) -> bool:
+    found = row.get(name)
+    if not isinstance(found, bool):
+        raise DataError(f"{place}: field {name!r}: expected true or false, found {found!r:.60}; set it to one of them")
+    return found
+
+
+def _margin(row: dict[str, object], name: str, place: str) -> float:
+    found = row.get(name, 0.0)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        raise DataError(f"{place}: field {name!r}: expected a finite number, found {found!r:.60}; mend or remove it")
+    return float(found)

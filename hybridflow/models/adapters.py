@@ -1,0 +1,94 @@
+"""Which factors a LoRA adapter has, from arithmetic alone: no torch, so that a login node can plan with them.
+
+A factor is named after the weight that it updates, as ``checkpoint.formats.lora`` has it. The weight that two factors
+stand for is W + scale * B A (arXiv 2106.09685): A ``[rank, in]`` is cut as the weight's columns, B ``[out, rank]`` as
+its rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from hybridflow.config import LoRA
+from hybridflow.models.shapes import ModelShape, model_spec
+from hybridflow.reshard.spec import ModelSpec, TensorSpec
+
+FACTOR = re.compile(r"(.+)\.lora(?:\.(q|k|v|gate|up))?\.([AB])")
+"""The name of a factor: that of its linear layer, which part of it, which of the two."""
+
+MODULES: Mapping[str, tuple[str, str]] = {
+    "q_proj": ("self_attention.linear_qkv", "q"),
+    "k_proj": ("self_attention.linear_qkv", "k"),
+    "v_proj": ("self_attention.linear_qkv", "v"),
+    "qkv_proj": ("self_attention.linear_qkv", ""),
+    "o_proj": ("self_attention.linear_proj", ""),
+    "gate_proj": ("mlp.linear_fc1", "gate"),
+    "up_proj": ("mlp.linear_fc1", "up"),
+    "gate_up_proj": ("mlp.linear_fc1", ""),
+    "down_proj": ("mlp.linear_fc2", ""),
+}
+"""What Hugging Face calls a linear layer -> what megatron-core calls it, and which part of it that is; "": all."""
+
+
+def is_factor(name: str) -> bool:
+    """Whether a logical tensor is a factor of an adapter."""
+    return FACTOR.fullmatch(name) is not None
+
+
+def parts_of(targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Linear layer -> the parts of it that have factors, in the order of its rows."""
+    found: dict[str, tuple[str, ...]] = {}
+    for target, (linear, part) in MODULES.items():
+        if target in targets:
+            found[linear] = (*found.get(linear, ()), part)
+    return found
+
+
+def base_spec(whole: ModelSpec) -> ModelSpec:
+    """Of a model with adapters, the tensors that it has without."""
+    return _only(whole, factors=False)
+
+
+def factor_spec(whole: ModelSpec) -> ModelSpec:
+    """Of a model with adapters, their factors."""
+    return _only(whole, factors=True)
+
+
+def _only(whole: ModelSpec, *, factors: bool) -> ModelSpec:
+    tensors = tuple(tensor for tensor in whole.tensors if is_factor(tensor.name) == factors)
+    return ModelSpec(tensors=tensors, num_layers=whole.num_layers, is_part=len(tensors) < len(whole.tensors))
+
+
+def adapter_spec(shape: ModelShape, lora: LoRA) -> ModelSpec:
+    """How every factor of a model's adapters is cut, in the order of the model."""
+    weights = {tensor.name: tensor for tensor in model_spec(shape).tensors}
+    parts = parts_of(lora.targets)
+    tensors = [
+        factor
+        for name, weight in weights.items()
+        for linear in parts
+        if name.endswith(f".{linear}.weight")
+        for factor in _factors(weight, shape, parts[linear], lora.rank)
+    ]
+    return ModelSpec(tensors=tuple(tensors), num_layers=shape.num_layers, is_part=True)
+
+
+def _factors(weight: TensorSpec, shape: ModelShape, parts: Sequence[str], rank: int) -> Iterator[TensorSpec]:
+    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
+    rows = {"q": queries, "k": keys, "v": keys, "gate": shape.ffn_hidden_size, "up": shape.ffn_hidden_size}
+    cuts_columns = weight.tp_dim == len(weight.shape) - 1
+    for part in parts:
+        stem = ".".join(filter(None, (weight.name.removesuffix(".weight"), "lora", part)))
+        for side, sizes, tp_dim in (
+            ("A", (rank, weight.shape[-1]), 1 if cuts_columns else None),
+            # All rows of gate and up stay apart, as in their weight.
+            ("B", (*((rows[part],) if part else weight.shape[:-1]), rank), None if cuts_columns else -2),
+        ):
+            yield TensorSpec(
+                name=f"{stem}.{side}",
+                shape=sizes,
+                dtype=weight.dtype,
+                tp_dim=len(sizes) + tp_dim if tp_dim is not None and tp_dim < 0 else tp_dim,
+                place=weight.place,
+            )

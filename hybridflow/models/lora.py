@@ -1,0 +1,252 @@
+"""LoRA adapters on the linear layers of a model in training (arXiv 2106.09685), in any layout.
+
+A layer with an adapter gives W x + scale * B A x. Under tensor parallelism the factors are cut as their weight is: of a
+column-parallel layer B by rows, of a row-parallel one A by columns; the other factor is whole on every rank. The parts
+of a fused layer (query, key, value; gate, up) have factors of their own, as in PEFT, and one product with all their A.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from hybridflow.config import LoRA
+from hybridflow.models.adapters import parts_of
+from hybridflow.models.attention import PackedAttention
+
+_ROW_PARALLEL = frozenset({"self_attention.linear_proj", "mlp.linear_fc2"})
+_GOLDEN = -7046029254386353131
+_MIX = (-4658895280553007687, -7723592293110705685)
+_KEPT_BITS = 24
+
+
+class Dropout:
+    """Which inputs of the adapters are dropped: a function of (seed, update, layer, tokens so far, column).
+
+    So it is the same in every layout, order and micro-batch. A token is told by itself and those before it in its
+    sequence: equal beginnings of two samples are dropped alike within one update. The parts of a fused layer share a
+    mask, where PEFT has one for each.
+
+    Args:
+        share: Of the inputs that are dropped; the others are divided by what is left.
+        seed: Of the run.
+
+    Attributes:
+        update: Updates so far.
+    """
+
+    def __init__(self, share: float, seed: int) -> None:
+        self.update = 0
+        self._share, self._seed = share, seed
+        self._keys: Tensor | None = None
+
+    def begin(self, tokens: Tensor, attention: PackedAttention) -> None:
+        """Take up a micro-batch, ``[tokens]``; without gradients nothing is dropped."""
+        self._keys = None
+        if torch.is_grad_enabled():
+            self._keys = _mixed(attention.sums_so_far(_mixed(tokens * _GOLDEN + attention.positions)))
+
+    def __call__(self, inputs: Tensor, name: str, first_column: int) -> Tensor:
+        """Drop some of ``[tokens, 1, columns]``, the first of which has this number in the uncut layer."""
+        if self._keys is None:
+            return inputs
+        digest = hashlib.sha256(f"{self._seed}:{self.update}:{name}".encode()).digest()
+        salt = int.from_bytes(digest[:8], "little", signed=True)
+        columns = torch.arange(first_column, first_column + inputs.shape[-1], device=inputs.device)
+        drawn = _mixed(self._keys[:, None] + _mixed(columns * _GOLDEN + salt))
+        is_kept = (drawn & ((1 << _KEPT_BITS) - 1)) >= self._share * (1 << _KEPT_BITS)
+        return inputs * (is_kept[:, None] / (1 - self._share)).to(inputs.dtype)
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """The finalizer of SplitMix64, on int64 that wraps around."""
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        values = (values ^ (values >> shift & ((1 << 64 - shift) - 1))) * factor
+    return values ^ (values >> 31 & ((1 << 33) - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """How a layer's local rows are dealt to its parts: ``blocks`` times the rows of each part, one after the other."""
+
+    blocks: int
+    sizes: Mapping[str, int]
+
+
+class Adapter(nn.Module):
+    """The factors of one linear layer, on this rank.
+
+    Args:
+        linear: The layer.
+        name: What megatron-core calls it within a transformer layer.
+        layer: Its transformer layer's index in the whole model.
+        parts: The parts that have factors.
+        lora: Rank and scale.
+        dropout: Of its input; None: none.
+        groups: This rank's.
+        rows: How the parts share the layer's rows.
+
+    Attributes:
+        is_on: Whether it adds anything.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Module,
+        name: str,
+        layer: int,
+        parts: Sequence[str],
+        lora: LoRA,
+        dropout: Dropout | None,
+        groups: ProcessGroupCollection,
+        rows: _Rows,
+    ) -> None:
+        super().__init__()
+        self.is_on = True
+        self.scale = lora.scale
+        self._name = f"decoder.layers.{layer}.{name}"
+        self._is_row_parallel = name in _ROW_PARALLEL
+        self._group, self._rows = groups.tp, rows
+        # Not a module, and the same for all layers.
+        self._dropout = dropout
+        self._parts = tuple(parts)
+        out, width = linear.weight.shape
+        for part in parts:
+            if part:
+                self.add_module(part, nn.Module())
+            # The sole part of a layer is the adapter itself.
+            owner, size = self.get_submodule(part), rows.blocks * rows.sizes[part] if part else out
+            owner.A = _factor((lora.rank, width), linear.weight.dtype, 1 if self._is_row_parallel else None)
+            owner.B = _factor((size, lora.rank), linear.weight.dtype, None if self._is_row_parallel else 0)
+
+    def factors(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+        """Part -> its A and B on this rank; "" is all of the layer."""
+        owners = {part: self.get_submodule(part) for part in self._parts}
+        return {part: (owner.A, owner.B) for part, owner in owners.items()}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """What is added to the layer's output, from its input ``[tokens, 1, in]``. Collective: tp."""
+        if self._dropout is not None:
+            first = inputs.shape[-1] * self._group.rank() if self._is_row_parallel else 0
+            inputs = self._dropout(inputs, self._name, first)
+        factors = self.factors()
+        inner = nn.functional.linear(inputs, torch.cat([a for a, _ in factors.values()]))
+        if self._is_row_parallel:
+            inner = reduce_from_tensor_model_parallel_region(inner, group=self._group)
+        else:
+            inner = copy_to_tensor_model_parallel_region(inner, group=self._group)
+        shares = dict(zip(factors, inner.chunk(len(factors), dim=-1), strict=True))
+        added = {part: nn.functional.linear(shares[part], b) for part, (_, b) in factors.items()}
+        return self.scale * (added[""] if "" in added else self._interleaved(added))
+
+    def _interleaved(self, added: Mapping[str, Tensor]) -> Tensor:
+        """``[tokens, 1, rows of the part]`` of each part, in the order of the layer's rows; zeros for those without."""
+        blocks, sizes = self._rows.blocks, self._rows.sizes
+        head = next(iter(added.values()))
+        whole = [
+            added[part].unflatten(-1, (blocks, size))
+            if part in added
+            else head.new_zeros(*head.shape[:-1], blocks, size)
+            for part, size in sizes.items()
+        ]
+        return torch.cat(whole, dim=-1).flatten(-2)
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """The local weight with the update in it, summed in fp32: new memory."""
+        whole = weight.detach().float().clone()
+        blocks = whole.view(self._rows.blocks, -1, whole.shape[-1])
+        starts, start = {"": 0}, 0
+        for part, size in self._rows.sizes.items():
+            starts[part] = start
+            start += size
+        for part, (a, b) in self.factors().items():
+            if part:
+                size = self._rows.sizes[part]
+                rows = blocks[:, starts[part] : starts[part] + size]
+                rows += self.scale * (b.float() @ a.float()).view(self._rows.blocks, size, -1)
+            else:
+                whole += self.scale * (b.float() @ a.float())
+        return whole.to(weight.dtype)
+
+
+def _factor(shape: tuple[int, int], dtype: torch.dtype, partition_dim: int | None) -> nn.Parameter:
+    factor = nn.Parameter(torch.empty(shape, dtype=dtype))
+    if partition_dim is not None:
+        # As megatron-core marks what it cuts: its gradient norm and ``specs`` read it.
+        factor.tensor_model_parallel, factor.partition_dim, factor.partition_stride = True, partition_dim, 1
+    return factor
+
+
+def attach(layer: TransformerLayer, lora: LoRA, dropout: Dropout | None, groups: ProcessGroupCollection) -> None:
+    """Give the linear layers of a transformer layer their adapters."""
+    for name, parts in parts_of(lora.targets).items():
+        linear = layer.get_submodule(name)
+        linear.lora = Adapter(
+            linear, name, layer.layer_number - 1, parts, lora, dropout, groups, _rows(layer, name, linear)
+        )
+        linear.register_forward_hook(_add)
+
+
+def _rows(layer: TransformerLayer, name: str, linear: nn.Module) -> _Rows:
+    out = linear.weight.shape[0]
+    if name == "mlp.linear_fc1":
+        return _Rows(blocks=1, sizes={"gate": out // 2, "up": out // 2})
+    if name == "self_attention.linear_qkv":
+        config, head = layer.config, layer.self_attention.hidden_size_per_attention_head
+        heads = config.num_attention_heads // config.num_query_groups
+        # With fewer query groups than ranks this is 0, and only the layer as a whole can have factors.
+        blocks = out // ((heads + 2) * head)
+        return _Rows(blocks=blocks, sizes={"q": heads * head, "k": head, "v": head})
+    return _Rows(blocks=1, sizes={})
+
+
+def _add(linear: nn.Module, arguments: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> object:
+    result, bias = output
+    return (result + linear.lora(arguments[0]), bias) if linear.lora.is_on else output
+
+
+def adapted(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linear layers of this rank that have an adapter, with the logical names of their weights."""
+    for layer in transformer.decoder.layers:
+        for name, module in layer.named_modules():
+            if isinstance(getattr(module, "lora", None), Adapter):
+                yield f"decoder.layers.{layer.layer_number - 1}.{name}.weight", module
+
+
+@contextlib.contextmanager
+def adapters_off(transformer: nn.Module) -> Iterator[None]:
+    """The model as it is without its adapters."""
+    adapters = [linear.lora for _, linear in adapted(transformer)]
+    for adapter in adapters:
+        adapter.is_on = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_on = True
+
+
+def merged_weight(linear: nn.Module) -> Tensor:
+    """The weight of a linear layer with the update of its adapter in it; itself where it has none."""
+    adapter = getattr(linear, "lora", None)
+    weight: Tensor = linear.weight.detach()
+    return weight if adapter is None else adapter.merged(weight)
+
+
+@torch.no_grad()
+def merge(transformer: nn.Module) -> None:
+    """Put the updates of the adapters into the weights, one layer at a time. The adapters are as they were."""
+    for _, linear in adapted(transformer):
+        linear.weight.copy_(merged_weight(linear))

@@ -1,0 +1,34 @@
+"""What a recipe names by ``package.module:name``: functions and classes that a user wrote. No torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from hybridflow.errors import ConfigError
+
+
+def find_plugin(name: str, built_in: Mapping[str, Any], *, key: str, kind: str) -> Any:
+    """What a name stands for: one of ours, or ``package.module:name`` by import.
+
+    Args:
+        name: What the recipe says.
+        built_in: Ours, by name.
+        key: Where the recipe says it, for the message.
+        kind: What is wanted, for the message: ``function`` or ``Class``.
+
+    Raises:
+        ConfigError: There is nothing of that name.
+    """
+    if name in built_in:
+        return built_in[name]
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    # A user's module may raise anything while it is imported.
+    except Exception as error:
+        raise ConfigError(
+            f"{key}={name!r}: {type(error).__name__}: {error}; give one of {', '.join(built_in)} or "
+            f"'package.module:{kind}'"
+        ) from error

@@ -1,0 +1,179 @@
+"""The actor where it learns from given responses: solutions to imitate, pairs, or what is wanted and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.preference import bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
+from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.models.microbatch import MicroBatch
+from hybridflow.models.training import forward_only
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.job import Job
+from hybridflow.roles.placed import PlacedModel, column_rows, mini_batch, mini_batch_size, mismatched
+from hybridflow.roles.reward_model import last_tokens, padding_of
+
+
+class OfflineActor(Actor):
+    """An actor whose update reads given responses. What it makes of a response, for preferences, is one number.
+
+    That number is its log-probability less that under the reference, of a scorer its score.
+    """
+
+    def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
+        super().__init__(job, kl_coef)
+        path = job.recipe.model.path
+        # As what it trains will be asked once it is a reward model.
+        self._pad_id = padding_of(Path(path)) if job.recipe.preset.is_scorer and path is not None else None
+
+    def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+        """One optimizer step on one mini-batch. Collective: all ranks of the update mesh."""
+        part = mini_batch(self._job, batch, decided["actor_mini_batch"]["index"])
+        match self._job.recipe.algorithm:
+            case "sft":
+                self._update_solutions(part)
+            case "kto":
+                self._update_completions(part)
+            case _:
+                self._update_pairs(part)
+
+    def judge(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+        """Measure ``validation/accuracy`` and ``validation/margin`` on held-out pairs.
+
+        The share in which the wanted response has the larger number, where a tie counts half, and by how much on
+        average, times ``preference.beta`` but for a scorer. Collective: the update mesh.
+        """
+        model = self._placed()
+
+        def compute(output: Tensor, micro_batch: MicroBatch) -> Tensor:
+            return _ahead(*self._numbers(output, micro_batch, batch).view(-1, 2).unbind(1), self._scale)
+
+        shares = forward_only(model.transformer, model.groups, self._micro_batches(batch), compute)
+        if model.is_holder:
+            accuracy, margin, count = model.add_up(shares, 3)
+            self.metrics |= {"validation/accuracy": accuracy / count, "validation/margin": margin / count}
+
+    def _update_solutions(self, part: Batch) -> None:
+        """Token mean of the cross-entropy."""
+        model = self._placed()
+        masks, totals = column_rows(part, "response_mask"), model.totals(part)
+        assert totals is not None, "every solution has an end of sequence to imitate"
+        kept, grad_norm = self._imitate(
+            column_rows(part, "tokens"), part.columns["prompt_lengths"].tolist(), masks, totals.num_tokens
+        )
+        if model.is_holder:
+            (loss,) = model.add_up(kept, 1)
+            self.metrics |= {"actor/loss": loss, "actor/grad_norm": grad_norm}
+
+    def _update_pairs(self, part: Batch) -> None:
+        """Mean over the mini-batch's pairs."""
+        settings, num_pairs = self._job.recipe.preference, mini_batch_size(self._job) // 2
+        margins = part.columns.get("margins")
+
+        def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+            chosen, rejected = self._numbers(output, micro_batch, part).view(-1, 2).unbind(1)
+            match self._job.recipe.algorithm:
+                case "reward-model":
+                    assert isinstance(margins, Tensor), "margins are a dense column"
+                    each = bradley_terry_loss(chosen, rejected, margins[micro_batch.samples[::2]].to(chosen.device))
+                case "dpo":
+                    each = dpo_loss(chosen, rejected, beta=settings.beta, label_smoothing=settings.label_smoothing)
+                case _:
+                    each = ipo_loss(chosen, rejected, beta=settings.beta)
+            share = each.sum() / num_pairs
+            ahead = _ahead(chosen.detach(), rejected.detach(), self._scale)
+            return share, torch.cat([share.detach()[None].double(), ahead])
+
+        kept, grad_norm = self._step(self._micro_batches(part), loss)
+        if self._placed().is_holder:
+            share, accuracy, margin, count = self._placed().add_up(kept, 4)
+            self.metrics |= {
+                "actor/loss": share,
+                "actor/grad_norm": grad_norm,
+                "preference/accuracy": accuracy / count,
+                "preference/margin": margin / count,
+            }
+
+    def _update_completions(self, part: Batch) -> None:
+        """Mean over the mini-batch's responses, each against the KL that mismatched responses tell."""
+        settings, size, wanted = self._job.recipe.preference, mini_batch_size(self._job), part.columns["wanted"]
+        assert isinstance(wanted, Tensor), "wanted is a dense column"
+        z_ref = self._z_ref(part)
+
+        def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+            log_ratios = self._numbers(output, micro_batch, part)
+            is_wanted = wanted[micro_batch.samples].to(log_ratios.device)
+            each = kto_loss(
+                log_ratios,
+                is_wanted,
+                z_ref.to(log_ratios.device),
+                beta=settings.beta,
+                desirable_weight=settings.desirable_weight,
+                undesirable_weight=settings.undesirable_weight,
+            )
+            share = each.sum() / size
+            rewards = settings.beta * log_ratios.detach().double()
+            sums = [(rewards * is_wanted).sum(), is_wanted.sum(), (rewards * (1 - is_wanted)).sum()]
+            return share, torch.stack([share.detach(), *sums]).double()
+
+        kept, grad_norm = self._step(self._micro_batches(part), loss)
+        if not self._placed().is_holder:
+            return
+        share, of_wanted, num_wanted, of_others = self._placed().add_up(kept, 4)
+        self.metrics |= {"actor/loss": share, "actor/grad_norm": grad_norm, "preference/z_ref": float(z_ref)}
+        if 0 < num_wanted < size:
+            self.metrics["preference/margin"] = of_wanted / num_wanted - of_others / (size - num_wanted)
+
+    def _z_ref(self, part: Batch) -> Tensor:
+        """The KL to the reference: the mean log-ratio of completions to other prompts, at least 0.
+
+        Over the global mini-batch.
+
+        A scalar; on ranks that hold no outputs, which have no use for it, 0. Collective: the update mesh.
+        """
+        model = self._placed()
+        column = model.per_token(mismatched(part), lambda output, each: model.log_probs(output, each)[0])
+        if column is None:
+            return torch.zeros(())
+        reference = part.columns["ref_mismatched_log_probs"]
+        assert isinstance(reference, Ragged), "log-probabilities are a ragged column"
+        (total,) = model.add_up([(column.values.double() - reference.values).sum()[None].to(self._job.world.device)], 1)
+        return torch.tensor(max(0.0, total / mini_batch_size(self._job)))
+
+    def _numbers(self, output: Tensor, micro_batch: MicroBatch, part: Batch) -> Tensor:
+        """What is made of each response, ``[samples of the micro-batch]``."""
+        if self._job.recipe.preset.is_scorer:
+            return output[:, 0].float()
+        log_probs, _ = self._placed().log_probs(output, micro_batch)
+        if "ref_log_probs" in part.columns:
+            rows = column_rows(part, "ref_log_probs")
+            reference = torch.cat([rows[sample] for sample in micro_batch.samples])
+            log_probs = log_probs - reference.to(log_probs.device)
+        return torch.stack([row.sum() for row in log_probs.split(micro_batch.response_lengths)])
+
+    def _micro_batches(self, part: Batch) -> list[MicroBatch]:
+        preset = self._job.recipe.preset
+        is_single = "wanted" in part.columns
+        parts = self._placed().micro_batches(part, 1 if is_single else 2)
+        return [last_tokens(each, self._pad_id) for each in parts] if preset.is_scorer else parts
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self._job.recipe.preset.is_scorer else self._job.recipe.preference.beta
+
+    def _placed(self) -> PlacedModel:
+        assert self.model is not None, "called outside the update mesh"
+        return self.model
+
+
+def _ahead(chosen: Tensor, rejected: Tensor, scale: float) -> Tensor:
+    """Pairs in which the first is larger, ties as halves; sum of the differences, scaled; number of pairs. fp64."""
+    difference = (chosen - rejected).double()
+    wins = (difference > 0).double() + 0.5 * (difference == 0)
+    return torch.stack([wins.sum(), scale * difference.sum(), wins.new_tensor(len(wins))])

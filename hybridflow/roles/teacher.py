@@ -1,0 +1,56 @@
+"""The teacher: a frozen language model whose distribution on-policy distillation learns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.errors import ConfigError
+from hybridflow.roles.job import Job
+from hybridflow.roles.placed import PlacedModel, role_spec
+
+
+class Teacher:
+    """What the actor learns from, token by token, on the actor's own responses.
+
+    Attributes:
+        model: Its weights; None on a rank outside its mesh.
+        metrics: Always empty; every role has it.
+
+    Raises:
+        ConfigError: ``teacher.top_k`` leaves no token beside the likeliest.
+    """
+
+    def __init__(self, job: Job) -> None:
+        settings = job.recipe.teacher
+        assert settings is not None, "no teacher in the recipe"
+        if settings.top_k >= job.vocab_size:
+            raise ConfigError(
+                f"teacher.top_k={settings.top_k}: the vocabulary has {job.vocab_size} tokens; choose less, or 0 for "
+                "the whole"
+            )
+        self.metrics: dict[str, float] = {}
+        self.spec = role_spec(job, "teacher")
+        self._top_k = settings.top_k
+        mesh = job.meshes["teacher"]
+        self.model = PlacedModel(job, mesh, self.spec) if job.world.rank in mesh else None
+        if self.model is not None:
+            # It never changes, so no checkpoint has it.
+            self.model.load()
+            if settings.offload:
+                self.model.keep_in_host_memory()
+
+    def top(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
+        """``teacher_log_probs``, and ``teacher_ids`` unless the whole vocabulary is asked for."""
+        assert self.model is not None, "called outside the teacher's mesh"
+        model = self.model
+        found = model.rows_per_token(batch, lambda output, part: model.top_log_probs(output, self._top_k))
+        if found is None:
+            return None
+        columns = {"teacher_log_probs": Ragged.from_list([row[0] for row in found], torch.float32)}
+        if self._top_k:
+            columns["teacher_ids"] = Ragged.from_list([row[1] for row in found], torch.int64)
+        return Batch(batch.ids, columns)

@@ -1,0 +1,69 @@
+"""Batches that were generated before their turn to be learned from has come. Light at import."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from hybridflow.errors import DataError
+
+
+class AsyncRolloutBuffer:
+    """Whole batches in the order in which they are generated: one is learned from, the others wait.
+
+    With two buffers, double buffering: one batch is generated while the one before it is learned from.
+
+    Args:
+        max_buffers: Most batches that there are at one time, the one that is learned from included; at least 2.
+
+    Attributes:
+        current: The batch that is learned from; None before the first ``flip``.
+
+    Raises:
+        DataError: ``max_buffers`` is below 2.
+    """
+
+    def __init__(self, max_buffers: int = 2) -> None:
+        if max_buffers < 2:
+            raise DataError(
+                f"max_buffers={max_buffers}: one batch is learned from while another is made; give 2 or more"
+            )
+        self.max_buffers = max_buffers
+        self.current: Any = None
+        self._waiting: deque[Any] = deque()
+
+    def __len__(self) -> int:
+        """Batches that wait."""
+        return len(self._waiting)
+
+    @property
+    def next(self) -> Any:
+        """The batch whose turn comes with the next ``flip``; None: none waits."""
+        return self._waiting[0] if self._waiting else None
+
+    def put(self, batch: Any) -> None:
+        """Add a batch behind those that wait.
+
+        Raises:
+            DataError: All buffers are full.
+        """
+        if len(self._waiting) + 1 >= self.max_buffers:
+            raise DataError(
+                f"{len(self._waiting)} batches wait beside the one that is learned from, and there are "
+                f"{self.max_buffers} buffers; flip before another is put"
+            )
+        self._waiting.append(batch)
+
+    def flip(self) -> Any:
+        """Let go of the current batch, and make the next one current.
+
+        Returns:
+            It.
+
+        Raises:
+            DataError: None waits.
+        """
+        if not self._waiting:
+            raise DataError("no batch waits to be learned from; put one before the flip")
+        self.current = self._waiting.popleft()
+        return self.current

@@ -1,0 +1,28 @@
+"""The learning rate of each training step. Torch-free."""
+
+from __future__ import annotations
+
+import math
+
+from hybridflow.config import Optimizer
+
+
+def learning_rate(settings: Optimizer, step: int, num_steps: int) -> float:
+    """The rate of a step, a function of nothing else, so that a run that is gone on with has the same.
+
+    It rises as a line over the warm-up, is ``lr`` at its last step, or at the first without one, and ``min_lr`` at the
+    last of all.
+
+    Args:
+        settings: Of the model's optimizer.
+        step: Number of the training step, 1 for the first.
+        num_steps: Training steps of the run; later ones have the rate of the last.
+    """
+    if step <= settings.warmup_steps:
+        return settings.lr * step / settings.warmup_steps
+    peak = max(settings.warmup_steps, 1)
+    if settings.schedule == "constant" or step <= peak:
+        return settings.lr
+    done = min(1.0, (step - peak) / max(num_steps - peak, 1))
+    left = 1 - done if settings.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return settings.min_lr + (settings.lr - settings.min_lr) * left

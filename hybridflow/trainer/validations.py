@@ -1,0 +1,45 @@
+"""Which validation was the best so far, and how long ago that was. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class Validations:
+    """What is known of a run's validations, the same on every rank.
+
+    Attributes:
+        step: Training steps before the last one; None: there was none.
+        accuracy: What it measured.
+        best_step: Training steps before the best one, the first of equals.
+        best_accuracy: What that measured.
+        num_since_best: How many came after the best.
+    """
+
+    step: int | None = None
+    accuracy: float | None = None
+    best_step: int | None = None
+    best_accuracy: float | None = None
+    num_since_best: int = 0
+
+    def take(self, step: int, accuracy: float) -> None:
+        """Count a validation. One of a step that was validated already, on going on from there, does not count."""
+        if self.step is not None and step <= self.step:
+            return
+        self.step, self.accuracy = step, accuracy
+        if self.best_accuracy is None or accuracy > self.best_accuracy:
+            self.best_step, self.best_accuracy, self.num_since_best = step, accuracy, 0
+        else:
+            self.num_since_best += 1
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return asdict(self)
+
+    @classmethod
+    def resume(cls, state: Mapping[str, Any]) -> Validations:
+        """What a checkpoint kept; of one that kept nothing, none."""
+        return cls(**state)

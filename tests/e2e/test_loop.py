@@ -1,0 +1,97 @@
+"""What the loop does beside the updates: rates, a critic that learns alone, the best checkpoint, an early end."""
+
+import json
+
+import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
+import pytest
+import torch.utils.tensorboard  # noqa: F401
+
+from hybridflow.checkpoint.store import best_step, latest_step
+from hybridflow.observe.status import read_status
+from tests.e2e.commands import RECIPE, fork_ranks, lasting_metrics, write_recipe
+
+# What each validation of a process gives; what is learned from scores as in the other tests.
+JUDGING = """
+import json
+HELD_OUT = {json.loads(line)["prompt"] for line in open("data/held_out.jsonl")}
+ACCURACIES = [0.125, 0.5, 0.25, 0.5, 0.75]
+seen = {}
+def score(prompt, response, answer):
+    if prompt not in HELD_OUT:
+        return float(sum(map(ord, prompt + response)) % 3)
+    seen[prompt] = seen.get(prompt, -1) + 1
+    return ACCURACIES[seen[prompt]]
+"""
+
+
+def steps_of(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
+
+
+def test_training_ends_when_validations_do_not_become_better_and_the_best_stays(tmp_path):
+    write_recipe(tmp_path, RECIPE.replace("rewards:score", "judging:score"))
+    (tmp_path / "judging.py").write_text(JUDGING)
+    run, run_dir = ["train", "tiny.yaml", "trainer.steps=9", "trainer.validate_every=1"], tmp_path / "run"
+    run += ["trainer.keep_best=true", "trainer.keep_last=1", "trainer.save_every=2"]
+
+    done = fork_ranks([*run, "trainer.patience=2"], tmp_path, within_s=180)
+
+    # 0.125 before, 0.5 after step 1, and then 0.25 and 0.5, which is no better.
+    assert done.codes == (0, 0) and done.err == "", done.err
+    assert "the training ends after step 3: 2 validations in a row were not better than that of step 1" in done.out
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["best_step"], summary["best_accuracy"]) == (3, 1, 0.5)
+    assert (summary["accuracy_before_rl"], summary["accuracy_after_rl"]) == (0.125, 0.5)
+    assert "trainer.patience=2" in summary["ended"]
+    assert (latest_step(run_dir), best_step(run_dir)) == (3, 1) and steps_of(run_dir) == ["step_000001", "step_000003"]
+    status = read_status(run_dir)
+    assert (status.state, status.step, status.saved_step, status.best_step) == ("finished", 3, 3, 1)
+
+    again = fork_ranks([*run, "trainer.patience=2", "--resume"], tmp_path, within_s=180)
+
+    assert again.codes == (0, 0) and "the training ends after step 3" in again.out, again.err
+    assert len(lasting_metrics(run_dir)) == 3 and json.loads((run_dir / "summary.json").read_text()) == summary
+
+    # A process of its own counts from the first accuracy: 0.125 after step 4, 0.5 after step 5, both no better.
+    further = fork_ranks([*run[:2], "trainer.steps=5", *run[3:], "--resume"], tmp_path, within_s=180)
+
+    assert further.codes == (0, 0) and further.err == "", further.err
+    rows = lasting_metrics(run_dir)
+    assert [row["validation/accuracy"] for row in rows] == [0.5, 0.25, 0.5, 0.125, 0.5]
+    assert (latest_step(run_dir), best_step(run_dir)) == (5, 1) and steps_of(run_dir) == ["step_000001", "step_000005"]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["best_step"], summary["accuracy_after_rl"]) == (1, 0.5) and "ended" not in summary
+
+
+def test_the_critic_learns_alone_at_first_and_rates_follow_the_step(tmp_path):
+    write_recipe(tmp_path)
+    run, run_dir = ["train", "tiny.yaml", "algorithm=ppo", "trainer.steps=4", "trainer.save_every=1"], tmp_path / "run"
+    run += ["critic.layout={dp: 2}", "critic.optimizer={lr: 4.0e-2, schedule: linear}", "critic.warmup_steps=2"]
+    run += ["actor.optimizer.warmup_steps=4", "trainer.keep_last=9", "loss.epochs=2", "kl.coef=0.1", "kl.target=1"]
+
+    done = fork_ranks(run, tmp_path, within_s=180)
+
+    assert done.codes == (0, 0) and done.err == "", done.err
+    rows = lasting_metrics(run_dir)
+    assert [row["actor/lr"] for row in rows] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+    # From 0.04 at step 1 as a line to 0 at step 4.
+    assert [row["critic/lr"] for row in rows] == pytest.approx([0.04, 0.08 / 3, 0.04 / 3, 0.0])
+    assert [("actor/loss" in row, "critic/loss" in row) for row in rows] == [(False, True)] * 2 + [(True, True)] * 2
+    weights = {
+        role: [
+            [
+                path.read_bytes()
+                for path in sorted((run_dir / f"checkpoints/step_00000{step}/{role}").glob("*.safetensors"))
+            ]
+            for step in range(5)
+        ]
+        for role in ("actor", "critic")
+    }
+    actor, critic = weights["actor"], weights["critic"]
+    assert actor[0] == actor[1] == actor[2] != actor[3] and actor[3] != actor[4]
+    assert critic[0] != critic[1] != critic[2] != critic[3]
+    states = [
+        json.loads((run_dir / f"checkpoints/step_00000{step}/job.json").read_text())["state"] for step in range(5)
+    ]
+    # The adaptive coefficient waits for a policy that moves.
+    assert states[0]["kl_coef"] == states[1]["kl_coef"] == states[2]["kl_coef"] != states[3]["kl_coef"]

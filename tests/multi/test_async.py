@@ -1,0 +1,177 @@
+"""Generating on ranks of its own: the same numbers as beside learning; and ahead of it, with weights of known age."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridflow.checkpoint.store import latest_step
+from hybridflow.config import Recipe
+from hybridflow.dataflow.batch import Batch
+from hybridflow.errors import DataError
+from hybridflow.models.specs import logical_parameters
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.world import World
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.placed import column_rows
+from hybridflow.roles.rollout_buffer import RolloutBuffer
+from hybridflow.trainer.stopping import Stopping
+from hybridflow.trainer.trainer import train
+from tests.multi.jobs import make_job, tiny_recipe
+from tests.multi.test_placement import OF_THE_MACHINE, layout, recipe
+from tests.ranks import run_ranks
+
+
+def run(world: World, made: Recipe, resume: bool = False) -> bool:
+    return train(made, world, resume=resume)
+
+
+def rows(made: Recipe) -> list[dict[str, float]]:
+    text = (Path(made.run_dir) / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def assert_same(made: Recipe, other: Recipe) -> None:
+    for step, (expected, found) in enumerate(zip(rows(made), rows(other), strict=True), start=1):
+        for metric, value in expected.items():
+            if not metric.startswith(OF_THE_MACHINE):
+                assert abs(found[metric] - value) <= 1e-5 * abs(value) + 1e-6, (other.name, step, metric)
+
+
+def test_a_rollout_on_ranks_of_its_own_gives_the_same_numbers(tmp_path):
+    often = {"validate_every": 1}
+    together = recipe(tmp_path, "together", "grpo", 1, trainer=often)
+    run_ranks(run, 1, together)
+    placements = {
+        "tp2": dict(ranks=4, rollout_ranks=(3, 2), update=layout(tp=2), rollout=layout(dp=2), trainer=often),
+        "pp2": dict(
+            ranks=3, rollout_ranks=(0, 2), update=layout(), rollout=layout(pp=2), reference_ranks=(2,), trainer=often
+        ),
+    }
+    apart = [recipe(tmp_path, name, "grpo", **placement) for name, placement in placements.items()]
+    for made in apart:
+        run_ranks(run, made.cluster.ranks, made)
+        assert_same(together, made)
+        # For the validation at its end, and no more for the next step.
+        assert rows(made)[0]["reshard/bytes"] == rows(made)[0]["reshard/limit_bytes"] > 0
+
+
+def remember_weights(world: World, made: Recipe, checked: Any) -> list[float]:
+    """Run, and recompute what each batch was sampled with: the largest error at each step that learns."""
+    update, errors, kept = Actor.update, [], {}
+
+    def watched(self: Actor, batch: Batch, decided: dict[str, Any]) -> None:
+        step, turn = decided["train_step"]["step"], decided["actor_mini_batch"]
+        if turn == {"epoch": 0, "index": 0}:
+            weights = logical_parameters(self.model.transformer)
+            kept[step - 1] = {name: tensor.detach().clone() for name, tensor in weights.items()}
+            with torch.no_grad():
+                for name, tensor in kept[checked[step]].items():
+                    weights[name].copy_(tensor)
+                column = self.model.per_token(batch, lambda output, part: self.model.log_probs(output, part)[0])
+                for name, tensor in kept[step - 1].items():
+                    weights[name].copy_(tensor)
+            pairs = zip(column.to_list(), column_rows(batch, "rollout_log_probs"), strict=True)
+            errors.append(max(float((one - other).abs().max()) for one, other in pairs))
+        update(self, batch, decided)
+
+    Actor.update = watched
+    train(made, world)
+    return errors
+
+
+CASES = {
+    # Staleness: step -> updates behind, as the program has it: the first batches come of the weights of the start.
+    1: ("grpo", {1: 0, 2: 1, 3: 1, 4: 1}),
+    2: ("ppo", {1: 0, 2: 1, 3: 2, 4: 2}),
+}
+
+
+@pytest.mark.parametrize("staleness", CASES)
+def test_batches_made_ahead_are_of_the_weights_that_they_say_in_every_layout(staleness, tmp_path):
+    algorithm, behind = CASES[staleness]
+    trainer = {"max_staleness": staleness, "steps": 4, "validate_every": 3, "save_every": 3}
+    two = recipe(tmp_path, "two", algorithm, 2, update=layout(), rollout_ranks=(1,), trainer=trainer)
+    errors, _ = run_ranks(remember_weights, 2, two, {step: step - 1 - behind[step] for step in behind})
+    assert len(errors) == 4 and max(errors) < 1e-4
+    found = rows(two)
+    assert [row["rollout/staleness_mean"] for row in found] == list(behind.values())
+    assert [row["rollout/staleness_max"] for row in found] == list(behind.values())
+    # Older weights are not those in training; and what that does is corrected.
+    assert found[0]["rollout/logprob_abs_diff"] < 1e-5
+    assert all(row["rollout/logprob_abs_diff"] > 1e-4 and row["actor/grad_norm"] > 0.01 for row in found[1:])
+    assert all("correction/effective_share" in row for row in found)
+
+    placement = dict(actor_ranks=(0, 1), update=layout(tp=2), rollout_ranks=(3, 2), rollout=layout(dp=2))
+    placement |= dict(critic_ranks=(1, 0), reference_ranks=(0, 1), reward_ranks=(4,))
+    more = recipe(tmp_path, "more", algorithm, 5, **placement, trainer=trainer)
+    run_ranks(run, 5, more)
+    assert_same(two, more)
+
+
+def stopped(world: World, made: Recipe, decision: str, step: int) -> bool:
+    """Run, and ask to stop while rank 1 samples for a step."""
+    sample, own_reason, asked = Actor.sample, Stopping.own_reason, []
+
+    def watched(self: Actor, batch: Batch, decided: dict[str, Any]) -> Batch | None:
+        if decided.get(decision, {}).get("step") == step:
+            asked.append("asked to")
+        return sample(self, batch, decided)
+
+    Actor.sample = watched
+    Stopping.own_reason = lambda self, **named: asked[0] if asked else own_reason(self, **named)
+    return train(made, world)
+
+
+def test_a_run_that_was_stopped_while_it_worked_ahead_goes_on(tmp_path):
+    for decision, step, saved in (("fill_buffer", 1, 0), ("sample_ahead", 3, 2)):
+        trainer = {"max_staleness": 1, "steps": 4}
+        made = recipe(tmp_path, decision, "grpo", 2, update=layout(), rollout_ranks=(1,), trainer=trainer)
+        assert run_ranks(stopped, 2, made, decision, step) == [False, False]
+        # The update beside which it was asked is done; what was being sampled is not kept.
+        assert latest_step(Path(made.run_dir)) == saved
+        assert run_ranks(run, 2, made, True) == [True, True]
+        found = rows(made)
+        assert [row["step"] for row in found] == [1, 2, 3, 4]
+        # After the restart the first batch is of the weights of the checkpoint.
+        expected = [0, 1, 1, 1] if saved == 0 else [0, 1, 0, 1]
+        assert [row["rollout/staleness_max"] for row in found] == expected
+        assert found[saved]["rollout/logprob_abs_diff"] < 1e-5
+
+
+def too_old(world: World) -> str | None:
+    """What is said of samples that are two updates behind where one is allowed."""
+    made = tiny_recipe(ParallelLayout(), "grpo")
+    made = replace(
+        made,
+        cluster=replace(made.cluster, ranks=2),
+        actor=replace(made.actor, rollout_ranks=(1,)),
+        trainer=replace(made.trainer, max_staleness=1),
+    )
+    job, _ = make_job(world, made)
+    if world.rank == 0:
+        return None
+    buffer = RolloutBuffer(job)
+    buffer.put(Batch(torch.arange(2), {"versions": torch.tensor([1, 2])}), {"fill_buffer": {"step": 3}})
+    try:
+        buffer.take(Batch.empty(), {"train_step": {"step": 3}})
+    except DataError as error:
+        # Version 2 is that of the beginning of step 3, version 1 one behind: no error; the next is.
+        return f"too early: {error}"
+    assert buffer.metrics == {"rollout/staleness_mean": 0.5, "rollout/staleness_max": 1.0}
+    buffer.put(Batch(torch.arange(2), {"versions": torch.tensor([1, 3])}), {"fill_buffer": {"step": 4}})
+    try:
+        buffer.take(Batch.empty(), {"train_step": {"step": 4}})
+    except DataError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_older_weights_than_allowed_are_an_error():
+    _, told = run_ranks(too_old, 2)
+    assert "2 updates behind" in told and "trainer.max_staleness=1" in told

@@ -1,0 +1,389 @@
+"""Steps on given responses: every layout and micro-batch split computes what one process in plain torch does, in fp64.
+
+Nothing below the line "plain torch" uses hybridflow: log-probabilities and scores by the transformer of
+``test_reference_step``, losses and gradients straight from the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridflow import config
+from hybridflow.data.preferences import Response
+from hybridflow.data.prompts import Example, PromptSource, Solution
+from hybridflow.dataflow import schedule
+from hybridflow.dataflow.move import Mover
+from hybridflow.dataflow.run import Executor
+from hybridflow.models.specs import logical_parameters
+from hybridflow.models.weights import local_shards
+from hybridflow.observe.timeline import Timeline
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.world import World
+from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.job import Problems
+from hybridflow.roles.offline_actor import OfflineActor
+from hybridflow.trainer.roles import make_roles
+from tests.multi.jobs import add_noise, inner_of, make_job, outer_of
+from tests.multi.models import VOCAB
+from tests.multi.test_reference_step import transformer
+from tests.ranks import run_ranks
+
+CONTEXT = 14
+MODEL = config.Model(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    max_context=CONTEXT,
+    qkv_bias=True,
+    vocab_divisible_by=4,
+    vocab_size=VOCAB,
+    init_std=0.1,
+)
+BATCH, MINI_BATCH, NUM_ROWS = 12, 6, 9
+SEEDS = {"actor": 3, "reference": 13}
+# An optimizer step moves no weight of fp32 by so little: both mini-batches meet the first weights.
+OPTIMIZER = config.Optimizer(lr=1e-12, clip_grad=0.0, distributed=False)
+PREFERENCES = {
+    "dpo": config.Preference(beta=0.4, label_smoothing=0.1),
+    "dpo-free": config.Preference(beta=0.4, reference_free=True),
+    "ipo": config.Preference(beta=0.7),
+    "kto": config.Preference(beta=0.5, desirable_weight=1.5, undesirable_weight=0.8),
+}
+NAMES = ("sft", "reward-model", *PREFERENCES)
+STEP = 2
+"""Which training step is taken; its rows lie in two epochs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to compute the same step."""
+
+    name: str
+    layout: ParallelLayout
+    micro_batch_tokens: int
+
+
+def recipe_of(case: Case) -> config.Recipe:
+    """All models on the same ranks, but of two ranks or more the reference, which is cut in another way."""
+    size = case.layout.world_size
+    recipe = config.Recipe(
+        name="tiny",
+        algorithm=case.name.removesuffix("-free"),
+        cluster=config.Cluster(ranks=size),
+        model=MODEL,
+        data=config.Data(train="none", held_out="none"),
+        actor=config.Actor(update=case.layout, optimizer=OPTIMIZER),
+        reference=config.Reference(layout=ParallelLayout(dp=size)),
+        rollout=config.Rollout(max_new_tokens=1),
+        preference=PREFERENCES.get(case.name, config.Preference()),
+        trainer=config.Trainer(
+            steps=1, global_batch_size=BATCH, mini_batch_size=MINI_BATCH, micro_batch_tokens=case.micro_batch_tokens
+        ),
+    )
+    config.check_recipe(recipe)
+    return recipe
+
+
+def draw(low: int, high: int, generator: torch.Generator) -> tuple[int, ...]:
+    """So many random tokens."""
+    count = int(torch.randint(low, high, (1,), generator=generator))
+    return tuple(torch.randint(0, VOCAB, (count,), generator=generator).tolist())
+
+
+def rows_of(name: str, seed: int = 11) -> list[Any]:
+    """Rows of unequal lengths: solutions with observed tokens, pairs with margins, or single responses."""
+    generator = torch.Generator().manual_seed(seed)
+    rows: list[Any] = []
+    for index in range(NUM_ROWS):
+        prompt, first, second = (draw(1, high, generator) for high in (8, 8, 8))
+        margin = 0.25 * index
+        if name == "sft":
+            rows.append(Solution(prompt, first, tuple(place % 3 != 1 for place in range(len(first)))))
+        elif name == "kto":
+            rows.append((Response(prompt, first, index % 3 != 0, 0.0),))
+        else:
+            rows.append((Response(prompt, first, True, margin), Response(prompt, second, False, margin)))
+    return rows
+
+
+def held_out() -> tuple[tuple[Response, Response], ...]:
+    return tuple(rows_of("dpo", seed=12)[:5])
+
+
+def source() -> PromptSource:
+    return PromptSource(
+        examples=tuple(Example(prompt="", answer=str(row), place="") for row in range(NUM_ROWS)), seed=5
+    )
+
+
+def step(world: World, case: Case) -> dict[str, Any]:
+    """A training step with a validation through the compiled program, and what this rank saw of it."""
+    recipe = recipe_of(case)
+    job, plan = make_job(world, recipe)
+    rows = rows_of(case.name)
+    problems = Problems(
+        source=source(),
+        prompts=(),
+        solutions=tuple(rows) if case.name == "sft" else (),
+        responses=() if case.name == "sft" else tuple(rows),
+    )
+    job = replace(job, train=problems, held_out_pairs=held_out())
+    roles = make_roles(job, KLCoefficient(recipe))
+    assert type(roles["actor"]) is OfflineActor
+    for name, seed in SEEDS.items():
+        if name in roles:
+            add_noise(roles[name].model, roles[name].spec, world.rank, seed=seed)
+    found: dict[str, Any] = {"gradients": [], "metrics": []}
+    watch(roles["actor"], world.rank, found)
+    per_draw = recipe.samples_per_draw
+    about = {"step": STEP, "first_draw": BATCH // per_draw, "num_prompts": BATCH // per_draw}
+    world.make_groups(schedule.rank_sets(plan.train, plan.meshes))
+    Executor(
+        schedule=schedule.project(plan.train, world.rank, plan.meshes),
+        roles={**roles, "trainer": SimpleNamespace(finish_step=lambda *_: None, save=lambda *_: None)},
+        decisions={
+            "train_step": iter([about, None]).__next__,
+            "go_on": lambda: True,
+            "go_on_to_update": lambda: True,
+            "actor_mini_batch": iter([{"epoch": 0, "index": 0}, {"epoch": 0, "index": 1}, None]).__next__,
+            "validate": lambda: recipe.preset.has_preferences,
+            "save": lambda: False,
+        },
+        mover=Mover(world, plan.meshes, chunk=MINI_BATCH),
+        world=world,
+        meshes=plan.meshes,
+        timeline=Timeline(),
+    ).run()
+    found["metrics"].append({**roles["actor"].metrics, **roles["given"].metrics})
+    return found
+
+
+def watch(actor: OfflineActor, rank: int, found: dict[str, Any]) -> None:
+    """Keep the gradients before each optimizer step, and the metrics after each update."""
+    make_step, make_update = actor.trainable.step, actor.update
+
+    def kept_step() -> float:
+        parameters = logical_parameters(actor.model.transformer)
+        shards = local_shards(actor.model.transformer, actor.spec, actor.model.mesh, rank)
+        found["gradients"].append(
+            {
+                name: (parameters[name].main_grad.view(part.local_shape)[inner_of(part)].clone().numpy(), part)
+                for name, (_, part) in shards.items()
+            }
+        )
+        return make_step()
+
+    def kept_update(batch: Any, decided: Any) -> None:
+        make_update(batch, decided)
+        found["metrics"].append(dict(actor.metrics))
+
+    mock.patch.object(actor.trainable, "step", kept_step).start()
+    mock.patch.object(actor, "update", kept_update).start()
+
+
+def steps(world: World, cases: list[Case]) -> list[dict[str, Any]]:
+    return [step(world, case) for case in cases]
+
+
+def whole_weights(world: World) -> dict[str, dict[str, Any]]:
+    """The weights of actor, scorer and reference, uncut."""
+    found = {}
+    for name in ("dpo", "reward-model"):
+        recipe = recipe_of(Case(name=name, layout=ParallelLayout(), micro_batch_tokens=4096))
+        job, _ = make_job(world, recipe)
+        for role, made in make_roles(job, KLCoefficient(recipe)).items():
+            if role in SEEDS:
+                add_noise(made.model, made.spec, 0, seed=SEEDS[role])
+                shards = local_shards(made.model.transformer, made.spec, made.model.mesh, 0)
+                found["scorer" if name == "reward-model" else role] = {
+                    tensor: local[inner_of(part)].numpy() for tensor, (local, part) in shards.items()
+                }
+    return found
+
+
+# --- plain torch -----------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """The same step by one process."""
+
+    def __init__(self, name: str, weights: dict[str, dict[str, Any]]) -> None:
+        self.name = name
+        trained = "scorer" if name == "reward-model" else "actor"
+        self.weights, self.reference = (
+            {key: torch.tensor(array, dtype=torch.float64, requires_grad=True) for key, array in weights[each].items()}
+            for each in (trained, "reference")
+        )
+        order = source()
+        per_draw = 1 if name in ("sft", "kto") else 2
+        first = BATCH // per_draw
+        rows = rows_of(name)
+        self.rows = [rows[order.row(draw)] for draw in range(first, 2 * first)]
+        size = MINI_BATCH // per_draw
+        self.mini_batches = [self.rows[:size], self.rows[size:]]
+
+    def states(self, weights: dict[str, Tensor], tokens: tuple[int, ...]) -> Tensor:
+        return transformer(weights, torch.tensor(tokens), 4, 2, 2)
+
+    def log_probs(self, weights: dict[str, Tensor], prompt: tuple[int, ...], response: tuple[int, ...]) -> Tensor:
+        states = self.states(weights, (*prompt, *response))[len(prompt) - 1 : -1]
+        log_p = (states @ weights["output_layer.weight"].T).log_softmax(-1)
+        return log_p[torch.arange(len(response)), torch.tensor(response)]
+
+    def number(self, prompt: tuple[int, ...], response: tuple[int, ...]) -> Tensor:
+        """A response's score, or its log-ratio."""
+        if self.name == "reward-model":
+            return self.states(self.weights, (*prompt, *response))[-1] @ self.weights["value_head.weight"][0]
+        value = self.log_probs(self.weights, prompt, response).sum()
+        if self.name == "dpo-free":
+            return value
+        return value - self.log_probs(self.reference, prompt, response).sum().detach()
+
+    @torch.no_grad()
+    def z_ref(self, rows: list[Any]) -> float:
+        """Each prompt with the completion of the row before it, the first with that of the last."""
+        numbers = []
+        for index, (row,) in enumerate(rows):
+            completion = rows[index - 1][0].tokens[: CONTEXT - len(row.prompt)]
+            numbers.append(float(self.number(row.prompt, completion)))
+        return max(0.0, sum(numbers) / len(numbers))
+
+    def loss(self, rows: list[Any]) -> Tensor:
+        settings = PREFERENCES.get(self.name)
+        if self.name == "sft":
+            log_probs = torch.cat([self.log_probs(self.weights, row.prompt, row.tokens) for row in rows])
+            written = torch.tensor([flag for row in rows for flag in row.is_written])
+            return -log_probs[written].mean()
+        if self.name == "kto":
+            z_ref = self.z_ref(rows)
+            losses = []
+            for (row,) in rows:
+                ahead = settings.beta * (self.number(row.prompt, row.tokens) - z_ref)
+                weight = settings.desirable_weight if row.is_wanted else settings.undesirable_weight
+                value = 1 / (1 + torch.exp(-ahead if row.is_wanted else ahead))
+                losses.append(weight * (1 - value))
+            return torch.stack(losses).mean()
+        h = self.differences(rows)
+        if self.name == "reward-model":
+            return torch.log1p(torch.exp(-(h - torch.tensor([pair[0].margin for pair in rows])))).mean()
+        if self.name == "ipo":
+            return ((h - 1 / (2 * settings.beta)) ** 2).mean()
+        right, wrong = torch.log1p(torch.exp(-settings.beta * h)), torch.log1p(torch.exp(settings.beta * h))
+        return ((1 - settings.label_smoothing) * right + settings.label_smoothing * wrong).mean()
+
+    def differences(self, pairs: Any) -> Tensor:
+        return torch.stack([self.number(*one[:2]) - self.number(*other[:2]) for one, other in pairs])
+
+    def validation(self) -> dict[str, float]:
+        with torch.no_grad():
+            h = self.differences(held_out())
+        scale = 1.0 if self.name == "reward-model" else PREFERENCES[self.name].beta
+        return {"validation/accuracy": float((h > 0).double().mean()), "validation/margin": scale * float(h.mean())}
+
+    def gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        found = torch.autograd.grad(loss, list(self.weights.values()), allow_unused=True)
+        return {
+            name: torch.zeros_like(weight) if gradient is None else gradient
+            for (name, weight), gradient in zip(self.weights.items(), found, strict=True)
+        }
+
+
+def cases_of(size: int) -> list[Case]:
+    """Every algorithm in layouts of so many ranks, with a pair or two to a micro-batch, and with many."""
+    layouts = {
+        1: ["tp1.pp1.dp1"],
+        2: ["tp2.pp1.dp1", "tp1.pp2.dp1", "tp1.pp1.dp2"],
+        4: ["tp2.pp2.dp1", "tp1.pp2.dp2", "tp1.pp1.dp4"],
+    }[size]
+    return [
+        Case(name=name, layout=ParallelLayout.parse(layout), micro_batch_tokens=40 if place % 2 == size % 2 else 4096)
+        for place, layout in enumerate(layouts)
+        for name in NAMES
+    ] + ([Case(name=name, layout=ParallelLayout(), micro_batch_tokens=4096) for name in NAMES] if size == 1 else [])
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict[str, Any]:
+    """Algorithm -> losses and gradients of both mini-batches, and the validation."""
+    (weights,) = run_ranks(whole_weights, 1)
+    found = {}
+    for name in NAMES:
+        plain = Plain(name, weights)
+        losses = [plain.loss(rows) for rows in plain.mini_batches]
+        found[name] = {
+            "losses": [float(loss.detach()) for loss in losses],
+            "gradients": [plain.gradients(loss) for loss in losses],
+            "z_ref": [plain.z_ref(rows) for rows in plain.mini_batches] if name == "kto" else [],
+            "validation": plain.validation() if name != "sft" else {},
+            "rows": plain.rows,
+        }
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_step_is_that_of_plain_torch_in_every_layout(size, truth):
+    cases = cases_of(size)
+    every = run_ranks(steps, size, cases)
+    for number, case in enumerate(cases):
+        expected = truth[case.name]
+        shares = [each[number] for each in every]
+        holders = [each for each in shares if "actor/loss" in each["metrics"][-1]]
+        assert len(holders) == size // case.layout.pp
+        for index in range(2):
+            for share in holders:
+                told = share["metrics"][index]
+                assert told["actor/loss"] == pytest.approx(expected["losses"][index], rel=2e-6), (case, index)
+                if expected["z_ref"]:
+                    assert told["preference/z_ref"] == pytest.approx(expected["z_ref"][index], rel=1e-5), case
+                norm = math.sqrt(sum(float(each.square().sum()) for each in expected["gradients"][index].values()))
+                assert told["actor/grad_norm"] == pytest.approx(norm, rel=1e-5), case
+            check_gradients(case, [share["gradients"][index] for share in shares], expected["gradients"][index])
+        for share in holders:
+            for name, value in expected["validation"].items():
+                assert share["metrics"][-1][name] == pytest.approx(value, rel=1e-5, abs=1e-6), (case, name)
+        check_counts(case.name, shares, expected["rows"])
+
+
+def check_gradients(case: Case, shares: list[dict[str, Any]], expected: dict[str, Tensor]) -> None:
+    """Together the ranks have every tensor, and each element is right."""
+    seen: dict[str, int] = {}
+    for share in shares:
+        for name, (found, part) in share.items():
+            wanted = expected[name][outer_of(part)]
+            scale = max(float(expected[name].norm()) / math.sqrt(expected[name].numel()), 1e-7)
+            difference = float((torch.from_numpy(found).double() - wanted).abs().max())
+            assert difference < 5e-5 * max(scale, float(expected[name].abs().max())), (case, name, difference)
+            seen[name] = seen.get(name, 0) + found.size
+    assert seen.keys() == expected.keys()
+    assert all(count % expected[name].numel() == 0 for name, count in seen.items())
+
+
+def check_counts(name: str, shares: list[dict[str, Any]], rows: list[Any]) -> None:
+    responses = rows if name == "sft" else [each for row in rows for each in row]
+    lengths = [len(each.tokens) for each in responses]
+    for share in shares:
+        told = share["metrics"][-1]
+        assert told["batch/num_tokens"] == sum(len(each.prompt) for each in responses) + sum(lengths)
+        assert told["response/length_mean"] == pytest.approx(sum(lengths) / len(lengths))
+
+
+def test_the_rows_reach_what_they_are_to_show(truth):
+    """Two epochs in one step, a KL that counts, pairs both ways round, and mismatched responses that are cut."""
+    order = source()
+    assert len({order.row(draw) for draw in range(BATCH, 2 * BATCH)}) < BATCH
+    assert any(z_ref > 0.01 for z_ref in truth["kto"]["z_ref"])
+    assert 0 < truth["dpo"]["validation"]["validation/accuracy"] < 1
+    rows = [row for (row,) in truth["kto"]["rows"]]
+    before = [rows[index - 1 if index % MINI_BATCH else index + MINI_BATCH - 1] for index in range(BATCH)]
+    assert any(len(row.prompt) + len(other.tokens) > CONTEXT for row, other in zip(rows, before, strict=True))
+    assert truth["dpo"]["losses"] != truth["dpo-free"]["losses"]

@@ -1230,6 +1230,10 @@ def _check_lora(recipe: Recipe) -> None:
                 f"actor.{name}: tp={layout.tp} is above model.num_query_groups={groups}, and q_proj, k_proj, v_proj "
                 f"have no adapters where ranks share a group; lower tp, or take them out of {key}"
             )
+    if recipe.has_reference and recipe.reference.offload and reference_is_base(recipe, _meshes_as_given(recipe)):
+        raise ConfigError(
+            "reference.offload=true: the actor without its adapters is the reference, and stays where it is; remove it"
+        )
     if lora.path is not None and recipe.warm_start is not None:
         raise ConfigError(
             f"actor.lora.path={lora.path!r}: a warm start ends with its adapters put into the weights, and these with "

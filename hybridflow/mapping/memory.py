@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridflow.config import Optimizer, Recipe, reference_is_base
+from hybridflow.config import LoRA, Optimizer, Recipe, reference_is_base
 from hybridflow.families.model import Model
 from hybridflow.models.adapters import adapter_spec
 from hybridflow.models.shapes import model_spec, shape_of
@@ -33,6 +33,9 @@ STEP_TOKENS = 2048
 
 CHUNK_TOKENS = 1024
 """As ``models.log_probs`` has it."""
+
+PANEL = 32
+"""As ``rollout.cpu_transformer`` has it."""
 
 _FP32_BYTES = ITEM_BYTES["fp32"]
 _LARGEST_GROUPS = 12
@@ -230,7 +233,7 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
             weights=0 if is_base else weights,
             activations=_passing_bytes(model, mesh, tokens) + output(copies=1),
         )
-    trained = placed.trained_bytes[stage]
+    trained, lora = placed.trained_bytes[stage], recipe.actor.lora if name == "actor.update" else None
     settings: Optimizer = _section(recipe, name.partition(".")[0]).optimizer
     return MeshMemory(
         mesh=name,
@@ -239,7 +242,7 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
         optimizer=optimizer_bytes(
             placed.trained, placed.states if settings.distributed else None, rank, model, trained
         ),
-        activations=training_bytes(model, mesh, rank, tokens) + output(copies=2),
+        activations=training_bytes(model, mesh, rank, tokens, lora) + output(copies=2),
     )
 
 
@@ -307,7 +310,7 @@ def packed_bytes(spec: ModelSpec, model: Model, mesh: DeviceMesh, rank: int) -> 
     held = WeightHoldings(spec, mesh)
     is_last = mesh.coordinate(rank).pp == mesh.layout.pp - 1
     return sum(
-        math.prod(region.local_shape) * ITEM_BYTES[tensor.dtype]
+        -(-math.prod(region.local_shape[:-1]) // PANEL) * PANEL * region.local_shape[-1] * ITEM_BYTES[tensor.dtype]
         for tensor in spec.tensors
         if _is_packed(tensor, is_last)
         for region in held.regions(tensor, rank)
@@ -343,15 +346,24 @@ def _sequence_bytes(model: Model, mesh: DeviceMesh) -> int:
     return 2 * layers * tokens * groups * model.head_size * ITEM_BYTES[model.dtype]
 
 
-def training_bytes(model: Model, mesh: DeviceMesh, rank: int, tokens: int) -> int:
+def training_bytes(model: Model, mesh: DeviceMesh, rank: int, tokens: int, lora: LoRA | None = None) -> int:
     """What the layers of a stage keep for the backward pass, of micro-batches of so many tokens.
 
     In 1F1B stage ``s`` of ``pp`` has ``pp - s`` micro-batches under way. Nothing is computed twice, and the activations
-    between the layers are not cut over the tensor-parallel ranks.
+    between the layers are not cut over the tensor-parallel ranks. Weights below adapters are frozen, and need no input
+    for a gradient; that is not taken off.
     """
     stages = mesh.layout.pp
     under_way = stages - mesh.coordinate(rank).pp
-    return under_way * tokens * (model.num_layers // stages) * _layer_bytes(model, mesh.layout.tp)
+    kept = _layer_bytes(model, mesh.layout.tp) + (0 if lora is None else _adapter_bytes(model, mesh.layout.tp, lora))
+    return under_way * tokens * (model.num_layers // stages) * kept
+
+
+def _adapter_bytes(model: Model, tp: int, lora: LoRA) -> int:
+    """What the adapters of a layer keep of each token: what A gives; with dropout a mask of the inputs too."""
+    inputs = 2 * model.hidden_size - (-(model.num_attention_heads * model.head_size + model.ffn_hidden_size) // tp)
+    masks = inputs if lora.dropout > 0 else 0
+    return (lora.rank * len(lora.targets) + masks) * ITEM_BYTES[model.dtype]
 
 
 def _layer_bytes(model: Model, tp: int) -> int:

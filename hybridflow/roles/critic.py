@@ -18,8 +18,7 @@ from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, r
 COLUMNS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
 """Role -> the columns of its values, and of what it learns."""
 
-
-_METRICS = {
+METRICS = {
     "critic": ("critic/loss", "critic/grad_norm"),
     "cost_critic": ("cost_critic/loss", "cost_critic/grad_norm"),
 }
@@ -70,7 +69,7 @@ class Critic:
         grad_norm = self.trainable.step()
         if self.model.is_holder:
             (loss,) = self.model.add_up(kept, 1)
-            self.metrics |= dict(zip(_METRICS[self._role], (loss, grad_norm), strict=True))
+            self.metrics |= dict(zip(METRICS[self._role], (loss, grad_norm), strict=True))
 
     def _loss(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
         values = pad_rows(output[:, 0].float().split(micro_batch.response_lengths))

@@ -84,7 +84,7 @@ class CpuTransformer:
             shared = model.share_embeddings_and_output_weights
             output = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
             self._norms[1] = self._keep(model.decoder.final_layernorm.weight)
-            self._output, self._num_outputs = self._matrix(_pack(output)), len(output)
+            self._output, self._num_outputs = self._matrix(pack(output)), len(output)
 
     def __call__(self, tokens: Tensor, attention: PagedAttention, rows: Tensor) -> Tensor:
         """As ``Transformer.forward``; hidden states come in by ``set_input_tensor`` of the model. Collective: tp."""
@@ -134,15 +134,15 @@ class CpuTransformer:
         scoring, bias = attention.core_attention.scoring, attention.linear_qkv.bias
         return Layer(
             input_norm=self._norm(layer.input_layernorm),
-            qkv=self._matrix(_pack(merged_weight(attention.linear_qkv))),
+            qkv=self._matrix(pack(merged_weight(attention.linear_qkv))),
             qkv_bias=None if bias is None else self._keep(pad(bias.detach(), (0, -len(bias) % PANEL))),
             query_norm=self._norm(attention.q_layernorm),
             key_norm=self._norm(attention.k_layernorm),
-            projection=self._matrix(_pack(merged_weight(attention.linear_proj))),
+            projection=self._matrix(pack(merged_weight(attention.linear_proj))),
             attention_norm=self._norm(getattr(attention, "post_layernorm", None)),
             mlp_norm=self._norm(layer.pre_mlp_layernorm),
-            gate_up=self._matrix(_pack_gated(merged_weight(mlp.linear_fc1))),
-            down=self._matrix(_pack(merged_weight(mlp.linear_fc2))),
+            gate_up=self._matrix(pack_gated(merged_weight(mlp.linear_fc1))),
+            down=self._matrix(pack(merged_weight(mlp.linear_fc2))),
             output_norm=self._norm(getattr(mlp, "post_layernorm", None)),
             scale=scoring.scale,
             softcap=scoring.softcap or 0.0,
@@ -150,7 +150,7 @@ class CpuTransformer:
         )
 
     def _norm(self, norm: torch.nn.Module | None) -> int | None:
-        return None if norm is None or isinstance(norm, IdentityOp) else self._keep(norm.weight)
+        return None if norm is None or isinstance(norm, IdentityOp) else self._keep(norm.weight.clone())
 
     def _matrix(self, laid_out: Tensor) -> int:
         self.matrices.append(laid_out)
@@ -161,15 +161,15 @@ class CpuTransformer:
         return other.data_ptr()
 
 
-def _pack(weight: Tensor, panel: int = PANEL) -> Tensor:
+def pack(weight: Tensor, panel: int = PANEL) -> Tensor:
     """A matrix ``[outputs, inputs]`` in panels, the last filled up with zeros: ``[panels, inputs, panel]``."""
     filled = pad(weight.detach(), (0, 0, 0, -len(weight) % panel))
     return filled.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
 
 
-def _pack_gated(weight: Tensor) -> Tensor:
+def pack_gated(weight: Tensor) -> Tensor:
     """Of gate and up, one behind the other, panels that have half of each."""
-    return torch.cat([_pack(half, PANEL // 2) for half in weight.chunk(2)], dim=-1)
+    return torch.cat([pack(half, PANEL // 2) for half in weight.chunk(2)], dim=-1)
 
 
 def _rotary_table(model: Transformer) -> Tensor:

@@ -106,6 +106,8 @@ class JobPlan:
         for name in ("actor.rollout", "reference", "critic", "cost_critic"):
             if name in self.meshes:
                 sets[participants(self.meshes["actor.update"], self.meshes[name])] = None
+        # Samples that another replica has generated go back.
+        sets[tuple(sorted(self.meshes["actor.rollout"].ranks))] = None
         return tuple(sets)
 
 

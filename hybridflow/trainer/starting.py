@@ -16,6 +16,10 @@ from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_starts, read_starts
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.trainer.ahead import WORKING_AHEAD
+
+_NO_MODELS = ("job", "reward", WORKING_AHEAD)
+"""Meshes whose layouts are not told."""
 
 _PROBLEMS: Mapping[str, type[Exception]] = {each.__name__: each for each in (ConfigError, CheckpointError)}
 
@@ -86,7 +90,7 @@ def _record(
         step=step,
         ranks=recipe.cluster.ranks,
         hosts=hosts,
-        layouts={name: str(mesh.layout) for name, mesh in meshes.items() if name not in ("job", "reward")},
+        layouts={name: str(mesh.layout) for name, mesh in meshes.items() if name not in _NO_MODELS},
         job_id=job_id,
         # Slurm leaves it out on the first run.
         restart_count=int(count) if job_id is not None and count.isdigit() else None,

@@ -19,7 +19,8 @@ from hybridflow.checkpoint.formats.peft_dir import PeftSource
 from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.config import LoRA, Optimizer, Recipe, check_recipe
 from hybridflow.dataflow.batch import Batch
-from hybridflow.mapping.memory import job_memory
+from hybridflow.families.model import Model
+from hybridflow.mapping.memory import job_memory, packed_bytes
 from hybridflow.models.adapters import adapter_spec, base_spec, factor_spec
 from hybridflow.models.attention import PackedAttention
 from hybridflow.models.gpt import build_transformer
@@ -36,10 +37,11 @@ from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.placed import PlacedModel
 from hybridflow.roles.pretrained import load_pretrained
 from hybridflow.roles.reference import Reference
+from hybridflow.roles.sampling_engine import _Whole
 from tests.lora_cases import make_adapter
 from tests.lora_cases import make_model as make_hf_model
 from tests.multi.jobs import inner_of, make_batch, make_job, tiny_recipe
-from tests.multi.models import TINY, VOCAB, place, samples
+from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, place, samples
 from tests.ranks import run_ranks
 
 RANK, ALPHA = 3, 7.0
@@ -211,12 +213,12 @@ def test_values_and_gradients_are_those_of_peft_in_every_layout(
         assert samples == set(range(len(LENGTHS))) and all(each.all() for each in seen.values()), text
 
 
-PAIRS = [("tp2.dp2", "dp4"), ("pp2.dp2", "tp2.dp2"), ("tp2.pp2", "tp4"), ("dp4", "dp4"), ("tp4", "tp2.dp2")]
+PAIRS = [("tp2.dp2", "dp4"), ("pp2.dp2", "tp2.dp2"), ("tp2.pp2", "tp4"), ("dp4", "dp4")]
 
 
-def lora_recipe(update: str, rollout: str, *, lora: LoRA, distributed: bool = True) -> Recipe:
+def lora_recipe(update: str, rollout: str, *, lora: LoRA, distributed: bool = True, model: Model = TINY) -> Recipe:
     optimizer = Optimizer(lr=1e-2, distributed=distributed)
-    recipe = tiny_recipe(ParallelLayout.parse(update), "grpo", optimizer=optimizer, group_size=2)
+    recipe = tiny_recipe(ParallelLayout.parse(update), "grpo", model=model, optimizer=optimizer, group_size=2)
     actor = replace(recipe.actor, rollout=ParallelLayout.parse(rollout), lora=lora)
     recipe = replace(recipe, actor=actor)
     check_recipe(recipe)
@@ -252,7 +254,8 @@ def phases(world: World) -> list[dict[str, Any]]:
         actor = Actor(job, KLCoefficient(recipe))
         actor.mark_changed()
         state = actor.trainable.state()
-        needed = {part.mesh: part for part in job_memory(recipe, job.meshes)[world.rank].meshes}["actor.update"]
+        parts = {part.mesh: part for part in job_memory(recipe, job.meshes)[world.rank].meshes}
+        needed, there = parts["actor.update"], parts["actor.rollout"]
         parameters = list(actor.model.transformer.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         held = [
@@ -261,6 +264,13 @@ def phases(world: World) -> list[dict[str, Any]]:
             sum(tensor.nbytes for kind in ("exp_avg", "exp_avg_sq", "master") for tensor in state[kind].values()),
         ]
         assert not any(hasattr(parameter, "main_grad") for parameter in parameters if not parameter.requires_grad)
+        shared = {tensor.data_ptr() for tensor in parameters}
+        own = {name: tensor for name, tensor in actor._rollout.tensors().items() if tensor.data_ptr() not in shared}
+        mesh, spec = job.meshes["actor.rollout"], base_spec(actor.spec)
+        held += [
+            sum(tensor.nbytes for name, tensor in own.items() if ".lora." not in name),
+            sum(tensor.nbytes for tensor in own.values()) + packed_bytes(spec, recipe.model, mesh, world.rank),
+        ]
         adapters = sum(tensor.num_bytes for tensor in factor_spec(actor.spec).tensors)
         rows = []
         for _ in range(2):
@@ -273,7 +283,15 @@ def phases(world: World) -> list[dict[str, Any]]:
         before = log_probs(actor.model)
         actor.end_step(2)
         kept = log_probs(actor.model)
+        # What vLLM would be given, of which each rank here holds a part.
+        given = {name: tensor.clone() for name, tensor in _Whole(actor.model, spec, world.rank).items()}
         actor.end_step(3)
+        pushed = all(
+            torch.equal(given[name], tensor[inner_of(part)])
+            for name, (tensor, part) in local_shards(
+                actor.model.transformer, spec, actor.model.mesh, world.rank
+            ).items()
+        )
         merged = log_probs(actor.model)
         values = {name: tensor for name, tensor in actor.model.tensors().items() if ".lora." in name}
         largest = {
@@ -285,7 +303,8 @@ def phases(world: World) -> list[dict[str, Any]]:
         rows.append((merged, log_probs(actor._rollout), dict(actor.metrics)))
         found.append(
             {
-                "bytes": (held, [needed.weights, needed.gradients, needed.optimizer]),
+                "pushed": pushed,
+                "bytes": (held, [needed.weights, needed.gradients, needed.optimizer, there.lasting, there.weights]),
                 "adapters": adapters,
                 "rows": rows,
                 "merges": (before, kept, merged),
@@ -304,7 +323,7 @@ def test_only_adapters_are_trained_and_moved_and_generate_what_was_trained() -> 
         for rank in ranks:
             found = rank[index]
             held, needed = found["bytes"]
-            assert held == needed and held[2] < held[0] / 2, pair
+            assert found["pushed"] and held == needed and held[2] < held[0] / 2, pair
             for turn, (_, generating, metrics) in enumerate(found["rows"]):
                 if generating is not None:
                     expected = next(
@@ -328,18 +347,18 @@ def test_only_adapters_are_trained_and_moved_and_generate_what_was_trained() -> 
             assert sum(rank[index]["rows"][1][2]["reshard/bytes"] for rank in ranks) > 0, pair
 
 
-def trained(world: World, layouts: list[str]) -> list[Any]:
+def trained(world: World, cases: list[tuple[Model, tuple[str, ...], str]]) -> list[Any]:
     found = []
-    for text in layouts:
-        lora = LoRA(rank=4, dropout=0.3, targets=SOME)
-        recipe, merging = lora_recipe(text, text, lora=lora), replace(lora, merge_every=9)
+    for model, targets, text in cases:
+        lora = LoRA(rank=4, dropout=0.3, targets=targets)
+        recipe, merging = lora_recipe(text, text, lora=lora, model=model), replace(lora, merge_every=9)
         job, _ = make_job(world, recipe)
         actor = Actor(job, KLCoefficient(recipe))
         reference = Reference(job, actor)
         first = reference.log_probs(make_batch(), {})
         own = Reference(make_job(world, replace(recipe, actor=replace(recipe.actor, lora=merging)))[0])
         copied = own.log_probs(make_batch(), {})
-        losses = learn(actor, world.rank, 4)
+        losses = learn(actor, world.rank, 3)
         last = reference.log_probs(make_batch(), {})
         assert reference.is_base and not own.is_base
         columns = [
@@ -350,18 +369,22 @@ def trained(world: World, layouts: list[str]) -> list[Any]:
 
 
 def test_training_with_dropout_is_the_same_in_every_layout_and_leaves_the_reference_as_it_was() -> None:
-    layouts = ["dp4", "tp4", "tp2.dp2", "pp2.dp2", "tp2.pp2", "pp4"]
-    ranks = run_ranks(trained, 4, layouts)
-    losses, _, result = ranks[0][0]
-    assert len(losses) == 4 and all(norm > 0 for _, norm in losses)
-    for index, text in enumerate(layouts):
+    cases = [(TINY, SOME, text) for text in ("dp4", "tp4", "pp2.dp2")]
+    # With tied embeddings, which nobody trains, on the first and the last stage; and beside experts without adapters.
+    cases += [(CAPPED, ALL, text) for text in ("dp4", "tp2.pp2")]
+    cases += [(MIXTURE, ("q_proj", "k_proj", "o_proj"), text) for text in ("dp4", "tp2.pp2")]
+    ranks = run_ranks(trained, 4, cases)
+    expected = {}
+    for index, (model, _, text) in enumerate(cases):
+        losses, _, result = expected.setdefault(model, ranks[0][index])
+        assert len(losses) == 3 and all(norm > 0 for _, norm in losses)
         for rank in ranks:
             mine, columns, values = rank[index]
             if values is None:
                 assert mine == [] and columns == [None] * 3
                 continue
-            np.testing.assert_allclose(mine, losses, rtol=2e-5, atol=1e-7, err_msg=text)
-            np.testing.assert_allclose(values, result, atol=1e-4, err_msg=text)
+            np.testing.assert_allclose(mine, losses, rtol=2e-4, atol=1e-6, err_msg=text)
+            np.testing.assert_allclose(values, result, atol=1e-3, err_msg=text)
             # Before and after training, the model that a frozen copy would be.
             np.testing.assert_array_equal(columns[0], columns[1])
             np.testing.assert_array_equal(columns[0], columns[2])
@@ -421,12 +444,11 @@ def imitate(world: World, lora: LoRA | None, lr: float, steps: int) -> list[floa
 
 
 def both(world: World) -> tuple[list[float], ...]:
-    return tuple(imitate(world, lora, 3e-3, 60) for lora in (None, LoRA(rank=64, alpha=64.0), LoRA(rank=1, alpha=1.0)))
+    return tuple(imitate(world, lora, 3e-3, 40) for lora in (None, LoRA(rank=64, alpha=64.0), LoRA(rank=1, alpha=1.0)))
 
 
 def test_with_the_rank_of_the_weights_it_learns_what_they_would() -> None:
     (results,) = run_ranks(both, 1)
     full, wide, narrow = results
-    print(full[::10], wide[::10], narrow[::10], full[-1], wide[-1], narrow[-1])
     assert full[0] == wide[0] == narrow[0] and full[-1] < 0.2 * full[0]
     assert abs(wide[-1] - full[-1]) < 0.1 * full[0] and narrow[-1] > wide[-1]

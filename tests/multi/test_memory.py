@@ -7,20 +7,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridflow.config import Optimizer
+from hybridflow.config import LoRA, Optimizer
 from hybridflow.families.model import Model
 from hybridflow.mapping import memory
 from hybridflow.models import log_probs
+from hybridflow.models.gpt import build_transformer
 from hybridflow.models.microbatch import pack
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.models.training import Trainable
+from hybridflow.models.weights import describe_model, initialize
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.optimizer import OptimizerHoldings
 from hybridflow.reshard.plan import held_bytes
-from hybridflow.rollout import engine, kernels
+from hybridflow.rollout import cpu_transformer, engine, kernels
 from hybridflow.rollout.cpu_transformer import CpuTransformer
-from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, make_model
+from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, make_model, place
 from tests.ranks import run_ranks
 
 CASES = [
@@ -80,9 +82,11 @@ WIDE = Model(
 LENGTHS = [48, 44, 44]
 
 
-def kept_by_layers(world, model: Model) -> tuple[int, int]:
+def kept_by_layers(world, model: Model, lora: LoRA | None = None) -> tuple[int, int]:
     """Bytes that the layers of a model keep for the backward pass, weights aside: as they are, and as estimated."""
-    built, mesh, *_ = make_model(world, ParallelLayout(), model=model)
+    mesh, groups = place(world, ParallelLayout())
+    built = build_transformer(model, mesh.layout, groups, world.device, vocab_size=VOCAB, lora=lora)
+    initialize(built, describe_model(world, model, vocab_size=VOCAB, lora=lora), mesh, world.rank, seed=3, std=0.1)
     micro_batch = pack([0, 1, 2], [torch.arange(each) % VOCAB for each in LENGTHS], [1, 1, 1], world.device)
     weights = {parameter.untyped_storage().data_ptr() for parameter in built.parameters()}
     kept: dict[int, int] = {}
@@ -100,7 +104,7 @@ def kept_by_layers(world, model: Model) -> tuple[int, int]:
         assert output.requires_grad  # what is kept stays alive until here
         return sum(kept.values())
 
-    return all_kept(torch.tensor([0])), memory.training_bytes(model, mesh, world.rank, sum(LENGTHS))
+    return all_kept(torch.tensor([0])), memory.training_bytes(model, mesh, world.rank, sum(LENGTHS), lora)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -115,8 +119,21 @@ def test_activations_are_what_is_kept_for_the_backward_pass(dtype):
     assert expected <= found <= 1.05 * expected, (found, estimated)
 
 
+def test_adapters_keep_no_more_than_is_estimated():
+    found, estimated = zip(
+        *(run_ranks(kept_by_layers, 1, WIDE, LoRA(rank=8, dropout=dropout))[0] for dropout in (0.0, 0.3)), strict=True
+    )
+    # As without adapters, and the factors A of layers that share an input, side by side.
+    unfused = sum(LENGTHS) * WIDE.hidden_size * (4 * 2 * WIDE.num_layers + 8)
+    factors = WIDE.num_layers * 8 * (7 * WIDE.hidden_size + WIDE.ffn_hidden_size) * 4
+    assert found[0] <= estimated[0] + unfused + factors and found[1] <= estimated[1] + unfused + factors
+    # The masks; what is left of the inputs is kept in place of these.
+    assert 0.8 * (estimated[1] - estimated[0]) < found[1] - found[0] <= estimated[1] - estimated[0]
+
+
 def test_constants_of_modules_that_need_torch():
     assert (memory.STEP_TOKENS, memory.CHUNK_TOKENS) == (engine.STEP_TOKENS, log_probs.CHUNK_TOKENS)
+    assert memory.PANEL == cpu_transformer.PANEL
 
 
 PACKED = [replace(WIDE, num_layers=4), replace(WIDE, num_layers=4, tied_embeddings=True)]

@@ -20,6 +20,7 @@ from hybridflow import config
 from hybridflow.data.preferences import Response
 from hybridflow.data.prompts import Example, PromptSource, Solution
 from hybridflow.dataflow import schedule
+from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.run import Executor
 from hybridflow.models.specs import logical_parameters
@@ -28,6 +29,7 @@ from hybridflow.observe.timeline import Timeline
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.world import World
 from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.given import Given
 from hybridflow.roles.job import Problems
 from hybridflow.roles.offline_actor import OfflineActor
 from hybridflow.trainer.roles import make_roles
@@ -378,12 +380,35 @@ def check_counts(name: str, shares: list[dict[str, Any]], rows: list[Any]) -> No
 
 
 def test_the_rows_reach_what_they_are_to_show(truth):
-    """Two epochs in one step, a KL that counts, pairs both ways round, and mismatched responses that are cut."""
+    """Two epochs in one step, a KL that counts, and pairs both ways round."""
     order = source()
     assert len({order.row(draw) for draw in range(BATCH, 2 * BATCH)}) < BATCH
     assert any(z_ref > 0.01 for z_ref in truth["kto"]["z_ref"])
     assert 0 < truth["dpo"]["validation"]["validation/accuracy"] < 1
-    rows = [row for (row,) in truth["kto"]["rows"]]
-    before = [rows[index - 1 if index % MINI_BATCH else index + MINI_BATCH - 1] for index in range(BATCH)]
-    assert any(len(row.prompt) + len(other.tokens) > CONTEXT for row, other in zip(rows, before, strict=True))
     assert truth["dpo"]["losses"] != truth["dpo-free"]["losses"]
+
+
+def test_mismatched_responses_rotate_within_the_mini_batch_and_are_cut_at_the_context():
+    recipe = recipe_of(Case(name="kto", layout=ParallelLayout(), micro_batch_tokens=4096))
+    trainer = replace(recipe.trainer, global_batch_size=4, mini_batch_size=2)
+    rows = [((row,) * 10, (10 + row,) * (4 if row % 2 else 1)) for row in range(NUM_ROWS)]
+    job = SimpleNamespace(
+        recipe=replace(recipe, trainer=trainer),
+        world=SimpleNamespace(rank=0),
+        meshes=config.role_meshes(recipe),
+        train=Problems(source=source(), prompts=(), responses=tuple((Response(*row, True, 0.0),) for row in rows)),
+    )
+    batch = Given(job).completions(Batch.empty(), {"train_step": {"step": 1, "first_draw": 0, "num_prompts": 4}})
+    drawn = [rows[source().row(number)] for number in range(4)]
+    assert batch.ids.tolist() == [0, 1, 2, 3]
+    for place, other in enumerate((1, 0, 3, 2)):
+        expected = (*drawn[place][0], *drawn[other][1])[:CONTEXT]
+        assert tuple(batch.columns["mismatched_tokens"].to_list()[place].tolist()) == expected
+        assert tuple(batch.columns["tokens"].to_list()[place].tolist()) == (*drawn[place][0], *drawn[place][1])
+    shorter = replace(recipe.model, max_context=12)
+    job.recipe = replace(job.recipe, model=shorter)
+    cut = Given(job).completions(Batch.empty(), {"train_step": {"step": 1, "first_draw": 0, "num_prompts": 4}})
+    whole = batch.columns["mismatched_tokens"].to_list()
+    found = cut.columns["mismatched_tokens"].to_list()
+    assert [row.tolist() for row in found] == [row[:12].tolist() for row in whole]
+    assert max(map(len, whole)) > 12

@@ -76,13 +76,11 @@ def recipe(folder: Path, name: str, algorithm: str, ranks: int, **placement: Any
         reward=config.Reward(function=f"{__name__}:share_of_ones", ranks=placement.get("reward_ranks")),
         rollout=config.Rollout(max_new_tokens=6, group_size=4 if algorithm == "grpo" else 1),
         trainer=config.Trainer(
-            **{"steps": 2, **placement.get("trainer", {})},
+            # A validation within the last step, where the best is kept.
+            **{"steps": 2, "validate_every": 9, "keep_best": True, **placement.get("trainer", {})},
             global_batch_size=16,
             mini_batch_size=8,
             micro_batch_tokens=48,
-            # Within the last step, where the best is kept.
-            validate_every=9,
-            keep_best=True,
             validation_samples=3,
             pass_k=2,
         ),

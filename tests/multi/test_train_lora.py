@@ -159,11 +159,18 @@ def test_merging_and_a_warm_start_go_on_bit_for_bit_too(folder: Path) -> None:
         ({"targets": ["lm_head"]}, ConfigError, "actor.lora.targets[0]"),
         ({"rank": 0}, ConfigError, "actor.lora.rank"),
         ({"dropout": 1.0}, ConfigError, "actor.lora.dropout"),
+        ({"reference": {"offload": True}}, ConfigError, "reference.offload=true"),
+        (
+            {"path": "adapter", "warm_start": {"steps": 1, "batch_size": 8, "lr": 1e-3}},
+            ConfigError,
+            "remove warm_start",
+        ),
         ({"update": {"tp": 4}, "rollout": {"dp": 4}}, LayoutError, "tp=4 is above model.num_query_groups=2"),
     ],
 )
 def test_contradictions_are_refused(folder: Path, changes: dict[str, Any], error: type[Exception], words: str) -> None:
-    made = values(folder, **changes)
+    sections = {name: changes[name] for name in ("reference", "warm_start") if name in changes}
+    made = values(folder, **{name: value for name, value in changes.items() if name not in sections}) | sections
     if "update" in changes:
         made["cluster"] = {"ranks": 4}
     with pytest.raises(error) as caught:

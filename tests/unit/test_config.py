@@ -1,5 +1,6 @@
 """Recipes: every key is checked, and every complaint names the place, the key and the remedy."""
 
+import json
 import re
 from dataclasses import fields, replace
 
@@ -260,6 +261,22 @@ def test_rollout_takes_the_ranks_in_the_order_of_largest_overlap(recipe_file):
 def test_unknown_recipe_lists_the_shipped_ones():
     with pytest.raises(ConfigError, match=r"recipe nonsense: no such file; .* shipped recipe: .*quick"):
         find_recipe("nonsense")
+
+
+def test_the_recipe_of_distillation_is_valid_with_a_teacher(tmp_path):
+    with pytest.raises(ConfigError, match=r"teacher\.model\.path: missing; .* runs/NAME/checkpoints/STEP/actor"):
+        load_recipe("distill", ["teacher.model.path=null"])
+    with pytest.raises(ConfigError, match=r"teacher\.model\.path='runs/sft/.*found nothing there"):
+        load_recipe("distill")
+    config = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=64, hidden_size=32)
+    config |= dict(intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=16)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "silu", "rms_norm_eps": 1e-5}))
+    recipe = load_recipe("distill", [f"teacher.model.path={tmp_path}"])
+    assert recipe.model_of("teacher").num_layers == 3 and recipe.model_of("actor") == recipe.model
+    scorer = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1, "id2label": {"0": "score"}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **scorer, "hidden_act": "silu", "rms_norm_eps": 1e-5}))
+    with pytest.raises(ConfigError, match=r"teacher\.model\.path=.*is a scorer, which gives no text"):
+        load_recipe("distill", [f"teacher.model.path={tmp_path}"])
 
 
 @given(

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -110,7 +111,8 @@ def test_ranks_without_a_model_need_nothing():
     assert "\n6      none" in memory_table(memory) and memory_summary(memory).startswith("most on rank ")
 
 
-def test_a_reward_model_is_counted_where_it_scores(tmp_path):
+def write_config(folder, **changes):
+    """Settings of a scorer, or with changes of another model, of the size of Llama 3 70B."""
     config = dict(
         architectures=["LlamaForSequenceClassification"],
         model_type="llama",
@@ -127,12 +129,53 @@ def test_a_reward_model_is_counted_where_it_scores(tmp_path):
         id2label={"0": "score"},
         tie_word_embeddings=False,
     )
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_a_reward_model_is_counted_where_it_scores(tmp_path):
+    write_config(tmp_path)
     override = f"reward.model={{path: {tmp_path}, dtype: bf16}}"
     without, needed = memory_of("ppo-70b")[100], memory_of("ppo-70b", override)[100]
     reward = by_mesh(needed)["reward"]
     assert reward.weights == 10 * LAYER * 2 and (reward.gradients, reward.optimizer, reward.cache) == (0, 0, 0)
     assert needed.update - without.update == reward.weights
+
+
+def test_frozen_models_in_host_memory_are_counted_one_at_a_time(tmp_path):
+    write_config(tmp_path)
+    reward = f"reward.model={{path: {tmp_path}, dtype: bf16}}"
+    kept = memory_of("ppo-70b", reward)[100]
+    parts = by_mesh(kept)
+    weights, (needed,) = (
+        10 * LAYER * 2,
+        memory_of("ppo-70b", reward, "reward.offload=true", "reference.offload=true")[100:101],
+    )
+    assert kept.rollout - needed.rollout == 2 * weights, "generating takes more than scoring"
+    # An update takes more than the reference's forward pass with its weights, or not.
+    least = kept.update - 2 * weights
+    with_reference = least - parts["critic"].activations + weights + parts["reference"].activations
+    assert needed.update == max(least, with_reference)
+
+
+def test_costs_cost_critics_and_teachers_are_counted(tmp_path):
+    write_config(tmp_path / "price")
+    safe = (
+        "algorithm=safe-rlhf",
+        f"cost={{model: {{path: {tmp_path / 'price'}, dtype: bf16}}}}",
+        "cost_critic={layout: {tp: 8, pp: 8, dp: 8}, optimizer: {lr: 1e-5}}",
+    )
+    parts = by_mesh(memory_of("ppo-70b", *safe)[100])
+    assert list(parts) == ["actor.update", "actor.rollout", "critic", "cost_critic", "reference", "cost"]
+    assert replace(parts["cost_critic"], mesh="critic") == parts["critic"]
+    assert replace(parts["cost"], mesh="reference") == parts["reference"] and parts["cost"].weights == 10 * LAYER * 2
+    function = by_mesh(memory_of("ppo-70b", safe[0], "cost.function=length", safe[2])[100])
+    assert function.keys() == parts.keys() - {"cost"}
+    write_config(tmp_path / "teacher", architectures=["LlamaForCausalLM"])
+    teacher = "teacher={model: {path: %s, dtype: bf16}, layout: {tp: 8, pp: 8, dp: 8}}" % (tmp_path / "teacher")
+    parts = by_mesh(memory_of("ppo-70b", "algorithm=distill", "critic=null", "kl={coef: 0}", teacher)[100])
+    assert list(parts) == ["actor.update", "actor.rollout", "teacher"]
+    assert (parts["teacher"].weights, parts["teacher"].optimizer) == (10 * LAYER * 2, 0)
 
 
 def test_plan_of_70b_tells_layout_placement_memory_and_the_batch_file(capsys, monkeypatch, tmp_path):

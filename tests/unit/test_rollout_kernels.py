@@ -86,7 +86,7 @@ def gated(outputs: Tensor, form: int) -> Tensor:
 def test_multiply(rows, inputs, outputs, form):
     x, weight = randn(rows, inputs), randn((2 if form else 1) * outputs, inputs, seed=1) / inputs**0.5
     bias = None if form else randn(outputs, seed=2)
-    laid_out = cpu_transformer._pack_gated(weight) if form else cpu_transformer._pack(weight)
+    laid_out = cpu_transformer.pack_gated(weight) if form else cpu_transformer.pack(weight)
     padded = None if bias is None else F.pad(bias, (0, -outputs % cpu_transformer.PANEL))
 
     def multiply(x: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def test_multiply(rows, inputs, outputs, form):
 def test_a_team_of_threads_computes_the_same_bits(rows):
     width, outputs = 48, 100
     hidden, norm, weight = randn(rows, width), randn(width, seed=1), randn(outputs, width, seed=2)
-    weight = cpu_transformer._pack(weight)
+    weight = cpu_transformer.pack(weight)
     shape, chosen = kernels.Shape(hidden=width, eps=1e-5), torch.arange(rows).flip(0)
     num_threads, found = torch.get_num_threads(), []
     try:

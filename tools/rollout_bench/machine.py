@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -10,6 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hybridflow.rollout.cpu_transformer import pack
+from hybridflow.rollout.kernels import Shape, load_kernels
 
 _STREAM_BYTES = 512 << 20
 
@@ -33,8 +37,8 @@ def measure_square(device: torch.device, dtype: torch.dtype, size: int = 2048, r
 def measure_products(matrices: Sequence[tuple[str, Tensor]], rows: int, repeats: int) -> dict[str, Any]:
     """Products of a step's inputs with all its weights in their order, so that each finds its weights cold.
 
-    Every kind of matrix counts with the best of its forms: plain, and on a CPU in fp32 laid out for oneDNN beforehand,
-    whole or in two halves.
+    Every kind of matrix counts with the best of its forms: plain, and on a CPU in fp32 laid out beforehand, for oneDNN,
+    whole or in two halves, or for our own kernels.
 
     Returns:
         ``flop_per_s`` of all products together, ``best_flop_per_s`` of the best kind of matrix, and ``kinds``: of each
@@ -70,6 +74,8 @@ def _forms(example: Tensor) -> dict[str, Callable[[Tensor], Callable[[Tensor], o
     }
     if example.device.type == "cpu" and example.dtype is torch.float32 and torch.backends.mkldnn.is_available():
         forms |= {"packed": _packed, "packed halves": _packed_halves}
+        if load_kernels() is not None:
+            forms["own"] = _own
     return forms
 
 
@@ -81,6 +87,20 @@ def _packed(weight: Tensor) -> Callable[[Tensor], object]:
 def _packed_halves(weight: Tensor) -> Callable[[Tensor], object]:
     halves = [_packed(half) for half in weight.chunk(2)]
     return lambda inputs: [half(inputs) for half in halves]
+
+
+def _own(weight: Tensor) -> Callable[[Tensor], object]:
+    kernels, laid_out, (outputs, width) = load_kernels(), pack(weight), weight.shape
+    assert kernels is not None
+    shape = Shape(hidden=width)
+
+    def run(inputs: Tensor) -> Tensor:
+        out, copy = inputs.new_empty(len(inputs), outputs), torch.empty_like(inputs)
+        addresses = out.data_ptr(), copy.data_ptr(), ctypes.addressof(shape), inputs.data_ptr()
+        kernels.hf_output(*addresses, None, None, None, laid_out.data_ptr(), None, len(inputs), outputs)
+        return out
+
+    return run
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:

@@ -99,26 +99,30 @@ def main() -> None:
         ]
 
     class Record(trainer_module.Record):
-        """Keeps what was measured of the last step."""
+        """Keeps what was measured of the last step, without the wait for its turn."""
 
         measured: dict[str, float]
 
         def end_step(self, step: int, shares: Any) -> dict[str, float]:
-            self.measured = super().end_step(step, shares)
+            own = [(found, [span for span in spans if span[1] != "train_step"]) for found, spans in shares]
+            self.measured = super().end_step(step, own)
             return self.measured
 
     class Turns(trainer_module.Trainer):
         """Lets a step begin when it is asked for."""
 
-        began_cpu_s = 0.0
+        began_s = began_cpu_s = 0.0
 
         def _next_step(self) -> dict[str, int] | None:
             if self.step:
                 measured = self._record.measured
+                step_s = time.perf_counter() - self.began_s
                 times = {name: value for name, value in measured.items() if name.startswith("time/")}
+                # With what comes behind a step's own clock: writing down its metrics.
+                times["time/control_s"] += step_s - times.pop("time/step_s")
                 num_tokens = int(measured["batch/num_tokens"]) - sum(map(len, self.job.train.prompts)) * GROUP_SIZE
                 cpu_s = time.process_time() - self.began_cpu_s
-                answer({"step_s": times["time/step_s"], "cpu_s": cpu_s, "num_tokens": num_tokens, "times": times})
+                answer({"step_s": step_s, "cpu_s": cpu_s, "num_tokens": num_tokens, "times": times})
             else:
                 answer({"versions": {"torch": torch.__version__, "megatron-core": megatron.core.__version__}})
             while True:
@@ -133,7 +137,7 @@ def main() -> None:
             lengths[:] = asked["lengths"]
             # The wait was not the step's.
             self._record.begin_step(self.step, None)
-            self.began_cpu_s = time.process_time()
+            self.began_s, self.began_cpu_s = time.perf_counter(), time.process_time()
             return super()._next_step()
 
     rollouts.expand = expand_forced

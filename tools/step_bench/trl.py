@@ -68,9 +68,8 @@ def train(folder: str, settings: dict[str, Any]) -> None:
         config = trl.GRPOConfig(
             output_dir=output,
             use_cpu=True,
-            # In its own defaults memory is saved at the cost of time, and numbers are half as long.
             bf16=False,
-            gradient_checkpointing=False,
+            gradient_checkpointing=settings["checkpointing"],
             per_device_train_batch_size=settings["batch"],
             gradient_accumulation_steps=len(settings["prompts"]) * GROUP_SIZE // settings["batch"],
             num_generations=GROUP_SIZE,

@@ -24,7 +24,7 @@ OF_THE_MACHINE = (
 
 def share_of_ones(prompt: str, response: str, answer: str) -> float:
     """A reward that a random model gets in every amount."""
-    return 4.0 * response.count("1") - len(response)
+    return 4.0 * response.count("1") - len(response) + 4
 
 
 def layout(tp: int = 1, pp: int = 1, dp: int = 1) -> ParallelLayout:

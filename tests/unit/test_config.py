@@ -285,7 +285,6 @@ def test_the_recipe_of_distillation_is_valid_with_a_teacher(tmp_path):
         dual_clip=st.none() | st.floats(1.5, 1e300),
         clip_high=st.floats(0, 1e300),
         entropy_coef=st.floats(0, 1e-300),
-        kind=st.sampled_from(["clip", "gspo"]),
         epochs=st.integers(1, 10**20),
     ),
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1),

@@ -67,7 +67,7 @@ def test_missing_column_is_refused_before_any_rank_is_started(folder, monkeypatc
     from hybridflow.cli import main
 
     monkeypatch.chdir(folder)
-    monkeypatch.setitem(plan.STEPS, "grpo", nodes.SAMPLE >> nodes.ACTOR_LOG_PROBS >> nodes.GRPO_ADVANTAGES)
+    monkeypatch.setitem(plan.STEPS, "grpo", nodes.SAMPLE >> nodes.ACTOR_LOG_PROBS >> nodes.advantages("grpo"))
     assert main(["train", "tiny.yaml"]) == 2
     errors = capfd.readouterr().err
     assert errors.startswith("hybridflow: node 'advantage.grpo' reads column 'scores', which no earlier node writes")
@@ -164,7 +164,7 @@ ALL_IN_ONE_STEP = ["trainer.global_batch_size=400", "trainer.mini_batch_size=nul
         ("rewards:raises", ["'rewards:raises' on data/train.jsonl:18 with response", "ValueError: no unit in"]),
         ("rewards:exits", ["'rewards:exits' on data/train.jsonl:18 with response", "SystemExit: 0"]),
         ("rewards:nan", ["'rewards:nan' on data/held_out.jsonl:", "returned nan; expected a finite number"]),
-        ("rewards:no", ["reward.function='rewards:no'", "has no attribute 'no'", "give one of exact_match or"]),
+        ("rewards:no", ["reward.function='rewards:no'", "has no attribute 'no'", "give one of exact_match, length or"]),
         ("nowhere:no", ["reward.function='nowhere:no'", "No module named 'nowhere'"]),
     ],
 )

@@ -204,10 +204,10 @@ def fill_the_disk_in_step(step):
     def hook(rank):
         save = Checkpoints.save
 
-        def save_without_room(self, number, state):
+        def save_without_room(self, number, *others):
             if rank == 1 and number == step:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-            save(self, number, state)
+            save(self, number, *others)
 
         Checkpoints.save = save_without_room
 

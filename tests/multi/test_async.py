@@ -44,13 +44,14 @@ def assert_same(made: Recipe, other: Recipe) -> None:
 
 
 def test_a_rollout_on_ranks_of_its_own_gives_the_same_numbers(tmp_path):
-    together = recipe(tmp_path, "together", "grpo", 1)
+    validating = {"validate_every": 1}
+    together = recipe(tmp_path, "together", "grpo", 1, trainer=validating)
     run_ranks(run, 1, together)
     placements = {
         "tp2": dict(ranks=4, rollout_ranks=(3, 2), update=layout(tp=2), rollout=layout(dp=2)),
         "pp2": dict(ranks=3, rollout_ranks=(0, 2), update=layout(), rollout=layout(pp=2), reference_ranks=(2,)),
     }
-    apart = [recipe(tmp_path, name, "grpo", **placement) for name, placement in placements.items()]
+    apart = [recipe(tmp_path, name, "grpo", **placement, trainer=validating) for name, placement in placements.items()]
     for made in apart:
         run_ranks(run, made.cluster.ranks, made)
         assert_same(together, made)

@@ -87,7 +87,7 @@ def kept_by_layers(world, model: Model, lora: LoRA | None = None) -> tuple[int, 
     mesh, groups = place(world, ParallelLayout())
     built = build_transformer(model, mesh.layout, groups, world.device, vocab_size=VOCAB, lora=lora)
     initialize(built, describe_model(world, model, vocab_size=VOCAB, lora=lora), mesh, world.rank, seed=3, std=0.1)
-    micro_batch = pack([0, 1, 2], [torch.arange(each) % VOCAB for each in LENGTHS], [1, 1, 1], world.device)
+    micro_batch = pack([0, 1, 2], [(torch.arange(each) + place) % VOCAB for place, each in enumerate(LENGTHS)], [1, 1, 1], world.device)
     weights = {parameter.untyped_storage().data_ptr() for parameter in built.parameters()}
     kept: dict[int, int] = {}
 
@@ -115,8 +115,9 @@ def test_activations_are_what_is_kept_for_the_backward_pass(dtype):
     unfused = {"fp32": 4, "bf16": 8 - 2}[dtype] * 2 * WIDE.num_layers
     last = {"fp32": 4 + 4, "bf16": 4 + 4}[dtype]
     expected = estimated + sum(LENGTHS) * WIDE.hidden_size * (unfused + last)
-    # Sequences are padded to the longest for the kernel, which also keeps a number for each head.
-    assert expected <= found <= 1.05 * expected, (found, estimated)
+    # Sequences are padded to the longest for the kernel, which also keeps a number for each head. Of queries, keys and
+    # values that are laid out for it, only that copy is kept.
+    assert 0.9 * expected <= found <= 1.05 * expected, (found, estimated)
 
 
 def test_adapters_keep_no_more_than_is_estimated():

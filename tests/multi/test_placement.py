@@ -167,7 +167,8 @@ def test_every_placement_logs_the_same_numbers(algorithm, names, model, tmp_path
     placements = {name: (PPO_PLACEMENTS | GRPO_PLACEMENTS)[name] | {"model": MODELS[model]} for name in names}
     alone, summary = record(recipe(tmp_path, "alone", algorithm, 1, model=MODELS[model]))
     assert len(alone) == 2
-    assert alone[1]["kl/ref"] > 0.001 and alone[0]["actor/grad_norm"] > 0.1, "there is something to compare"
+    # Of so few tokens the estimate may be below 0.
+    assert abs(alone[1]["kl/ref"]) > 1e-4 and alone[0]["actor/grad_norm"] > 0.1, "there is something to compare"
     assert 0 < alone[1]["validation/pass_at_1"] < alone[1]["validation/pass_at_k"] < 1
     for name, placement in placements.items():
         found, other_summary = record(recipe(tmp_path, name, algorithm, **placement))

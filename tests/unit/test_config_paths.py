@@ -142,7 +142,7 @@ def test_critic_and_reward_are_cut_as_what_they_are(recipe_file, tmp_path):
         ({**SCORER, "num_labels": 2}, [], ["2 labels", "with one label"]),
         ({}, ["model.max_context=8"], ["rollout.max_new_tokens=8", "model.max_context=8"]),
         ({}, ["reward.model.path=MODEL"], ["reward.model.path=", "is a language model, which gives no score"]),
-        ({}, ["reward.layout={dp: 4}"], ["reward.layout: a function runs where the rollout is", "reward.model.path"]),
+        ({}, ["reward.layout={dp: 4}"], ["reward.layout: a function has no weights", "reward.model.path"]),
         ({}, ["critic.model={path: MODEL, max_context: 16}"], ["critic.model.max_context=16 is shorter", "=64"]),
         ({}, ["reward.model={path: nowhere}"], ["reward.model.path='nowhere'"]),
     ],
@@ -177,10 +177,15 @@ def test_recipe_of_the_documentation(tmp_path, monkeypatch):
     """Its parts, put over the quickstart, with such directories there."""
     page = (Path(__file__).parents[2] / "docs/pretrained.md").read_text(encoding="utf-8")
     parts = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    *parts, distillation = parts
     values = yaml.safe_load(find_recipe("quickstart").read_text(encoding="utf-8")) | yaml.safe_load("".join(parts))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     for name, config in (("policy", LLAMA), ("value", SCORER), ("score", SCORER)):
         write_config(tmp_path / "models" / name, **config)
     recipe = recipe_from_dict(values, source="docs/pretrained.md")
+    (tmp_path / "runs/sft/checkpoints/step_000600").mkdir(parents=True)
+    write_config(tmp_path / "runs/sft/checkpoints/step_000600/actor")
+    values = yaml.safe_load(find_recipe("distill").read_text(encoding="utf-8")) | yaml.safe_load(distillation)
+    assert recipe_from_dict(values, source="docs/pretrained.md").teacher.model.num_layers == LLAMA["num_hidden_layers"]
     assert len(parts) == 3 and recipe.model_of("reward").path == "models/score" and recipe.model.max_context == 512

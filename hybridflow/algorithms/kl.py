@@ -59,6 +59,21 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tens
     return kl.detach() + (k2 - k2.detach())
 
 
+def sequence_means(kl: Tensor, mask: Tensor) -> Tensor:
+    """Of each sequence the mean over the tokens that count, ``[samples]`` fp64; 0 of one without any.
+
+    Args:
+        kl: ``[samples, tokens]``; any value at mask 0.
+        mask: 1 on tokens that count, ``[samples, tokens]``.
+
+    Raises:
+        ValueError: Shapes differ.
+    """
+    kl, mask = alike(kl=kl, mask=mask)
+    on = mask > 0
+    return torch.where(on, kl, 0).double().sum(dim=1) / on.sum(dim=1).clamp(min=1)
+
+
 def sequence_mean_kl(kl: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks | None = None) -> float:
     """The KL that the adaptive controller looks at: the mean over sequences of each one's masked mean.
 
@@ -75,11 +90,8 @@ def sequence_mean_kl(kl: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks |
     Raises:
         ValueError: Shapes differ, or no sequence of the global batch has a token.
     """
-    kl, mask = alike(kl=kl, mask=mask)
-    on = mask > 0
-    lengths = on.sum(dim=1)
-    means = torch.where(on, kl, 0).double().sum(dim=1) / lengths.clamp(min=1)
-    counts = torch.stack((means.sum(), (lengths > 0).sum().double()))
+    means = sequence_means(kl, mask)
+    counts = torch.stack((means.sum(), (mask > 0).any(dim=1).sum().double()))
     mean_sum, num_sequences = (counts if sum_over_ranks is None else sum_over_ranks(counts)).tolist()
     if num_sequences == 0:
         raise ValueError("mean KL over 0 sequences with response tokens: at least 1 is needed; check the masks")

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridflow.config import Data
-from hybridflow.data.prompts import Example, Judged, prompt_of, prompt_tokens, read_rows, solution_of, text_of
+from hybridflow.data.prompts import (
+    Example,
+    Judged,
+    check_length,
+    prompt_of,
+    prompt_tokens,
+    read_rows,
+    solution_of,
+    text_of,
+)
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 
@@ -67,12 +76,7 @@ def encode_responses(
         responses = []
         for judged in example.responses:
             tokens = (*tokenizer.encode(judged.text), tokenizer.eos_id)
-            length = len(prompt) + len(tokens)
-            if length > max_context:
-                raise DataError(
-                    f"{example.place}: prompt of {len(prompt)} tokens + response of {len(tokens)} = {length} exceeds "
-                    f"model.max_context={max_context}; shorten it or raise max_context"
-                )
+            check_length(example, len(prompt), "response", len(tokens), max_context=max_context)
             responses.append(Response(prompt, tokens, judged.is_wanted, example.margin))
         encoded.append(tuple(responses))
     return tuple(encoded)

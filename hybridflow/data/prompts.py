@@ -187,14 +187,23 @@ def encode_solutions(examples: Sequence[Example], tokenizer: Tokenizer, *, max_c
             part = tokenizer.encode(text) if number % 2 else [*tokenizer.encode(text), tokenizer.eos_id]
             tokens += part
             is_written += [number % 2 == 0] * len(part)
-        length = len(prompt) + len(tokens)
-        if length > max_context:
-            raise DataError(
-                f"{example.place}: prompt of {len(prompt)} tokens + solution of {len(tokens)} = {length} exceeds "
-                f"model.max_context={max_context}; shorten it or raise max_context"
-            )
+        check_length(example, len(prompt), "solution", len(tokens), max_context=max_context)
         solutions.append(Solution(prompt, tuple(tokens), tuple(is_written)))
     return tuple(solutions)
+
+
+def check_length(example: Example, num_prompt: int, what: str, num_tokens: int, *, max_context: int) -> None:
+    """Refuse a prompt and what follows it, of so many tokens each, that exceed the context together.
+
+    Raises:
+        DataError: They do; names the file and line.
+    """
+    length = num_prompt + num_tokens
+    if length > max_context:
+        raise DataError(
+            f"{example.place}: prompt of {num_prompt} tokens + {what} of {num_tokens} = {length} exceeds "
+            f"model.max_context={max_context}; shorten it or raise max_context"
+        )
 
 
 def prompt_tokens(example: Example, tokenizer: Tokenizer) -> tuple[int, ...]:

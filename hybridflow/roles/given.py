@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hybridflow.data.preferences import Response
+from hybridflow.data.prompts import Solution
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.move import balance
 from hybridflow.roles.job import Job
@@ -33,23 +34,18 @@ class Given:
         """Solutions to imitate: ``response_mask`` is 1 on what is to be written, 0 on what is observed."""
         problems, draws = self._job.train, _draws(decided)
         rows = [problems.solutions[problems.source.row(draw)] for draw in draws]
-        chosen = self._dealt([len(each.prompt) + len(each.tokens) for each in rows], mini_batch_size(self._job))
-        self._measure([len(each.prompt) for each in rows], [len(each.tokens) for each in rows])
-        mine = [rows[index] for index in chosen]
-        return Batch(
-            torch.tensor([draws[index] for index in chosen], dtype=torch.int64),
-            {
-                "tokens": Ragged.from_list([each.prompt + each.tokens for each in mine], torch.int64),
-                "prompt_lengths": torch.tensor([len(each.prompt) for each in mine], dtype=torch.int64),
-                "response_mask": Ragged.from_list([each.is_written for each in mine], torch.float32),
-            },
+        chosen = self._dealt([_length(each) for each in rows], mini_batch_size(self._job))
+        self._measure(rows)
+        is_written = [rows[index].is_written for index in chosen]
+        return _batch([((rows[index],), draws[index]) for index in chosen]).with_columns(
+            {"response_mask": Ragged.from_list(is_written, torch.float32)}
         )
 
     def pairs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """The responses of pairs; ``margins`` are their pair's."""
         problems, draws = self._job.train, _draws(decided)
         pairs = [problems.responses[problems.source.row(draw)] for draw in draws]
-        self._measure(*_lengths([each for pair in pairs for each in pair]))
+        self._measure([each for pair in pairs for each in pair])
         dealt = self._pairs(pairs, draws, mini_batch_size(self._job) // 2)
         margins = [each.margin for pair, _ in dealt for each in pair]
         return _batch(dealt).with_columns({"margins": torch.tensor(margins, dtype=torch.float32)})
@@ -62,8 +58,8 @@ class Given:
         problems, draws, size = self._job.train, _draws(decided), mini_batch_size(self._job)
         rows = [problems.responses[problems.source.row(draw)][0] for draw in draws]
         before = [rows[index - 1 if index % size else index + size - 1] for index in range(len(rows))]
-        self._measure(*_lengths(rows))
-        chosen = self._dealt([len(each.prompt) + len(each.tokens) for each in rows], size)
+        self._measure(rows)
+        chosen = self._dealt([_length(each) for each in rows], size)
         context = self._job.recipe.model.max_context
         rotated = [(rows[index].prompt + before[index].tokens)[:context] for index in chosen]
         wanted = [float(rows[index].is_wanted) for index in chosen]
@@ -82,7 +78,7 @@ class Given:
     def _pairs(
         self, pairs: Sequence[tuple[Response, ...]], draws: Sequence[int], chunk: int
     ) -> list[tuple[tuple[Response, ...], int]]:
-        lengths = [sum(len(each.prompt) + len(each.tokens) for each in pair) for pair in pairs]
+        lengths = [sum(map(_length, pair)) for pair in pairs]
         return [(pairs[index], draws[index]) for index in self._dealt(lengths, chunk)]
 
     def _dealt(self, lengths: Sequence[int], chunk: int) -> list[int]:
@@ -92,10 +88,10 @@ class Given:
         dp = mesh.coordinate(self._job.world.rank).dp
         return [index for index, part in enumerate(parts) if part == dp]
 
-    def _measure(self, prompts: Sequence[int], responses: Sequence[int]) -> None:
+    def _measure(self, rows: Sequence[Response | Solution]) -> None:
         self.metrics |= {
-            "batch/num_tokens": float(sum(prompts) + sum(responses)),
-            "response/length_mean": sum(responses) / len(responses),
+            "batch/num_tokens": float(sum(map(_length, rows))),
+            "response/length_mean": sum(len(each.tokens) for each in rows) / len(rows),
         }
 
 
@@ -104,11 +100,11 @@ def _draws(decided: Mapping[str, Any]) -> range:
     return range(about["first_draw"], about["first_draw"] + about["num_prompts"])
 
 
-def _lengths(rows: Sequence[Response]) -> tuple[list[int], list[int]]:
-    return [len(each.prompt) for each in rows], [len(each.tokens) for each in rows]
+def _length(row: Response | Solution) -> int:
+    return len(row.prompt) + len(row.tokens)
 
 
-def _batch(dealt: Sequence[tuple[tuple[Response, ...], int]]) -> Batch:
+def _batch(dealt: Sequence[tuple[tuple[Response | Solution, ...], int]]) -> Batch:
     """The responses of some draws, of equally many each."""
     ids = [draw * len(responses) + index for responses, draw in dealt for index in range(len(responses))]
     rows = [each for responses, _ in dealt for each in responses]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.correction import Weights, correction_weights, kept_tokens
-from hybridflow.algorithms.kl import kl_penalty
+from hybridflow.algorithms.kl import kl_penalty, sequence_means
 from hybridflow.algorithms.losses import ClipStats, Totals, aggregate, cispo_loss, gspo_loss, policy_loss
 from hybridflow.config import Recipe
 from hybridflow.roles.advantage import KLCoefficient
@@ -89,8 +89,7 @@ class PolicyLoss:
         lengths = mask.sum(dim=1)
         reference_kl = torch.zeros(len(mask), dtype=torch.float64)
         if "ref_log_probs" in columns:
-            kl = torch.where(mask, kl_penalty(old, columns["ref_log_probs"], "k1"), 0)
-            reference_kl = kl.double().sum(dim=1) / lengths.clamp(min=1)
+            reference_kl = sequence_means(kl_penalty(old, columns["ref_log_probs"], "k1"), columns["response_mask"])
         sums = [lengths.sum(), (lengths > 0).sum(), difference.sum(), sampler_kl.sum(), reference_kl.sum()]
         corrected = [torch.zeros(())] * 3
         if self._recipe.correction_kind != "none":

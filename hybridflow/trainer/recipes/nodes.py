@@ -17,26 +17,24 @@ SAMPLE = Node(
     source=True,
     writes=(*SEQUENCES, "draws", "response_mask", "rollout_log_probs"),
 )
-SCORE = Node(
-    name="reward.score",
-    role="reward",
-    call="score",
-    mesh="reward",
-    reads=(*SEQUENCES, "draws"),
-    writes=("scores",),
-)
+
+
+def _score(role: str, column: str) -> Node:
+    return Node(
+        name=f"{role}.score",
+        role=role,
+        call="score",
+        mesh=role,
+        reads=(*SEQUENCES, "draws"),
+        writes=(column,),
+    )
+
+
+SCORE, COST = _score("reward", "scores"), _score("cost", "costs")
 _SAMPLED = (*SAMPLE.writes, "scores")
 KEEP = Node(name="groups.keep", role="groups", call="keep", mesh="actor.rollout", reads=_SAMPLED)
 FILL = repeat("fill", SAMPLE >> SCORE >> KEEP, mesh="job")
 TAKE = Node(name="groups.take", role="groups", call="take", mesh="actor.rollout", source=True, writes=_SAMPLED)
-COST = Node(
-    name="cost.score",
-    role="cost",
-    call="score",
-    mesh="cost",
-    reads=(*SEQUENCES, "draws"),
-    writes=("costs",),
-)
 ACTOR_LOG_PROBS = Node(
     name="actor.log_probs",
     role="actor",
@@ -54,22 +52,13 @@ REFERENCE_LOG_PROBS = Node(
     reads=SEQUENCES,
     writes=("ref_log_probs",),
 )
-CRITIC_VALUES = Node(
-    name="critic.values",
-    role="critic",
-    call="values",
-    mesh="critic",
-    reads=SEQUENCES,
-    writes=("values",),
-)
-COST_VALUES = Node(
-    name="cost_critic.values",
-    role="cost_critic",
-    call="values",
-    mesh="cost_critic",
-    reads=SEQUENCES,
-    writes=("cost_values",),
-)
+
+
+def _values(role: str, column: str) -> Node:
+    return Node(name=f"{role}.values", role=role, call="values", mesh=role, reads=SEQUENCES, writes=(column,))
+
+
+CRITIC_VALUES, COST_VALUES = _values("critic", "values"), _values("cost_critic", "cost_values")
 TEACHER_TOP = Node(
     name="teacher.top",
     role="teacher",
@@ -93,53 +82,43 @@ def advantages(call: str, *, reads: tuple[str, ...] = (), writes: tuple[str, ...
     )
 
 
-CRITIC_UPDATE = repeat(
-    "critic_mini_batch",
-    Node(
-        name="critic.update",
-        role="critic",
-        call="update",
-        mesh="critic",
-        reads=(*SEQUENCES, "response_mask", "values", "returns", "order"),
-    ),
-    mesh="critic",
-)
-COST_CRITIC_UPDATE = repeat(
-    # As many mini-batches as the critic has.
-    "critic_mini_batch",
-    Node(
-        name="cost_critic.update",
-        role="cost_critic",
-        call="update",
-        mesh="cost_critic",
-        reads=(*SEQUENCES, "response_mask", "cost_values", "cost_returns", "order"),
-    ),
-    mesh="cost_critic",
-)
-ACTOR_UPDATE = repeat(
-    "actor_mini_batch",
-    Node(
-        name="actor.update",
-        role="actor",
-        call="update",
+def _critic_update(role: str, values: str, returns: str) -> Repeat:
+    return repeat(
+        # The critics have equally many mini-batches.
+        "critic_mini_batch",
+        Node(
+            name=f"{role}.update",
+            role=role,
+            call="update",
+            mesh=role,
+            reads=(*SEQUENCES, "response_mask", values, returns, "order"),
+        ),
+        mesh=role,
+    )
+
+
+CRITIC_UPDATE = _critic_update("critic", "values", "returns")
+COST_CRITIC_UPDATE = _critic_update("cost_critic", "cost_values", "cost_returns")
+
+
+def update(*reads: str, call: str = "update") -> Repeat:
+    """The actor's updates, a mini-batch each, in one of the ways that it has."""
+    return repeat(
+        "actor_mini_batch",
+        Node(
+            name=f"actor.{call}",
+            role="actor",
+            call=call,
+            mesh="actor.update",
+            phase="update",
+            reads=(*SEQUENCES, *reads, "order"),
+        ),
         mesh="actor.update",
-        phase="update",
-        reads=(*SEQUENCES, "response_mask", "rollout_log_probs", _OLD, _REFERENCE, "advantages", "order"),
-    ),
-    mesh="actor.update",
-)
-DISTILL = repeat(
-    "actor_mini_batch",
-    Node(
-        name="actor.distill",
-        role="actor",
-        call="distill",
-        mesh="actor.update",
-        phase="update",
-        reads=(*SEQUENCES, "response_mask", "teacher_log_probs", "teacher_ids", "order"),
-    ),
-    mesh="actor.update",
-)
+    )
+
+
+ACTOR_UPDATE = update("response_mask", "rollout_log_probs", _OLD, _REFERENCE, "advantages")
+DISTILL = update("response_mask", "teacher_log_probs", "teacher_ids", call="distill")
 IMITATE = repeat(
     "warm_step",
     Node(name="actor.imitate", role="actor", call="imitate", mesh="actor.update", phase="update"),
@@ -155,22 +134,6 @@ ANSWER = Node(
     writes=(*SEQUENCES, "draws", "response_mask", "rollout_log_probs"),
 )
 JUDGE = Node(name="reward.judge", role="reward", call="judge", mesh="reward", reads=(*SEQUENCES, "draws"))
-
-
-def update(*reads: str) -> Repeat:
-    """The actor's updates where it learns from given responses."""
-    return repeat(
-        "actor_mini_batch",
-        Node(
-            name="actor.update",
-            role="actor",
-            call="update",
-            mesh="actor.update",
-            phase="update",
-            reads=(*SEQUENCES, *reads, "order"),
-        ),
-        mesh="actor.update",
-    )
 
 
 def given(call: str, *writes: str) -> Node:

@@ -26,6 +26,7 @@ from hybridflow.config import LoRA, check_cut
 from hybridflow.errors import LayoutError
 from hybridflow.families.model import Model
 from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, Scoring, SdpaCoreAttention
+from hybridflow.models.cpu_linear import use_onednn
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.lora import Dropout, attach
 from hybridflow.models.norm import RmsNorm, normalize_output
@@ -247,6 +248,8 @@ def build_transformer(
             transformer.dropout = Dropout(lora.dropout, seed) if lora.dropout else None
             for layer in transformer.decoder.layers:
                 attach(layer, lora, transformer.dropout, groups)
+    if device.type == "cpu" and config.params_dtype is torch.float32:
+        use_onednn(transformer)
     transformer.rotary_pos_emb.inv_freq = rotary_frequencies(model).to(device)
     transformer.has_scaled_embeddings = model.scaled_embeddings
     transformer.logit_softcap = None if has_value_head else model.logit_softcap

@@ -87,7 +87,9 @@ def kept_by_layers(world, model: Model, lora: LoRA | None = None) -> tuple[int, 
     mesh, groups = place(world, ParallelLayout())
     built = build_transformer(model, mesh.layout, groups, world.device, vocab_size=VOCAB, lora=lora)
     initialize(built, describe_model(world, model, vocab_size=VOCAB, lora=lora), mesh, world.rank, seed=3, std=0.1)
-    micro_batch = pack([0, 1, 2], [(torch.arange(each) + place) % VOCAB for place, each in enumerate(LENGTHS)], [1, 1, 1], world.device)
+    micro_batch = pack(
+        [0, 1, 2], [(torch.arange(each) + place) % VOCAB for place, each in enumerate(LENGTHS)], [1, 1, 1], world.device
+    )
     weights = {parameter.untyped_storage().data_ptr() for parameter in built.parameters()}
     kept: dict[int, int] = {}
 
@@ -145,7 +147,7 @@ def packed(world) -> list[tuple[int, int]]:
     found = []
     for model in PACKED:
         built, mesh, groups, _ = make_model(world, ParallelLayout(tp=2, pp=2), model=model)
-        quick = CpuTransformer(built, groups.tp)
+        quick = CpuTransformer(built, groups.tp, VOCAB)
         spec = model_spec(shape_of(model, VOCAB), has_value_head=False)
         sizes = memory.packed_bytes(spec, model, mesh, world.rank)
         found.append((sum(each.nbytes for each in quick.matrices), sizes))

@@ -1,0 +1,64 @@
+"""Linear layers of fp32 models on a CPU by oneDNN, which torch has, but does not use for fp32 products on x86.
+
+Torch's own go through MKL, which takes longer wherever it has to wait for memory; of the gradients of weights, which
+would have to be laid out anew, MKL's are as quick. ``tools/bench_step.py`` measures it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+
+class _Linear(torch.autograd.Function):
+    """``[…, in]`` times ``[out, in]``, transposed; with a group, the input's gradient is summed over its ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.save_for_backward(inputs if ctx.needs_input_grad[1] else None, weight)
+        ctx.group = group
+        return _product(inputs, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        inputs, weight = ctx.saved_tensors
+        of_inputs = of_weight = work = None
+        if ctx.needs_input_grad[0]:
+            of_inputs = _product(gradient, weight.t())
+            if ctx.group is not None:
+                work = dist.all_reduce(of_inputs, group=ctx.group, async_op=True)
+        if ctx.needs_input_grad[1]:
+            of_weight = gradient.flatten(0, -2).t() @ inputs.flatten(0, -2)
+        if work is not None:
+            work.wait()
+        return of_inputs, of_weight, None
+
+
+def _product(inputs: Tensor, weight: Tensor) -> Tensor:
+    """``[…, in]`` times ``[out, in]``, transposed, which may be a view."""
+    if inputs.numel() == 0:
+        return inputs @ weight.t()
+    return torch.ops.mkldnn._linear_pointwise.default(inputs, weight, None, "none", [], "")
+
+
+def _forward(
+    input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, tp_group: Any, **_: Any
+) -> Tensor:
+    output: Tensor = _Linear.apply(input, weight, tp_group if allreduce_dgrad else None)
+    return output if bias is None else output + bias
+
+
+def use_onednn(model: nn.Module) -> None:
+    """Have megatron-core's linear layers of a model, fp32 and on a CPU, multiply by oneDNN, where torch has it.
+
+    Not with sequence parallelism or fused gradient accumulation, which are not for CPUs.
+    """
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module._forward_impl = _forward

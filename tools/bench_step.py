@@ -37,7 +37,7 @@ from typing import Any
 
 from rollout_bench.cases import SIZES
 from rollout_bench.engines import TOOLS, Engine, default_python, make_checkpoint
-from rollout_bench.report import Bound, bound_lines
+from rollout_bench.report import Bound, bound_lines, name_missed
 from step_bench.cases import NUM_PROMPTS, PROMPT_TOKENS, SIZE, lengths_of, step_flops
 
 from hybridflow.errors import ConfigError, HybridflowError
@@ -68,11 +68,7 @@ def main() -> int:
     if options.json is not None:
         replace_file(options.json, (json.dumps(results, indent=1) + "\n").encode())
     print("\n".join(markdown(results)))
-    missed = [bound.what for bound in bounds(results) if not bound.holds]
-    if options.check:
-        for what in missed:
-            print(f"missed: {what}", file=sys.stderr)
-    return int(options.check and bool(missed))
+    return name_missed(bounds(results)) if options.check else 0
 
 
 def _parse() -> argparse.Namespace:
@@ -88,6 +84,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="rounds, of which the median counts (default: 3)")
     parser.add_argument("--threads", type=int, default=2, help="of each trainer (default: 2)")
     parser.add_argument(
+        "--ranks", type=int, default=2, help="of ours, which share the threads, data-parallel (default: 2)"
+    )
+    parser.add_argument(
         "--micro-batch-tokens", type=int, default=4096, metavar="N", help="of ours, as in a recipe (default: 4096)"
     )
     parser.add_argument(
@@ -100,17 +99,24 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, too")
     parser.add_argument("--check", action="store_true", help="exit 1 where a bound is missed, and name it")
     options = parser.parse_args()
-    for name in ("repeats", "threads", "micro_batch_tokens", "rival_batch"):
+    for name in ("repeats", "threads", "ranks", "micro_batch_tokens", "rival_batch"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: expected at least 1")
     if 64 % options.rival_batch:
         parser.error(f"--rival-batch {options.rival_batch}: expected a divisor of 64")
+    if options.threads % options.ranks or NUM_PROMPTS % options.ranks:
+        parser.error(f"--ranks {options.ranks}: expected a divisor of --threads {options.threads} and of {NUM_PROMPTS}")
     return options
 
 
 def _measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     shape = SIZES[SIZE]
-    results: dict[str, Any] = {"threads": options.threads, "repeats": options.repeats, "cpus": os.cpu_count()}
+    results: dict[str, Any] = {
+        "threads": options.threads,
+        "ranks": options.ranks,
+        "repeats": options.repeats,
+        "cpus": os.cpu_count(),
+    }
     results |= {"versions": {}, "rates": [], "cases": {}}
     with contextlib.ExitStack() as stack:
         trainers = []
@@ -155,6 +161,7 @@ def _started(options: argparse.Namespace, work: Path, name: str) -> Iterator[Eng
     prompts = [" ".join(f"w{numbers.randrange(3, vocab)}" for _ in range(PROMPT_TOKENS)) for _ in range(NUM_PROMPTS)]
     settings = {
         "threads": options.threads,
+        "ranks": options.ranks,
         "prompts": prompts,
         "micro_batch_tokens": options.micro_batch_tokens,
         "batch": options.rival_batch,
@@ -203,7 +210,8 @@ def markdown(results: dict[str, Any]) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in sorted(results["versions"].items()))
     rates = [max(rate[key] for rate in results["rates"]) / 1e9 for key in ("flop_per_s", "square_flop_per_s")]
     yield (
-        f"float32, {results['threads']} threads, {results['cpus']} CPUs, load {results['load']:.1f} at the end; "
+        f"float32, {results['threads']} threads (ours: {results['ranks']} ranks), {results['cpus']} CPUs, "
+        f"load {results['load']:.1f} at the end; "
         f"medians of {results['repeats']} interleaved rounds; {versions}; matrix products of the model "
         f"{rates[0]:.0f} GFLOP/s, square ones {rates[1]:.0f}"
     )

@@ -46,7 +46,7 @@ def results() -> dict:
     case = {"num_samples": 64, "num_tokens": 4096, "longest": 64, "flops": flops}
     rates = [{"flop_per_s": rate, "square_flop_per_s": 2e11} for rate in (1e11, 1.5e11)]
     return {
-        **{"threads": 2, "repeats": 3, "cpus": 2, "load": 0.5, "versions": {"trl": "1"}, "rates": rates},
+        **{"threads": 2, "ranks": 2, "repeats": 3, "cpus": 2, "load": 0.5, "versions": {"trl": "1"}, "rates": rates},
         "cases": {"equal": {**case, "runs": {"ours": ours, "trl": [a_run(step_s) for step_s in (8.0, 7.5, 1.0)]}}},
     }
 

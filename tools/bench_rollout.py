@@ -55,7 +55,7 @@ from rollout_bench.cases import (
 )
 from rollout_bench.engines import TOOLS, Engine, EngineError, default_python, make_checkpoint
 from rollout_bench.ranks import layouts_of, measure_on_ranks
-from rollout_bench.report import CASES, COMPARED, bounds, markdown
+from rollout_bench.report import CASES, COMPARED, bounds, markdown, name_missed
 
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.launch.local import run_local
@@ -99,11 +99,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(markdown(results))
-    missed = [bound.what for bound in bounds(results) if not bound.holds]
-    if options.check:
-        for what in missed:
-            print(f"missed: {what}", file=sys.stderr)
-    return int(options.check and bool(missed))
+    return name_missed(bounds(results)) if options.check else 0
 
 
 def _parse() -> argparse.Namespace:

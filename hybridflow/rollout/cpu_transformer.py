@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.identity_op import IdentityOp
@@ -19,8 +20,8 @@ from torch.nn.functional import pad
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import merged_weight
-from hybridflow.rollout.kernels import Layer, Shape, Step, load_kernels
-from hybridflow.rollout.paged import PagedAttention, cache_shape
+from hybridflow.rollout.kernels import Batch, Layer, Shape, Slots, Step, Vocabulary, load_kernels
+from hybridflow.rollout.paged import PagedAttention, PagedCache, cache_shape
 
 PANEL = 32
 """Outputs of a matrix that lie side by side; ``PANEL`` of kernels.c."""
@@ -51,12 +52,13 @@ class CpuTransformer:
     Args:
         model: Whose weights are taken, with the updates of adapters in them: matrices copied into another layout.
         group: Its tensor-parallel ranks.
+        vocab_size: True vocabulary.
 
     Attributes:
         matrices: The copies, ``[panels, inputs, PANEL]`` each.
     """
 
-    def __init__(self, model: Transformer, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: Transformer, group: dist.ProcessGroup, vocab_size: int) -> None:
         kernels = load_kernels()
         assert kernels is not None, "see runs_on_cpu"
         self.matrices: list[Tensor] = []
@@ -77,26 +79,14 @@ class CpuTransformer:
         )
         self._row_width = hidden + (3 * sharers + 2) * groups * head + inner
         self._layers = (Layer * len(layers))(*map(self._layer, layers))
-        self._norms: list[int | None] = [self._layers[-1].output_norm, None]
-        self._output: int | None = None
-        self._num_outputs = 0
-        if model.post_process:
-            shared = model.share_embeddings_and_output_weights
-            output = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
-            self._norms[1] = self._keep(model.decoder.final_layernorm.weight)
-            self._output, self._num_outputs = self._matrix(pack(output)), len(output)
+        self._vocabulary = self._describe_vocabulary(vocab_size)
 
     def __call__(self, tokens: Tensor, attention: PagedAttention, rows: Tensor) -> Tensor:
         """As ``Transformer.forward``; hidden states come in by ``set_input_tensor`` of the model. Collective: tp."""
         model, width = self._model, self._shape.hidden
         hidden = self._input(tokens, attention)
         product = torch.empty_like(hidden)
-        space = torch.empty(len(hidden), self._row_width)
-        cache, tables = attention.cache, attention.tables
-        step = Step(
-            *(len(hidden), tables.shape[1], *_addresses(attention.sequences, attention.positions, tables)),
-            *(cache.keys[0].data_ptr(), cache.stride, *_addresses(hidden, product, space)),
-        )
+        step, _space = self._step(attention, hidden, product)
         num_halves = 2 * len(self._layers)
         for half in range(0, num_halves, num_halves if self._group is None else 1):
             end = num_halves if self._group is None else half + 1
@@ -105,16 +95,57 @@ class CpuTransformer:
                 dist.all_reduce(product, group=self._group)
         chosen = rows if model.post_process else None
         num = len(hidden) if chosen is None else len(chosen)
-        output, sums = torch.empty(num, self._num_outputs), torch.empty(num, width)
+        output, sums = torch.empty(num, self._vocabulary.outputs), torch.empty(num, width)
         self._kernels.hf_output(
             *_addresses(output, sums),
-            ctypes.addressof(self._shape),
-            *(*_addresses(hidden, product), *self._norms, self._output, *_addresses(chosen), num, self._num_outputs),
+            *map(ctypes.addressof, (self._shape, self._vocabulary)),
+            *(*_addresses(hidden, product, chosen), num),
         )
-        if not model.post_process:
-            return sums[:, None]
-        cap = model.logit_softcap
-        return output if cap is None else cap * torch.tanh(output / cap)
+        return output if model.post_process else sums[:, None]
+
+    def decode(
+        self, cache: PagedCache, tables: np.ndarray, chosen: np.ndarray, most: int, version: int, **arrays: np.ndarray
+    ) -> np.ndarray:
+        """The next tokens of some slots, up to ``most`` of each, by one call. Of whole models on one rank alone.
+
+        Args:
+            cache: All but the last token of each slot, with room for the tokens to come.
+            tables: Blocks of each slot, ``[slots, blocks]`` int32.
+            chosen: Slots, ``[chosen]`` int64.
+            most: Tokens of each, if it does not end before.
+            version: To be noted beside the tokens.
+            arrays: What is known of all slots, and written to: the other fields of ``slots`` of kernels.c.
+
+        Returns:
+            Of each slot, ``[slots]`` int64: 0, or what stood in the place of a token that could not be sampled.
+        """
+        num, width, model = len(chosen), self._shape.hidden, self._model
+        self._vocabulary.embedding = model.embedding.word_embeddings.weight.data_ptr()
+        hidden, product, sums = torch.empty(3, num, width)
+        logits = torch.empty(num, self._vocabulary.outputs)
+        places = torch.empty(2, num, dtype=torch.int64)
+        attention = PagedAttention(cache, torch.from_numpy(tables), *places)
+        step, _space = self._step(attention, hidden, product)
+        failures = np.zeros(len(tables), np.int64)
+        slots = Slots(
+            *(arrays["tokens"].shape[1], arrays["stops"].shape[1], version),
+            **{name: array.ctypes.data for name, array in {**arrays, "failures": failures}.items()},
+        )
+        batch = Batch(step, *_addresses(*places, sums, logits))
+        self._kernels.hf_decode(
+            *(*map(ctypes.addressof, (self._shape, self._layers)), len(self._layers)),
+            *(*map(ctypes.addressof, (self._vocabulary, slots, batch)), chosen.ctypes.data, most),
+        )
+        return failures
+
+    def _step(self, attention: PagedAttention, hidden: Tensor, product: Tensor) -> tuple[Step, Tensor]:
+        """What the kernels are told of some tokens, and what they use meanwhile."""
+        cache, tables, space = attention.cache, attention.tables, torch.empty(len(hidden), self._row_width)
+        step = Step(
+            *(len(hidden), tables.shape[1], *_addresses(attention.sequences, attention.positions, tables)),
+            *(cache.keys[0].data_ptr(), cache.stride, *_addresses(hidden, product, space)),
+        )
+        return step, space
 
     def _input(self, tokens: Tensor, attention: PagedAttention) -> Tensor:
         """What comes into this stage, ``[tokens, hidden]``, to be written to."""
@@ -128,6 +159,18 @@ class CpuTransformer:
         if model.has_scaled_embeddings:
             hidden = hidden * hidden.new_tensor(hidden.shape[-1] ** 0.5)
         return hidden.contiguous()
+
+    def _describe_vocabulary(self, vocab_size: int) -> Vocabulary:
+        model, width = self._model, self._shape.hidden
+        found = Vocabulary(
+            product_norm=self._layers[-1].output_norm, factor=width**0.5 if model.has_scaled_embeddings else 1.0
+        )
+        if model.post_process:
+            shared = model.share_embeddings_and_output_weights
+            output = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
+            found.norm, found.output = self._keep(model.decoder.final_layernorm.weight), self._matrix(pack(output))
+            found.outputs, found.real, found.cap = len(output), vocab_size, model.logit_softcap or 0.0
+        return found
 
     def _layer(self, layer: TransformerLayer) -> Layer:
         attention, mlp = layer.self_attention, layer.mlp

@@ -31,6 +31,9 @@ STEP_TOKENS = 2048
 LOOK_STEPS = 16
 """Every so many steps generating looks up: what is finished is handed over, and it may be told to stop."""
 
+FEW_STEPS = 4
+"""Most steps at a time while sequences wait for the slots of those that end."""
+
 
 class MegatronEngine:
     """Generates with one data-parallel replica of a model; all its ranks make the same calls with the same arguments.
@@ -141,12 +144,16 @@ class MegatronEngine:
                 raise DataError(f"prompt of draw {request.draw}: {reason}")
         session.add(requests)
         done: list[tuple[Request, Response]] = []
-        num_steps = num_told = 0
+        next_look = num_told = 0
+        num_added = len(requests)
         while True:
-            session.add(more(session.num_open))
+            others = more(session.num_open)
+            session.add(others)
+            num_added += len(others)
             if session.is_idle:
                 break
-            if progress is not None and num_steps % LOOK_STEPS == 0:
+            if progress is not None and session.num_steps >= next_look:
+                next_look = session.num_steps + LOOK_STEPS
                 if len(done) > num_told:
                     progress.finished(done[num_told:])
                     num_told = len(done)
@@ -155,8 +162,7 @@ class MegatronEngine:
                     if ended := [pair for pair in left if pair[1].finish != "paused"]:
                         progress.finished(ended)
                     raise RolloutStopped([pair for pair in left if pair[1].finish == "paused"])
-            done += session.step()
-            num_steps += 1
+            done += session.step(LOOK_STEPS if num_added == len(expected) else FEW_STEPS)
         if progress is not None and len(done) > num_told:
             progress.finished(done[num_told:])
         self.metrics = session.metrics()
@@ -175,7 +181,7 @@ class MegatronEngine:
     def prepare(self) -> None:
         """Derive from the weights what the quick path needs, if it is not there."""
         if self._fast is None and runs_on_cpu(self.model):
-            self._fast = CpuTransformer(self.model, self.groups.tp)
+            self._fast = CpuTransformer(self.model, self.groups.tp, self.vocab_size)
 
     def refusal(self, request: Request) -> str | None:
         """Why a request cannot be met; None: it can."""
@@ -250,6 +256,18 @@ class MegatronEngine:
         self._sent = dist.isend(output, dst=stages[stage + 1], group=self.groups.pp), output
         return None
 
+    def decode(
+        self, cache: PagedCache, tables: np.ndarray, chosen: np.ndarray, most: int, **arrays: np.ndarray
+    ) -> np.ndarray:
+        """See ``CpuTransformer.decode``; only where ``can_decode``."""
+        assert self._fast is not None, "see can_decode"
+        return self._fast.decode(cache, tables, chosen, most, self.version, **arrays)
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether several tokens of a sequence can be computed by one call: the whole model is here, on a CPU."""
+        return self._fast is not None and self.groups.tp.size() == self.groups.pp.size() == 1
+
     def send_tokens(self, tokens: Tensor) -> list[dist.Work]:
         """From the last stage to all others."""
         return [dist.isend(tokens, dst=rank, group=self.groups.pp) for rank in self._stage_ranks[:-1]]
@@ -292,6 +310,9 @@ class Session:
         engine: Whose model generates.
         purpose: Of the noise, a key of ``PURPOSES``.
         expected: Requests that will come, by which the cache is made no larger than it need be; None: any.
+
+    Attributes:
+        num_steps: Steps so far, those that one call did together counted one by one.
     """
 
     def __init__(self, engine: MegatronEngine, purpose: str, expected: Sequence[Request] | None) -> None:
@@ -299,7 +320,7 @@ class Session:
         self._purpose = purpose
         self._requests: dict[int, Request] = {}
         self._ready: list[tuple[Request, Response]] = []
-        self._num_added = self._num_prompt = 0
+        self.num_steps = self._num_added = self._num_prompt = 0
         self._last_draw: int | None = None
         self._num_changes = engine.num_changes
         self._watches: dict[int, Watch] = {}
@@ -357,8 +378,10 @@ class Session:
             self._lane.scheduler.add([_job(number, request)])
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[Request, Response]]:
+    def step(self, most: int = 1) -> list[tuple[Request, Response]]:
         """Take what the lane whose turn it is has sampled, and begin its next step; what ended, failed ones included.
+
+        Where one call can do it, up to ``most`` steps, but no more than ``FEW_STEPS`` while others wait.
 
         Collective: tp, pp.
         """
@@ -372,8 +395,13 @@ class Session:
             lane.pending = None
         step = lane.scheduler.plan()
         self._follow_moves(lane)
-        if step is not None:
-            lane.pending = step, self._forward(lane, step)
+        if step is None:
+            return ended
+        num_steps = self._reserve(lane, step, min(most, FEW_STEPS) if lane.scheduler.waiting else most)
+        self.num_steps += num_steps
+        if num_steps > 1:
+            return ended + self._decode(lane, step.slots, num_steps)
+        lane.pending = step, self._forward(lane, step)
         return ended
 
     @torch.inference_mode()
@@ -500,6 +528,20 @@ class Session:
             )[0]
         return _Outcome(sampled.tokens, engine.version, sampled, scores, sends)
 
+    def _reserve(self, lane: _Lane, step: Step, most: int) -> int:
+        """How many steps can be done by one call, of which this one is the first."""
+        is_one_token_each = len(step.rows) == len(step.tokens) and not len(step.copies) + len(step.scored)
+        is_plain = lane.sampler.is_plain(step.slots) and not lane.is_watched[step.slots].any()
+        if most > 1 and self._engine.can_decode and is_one_token_each and is_plain:
+            return lane.scheduler.reserve(most)
+        return 1
+
+    def _decode(self, lane: _Lane, slots: np.ndarray, num_steps: int) -> list[tuple[Request, Response]]:
+        """Several tokens of each running sequence; what ended."""
+        arrays = {**lane.scheduler.arrays(), **lane.sampler.arrays(), **lane.records.arrays()}
+        failures = self._engine.decode(self._cache, lane.scheduler.tables, slots, num_steps, **arrays)[slots]
+        return self._end(lane, slots, failures, *lane.scheduler.absorb_decoded(slots))
+
     def _absorb(self, lane: _Lane, step: Step, outcome: _Outcome) -> list[tuple[Request, Response]]:
         engine, slots = self._engine, step.row_slots
         tokens = engine.receive_tokens(outcome.tokens, outcome.sends).cpu().numpy()
@@ -516,13 +558,20 @@ class Session:
             lane.records.score(step.slots[step.scored], step.positions[step.scored] + 1, outcome.scores.cpu().numpy())
         is_stop, is_long = lane.scheduler.absorb(step, tokens)
         self._look_for_texts(lane, slots, tokens, is_stop)
+        failures = np.minimum(tokens, 0)
+        lane.scheduler.lengths[slots[failures < 0]] -= 1
+        return self._end(lane, slots, failures, is_stop, is_long)
+
+    def _end(
+        self, lane: _Lane, slots: np.ndarray, failures: np.ndarray, is_stop: np.ndarray, is_long: np.ndarray
+    ) -> list[tuple[Request, Response]]:
+        """Of some slots, ``[slots]`` each, those that end; the failed ones do not have the token that failed."""
         ended = []
-        for row in (is_stop | is_long | (tokens < 0)).nonzero()[0].tolist():
+        for row in (is_stop | is_long | (failures < 0)).nonzero()[0].tolist():
             slot = int(slots[row])
             number = lane.scheduler.job(slot).number
-            if tokens[row] < 0:
-                lane.scheduler.lengths[slot] -= 1
-                reason = f"token {positions[row]}: {FAILURES[int(tokens[row])]}"
+            if failures[row] < 0:
+                reason = f"token {lane.scheduler.lengths[slot]}: {FAILURES[int(failures[row])]}"
                 response = self._response(lane, slot, number, "failed", reason)
             else:
                 response = self._response(lane, slot, number, "stop" if is_stop[row] else "length")

@@ -28,6 +28,7 @@
 #define COLUMNS 8 /* heads that see the same keys and are computed together, at most */
 #define PANEL 32 /* outputs of a matrix product that lie side by side in its weight */
 #define TILE 8 /* rows that a matrix product computes together, at most */
+#define MANY 128 /* rows that a thread takes through all layers at a time, so that what lies between stays near */
 #define FEW 4 /* rows that are one piece of work where a row takes little */
 
 typedef float floats __attribute__((vector_size(64), aligned(4)));
@@ -131,8 +132,8 @@ INLINE floats tanh_of(floats x) {
 uint32_t hf_source(void) { return HF_SOURCE; }
 
 /* Into the second cache: for the first, there are too many lines on their way. */
-INLINE void fetch(const float *from, int count) {
-    for (int i = 0; i < count; i += 16) __builtin_prefetch(from + i, 0, 2);
+INLINE void fetch(const float *from, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(from + i, 0, 2);
 }
 
 /* RMSNorm of a row: out = x / rms(x) * (centre + weight); out may be x. */
@@ -192,6 +193,14 @@ INLINE floats gated(floats gate, floats up, int64_t form) {
     return gate / (1.0f + exp_of(choose(power > most, most, power))) * up;
 }
 
+/* Up to LANES numbers, the others as filled. */
+INLINE floats load_some(const float *from, int64_t count, float filled) {
+    if (count >= LANES) return LOAD(from);
+    floats values = FILL(filled);
+    for (int64_t i = 0; i < count; i++) values[i] = from[i];
+    return values;
+}
+
 INLINE void store_some(float *to, floats values, int64_t count) {
     if (count >= LANES) STORE(to, values);
     else
@@ -199,13 +208,14 @@ INLINE void store_some(float *to, floats values, int64_t count) {
 }
 
 /* Some rows times one panel of a weight; the sums stay in registers. What lies ahead is fetched meanwhile. */
-INLINE void multiply_tile(float *out, const float *x, const float *panel, const float *ahead, const float *bias,
-                          int64_t inputs, int64_t outputs, int64_t count, int64_t form, const int rows) {
+INLINE void multiply_tile(float *out, const float *x, const float *panel, const float *ahead, int64_t num_ahead,
+                          const float *bias, int64_t inputs, int64_t outputs, int64_t count, int64_t form,
+                          const int rows) {
     floats left[TILE], right[TILE];
     for (int r = 0; r < rows; r++) left[r] = right[r] = FILL(0.0f);
     for (int64_t i = 0; i < inputs; i++) {
         floats a = LOAD(panel + i * PANEL), b = LOAD(panel + i * PANEL + LANES);
-        if (i % TILE == 0) fetch(ahead + i / TILE * PANEL, PANEL);
+        if (i % TILE == 0) fetch(ahead + i / TILE * num_ahead, num_ahead);
         for (int r = 0; r < rows; r++) {
             left[r] += a * x[r * inputs + i];
             right[r] += b * x[r * inputs + i];
@@ -225,14 +235,16 @@ INLINE void multiply_tile(float *out, const float *x, const float *panel, const 
 
 LEVELS static void multiply_rows(float *out, const float *x, const float *panel, const float *bias, int64_t rows,
                                  int64_t inputs, int64_t outputs, int64_t count, int64_t form, int64_t tile) {
-    const float *ahead = panel + inputs * PANEL; /* the next panel, a part of it for each tile */
+    /* The next panel, a part of it for each tile. */
+    int64_t tiles = (rows + tile - 1) / tile, num_ahead = tiles < TILE ? (TILE + tiles - 1) / tiles * PANEL : PANEL;
+    const float *ahead = panel + inputs * PANEL;
     for (int64_t row = 0; row < rows; row += tile) {
         float *to = out + row * outputs;
         const float *from = x + row * inputs;
-#define CASE(n) case n: multiply_tile(to, from, panel, ahead, bias, inputs, outputs, count, form, n); break;
+#define CASE(n) case n: multiply_tile(to, from, panel, ahead, num_ahead, bias, inputs, outputs, count, form, n); break;
         switch (rows - row < tile ? rows - row : tile) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
 #undef CASE
-        ahead += inputs / TILE * PANEL;
+        ahead += inputs / TILE * num_ahead;
     }
 }
 
@@ -329,13 +341,15 @@ typedef struct {
 } stream;
 
 /* Scores of some queries with the tokens of one block; those that a query does not see are -INFINITY. */
-INLINE void score_block(float *scores, const float *queries, const float *keys, const int32_t *positions, int first,
-                        int head, const int columns, scoring how) {
+INLINE void score_block(float *scores, const float *queries, const float *keys, const float *next, const float *values,
+                        const int32_t *positions, int first, int head, const int columns, scoring how) {
     const ints steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     floats even[COLUMNS], odd[COLUMNS];
     for (int c = 0; c < columns; c++) even[c] = odd[c] = FILL(0.0f);
     for (int d = 0; d < head; d += 2) {
         floats a = LOAD(keys + d * BLOCK), b = LOAD(keys + (d + 1) * BLOCK);
+        fetch(values + d * BLOCK, 2 * BLOCK);
+        fetch(next + d * BLOCK, 2 * BLOCK);
         for (int c = 0; c < columns; c++) {
             even[c] += a * queries[c * head + d];
             odd[c] += b * queries[c * head + d + 1];
@@ -351,13 +365,23 @@ INLINE void score_block(float *scores, const float *queries, const float *keys, 
 }
 
 /* Adds the values of some tokens of one block, weighted, in LANES * parts of their dims. */
-INLINE void add_block(floats *sums, const float *weights, const float *values, int tokens, int head, const int columns,
-                      const int parts) {
-    for (int token = 0; token < tokens; token++)
+INLINE void add_block(floats *sums, const float *weights, const float *values, const float *coming, int tokens, int head,
+                      const int columns, const int parts) {
+    for (int token = 0; token < tokens; token++) {
+        fetch(coming + token * head, head);
         for (int part = 0; part < parts; part++) {
             floats value = LOAD(values + token * head + part * LANES);
             for (int c = 0; c < columns; c++) sums[c * parts + part] += value * weights[c * CHUNK * BLOCK + token];
         }
+    }
+}
+
+/* Keys that are read after those of a block: as far behind the end of its chunk, or of the sequence that is next. */
+INLINE const float *coming_keys(const stream *at, int64_t block, int64_t begin, int64_t end) {
+    int64_t behind = end + block - begin;
+    if (behind < at->to) return at->keys + at->table[behind] * at->stride;
+    if (end == at->to && block - begin < at->next_blocks) return at->keys + at->next_table[block - begin] * at->stride;
+    return at->keys + at->table[block] * at->stride;
 }
 
 /* Adds the values of the blocks of a chunk, in LANES * parts of their dims, to sums scaled by factors. */
@@ -369,7 +393,7 @@ INLINE void add_chunk(float *sums, const float *factors, const float *weights, c
             local[c * parts + part] = LOAD(sums + c * head + dim + part * LANES) * factors[c];
     for (int64_t block = begin; block < end; block++)
         add_block(local, weights + (block - begin) * BLOCK, at->values + at->table[block] * at->stride + dim,
-                  block + 1 < at->to ? BLOCK : tokens, head, columns, parts);
+                  coming_keys(at, block, begin, end), block + 1 < at->to ? BLOCK : tokens, head, columns, parts);
     for (int c = 0; c < columns; c++)
         for (int part = 0; part < parts; part++) STORE(sums + c * head + dim + part * LANES, local[c * parts + part]);
 }
@@ -412,18 +436,13 @@ INLINE void attend_columns(float *sums, const float *queries, const int32_t *pos
     for (int64_t begin = at->from, end; begin < at->to; begin = end) {
         end = (begin / CHUNK + 1) * CHUNK < at->to ? (begin / CHUNK + 1) * CHUNK : at->to;
         for (int64_t block = begin; block < end; block++) {
-            if (block + 1 < end) fetch(at->keys + at->table[block + 1] * at->stride, head * BLOCK);
-            fetch(at->values + at->table[block] * at->stride, head * BLOCK);
-            score_block(scores + (block - begin) * BLOCK, queries, at->keys + at->table[block] * at->stride, positions,
-                        (int)block * BLOCK, head, columns, how);
+            const float *keys = at->keys + at->table[block] * at->stride;
+            const float *next = block + 1 < end ? at->keys + at->table[block + 1] * at->stride : keys;
+            score_block(scores + (block - begin) * BLOCK, queries, keys, next,
+                        at->values + at->table[block] * at->stride, positions, (int)block * BLOCK, head, columns, how);
         }
         for (int c = 0; c < columns; c++)
             factors[c] = weigh(scores + c * CHUNK * BLOCK, (int)(end - begin) * BLOCK, tops + c, totals + c);
-        /* While the values are added, the keys that follow come: of the next chunk, or of who is next. */
-        for (int64_t block = end; block < at->to && block < end + 2; block++)
-            fetch(at->keys + at->table[block] * at->stride, head * BLOCK);
-        for (int64_t i = 0; end == at->to && i < at->next_blocks && i < CHUNK; i++)
-            fetch(at->keys + at->next_table[i] * at->stride, head * BLOCK);
         int dim = 0;
         for (; dim + 2 * LANES <= head; dim += 2 * LANES)
             add_chunk(sums, factors, scores, at, begin, end, tokens, dim, head, columns, 2);
@@ -607,27 +626,50 @@ void hf_layers(const shape *f, const layer *layers, const step *s, int64_t first
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t thread = 0; thread < threads; thread++) {
         int64_t begin = border(s, thread, threads), end = thread + 1 < threads ? border(s, thread + 1, threads) : s->rows;
-        step part = *s;
-        part.rows = end - begin;
-        part.sequences += begin;
-        part.positions += begin;
-        part.hidden += begin * f->hidden;
-        part.product += begin * f->hidden;
-        part.space += begin * space_width(f);
+        for (int64_t row = begin; row < end; row += MANY) {
+            step part = *s;
+            part.rows = row + MANY < end ? MANY : end - row;
+            part.sequences += row;
+            part.positions += row;
+            part.hidden += row * f->hidden;
+            part.product += row * f->hidden;
+            part.space += row * space_width(f);
 #pragma omp parallel num_threads(1)
-        for (int64_t half = first; half < last; half++) half_layer(f, layers, &part, half);
+            for (int64_t half = first; half < last; half++) half_layer(f, layers, &part, half);
+        }
     }
+}
+
+/* What lies before the first layer and behind the last one; NULL: this stage has none. */
+typedef struct {
+    const float *embedding;           /* [tokens, hidden] */
+    const float *product_norm, *norm; /* of the last layer's product, and of the sum */
+    const float *output;              /* as hf_multiply wants it */
+    int64_t outputs, real;            /* numbers in a row of logits, and how many of them are tokens' */
+    float factor, cap;                /* of embeddings, and of logits, 0: no cap */
+} vocabulary;
+
+LEVELS static void cap_row(float *logits, int64_t width, float cap) {
+    for (int64_t i = 0; i < width; i += LANES)
+        store_some(logits + i, tanh_of(load_some(logits + i, width - i, 0.0f) / cap) * cap, width - i);
+}
+
+static void output_rows(float *out, float *sums, const shape *f, const vocabulary *v, float *hidden,
+                        const float *product, const int64_t *chosen, int64_t rows) {
+    hf_add_norm(sums, hidden, product, v->product_norm, v->norm, chosen, rows, f->hidden, f->eps, f->centre);
+    if (!v->output) return;
+    hf_multiply(out, sums, v->output, NULL, rows, f->hidden, v->outputs, PLAIN);
+    if (v->cap == 0) return;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++) cap_row(out + row * v->outputs, v->outputs, v->cap);
 }
 
 /* What follows the layers: chosen rows of hidden plus product, normalized, times the output weight; see hf_add_norm and
    hf_multiply. sums: [rows, shape.hidden]. Without an output weight sums are the result, and without norms the sum. */
-void hf_output(float *out, float *sums, const shape *f, float *hidden, const float *product, const float *product_norm,
-               const float *norm, const float *weight, const int64_t *chosen, int64_t rows, int64_t outputs) {
+void hf_output(float *out, float *sums, const shape *f, const vocabulary *v, float *hidden, const float *product,
+               const int64_t *chosen, int64_t rows) {
 #pragma omp parallel
-    {
-        hf_add_norm(sums, hidden, product, product_norm, norm, chosen, rows, f->hidden, f->eps, f->centre);
-        if (weight) hf_multiply(out, sums, weight, NULL, rows, f->hidden, outputs, PLAIN);
-    }
+    output_rows(out, sums, f, v, hidden, product, chosen, rows);
 }
 
 INLINE words mix(words v) {
@@ -661,18 +703,12 @@ LEVELS static void sample_row(double *found, int64_t rows, const float *from, in
     ints place = {0};
     const ints steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int64_t i = 0; i < real; i += LANES) {
-        floats z = FILL(-INFINITY);
-        if (i + LANES <= real) z = LOAD(from + i) * factor;
-        else
-            for (int64_t j = i; j < real; j++) z[j - i] = from[j] * factor;
+        floats z = load_some(from + i, real - i, -INFINITY) * factor;
         most = choose(z > most, z, most);
     }
     float top = max_of(most);
     for (int64_t i = 0; i < real; i += LANES) {
-        floats z = FILL(-INFINITY);
-        if (i + LANES <= real) z = LOAD(from + i) * factor;
-        else
-            for (int64_t j = i; j < real; j++) z[j - i] = from[j] * factor;
+        floats z = load_some(from + i, real - i, -INFINITY) * factor;
         total += exp_of(z - top);
         floats score = is_greedy ? z : z + noise((uint64_t)key, first + i);
         ints is_better = score > best;
@@ -732,14 +768,134 @@ void hf_settle(int64_t *tokens, float *log_probs, float *sampled_log_probs, cons
     }
 }
 
+/* Sequences in slots that get their next tokens: the arrays of scheduler.py, sampling.py and records.py. */
+typedef struct {
+    int64_t capacity, num_stops, version;
+    int32_t *tokens;                      /* [slots, capacity] */
+    int64_t *lengths;                     /* [slots]: of what is known; the last token is not in the cache */
+    const int64_t *ends, *no_stop_before; /* [slots]: lengths at which they end, and below which no token stops them */
+    const int32_t *stops;                 /* [slots, num_stops] */
+    const int64_t *keys;                  /* [slots] */
+    const float *temperatures;            /* [slots] */
+    const uint8_t *greedy;                /* [slots] */
+    float *log_probs, *sampled_log_probs; /* [slots, capacity] */
+    int32_t *versions;                    /* [slots, capacity] */
+    int64_t *failures;                    /* [slots]: what stands in the place of a token; 0: nothing failed */
+} slots;
+
+/* See row_keys of sampling.py. */
+static int64_t row_key(int64_t key, int64_t position) {
+    words v = mix(mix((words){(uint64_t)key}) + (uint64_t)position);
+    return (int64_t)v[0];
+}
+
+/* Sample a slot's next token. */
+static void choose_token(const slots *d, int64_t slot, const float *logits, int64_t real) {
+    int64_t length = d->lengths[slot], at = slot * d->capacity + length, token;
+    double found[6];
+    float log_prob, sampled;
+    sample_row(found, 1, logits, row_key(d->keys[slot], length), d->temperatures[slot], d->greedy[slot], real, 0);
+    hf_settle(&token, &log_prob, &sampled, found, d->greedy + slot, 1, 6, 1);
+    if (token < 0) {
+        d->failures[slot] = token;
+        return;
+    }
+    d->tokens[at] = (int32_t)token;
+    d->log_probs[at] = log_prob;
+    d->sampled_log_probs[at] = sampled;
+    d->versions[at] = (int32_t)d->version;
+    d->lengths[slot] = length + 1;
+}
+
+static int goes_on(const slots *d, int64_t slot) {
+    int64_t length = d->lengths[slot];
+    if (d->failures[slot] || length >= d->ends[slot]) return 0;
+    int32_t last = d->tokens[slot * d->capacity + length - 1];
+    for (int64_t i = 0; i < d->num_stops && length >= d->no_stop_before[slot]; i++)
+        if (d->stops[slot * d->num_stops + i] == last) return 0;
+    return 1;
+}
+
+/* What a team decodes: as a step, with the slots as its sequences, of which those that end leave it. */
+typedef struct {
+    step tokens;
+    int64_t *sequences, *positions; /* those of tokens */
+    float *sums, *logits;           /* [rows, shape.hidden] and [rows, vocabulary.outputs] */
+} batch;
+
+static void decode_batch(const shape *f, const layer *layers, int64_t num_layers, const vocabulary *v, const slots *d,
+                         batch *b, int64_t most) {
+    const step *s = &b->tokens;
+    for (int64_t i = 0; i < most && s->rows > 0; i++) {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < s->rows; row++) {
+            int64_t slot = s->sequences[row], token = d->tokens[slot * d->capacity + s->positions[row]];
+            for (int64_t j = 0; j < f->hidden; j++)
+                s->hidden[row * f->hidden + j] = v->embedding[token * f->hidden + j] * v->factor;
+        }
+        for (int64_t half = 0; half < 2 * num_layers; half++) half_layer(f, layers, s, half);
+        output_rows(b->logits, b->sums, f, v, s->hidden, s->product, NULL, s->rows);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < s->rows; row++)
+            choose_token(d, s->sequences[row], b->logits + row * v->outputs, v->real);
+#pragma omp single
+        {
+            int64_t kept = 0;
+            for (int64_t row = 0; row < s->rows; row++)
+                if (goes_on(d, s->sequences[row])) {
+                    b->sequences[kept] = s->sequences[row];
+                    b->positions[kept++] = d->lengths[s->sequences[row]] - 1;
+                }
+            b->tokens.rows = kept;
+        }
+    }
+}
+
+/* Every so many of the chosen slots are a batch. */
+static batch deal(const shape *f, const vocabulary *v, const slots *d, const batch *all, const int64_t *chosen,
+                  int64_t begin, int64_t every) {
+    batch b = *all;
+    int64_t count = all->tokens.rows, first = 0;
+    for (int64_t other = 0; other < begin; other++) first += (count - other + every - 1) / every;
+    b.sequences += first, b.positions += first;
+    b.tokens.sequences = b.sequences, b.tokens.positions = b.positions;
+    b.tokens.hidden += first * f->hidden, b.tokens.product += first * f->hidden;
+    b.tokens.space += first * space_width(f);
+    b.sums += first * f->hidden, b.logits += first * v->outputs;
+    b.tokens.rows = 0;
+    for (int64_t i = begin; i < count; i += every) {
+        b.sequences[b.tokens.rows] = chosen[i];
+        b.positions[b.tokens.rows++] = d->lengths[chosen[i]] - 1;
+    }
+    return b;
+}
+
+/* Up to so many tokens of each chosen slot, one after the other, up to where it ends; the cache has room for them.
+
+   With many slots each thread decodes some of them by itself, and waits for nobody in between; with few, all threads
+   share each operation, so that the weights are read once only. */
+void hf_decode(const shape *f, const layer *layers, int64_t num_layers, const vocabulary *v, const slots *d,
+               const batch *all, const int64_t *chosen, int64_t most) {
+    int64_t threads = omp_get_max_threads();
+    if (threads == 1 || all->tokens.rows < 2 * TILE * threads) {
+        batch b = deal(f, v, d, all, chosen, 0, 1);
+#pragma omp parallel
+        decode_batch(f, layers, num_layers, v, d, &b, most);
+        return;
+    }
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t thread = 0; thread < threads; thread++) {
+        batch b = deal(f, v, d, all, chosen, thread, threads);
+#pragma omp parallel num_threads(1)
+        decode_batch(f, layers, num_layers, v, d, &b, most);
+    }
+}
+
 LEVELS static void sum_row(double *to, const float *from, float floor, float top, uint32_t prefix, int64_t width,
                            int64_t shift) {
     memset(to, 0, 256 * sizeof *to);
     for (int64_t i = 0; i < width; i += LANES) {
-        floats z = FILL(-INFINITY);
-        if (i + LANES <= width) z = LOAD(from + i);
-        else
-            for (int64_t j = i; j < width; j++) z[j - i] = from[j];
+        floats z = load_some(from + i, width - i, -INFINITY);
         ints bits = (ints)z;
         uints order = (uints)(bits ^ ((bits >> 31) | INT32_MIN));
         ints is_wanted = (z >= FILL(floor)) & (z > FILL(-INFINITY));

@@ -43,6 +43,32 @@ class Step(ctypes.Structure):
     ]
 
 
+class Vocabulary(ctypes.Structure):
+    """``vocabulary`` of kernels.c."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("embedding", "product_norm", "norm", "output")),
+        *(("outputs", _INTEGER), ("real", _INTEGER), ("factor", _FLOAT), ("cap", _FLOAT)),
+    ]
+
+
+class Slots(ctypes.Structure):
+    """``slots`` of kernels.c."""
+
+    _fields_ = [
+        *((name, _INTEGER) for name in ("capacity", "num_stops", "version")),
+        *((name, _POINTER) for name in ("tokens", "lengths", "ends", "no_stop_before", "stops")),
+        *((name, _POINTER) for name in ("keys", "temperatures", "greedy")),
+        *((name, _POINTER) for name in ("log_probs", "sampled_log_probs", "versions", "failures")),
+    ]
+
+
+class Batch(ctypes.Structure):
+    """``batch`` of kernels.c."""
+
+    _fields_ = [("tokens", Step), *((name, _POINTER) for name in ("sequences", "positions", "sums", "logits"))]
+
+
 _TABLES = [_POINTER, _INTEGER, _POINTER, _POINTER]
 _SIGNATURES: dict[str, list[Any]] = {
     "hf_add_norm": [_POINTER] * 6 + [_INTEGER] * 2 + [_FLOAT] * 2,
@@ -50,9 +76,10 @@ _SIGNATURES: dict[str, list[Any]] = {
     "hf_store": [_POINTER] * 5 + _TABLES + [_INTEGER] * 4 + [_POINTER] * 2 + [_FLOAT] * 2,
     "hf_attend": [_POINTER] * 4 + _TABLES + [_INTEGER] * 4 + [_FLOAT] * 2 + [_INTEGER],
     "hf_layers": [_POINTER] * 3 + [_INTEGER] * 2,
-    "hf_output": [_POINTER] * 9 + [_INTEGER] * 2,
+    "hf_output": [_POINTER] * 7 + [_INTEGER],
     "hf_sample": [_POINTER] * 5 + [_INTEGER] * 4,
     "hf_settle": [_POINTER] * 5 + [_INTEGER] * 3,
+    "hf_decode": [_POINTER] * 2 + [_INTEGER] + [_POINTER] * 4 + [_INTEGER],
     "hf_sum_by_digit": [_POINTER] * 5 + [_INTEGER] * 3,
 }
 

@@ -51,6 +51,11 @@ class Records:
         self._log_probs[1, slots, positions] = sampled
         self._versions[slots, positions] = version
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What decoding several tokens writes."""
+        log_probs, sampled = self._log_probs
+        return {"log_probs": log_probs, "sampled_log_probs": sampled, "versions": self._versions}
+
     def score(self, slots: np.ndarray, positions: np.ndarray, log_probs: np.ndarray) -> None:
         """Tokens of prompts at some positions have been scored; ``[scored]`` each."""
         self._log_probs[0, slots, positions] = log_probs

@@ -135,6 +135,15 @@ class Sampler:
         self._stop_ids.put(slot, [(token,) for token in params.stop_ids] if must_go_on else [])
         self._bad_ids.put(slot, [ids[::-1] for ids in params.bad_ids])
 
+    def is_plain(self, slots: np.ndarray) -> bool:
+        """Whether some slots ask for nothing but a temperature, or the likeliest token."""
+        return not self._slots["is_special"][slots].any()
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What decoding several tokens reads of all slots, plain ones."""
+        names = {"keys": "key", "temperatures": "temperature", "greedy": "is_greedy"}
+        return {name: np.ascontiguousarray(self._slots[field]) for name, field in names.items()}
+
     def sample(
         self,
         logits: Tensor,

@@ -230,16 +230,58 @@ class Scheduler:
         self.num_prompt_computed += int((step.positions < self._num_prompt[step.slots]).sum())
         # Positions rise within a slot: of what is written twice the last stays.
         self._computed[step.slots] = step.positions + 1
-        slots = step.slots[self._computed[step.slots] >= self._name_at[step.slots]]
-        for slot in dict.fromkeys(slots.tolist()):
-            self._name_blocks(slot)
+        self._name_filled(step.slots)
         slots = step.row_slots
         self.tokens[slots, self.lengths[slots]] = tokens
         self.lengths[slots] += 1
+        return self._ending(slots)
+
+    def reserve(self, most: int) -> int:
+        """Take blocks for further tokens of all that run, which just know one that is not in the cache.
+
+        Returns:
+            How many tokens each may get before the next plan: ``most``, or, if there are too few blocks, 1.
+        """
+        slots = self._running_array()
+        num_cached = np.minimum(self.lengths[slots] + most - 1, self._ends[slots] - 1)
+        missing = np.maximum(-(-num_cached // BLOCK_TOKENS) - self._num_blocks[slots], 0)
+        if missing.sum() > self.blocks.num_free:
+            return 1
+        for slot, count in zip(slots[missing > 0].tolist(), missing[missing > 0].tolist(), strict=True):
+            first = int(self._num_blocks[slot])
+            self.tables[slot, first : first + count] = [self.blocks.take() for _ in range(count)]
+            self._num_blocks[slot] += count
+        return most
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What decoding several tokens reads of all slots, and writes: ``tokens`` and ``lengths``."""
+        return {
+            "tokens": self.tokens,
+            "lengths": self.lengths,
+            "ends": self._ends,
+            "no_stop_before": self._no_stop_before,
+            "stops": self._stops,
+        }
+
+    def absorb_decoded(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Slots that all knew one token not in the cache have got more of them; as ``absorb``, of their last tokens."""
+        num_cached = self.lengths[slots] - 1
+        self.num_computed += int((num_cached - self._computed[slots]).sum())
+        self._computed[slots] = num_cached
+        self._name_filled(slots)
+        return self._ending(slots)
+
+    def _name_filled(self, slots: np.ndarray) -> None:
+        filled = slots[self._computed[slots] >= self._name_at[slots]]
+        for slot in dict.fromkeys(filled.tolist()):
+            self._name_blocks(slot)
+
+    def _ending(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Whose last token is one that stops it; who is as long as it may be."""
         lengths = self.lengths[slots]
-        is_stop = (self._stops[slots] == np.asarray(tokens)[:, None]).any(1) & (tokens >= 0)
-        is_stop &= lengths >= self._no_stop_before[slots]
-        return is_stop, lengths >= self._ends[slots]
+        tokens = self.tokens[slots, lengths - 1]
+        is_stop = (self._stops[slots] == tokens[:, None]).any(1) & (tokens >= 0)
+        return is_stop & (lengths >= self._no_stop_before[slots]), lengths >= self._ends[slots]
 
     def remove(self, slot: int) -> None:
         """End a sequence; what it has in the cache stays findable."""

@@ -145,20 +145,21 @@ def _run(
     stopping.learn({"checkpoint/write_s": _LEAVE_S})
     session = placed.engine.open(requests)
     session.add(requests)
-    num_steps = 0
+    next_look = 0
     while not session.is_idle:
-        if num_steps % LOOK_STEPS == 0 and stopping.agree(placed.replica):
-            session.pause()
-            if placed.everyone.is_lead:
-                tell(f"hybridflow: stops, what is finished is kept: {stopping.reason}")
-            return
-        ended = session.step()
+        if session.num_steps >= next_look:
+            next_look = session.num_steps + LOOK_STEPS
+            if stopping.agree(placed.replica):
+                session.pause()
+                if placed.everyone.is_lead:
+                    tell(f"hybridflow: stops, what is finished is kept: {stopping.reason}")
+                return
+        ended = session.step(LOOK_STEPS)
         if ended and placed.is_reporter:
             assert log is not None, "who reports has a log"
             log.add(_row(request, response, placed.tokenizer, arguments) for request, response in ended)
             counts.add(len(ended), sum(len(response.tokens) for _, response in ended))
         counts.tell()
-        num_steps += 1
 
 
 def _tasks(

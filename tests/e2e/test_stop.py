@@ -204,7 +204,8 @@ def asking_while_decoding(rank):
         rollouts += purpose == "rollout"
         return drive(self, requests, purpose, progress, **rest)
 
-    def step(self):
+    def step(self, most=1):
+        # Token by token, while the run that is not stopped takes several at once.
         nonlocal tokens
         tokens += rollouts == 2
         assert rank == 0 or tokens < 20, "it went on decoding though it was asked to stop"

@@ -118,8 +118,9 @@ def test_a_team_of_threads_computes_the_same_bits(rows):
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             out, sums = torch.empty(rows, outputs), torch.empty(rows, width)
-            pointers = (ctypes.addressof(shape), hidden, hidden, None, norm, weight, chosen)
-            call("hf_output", out, sums, *pointers, rows, outputs)
+            behind = kernels.Vocabulary(norm=norm.data_ptr(), output=weight.data_ptr(), outputs=outputs)
+            described = map(ctypes.addressof, (shape, behind))
+            call("hf_output", out, sums, *described, hidden, hidden, chosen, rows)
             found.append(out)
     finally:
         torch.set_num_threads(num_threads)

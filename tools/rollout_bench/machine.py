@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridflow.rollout.cpu_transformer import pack
-from hybridflow.rollout.kernels import Shape, load_kernels
+from hybridflow.rollout.kernels import Shape, Vocabulary, load_kernels
 
 _STREAM_BYTES = 512 << 20
 
@@ -96,8 +96,9 @@ def _own(weight: Tensor) -> Callable[[Tensor], object]:
 
     def run(inputs: Tensor) -> Tensor:
         out, copy = inputs.new_empty(len(inputs), outputs), torch.empty_like(inputs)
-        addresses = out.data_ptr(), copy.data_ptr(), ctypes.addressof(shape), inputs.data_ptr()
-        kernels.hf_output(*addresses, None, None, None, laid_out.data_ptr(), None, len(inputs), outputs)
+        vocabulary = Vocabulary(output=laid_out.data_ptr(), outputs=outputs)
+        described = map(ctypes.addressof, (shape, vocabulary))
+        kernels.hf_output(out.data_ptr(), copy.data_ptr(), *described, inputs.data_ptr(), None, None, len(inputs))
         return out
 
     return run

@@ -38,7 +38,7 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
     from hybridflow.parallel.mesh import DeviceMesh
     from hybridflow.parallel.world import World, find_device
     from hybridflow.roles.pretrained import from_pretrained
-    from hybridflow.rollout.engine import MegatronEngine, blocks_for
+    from hybridflow.rollout.engine import LOOK_STEPS, MegatronEngine, blocks_for
     from hybridflow.rollout.paged import block_bytes
     from hybridflow.rollout.request import Request, SamplingParams
     from rollout_bench.machine import measure_bandwidth, measure_products, measure_square
@@ -114,10 +114,10 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
             """Whole steps of a batch beside the matrix products in them, in turn."""
             matrices = self.matrices()
             flops = 2 * CHECKED_BATCH * sum(weight.numel() for _, weight in matrices)
-            self._step_s(seed=0, num_new=8)
+            self._step_s(seed=0, num_new=5 * LOOK_STEPS)
             steps_s, products = [], []
             for seed in range(repeats):
-                steps_s.append(self._step_s(seed=1 + seed, num_new=72))
+                steps_s.append(self._step_s(seed=1 + seed, num_new=7 * LOOK_STEPS))
                 products.append(measure_products(matrices, CHECKED_BATCH, repeats=3))
             return {
                 "steps_s": steps_s,
@@ -134,14 +134,14 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
             with torch.inference_mode():
                 session = self.engine.open(asked)
                 session.add(asked)
-                ends_s = []
+                ends = []
                 while not session.is_idle:
-                    session.step()
+                    session.step(LOOK_STEPS)
                     if self.engine.device.type == "cuda":
                         torch.cuda.synchronize()
-                    ends_s.append(time.perf_counter())
-            between = ends_s[2:-2]
-            return (between[-1] - between[0]) / (len(between) - 1)
+                    ends.append((time.perf_counter(), session.num_steps))
+            (began_s, first), (ended_s, last) = ends[2], ends[-3]
+            return (ended_s - began_s) / (last - first)
 
         def prefix(self) -> dict[str, Any]:
             """Prompt tokens that went through the model, for several samples of each prompt."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -143,6 +144,14 @@ def bound_lines(found: list[Bound]) -> Iterator[str]:
         sign = "≥" if bound.is_least else "≤"
         holds = "yes" if bound.holds else "**NO**"
         yield f"| {bound.what} | {bound.found:.3g} | {sign} {bound.bound:g} | {holds} |"
+
+
+def name_missed(found: Iterable[Bound]) -> int:
+    """Name the bounds that do not hold; the exit status that tells of them."""
+    missed = [bound.what for bound in found if not bound.holds]
+    for what in missed:
+        print(f"missed: {what}", file=sys.stderr)
+    return int(bool(missed))
 
 
 def _model_lines(size: str, model: Mapping[str, Any]) -> Iterator[str]:

@@ -1,0 +1,109 @@
+"""Several steps of decoding by one call: to the bit what as many single steps make."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.world import World
+from hybridflow.rollout.engine import FEW_STEPS, MegatronEngine
+from hybridflow.rollout.kernels import load_kernels
+from hybridflow.rollout.paged import block_bytes
+from hybridflow.rollout.request import Request, SamplingParams
+from tests.multi.models import CAPPED, TINY, VOCAB, make_model
+
+pytestmark = pytest.mark.skipif(load_kernels() is None, reason="the compiled kernels, see README")
+
+# With heads that the kernels take.
+PLAIN = replace(TINY, num_layers=2, head_dim=16, num_query_groups=4)
+GEMMA = replace(CAPPED, head_dim=16)
+DAMAGED = 17
+LONGEST = 29
+
+
+def requests(count: int) -> list[Request]:
+    """Such as the call takes: of several temperatures and lengths, with and without tokens that stop them."""
+    kinds = [{"stop_ids": (2, 5)}, {"greedy": True}, {"temperature": 0.6, "stop_ids": (3,)}, {"temperature": 1.4}]
+    generator = torch.Generator().manual_seed(count)
+    return [
+        Request(
+            prompt=torch.randint(0, VOCAB, (1 + number % 19,), generator=generator),
+            params=SamplingParams(max_new_tokens=1 + number * 7 % LONGEST, **kinds[number % 4]),
+            draw=number // 2,
+            index=number % 2,
+        )
+        for number in range(count)
+    ]
+
+
+def decoded(shape, count: int, threads: int, blocks: int | None, max_concurrent: int, is_damaged: bool = False):
+    """Of several numbers of steps at a time: calls, steps, preemptions, and all that is known of each response.
+
+    In this process, since one that was forked has none of the threads that were used before.
+    """
+    world = World(rank=0, size=1, ranks_per_node=1, device=torch.device("cpu"), deadline_s=60.0, store=dist.HashStore())
+    model, _, groups, _ = make_model(world, ParallelLayout(), model=shape)
+    if is_damaged:
+        model.embedding.word_embeddings.weight.data[DAMAGED] = torch.nan
+    budget = 0.5 if blocks is None else blocks * block_bytes(model)
+    num_threads, found = torch.get_num_threads(), []
+    try:
+        torch.set_num_threads(threads)
+        for most in (1, 16, 3):
+            engine = MegatronEngine(
+                model, groups, vocab_size=VOCAB, seed=7, max_concurrent=max_concurrent, cache_memory=budget
+            )
+            engine.version = 3
+            asked, responses, num_calls = requests(count), {}, 0
+            session = engine.open(asked)
+            session.add(asked)
+            while not session.is_idle:
+                num_calls += 1
+                for ask, got in session.step(most):
+                    parts = got.tokens, got.log_probs, got.sampled_log_probs, got.versions
+                    responses[ask.draw, ask.index] = (*(each.tolist() for each in parts), got.finish, got.error)
+            found.append((num_calls, session.num_steps, session.num_preempted, session.num_computed, responses))
+    finally:
+        torch.set_num_threads(num_threads)
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "threads", "blocks", "max_concurrent"),
+    [
+        pytest.param(PLAIN, 5, 1, None, 64, id="one thread"),
+        pytest.param(PLAIN, 7, 2, None, 64, id="a team of threads"),
+        pytest.param(PLAIN, 90, 2, None, 96, id="threads by themselves"),
+        pytest.param(GEMMA, 90, 3, None, 96, id="capped and windowed"),
+        pytest.param(PLAIN, 40, 2, 5, 12, id="too few blocks"),
+    ],
+)
+def test_several_steps_by_one_call_are_those_of_single_ones(shape, count, threads, blocks, max_concurrent):
+    single, many, some = decoded(shape, count, threads, blocks, max_concurrent)
+    assert len(single[-1]) == count and single[0] == single[1] + 1, "one step a call; what it gave comes with the next"
+    assert many[-1] == single[-1] and some[-1] == single[-1]
+    assert {row[4] for row in single[-1].values()} == {"stop", "length"}
+    assert all(set(row[3]) == {3} for row in single[-1].values())
+    if blocks is None:
+        assert many[3] == some[3] == single[3], "as many tokens go through the model"
+        assert many[0] < single[0] / FEW_STEPS and many[0] < some[0] < single[0]
+    else:
+        assert single[2] > 0 and many[2] > 0, "some lose their place"
+
+
+def test_a_sequence_that_fails_within_a_call_harms_no_other():
+    sound = decoded(PLAIN, 90, 2, None, 96)[1][-1]
+    single, many, _ = decoded(PLAIN, 90, 2, None, 96, is_damaged=True)
+    assert sorted(many[-1].items()) == sorted(single[-1].items())
+    failed = {name for name, row in many[-1].items() if row[4] == "failed"}
+    assert 3 <= len(failed) <= 60
+    for name, row in many[-1].items():
+        if name in failed:
+            assert "its logits are not finite" in row[5] and len(row[0]) == len(row[1])
+        else:
+            assert row == sound[name]

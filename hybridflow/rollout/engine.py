@@ -144,7 +144,7 @@ class MegatronEngine:
                 raise DataError(f"prompt of draw {request.draw}: {reason}")
         session.add(requests)
         done: list[tuple[Request, Response]] = []
-        next_look = num_told = 0
+        num_told = 0
         num_added = len(requests)
         while True:
             others = more(session.num_open)
@@ -152,8 +152,7 @@ class MegatronEngine:
             num_added += len(others)
             if session.is_idle:
                 break
-            if progress is not None and session.num_steps >= next_look:
-                next_look = session.num_steps + LOOK_STEPS
+            if progress is not None and session.looks_up():
                 if len(done) > num_told:
                     progress.finished(done[num_told:])
                     num_told = len(done)
@@ -320,7 +319,7 @@ class Session:
         self._purpose = purpose
         self._requests: dict[int, Request] = {}
         self._ready: list[tuple[Request, Response]] = []
-        self.num_steps = self._num_added = self._num_prompt = 0
+        self.num_steps = self._next_look = self._num_added = self._num_prompt = 0
         self._last_draw: int | None = None
         self._num_changes = engine.num_changes
         self._watches: dict[int, Watch] = {}
@@ -356,6 +355,13 @@ class Session:
         """``preempted``, and ``prefill_share``: the prompts' tokens computed, over those asked for."""
         num_computed = sum(lane.scheduler.num_prompt_computed for lane in self._lanes)
         return {"preempted": self.num_preempted, "prefill_share": num_computed / max(self._num_prompt, 1)}
+
+    def looks_up(self) -> bool:
+        """Whether it is time to ask whether to stop: at the start, and ``LOOK_STEPS`` steps after the last time."""
+        if self.num_steps < self._next_look:
+            return False
+        self._next_look = self.num_steps + LOOK_STEPS
+        return True
 
     def add(self, requests: Sequence[Request]) -> None:
         """Take up requests. One that cannot be met is handed out as failed, one that has ended before as it is."""

@@ -25,7 +25,7 @@ from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.plugins import find_plugin
 from hybridflow.rollout.calculator import Calculator
 from hybridflow.rollout.calls import CallFailed, Calls
-from hybridflow.rollout.engine import FEW_STEPS, LOOK_STEPS, MegatronEngine
+from hybridflow.rollout.engine import FEW_STEPS, MegatronEngine
 from hybridflow.rollout.request import Request, Response, RolloutStopped
 
 MAX_CHARACTERS_PER_TOKEN = 32
@@ -156,14 +156,11 @@ class Environments:
             self._begin(number, talks[number], example)
         # Of the conversations that are going on, some wait for their environment; others, by request, for the policy.
         waiting, asked = set(range(len(talks))), dict[int, int]()
-        next_look = 0
         try:
             while waiting or asked:
-                if session.num_steps >= next_look or session.is_idle:
-                    next_look = session.num_steps + LOOK_STEPS
-                    if is_stopping():
-                        session.pause()
-                        raise RolloutStopped([])
+                if (session.is_idle or session.looks_up()) and is_stopping():
+                    session.pause()
+                    raise RolloutStopped([])
                 # Who waits for an answer is to go on as soon as it is there.
                 most = 1 if waiting else FEW_STEPS
                 for request, response in [] if session.is_idle else session.step(most):

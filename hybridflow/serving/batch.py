@@ -145,15 +145,12 @@ def _run(
     stopping.learn({"checkpoint/write_s": _LEAVE_S})
     session = placed.engine.open(requests)
     session.add(requests)
-    next_look = 0
     while not session.is_idle:
-        if session.num_steps >= next_look:
-            next_look = session.num_steps + LOOK_STEPS
-            if stopping.agree(placed.replica):
-                session.pause()
-                if placed.everyone.is_lead:
-                    tell(f"hybridflow: stops, what is finished is kept: {stopping.reason}")
-                return
+        if session.looks_up() and stopping.agree(placed.replica):
+            session.pause()
+            if placed.everyone.is_lead:
+                tell(f"hybridflow: stops, what is finished is kept: {stopping.reason}")
+            return
         ended = session.step(LOOK_STEPS)
         if ended and placed.is_reporter:
             assert log is not None, "who reports has a log"

@@ -32,4 +32,5 @@ def test_both_trainers_are_measured_on_the_same_samples(tmp_path):
         assert f"| equal | {name}" in done.stdout
     (run,) = case["runs"]["ours"]
     assert {"time/rollout_s", "time/log_probs_s", "time/update_s", "time/control_s"} <= run["times"].keys()
-    assert sum(run["times"].values()) == pytest.approx(run["step_s"], rel=1e-3)
+    # Of each phase the rank that took longest counts, so that there may be more than the step, but never both ranks'.
+    assert 0.9 * run["step_s"] < sum(run["times"].values()) < 2 * run["step_s"]

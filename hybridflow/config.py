@@ -387,6 +387,9 @@ class Rollout:
         max_concurrent: Samples that one replica decodes together.
         cache_memory: Most memory of each rank's key-value cache: a share of what is free when generating begins, or,
             from 1 on, bytes. What has no room waits.
+        carry_over: Begin responses of the next step where this step's leave room, and go on with them when they are
+            all done and the weights have changed: no replica decodes a few long responses alone. Its weights may then
+            be one more update behind than ``trainer.max_staleness`` says.
         archive: Keep what was sampled, in HDF5; what a killed job had sampled is kept until it is used in any case.
         environment: What answers the responses; None: a sample is one response.
         engine: What generates them.
@@ -405,6 +408,7 @@ class Rollout:
     stop: tuple[StopText, ...] = ()
     max_concurrent: Count = 256
     cache_memory: Positive = 0.5
+    carry_over: bool = False
     archive: bool = False
     environment: Environment | None = None
     engine: SamplingEngine = SamplingEngine()
@@ -739,8 +743,13 @@ class Recipe:
         """How tokens are weighed, once it is known what samples them."""
         if self.correction.kind != "auto":
             return self.correction.kind
-        is_exact = self.rollout.engine.kind == "megatron" and self.trainer.max_staleness == 0
+        is_exact = self.rollout.engine.kind == "megatron" and self.staleness_bound == 0
         return "none" if is_exact else "truncate"
+
+    @property
+    def staleness_bound(self) -> int:
+        """Most updates that weights which sampled a token may be behind those that learn from it."""
+        return self.trainer.max_staleness + self.rollout.carry_over
 
     @property
     def preset(self) -> Preset:
@@ -1056,6 +1065,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_contexts(recipe)
     _check_placement(recipe)
     _check_split(recipe)
+    _check_carry_over(recipe)
     _check_lora(recipe)
     _check_batches(recipe)
     _check_environment(recipe)
@@ -1168,6 +1178,23 @@ def _check_split(recipe: Recipe) -> None:
         )
     if staleness > 0:
         _check_async(recipe, meshes)
+
+
+def _check_carry_over(recipe: Recipe) -> None:
+    rollout = recipe.rollout
+    if not rollout.carry_over:
+        return
+    if recipe.algorithm in _NOT_AHEAD:
+        raise ConfigError(
+            f"rollout.carry_over=true: algorithm={recipe.algorithm} {_NOT_AHEAD[recipe.algorithm]}; set it to false, "
+            "or choose another algorithm"
+        )
+    if rollout.engine.kind != "megatron" or rollout.environment is not None:
+        other = "rollout.environment" if rollout.engine.kind == "megatron" else "rollout.engine.kind"
+        raise ConfigError(
+            f"rollout.carry_over=true: only responses of the engine of kind megatron, without an environment, go on "
+            f"after an update; set it to false, or change {other}"
+        )
 
 
 def _check_async(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:

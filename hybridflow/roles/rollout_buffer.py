@@ -34,8 +34,8 @@ class RolloutBuffer:
         self.metrics: dict[str, float] = {}
         self._job = job
         self._mesh = job.meshes["actor.rollout"]
-        self._bound = job.recipe.trainer.max_staleness
-        self._buffer = AsyncRolloutBuffer(max_buffers=self._bound + 1)
+        self._bound = job.recipe.staleness_bound
+        self._buffer = AsyncRolloutBuffer(max_buffers=job.recipe.trainer.max_staleness + 1)
 
     def put(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Keep the samples of a step that is still to come."""
@@ -48,28 +48,35 @@ class RolloutBuffer:
         Collective: the rollout mesh.
 
         Raises:
-            DataError: The weights that sampled one of them are further behind than ``trainer.max_staleness``.
+            DataError: The weights that sampled one of them are further behind than ``Recipe.staleness_bound``.
         """
         step = decided["train_step"]["step"]
         waiting = self._buffer.flip()
         assert waiting.step == step, f"the samples of step {waiting.step} were taken for step {step}"
-        self._check_staleness(step, [] if waiting.batch is None else _behind(waiting.batch, step))
+        found = measure_staleness(self._job, [] if waiting.batch is None else _behind(waiting.batch, step))
+        self.metrics |= found
+        if found["rollout/staleness_max"] > self._bound:
+            raise DataError(
+                f"step {step}: samples of weights that are {found['rollout/staleness_max']:.0f} updates behind, and "
+                f"trainer.max_staleness={self._job.recipe.trainer.max_staleness}; this is a defect, please report it "
+                "with the recipe"
+            )
         return waiting.batch
 
-    def _check_staleness(self, step: int, behind: list[int]) -> None:
-        """How many updates the weights of the samples are behind, of all replicas. Collective: the rollout mesh."""
-        mesh = self._mesh
-        shares = self._job.world.coordinator(mesh.ranks).gather(behind, "versions of the weights")
-        # A replica may have several holders, with the same samples each.
-        by_rank = dict(zip(mesh.ranks, shares, strict=True))
-        told = [number for dp in range(mesh.layout.dp) for number in by_rank[mesh.holders(dp)[0]]]
-        if max(told) > self._bound:
-            raise DataError(
-                f"step {step}: samples of weights that are {max(told)} updates behind, and "
-                f"trainer.max_staleness={self._bound}; this is a defect, please report it with the recipe"
-            )
-        self.metrics["rollout/staleness_mean"] = sum(told) / len(told)
-        self.metrics["rollout/staleness_max"] = float(max(told))
+
+def measure_staleness(job: Job, behind: list[int]) -> dict[str, float]:
+    """How many updates the weights of the samples are behind, of all replicas; nothing, if there are none.
+
+    Collective: the rollout mesh.
+    """
+    mesh = job.meshes["actor.rollout"]
+    shares = job.world.coordinator(mesh.ranks).gather(behind, "versions of the weights")
+    # A replica may have several holders, with the same samples each.
+    by_rank = dict(zip(mesh.ranks, shares, strict=True))
+    told = [number for dp in range(mesh.layout.dp) for number in by_rank[mesh.holders(dp)[0]]]
+    if not told:
+        return {}
+    return {"rollout/staleness_mean": sum(told) / len(told), "rollout/staleness_max": float(max(told))}
 
 
 def asked(decided: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,11 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.schedule import Move
 from hybridflow.errors import EngineError
+from hybridflow.roles.carry_over import CarryOver
 from hybridflow.roles.job import Job
 from hybridflow.roles.judging import validation_id
 from hybridflow.roles.kept_rollouts import KeptRollouts, to_sampled
+from hybridflow.roles.rollout_buffer import measure_staleness
 from hybridflow.rollout.dealing import Claims, Deal
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.http_engine import HttpEngine
@@ -73,6 +75,7 @@ class Rollouts:
         self._mesh = job.meshes["actor.rollout"]
         self._place = self._mesh.coordinate(job.world.rank)
         self._claims: Claims | None = None
+        self._carry_over = CarryOver()
         self._conversations: Environments | None = None
         if job.recipe.rollout.environment is not None:
             replica = job.world.coordinator(self._mesh.group_of(job.world.rank, "tp", "pp"))
@@ -94,23 +97,21 @@ class Rollouts:
             version: Updates that the weights have had.
             is_greedy: One greedy response to each instead, with the index behind those of its group.
         """
-        params, group_size = self._sampling(greedy=is_greedy), self._job.recipe.rollout.group_size
-        index, number = (group_size, 1) if is_greedy else (0, group_size)
-        draws = range(first_draw, first_draw + num_prompts)
-        prompts = {draw: torch.tensor(self._job.train.prompt(draw)) for draw in draws}
-        groups = [
-            expand(Request(prompt=prompt, params=params, draw=draw, index=index), number)
-            for draw, prompt in prompts.items()
-        ]
+        groups = self._groups(first_draw, num_prompts, is_greedy=is_greedy)
         self._engine.version = version
         if self._conversations is not None:
             return self._converse(self._conversations, groups, self._job.train.example)
         deal = self._deal(groups)
+        following: list[Request] = []
+        if self._job.recipe.rollout.carry_over and step < self._job.recipe.trainer.steps:
+            following = self._share(self._groups(first_draw + num_prompts, num_prompts))
         try:
-            pairs = self._sample(step, deal, groups)
+            pairs = self._sample(step, deal, groups, following)
         except RolloutStopped:
             pairs = []
         self._check_known(pairs)
+        if self._job.recipe.rollout.carry_over and not self._has_versions:
+            self.metrics |= measure_staleness(self._job, [version - oldest for oldest in self._oldest(pairs)])
         return self._as_batch(pairs, groups, deal, self._id_of)
 
     def answer(self, count: int) -> Batch | None:
@@ -130,6 +131,17 @@ class Rollouts:
         deal = self._deal(groups)
         pairs = self._drive(deal.first, "validation", None, deal.more, _expected(deal, groups))
         return self._as_batch(pairs, groups, deal, self._validation_id)
+
+    def _groups(self, first_draw: int, num_prompts: int, *, is_greedy: bool = False) -> list[list[Request]]:
+        """What is asked of prompts that follow one another in the data order."""
+        params, group_size = self._sampling(greedy=is_greedy), self._job.recipe.rollout.group_size
+        index, number = (group_size, 1) if is_greedy else (0, group_size)
+        draws = range(first_draw, first_draw + num_prompts)
+        prompts = {draw: torch.tensor(self._job.train.prompt(draw)) for draw in draws}
+        return [
+            expand(Request(prompt=prompt, params=params, draw=draw, index=index), number)
+            for draw, prompt in prompts.items()
+        ]
 
     def _sampling(self, *, greedy: bool) -> SamplingParams:
         rollout = self._job.recipe.rollout
@@ -161,8 +173,8 @@ class Rollouts:
             return self._claims
 
         num_slots = self._job.recipe.rollout.max_concurrent
-        if not isinstance(self._engine, MegatronEngine):
-            # Other engines are given all at once.
+        if not isinstance(self._engine, MegatronEngine) or self._job.recipe.rollout.carry_over:
+            # Other engines are given all at once; and what is begun goes on where it was.
             num_slots = max(1, sum(map(len, groups)))
         return Deal(
             groups,
@@ -184,10 +196,10 @@ class Rollouts:
             return self._engine.drive(requests, purpose, progress, more=more, expected=expected)
         return list(zip(requests, self._engine.generate(requests, purpose, progress), strict=True))
 
-    def _sample(self, step: int, deal: Deal, groups: list[list[Request]]) -> Pairs:
+    def _sample(self, step: int, deal: Deal, groups: list[list[Request]], following: list[Request]) -> Pairs:
         """A response to each request of this replica's; what is in a log is not generated again."""
         expected, kept = _expected(deal, groups), self.kept
-        found = {} if kept is None else kept.find(step, expected)
+        found = {**({} if kept is None else kept.find(step, expected)), **self._carry_over.take()}
         with contextlib.nullcontext() if kept is None else kept.log(step) as log:
             progress = _Progress(self.is_stopping, log)
             again: Pairs = []
@@ -212,7 +224,10 @@ class Rollouts:
                 return []
 
             try:
-                new = self._drive(missing(deal.first), "rollout", progress, more, expected)
+                if following and isinstance(self._engine, MegatronEngine):
+                    new = self._carry_over.drive(self._engine, missing(deal.first), following, progress)
+                else:
+                    new = self._drive(missing(deal.first), "rollout", progress, more, expected)
             except RolloutStopped as stopped:
                 progress.finished(stopped.unfinished)
                 raise
@@ -276,9 +291,11 @@ class Rollouts:
         )
         if not self._has_versions:
             return batch
-        # Of an empty response, the weights that would have sampled.
-        oldest = [min([*got.versions.tolist(), self._engine.version]) for got in responses]
-        return batch.with_columns({"versions": torch.tensor(oldest, dtype=torch.int64)})
+        return batch.with_columns({"versions": torch.tensor(self._oldest(pairs), dtype=torch.int64)})
+
+    def _oldest(self, pairs: Pairs) -> list[int]:
+        """Of each response, the oldest weights that sampled it; of an empty one, those that would have."""
+        return [min([*got.versions.tolist(), self._engine.version]) for _, got in pairs]
 
     def _converse(
         self, conversations: Environments, groups: list[list[Request]], example_of: Callable[[int], Example]

@@ -20,6 +20,8 @@ from hybridflow.parallel.world import World
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.placed import column_rows
 from hybridflow.roles.rollout_buffer import RolloutBuffer
+from hybridflow.roles.rollouts import Rollouts
+from hybridflow.rollout import engine
 from hybridflow.trainer.stopping import Stopping
 from hybridflow.trainer.trainer import train
 from tests.multi.jobs import make_job, tiny_recipe
@@ -36,11 +38,11 @@ def rows(made: Recipe) -> list[dict[str, float]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def assert_same(made: Recipe, other: Recipe) -> None:
+def assert_same(made: Recipe, other: Recipe, tolerance: float = 1e-5) -> None:
     for step, (expected, found) in enumerate(zip(rows(made), rows(other), strict=True), start=1):
         for metric, value in expected.items():
             if not metric.startswith(OF_THE_MACHINE):
-                assert abs(found[metric] - value) <= 1e-5 * abs(value) + 1e-6, (other.name, step, metric)
+                assert abs(found[metric] - value) <= tolerance * (abs(value) + 0.1), (other.name, step, metric)
 
 
 def test_a_rollout_on_ranks_of_its_own_gives_the_same_numbers(tmp_path):
@@ -48,13 +50,15 @@ def test_a_rollout_on_ranks_of_its_own_gives_the_same_numbers(tmp_path):
     together = recipe(tmp_path, "together", "grpo", 1, trainer=validating)
     run_ranks(run, 1, together)
     placements = {
+        "apart": dict(ranks=2, rollout_ranks=(1,), update=layout()),
         "tp2": dict(ranks=4, rollout_ranks=(3, 2), update=layout(tp=2), rollout=layout(dp=2)),
         "pp2": dict(ranks=3, rollout_ranks=(0, 2), update=layout(), rollout=layout(pp=2), reference_ranks=(2,)),
     }
     apart = [recipe(tmp_path, name, "grpo", **placement, trainer=validating) for name, placement in placements.items()]
     for made in apart:
         run_ranks(run, made.cluster.ranks, made)
-        assert_same(together, made)
+        # In the same layout, to the bit: loss and norm of the gradient of each step among them.
+        assert_same(together, made, 0.0 if made.name == "apart" else 1e-5)
         # For the validation at its end, and no more for the next step.
         assert rows(made)[0]["reshard/bytes"] == rows(made)[0]["reshard/limit_bytes"] > 0
 
@@ -112,6 +116,77 @@ def test_batches_made_ahead_are_of_the_weights_that_they_say_in_every_layout(sta
     more = replace(more, rollout=replace(more.rollout, max_concurrent=2))
     run_ranks(run, 5, more)
     assert_same(two, more)
+
+
+def recompute(world: World, made: Recipe, look_steps: int) -> list[tuple[int, int, float]]:
+    """Run; of each sample that is learned from: step, oldest weights, and the largest error of its log-probabilities.
+
+    A token's are recomputed with the weights that it says it was sampled with.
+    """
+    update, columns, found, kept, sampled = Actor.update, Rollouts._columns, [], {}, {}
+    engine.LOOK_STEPS = look_steps
+
+    def seen(self: Rollouts, pairs: Any, id_of: Any) -> Batch | None:
+        sampled.update({id_of(ask): got for ask, got in pairs})
+        return columns(self, pairs, id_of)
+
+    def watched(self: Actor, batch: Batch, decided: dict[str, Any]) -> None:
+        version = decided["train_step"]["step"] - 1
+        weights = logical_parameters(self.model.transformer)
+        now = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        # Those of the step's beginning are what the rollout gets.
+        kept.setdefault(version, now)
+        errors = dict.fromkeys(batch.ids.tolist(), 0.0)
+        for number, tensors in (*kept.items(), (None, now)):
+            with torch.no_grad():
+                for name, tensor in tensors.items():
+                    weights[name].copy_(tensor)
+                column = self.model.per_token(batch, lambda output, part: self.model.log_probs(output, part)[0])
+            for each, row in zip(errors, column.to_list(), strict=True):
+                distance = (row - sampled[each].log_probs).abs()[sampled[each].versions == number]
+                errors[each] = max(errors[each], float(distance.max())) if len(distance) else errors[each]
+        found.extend((version + 1, int(sampled[each].versions.min()), error) for each, error in errors.items())
+        update(self, batch, decided)
+
+    Actor.update, Rollouts._columns = watched, seen
+    train(made, world)
+    return found
+
+
+def carried(tmp_path: Path, name: str, ranks: int, staleness: int, **placement: Any) -> Recipe:
+    trainer = {"steps": 4, "max_staleness": staleness}
+    made = recipe(tmp_path, name, "grpo", ranks, update=layout(), trainer=trainer, **placement)
+    # So few at a time that those of the next step begin before the last of a step are done.
+    return replace(made, rollout=replace(made.rollout, max_concurrent=3, carry_over=True))
+
+
+def test_responses_begun_a_step_before_go_on_with_new_weights(tmp_path):
+    made = carried(tmp_path, "carried", 1, 0)
+    ((first, *later),) = [[*steps_of(found).values()] for found in run_ranks(recompute, 1, made, 1)]
+    assert all(error < 1e-5 for step in (first, *later) for _, error in step)
+    assert {behind for behind, _ in first} == {0}
+    # Some are older, by one update at most, and never all of a step.
+    assert all({behind for behind, _ in step} == {0, 1} for step in later)
+    found = rows(made)
+    assert [row["rollout/staleness_max"] for row in found] == [0, 1, 1, 1]
+    assert all(0 < row["rollout/continued"] < 1 for row in found[1:])
+    # Older weights are corrected for without being asked.
+    assert all("correction/effective_share" in row for row in found)
+
+
+def test_responses_are_carried_over_beside_learning_too(tmp_path):
+    made = carried(tmp_path, "both", 2, 1, rollout_ranks=(1,))
+    run_ranks(run, 2, made)
+    # The batch of step 2 is begun beside that of step 1, before any update; the next one a step earlier than else.
+    assert [row["rollout/staleness_max"] for row in rows(made)] == [0, 1, 2, 2]
+
+
+def steps_of(found: list[tuple[int, int, float]]) -> dict[int, list[tuple[int, float]]]:
+    """Step -> how far behind, and how wrong, each sample is."""
+    steps: dict[int, list[tuple[int, float]]] = {}
+    for step, oldest, error in found:
+        steps.setdefault(step, []).append((step - 1 - oldest, error))
+    return steps
 
 
 def stopped(world: World, made: Recipe, decision: str, step: int) -> bool:

@@ -32,6 +32,12 @@ PPO = ("algorithm=ppo", "critic={layout: {dp: 2}, optimizer: {lr: 1.0e-3}}")
         ([*PPO, "critic.ranks=[2, 1]"], LayoutError, r"ranks \[2\] are in critic.*critic.ranks or actor.rollout_ranks"),
         (["rollout.engine={kind: openai, urls: ['http://h:1'], off_policy: true}"], ConfigError, "do not follow"),
         (["algorithm=remax"], ConfigError, "for its baseline"),
+        (
+            ["rollout.carry_over=true", "algorithm=dapo", "trainer.max_staleness=0"],
+            ConfigError,
+            "carry_over.*until its",
+        ),
+        (["rollout.carry_over=true", "rollout.environment={name: 'my:Tool'}"], ConfigError, "or change rollout.env"),
     ],
 )
 def test_what_cannot_work_ahead_is_refused(overrides, error, words):

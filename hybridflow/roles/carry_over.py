@@ -1,0 +1,83 @@
+"""Responses of the next step that are begun where this step's leave room, and go on when the weights have changed.
+
+Known as partial rollouts: arXiv 2501.12599.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped
+
+Key = tuple[int, int]
+Pairs = list[tuple[Request, Response]]
+
+
+class CarryOver:
+    """What a replica has of the next step's responses; the same on all its ranks."""
+
+    def __init__(self) -> None:
+        self._begun: dict[Key, Response] = {}
+
+    def take(self) -> Mapping[Key, Response]:
+        """What there is of the step that begins, by draw and index, done or paused; nothing is kept any more."""
+        begun, self._begun = self._begun, {}
+        return begun
+
+    def drive(
+        self, engine: MegatronEngine, requests: Sequence[Request], following: Sequence[Request], progress: Progress
+    ) -> Pairs:
+        """Responses to all requests; those to the following ones are begun meanwhile, as far as there is room.
+
+        When the last of the requests is done, which is noticed a few tokens later, the others are paused and kept.
+
+        Collective: tp, pp.
+
+        Raises:
+            RolloutStopped: ``progress`` said so; with those of ``requests`` alone.
+        """
+        if not requests:
+            return []
+        until = _UntilDone(progress, requests)
+        paused: Pairs = []
+        try:
+            engine.drive([*requests, *following], "rollout", until)
+        except RolloutStopped as stopped:
+            if not until.is_done:
+                raise RolloutStopped([pair for pair in stopped.unfinished if until.wants(pair[0])]) from None
+            paused = stopped.unfinished
+        others = [pair for pair in until.pairs if not until.wants(pair[0])] + paused
+        # One that failed is tried again.
+        self._begun = {_key(ask): got for ask, got in others if got.finish != "failed" and len(got.tokens)}
+        return [pair for pair in until.pairs if until.wants(pair[0])]
+
+
+class _UntilDone:
+    """Ends when certain requests are done, and tells of these alone what goes on beside, see ``request.Progress``."""
+
+    def __init__(self, progress: Progress, requests: Sequence[Request]) -> None:
+        self.pairs: Pairs = []
+        self._progress = progress
+        self._left = self._wanted = frozenset(map(_key, requests))
+
+    def wants(self, request: Request) -> bool:
+        """Whether it is one of the requests."""
+        return _key(request) in self._wanted
+
+    @property
+    def is_done(self) -> bool:
+        return not self._left
+
+    def finished(self, pairs: Pairs) -> None:
+        self.pairs += pairs
+        if wanted := [pair for pair in pairs if self.wants(pair[0])]:
+            self._left -= {_key(ask) for ask, _ in wanted}
+            self._progress.finished(wanted)
+
+    def is_stopping(self) -> bool:
+        return self.is_done or self._progress.is_stopping()
+
+
+def _key(request: Request) -> Key:
+    return request.draw, request.index

@@ -46,8 +46,17 @@ def _product(inputs: Tensor, weight: Tensor) -> Tensor:
 
 
 def _forward(
-    input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, tp_group: Any, **_: Any
+    *,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    allreduce_dgrad: bool,
+    tp_group: Any,
+    sequence_parallel: bool,
+    gradient_accumulation_fusion: bool,
+    **_: Any,
 ) -> Tensor:
+    assert not sequence_parallel and not gradient_accumulation_fusion, "gpt.py has both off"
     output: Tensor = _Linear.apply(input, weight, tp_group if allreduce_dgrad else None)
     return output if bias is None else output + bias
 
@@ -55,7 +64,7 @@ def _forward(
 def use_onednn(model: nn.Module) -> None:
     """Have megatron-core's linear layers of a model, fp32 and on a CPU, multiply by oneDNN, where torch has it.
 
-    Not with sequence parallelism or fused gradient accumulation, which are not for CPUs.
+    Not for sequence parallelism or fused gradient accumulation, which are not for CPUs.
     """
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return

@@ -275,6 +275,7 @@ class Sample:
         prompt_log_probs: Of the prompt's tokens but the first; None: not asked for.
         finish: ``stop``, ``length`` or ``failed``.
         error: Why it failed.
+        is_refused: Whether it failed since what was asked for cannot be had here.
     """
 
     tokens: list[int]
@@ -282,6 +283,14 @@ class Sample:
     prompt_log_probs: list[float | None] | None
     finish: str
     error: str | None
+    is_refused: bool = False
+
+
+def failure(sample: Sample) -> ApiError:
+    """What to tell of a sample that failed."""
+    if sample.is_refused:
+        return ApiError(400, f"the prompt: {sample.error}")
+    return ApiError(500, f"generating failed: {sample.error}")
 
 
 def completion(ask: Ask, served: Served, samples: Sequence[Sample], answer_id: str) -> dict[str, Any]:
@@ -292,7 +301,7 @@ def completion(ask: Ask, served: Served, samples: Sequence[Sample], answer_id: s
     """
     failed = next((sample for sample in samples if sample.finish == "failed"), None)
     if failed is not None:
-        raise ApiError(500, f"generating failed: {failed.error}")
+        raise failure(failed)
     make = _chat_choice if ask.is_chat else _text_choice
     choices = [make(ask, served, sample, index) for index, sample in enumerate(samples)]
     return {**head(ask, served, answer_id), "choices": choices, "usage": usage(ask, samples)}

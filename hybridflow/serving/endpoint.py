@@ -32,6 +32,7 @@ from hybridflow.serving.api import (
     Sample,
     Served,
     completion,
+    failure,
     head,
     models,
     piece,
@@ -299,7 +300,7 @@ class _Handler(BaseHTTPRequestHandler):
             for event in self._events(ask, ticket):
                 self._look_at_client()
                 if event.sample is not None and event.sample.finish == "failed":
-                    raise ApiError(500, f"generating failed: {event.sample.error}")
+                    raise failure(event.sample)
                 if event.sample is None:
                     text, finish = settled_text(event.tokens, ask.stop, tokenizer), None
                 else:

@@ -111,6 +111,7 @@ class _Replica:
             prompt_log_probs=None if prompt is None else finite_or_none(prompt),
             finish=response.finish,
             error=response.error,
+            is_refused=response.finish == "failed" and self._placed.engine.refusal(request) is not None,
         )
         return {"id": self._forget(request), "sample": asdict(sample)}
 

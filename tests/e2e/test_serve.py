@@ -240,6 +240,18 @@ def test_asked_to_end_it_finishes_what_runs_and_refuses_what_comes(folder):
     assert found == [200, 400, 503]
 
 
+def test_what_the_cache_has_no_room_for_is_the_clients_to_change(folder):
+    def ask(client):
+        long = {"prompt": "1+1=", "max_tokens": 400}
+        answers = [client.post(**long), client.post(**long, stream=True), client.post(prompt="1+1=", max_tokens=4)]
+        return [[status, str(answer)] for status, answer in answers]
+
+    (whole, streamed, short), _ = serve(folder, ask, "--cache-memory", "50000")
+    assert whole[0] == 400 and "rollout.cache_memory=50000" in whole[1]
+    assert "rollout.cache_memory=50000" in streamed[1]
+    assert short[0] == 200
+
+
 def test_what_cannot_be_served_is_told_once(folder):
     for more, words in (
         (("--host", "0.0.0.0"), ("--token-env",)),

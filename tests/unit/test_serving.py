@@ -1,6 +1,7 @@
 """Prompts, parameters and kept results of ``hybridflow generate``, and the form of requests, without a model."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -343,3 +344,6 @@ def test_an_answer_with_echo_and_log_probs_has_a_number_for_each_token_but_the_f
     with pytest.raises(ApiError, match="not finite") as refused:
         completion(asked, SERVED, [samples[0], failed], "cmpl-1")
     assert refused.value.status == 500
+    with pytest.raises(ApiError, match="not finite") as refused:
+        completion(asked, SERVED, [replace(failed, is_refused=True)], "cmpl-1")
+    assert refused.value.status == 400

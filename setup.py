@@ -62,7 +62,11 @@ setup(
         "gpu": ["transformer-engine[pytorch]"],
         "hf": ["tokenizers", "transformers>=5", "datasets", "pyarrow"],
         "vllm": ["vllm"],
+        "prometheus": ["prometheus_client"],
         "wandb": ["wandb"],
-        "dev": ["hypothesis", "mpich", "mypy", "peft", "pytest", "ruff", "scipy", "transformers>=5", "types-PyYAML"],
+        "dev": [
+            *("hypothesis", "mpich", "mypy", "peft", "prometheus_client", "pytest", "ruff", "scipy", "transformers>=5"),
+            *("types-PyYAML", "wandb"),
+        ],
     },
 )

@@ -658,6 +658,52 @@ class Profile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prometheus:
+    """Where Prometheus finds the numbers of the last step.
+
+    Attributes:
+        pushgateway_url: Of a Pushgateway, such as ``http://gateway:9091``.
+        job_name: Prometheus' name of the job.
+        textfile: A file for the node exporter, in its folder of textfiles; must end in ``.prom``.
+    """
+
+    pushgateway_url: str | None = None
+    job_name: str = "hybridflow"
+    textfile: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wandb:
+    """Weights & Biases. Its key comes from the environment or ``wandb login``, never from a recipe.
+
+    Attributes:
+        project: Where the run is filed.
+        entity: Whose project it is; None: the user's own.
+        offline: Keep the numbers in the run's directory, for ``wandb sync``.
+    """
+
+    project: str
+    entity: str | None = None
+    offline: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """Where the numbers of each step go beside the run's directory. What fails there is told, and stops nothing.
+
+    Attributes:
+        prometheus: Prometheus; None: not there.
+        wandb: Weights & Biases; None: not there.
+        callbacks: Functions ``package.module:function``, called on rank 0 with ``(step, metrics)`` in a thread of
+            their own.
+    """
+
+    prometheus: Prometheus | None = None
+    wandb: Wandb | None = None
+    callbacks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fallback:
     """What to run with where other numbers of ranks come than ``cluster.ranks``: after a node was lost, for instance.
 
@@ -676,9 +722,11 @@ class Recipe:
 
     Attributes:
         name: What the run is called.
+        namespace: Of a project's runs: names of metrics begin with it, but for those in ``metrics.jsonl``, and so does
+            the place of ``run_dir``.
         algorithm: Which flow a training step runs.
         seed: Of weights, order of the data, and sampling.
-        run_dir: Where the run keeps its files; left out: ``runs/<name>``.
+        run_dir: Where the run keeps its files; left out: ``runs/<name>``, or ``runs/<namespace>/<name>``.
         cluster: The ranks of the job.
         model: The language model: of the actor and the reference, and of a critic without one of its own.
         data: Where prompts come from.
@@ -701,11 +749,13 @@ class Recipe:
         preference: Learning from preferences.
         correction: Weighs tokens whose sampler was not quite the policy that is trained.
         trainer: The loop.
+        metrics: Where the numbers of each step go.
         profile: Which steps are looked at closely.
         fallbacks: What else to run with, where ``cluster.ranks`` ranks are not there.
     """
 
     name: Name
+    namespace: Name | None = None
     algorithm: Algorithm
     seed: CountOrZero = 1
     run_dir: str = ""
@@ -731,12 +781,18 @@ class Recipe:
     preference: Preference = Preference()
     correction: Correction = Correction()
     trainer: Trainer
+    metrics: Metrics = Metrics()
     profile: Profile = Profile()
     fallbacks: tuple[Fallback, ...] = ()
 
     def __post_init__(self) -> None:
         if self.run_dir == "":
-            object.__setattr__(self, "run_dir", f"runs/{self.name}")
+            object.__setattr__(self, "run_dir", f"runs/{self.title}")
+
+    @property
+    def title(self) -> str:
+        """What the run is called among those of other namespaces."""
+        return self.name if self.namespace is None else f"{self.namespace}/{self.name}"
 
     @property
     def correction_kind(self) -> Literal["none", "truncate", "icepop"]:
@@ -1077,6 +1133,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_validation(recipe)
     _check_offline(recipe)
     _check_profile(recipe)
+    _check_metrics(recipe.metrics)
 
 
 def _check_algorithm(recipe: Recipe) -> None:
@@ -1607,6 +1664,25 @@ def _check_profile(recipe: Recipe) -> None:
             f"profile.ranks={list(recipe.profile.ranks)}: {strangers} not among ranks 0 to {recipe.cluster.ranks - 1}; "
             "name ranks that exist (a fallback may set profile.ranks too)"
         )
+
+
+def _check_metrics(metrics: Metrics) -> None:
+    prometheus = metrics.prometheus
+    if prometheus is None:
+        return
+    if prometheus.pushgateway_url is None and prometheus.textfile is None:
+        raise ConfigError("metrics.prometheus: give pushgateway_url, textfile, or both")
+    check_textfile(prometheus.textfile, "metrics.prometheus.textfile")
+
+
+def check_textfile(path: str | None, key: str) -> None:
+    """Refuse a file that the node exporter would pass over.
+
+    Raises:
+        ConfigError: Its name does not end in ``.prom``.
+    """
+    if path is not None and not path.endswith(".prom"):
+        raise ConfigError(f"{key}={path!r}: the node exporter reads files that end in .prom alone")
 
 
 def _shipped_recipes() -> Iterator[Path]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv, installs with what the tests need, Slurm among it where it can, and runs them. Quick the second time.
+# Makes .venv, installs with what the tests need, Slurm and a Pushgateway among it where it can, and runs them. Quick the second time.
 #   tests/run.sh [--all] [pytest arguments]      --all: with the tests marked slow, slurm and vllm, the last of which get
 #                                                .venv-vllm, an environment of some GB
 set -euo pipefail
@@ -12,6 +12,8 @@ if [ "${1:-}" = --all ]; then
 fi
 "$root/launch/venv.sh" dev
 "$root/tests/slurm.sh" || echo "Slurm could not be installed, see above: the tests that need it are skipped" >&2
+"$root/tests/apt.sh" prometheus-pushgateway=prometheus-pushgateway ||
+    echo "prometheus-pushgateway could not be installed, see above: its test is skipped" >&2
 if [ -z "$marks" ]; then
     "$root/tests/vllm.sh" || echo "vLLM could not be installed, see above: the tests that need it are skipped" >&2
 fi

@@ -1,28 +1,5 @@
 #!/usr/bin/env bash
-# Installs Slurm and munge from Debian's packages for the tests on a throw-away cluster, unless they are there already.
-set -euo pipefail
-
-# What tests/slurm_cluster.py starts: program, and the package that brings it.
-needed=(munged=munge slurmctld=slurmctld slurmd=slurmd sbatch=slurm-client ip=iproute2 setpriv=util-linux)
-packages=()
-PATH=$PATH:/usr/sbin:/sbin
-for each in "${needed[@]}"; do
-    command -v "${each%=*}" > /dev/null || packages+=("${each#*=}")
-done
-if [ ${#packages[@]} = 0 ]; then
-    exit 0
-fi
-if ! command -v apt-get > /dev/null || [ "$(id -u)" != 0 ]; then
-    echo "Slurm's packages are missing, and only root can install them, on Debian or its kin: ${packages[*]}" >&2
-    exit 1
-fi
-# A package's own script would start its daemon, which nobody asked for; one that forbids it already is left alone.
-policy=/usr/sbin/policy-rc.d
-if [ ! -e $policy ]; then
-    trap 'rm -f $policy' EXIT
-    printf '#!/bin/sh\nexit 101\n' > $policy
-    chmod +x $policy
-fi
-export DEBIAN_FRONTEND=noninteractive
-install=(apt-get install -qy --no-install-recommends "${packages[@]}")
-"${install[@]}" || { apt-get update -q && "${install[@]}"; }
+# Installs Slurm and munge from Debian's packages for the tests on a throw-away cluster, unless they are there already:
+# what tests/slurm_cluster.py starts.
+exec "$(dirname "${BASH_SOURCE[0]}")/apt.sh" \
+    munged=munge slurmctld=slurmctld slurmd=slurmd sbatch=slurm-client ip=iproute2 setpriv=util-linux

@@ -32,6 +32,7 @@ class MetricsLog:
     Args:
         run_dir: Gets ``metrics.jsonl`` and ``tensorboard/``; made if absent.
         num_steps: Steps of the whole run, for the progress line.
+        prefix: What names in TensorBoard begin with.
         resumed_step: The step whose checkpoint this run goes on from: lines after it, which the run will write again,
             are dropped before anything is added. None is a new run: what an earlier one left is dropped.
 
@@ -39,11 +40,11 @@ class MetricsLog:
         DataError: On resume, a line of ``metrics.jsonl`` is not a step.
     """
 
-    def __init__(self, run_dir: Path, *, num_steps: int, resumed_step: int | None = None) -> None:
+    def __init__(self, run_dir: Path, *, num_steps: int, prefix: str = "", resumed_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._num_steps = num_steps
+        self._num_steps, self._prefix = num_steps, prefix
         path = run_dir / METRICS_FILE
         kept = []
         if resumed_step is not None and path.exists():
@@ -59,7 +60,7 @@ class MetricsLog:
         self._file.write(_line({"step": step} | dict(metrics)))
         self._file.flush()
         for name, value in metrics.items():
-            self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.add_scalar(self._prefix + name, value, step)
         self._tensorboard.flush()
         print(progress_line(step, self._num_steps, metrics), flush=True)
 

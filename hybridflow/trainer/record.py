@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import Recipe
+from hybridflow.observe.exporters import Outlet, open_outlets
 from hybridflow.observe.metrics import MetricsLog
 from hybridflow.observe.report import draw_learning_curve, write_summary
 from hybridflow.observe.status_file import StatusFile
@@ -39,6 +40,8 @@ class Record:
         self._totals = {"steps": 0, "step_s": 0.0, "tokens": 0.0, "control_s": 0.0}
         self._profiler = Profiler(recipe, world.rank, self.timeline)
         self._log: MetricsLog | None = None
+        self._outlets: list[Outlet] = []
+        self._prefix = "" if recipe.namespace is None else f"{recipe.namespace}/"
         self._status: StatusFile | None = None
         if world.rank == 0:
             facts = {"name": recipe.name, "algorithm": recipe.algorithm, "steps": recipe.trainer.steps}
@@ -47,7 +50,13 @@ class Record:
     def open(self, resumed_step: int | None) -> None:
         """Open the files to which steps are added; None: the run is a new one."""
         if self._world.rank == 0:
-            self._log = MetricsLog(self._run_dir, num_steps=self._recipe.trainer.steps, resumed_step=resumed_step)
+            self._log = MetricsLog(
+                self._run_dir,
+                num_steps=self._recipe.trainer.steps,
+                prefix=self._prefix,
+                resumed_step=resumed_step,
+            )
+            self._outlets = open_outlets(self._recipe, self._run_dir, is_resumed=resumed_step is not None)
             self._timeline_file = TimelineFile(
                 self._run_dir, num_ranks=self._world.size, ranks_per_node=self._world.ranks_per_node
             )
@@ -83,7 +92,10 @@ class Record:
         self._totals["tokens"] += metrics["batch/num_tokens"]
         self._totals["control_s"] += metrics["control/overhead_share"] * step_s
         if self._log is not None:
-            self._log.write(step, metrics | {"run/restarts": self._num_restarts})
+            written = metrics | {"run/restarts": self._num_restarts}
+            self._log.write(step, written)
+            for outlet in self._outlets:
+                outlet.send(step, {self._prefix + name: value for name, value in written.items()})
             self._timeline_file.add(step, self._began_s, step_s, [spans for _, spans in shares])
         return metrics
 
@@ -93,6 +105,8 @@ class Record:
         if self._log is None or self._status is None:
             return
         self._log.close()
+        for outlet in self._outlets:
+            outlet.close()
         if is_done:
             totals = self._totals
             self.summary["steps"] = step

@@ -1,0 +1,253 @@
+"""Where else the numbers of each step go: Prometheus, Weights & Biases, functions of the user's own.
+
+Each has a thread of its own, so that none holds up training, or another one, however long it takes or often it fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybridflow.config import Recipe, check_textfile
+from hybridflow.errors import ConfigError
+from hybridflow.observe.files import replace_file
+from hybridflow.observe.rank_log import tell
+from hybridflow.plugins import find_plugin
+
+MOST_WAITING = 256
+"""Steps that wait for an exporter; of more the oldest are left out."""
+
+PUSH_S = 10.0
+"""Longest time that a push may take."""
+
+_LEAVE_S = 10.0
+"""For what waits when the run ends."""
+
+
+class Exporter(Protocol):
+    """Takes the numbers of each step, on rank 0 and in a thread of its own. What it raises is told once."""
+
+    def export(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take those of a step, by name; some may be not finite."""
+
+    def close(self) -> None:
+        """No step comes any more."""
+
+
+class MetricsExporter:
+    """To Prometheus, by the official client: a Pushgateway, a textfile for the node exporter, or both.
+
+    A metric ``reward/mean`` is a gauge ``hybridflow_reward_mean``; ``hybridflow_step`` is the step's number. All have
+    the label ``run``.
+
+    Args:
+        pushgateway_url: Of the gateway, such as ``http://gateway:9091``.
+        job_name: Prometheus' name of the job.
+        textfile: A file in the node exporter's folder of textfiles; it must end in ``.prom``.
+        run: Value of the label, by which a gateway also tells runs apart.
+
+    Raises:
+        ConfigError: There is neither a gateway nor a file, its name is wrong, or ``prometheus_client`` is missing.
+    """
+
+    def __init__(
+        self,
+        pushgateway_url: str | None = None,
+        job_name: str = "hybridflow",
+        *,
+        textfile: str | None = None,
+        run: str = "run",
+    ) -> None:
+        if pushgateway_url is None and textfile is None:
+            raise ConfigError("MetricsExporter: give pushgateway_url, textfile, or both")
+        check_textfile(textfile, "textfile")
+        self._client = _import("prometheus_client", extra="prometheus")
+        self._registry = self._client.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        self._url, self._job_name, self._textfile, self._run = pushgateway_url, job_name, textfile, run
+
+    def export(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Set all gauges, and push or write them.
+
+        Raises:
+            OSError: The gateway does not answer, or the file cannot be written.
+        """
+        for name, value in {"step": step, **metrics}.items():
+            if name not in self._gauges:
+                written = "hybridflow_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+                self._gauges[name] = self._client.Gauge(written, name, ["run"], registry=self._registry)
+            self._gauges[name].labels(self._run).set(value)
+        if self._textfile is not None:
+            self._client.write_to_textfile(self._textfile, self._registry)
+        if self._url is not None:
+            key = {"run": self._run}
+            self._client.push_to_gateway(
+                self._url, job=self._job_name, registry=self._registry, grouping_key=key, timeout=PUSH_S
+            )
+
+    def close(self) -> None:
+        """The last numbers stay where they are."""
+
+
+class WandbExporter:
+    """To Weights & Biases, or, offline, to files in the run's directory that ``wandb sync`` sends later.
+
+    A run that is gone on with is the same run there. Steps that are made once more are not sent again.
+
+    Args:
+        project: Where the run is filed.
+        run: Its name.
+        run_dir: Gets ``wandb/``.
+        entity: Whose project it is; None: the user's own.
+        offline: Whether nothing is sent.
+        is_resumed: Whether the run has been there before.
+
+    Raises:
+        ConfigError: ``wandb`` is missing.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        run: str,
+        run_dir: Path,
+        *,
+        entity: str | None = None,
+        offline: bool = False,
+        is_resumed: bool = False,
+    ) -> None:
+        self._wandb = _import("wandb", extra="wandb")
+        folder = run_dir / "wandb"
+        folder.mkdir(parents=True, exist_ok=True)
+        named = folder / "run_id"
+        if not is_resumed or not named.is_file():
+            replace_file(named, secrets.token_hex(8).encode())
+        self._settings = {
+            "project": project,
+            "entity": entity,
+            "name": run,
+            "dir": str(run_dir),
+            "id": named.read_text(encoding="utf-8"),
+            "resume": "allow",
+            "mode": "offline" if offline else "online",
+        }
+        self._run: Any = None
+
+    def export(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a step; the first one begins the run there."""
+        if self._run is None:
+            self._run = self._wandb.init(**self._settings)
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """End the run there."""
+        if self._run is not None:
+            self._run.finish()
+
+
+class Callback:
+    """A function ``(step, metrics)`` of the user's."""
+
+    def __init__(self, function: Callable[[int, Mapping[str, float]], object]) -> None:
+        self.export = function
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Outlet:
+    """Hands the steps to an exporter in a thread of its own, and tells of a failure once.
+
+    Args:
+        name: Of the exporter, for messages.
+        exporter: It.
+    """
+
+    def __init__(self, name: str, exporter: Exporter) -> None:
+        self._name, self._exporter = name, exporter
+        self._waiting: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=MOST_WAITING)
+        self._condition = threading.Condition()
+        self._is_over = self._is_failing = False
+        self._num_lost = 0
+        self._thread = threading.Thread(target=self._run, name=f"metrics to {name}", daemon=True)
+        self._thread.start()
+
+    def send(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take a step; returns at once."""
+        with self._condition:
+            self._num_lost += len(self._waiting) == MOST_WAITING
+            self._waiting.append((step, dict(metrics)))
+            self._condition.notify()
+
+    def close(self, within_s: float = _LEAVE_S) -> None:
+        """Send what waits, as long as that takes no longer, and end."""
+        with self._condition:
+            self._is_over = True
+            self._condition.notify()
+        self._thread.join(within_s)
+        if self._thread.is_alive() or self._num_lost:
+            tell(f"metrics to {self._name}: {self._num_lost + len(self._waiting)} steps or more were not sent")
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._waiting or self._is_over)
+                if not self._waiting:
+                    break
+                step, metrics = self._waiting.popleft()
+            self._try(lambda step=step, metrics=metrics: self._exporter.export(step, metrics), f"step {step}")
+        self._try(self._exporter.close, "the end")
+
+    def _try(self, action: Callable[[], object], what: str) -> None:
+        try:
+            action()
+        # It may raise anything; training goes on whatever it is.
+        except Exception as error:
+            if not self._is_failing:
+                tell(f"metrics to {self._name}: {what}: {type(error).__name__}: {error}; training goes on without")
+            self._is_failing = True
+        else:
+            if self._is_failing:
+                tell(f"metrics to {self._name}: {what}: sent again")
+            self._is_failing = False
+
+
+def open_outlets(recipe: Recipe, run_dir: Path, *, is_resumed: bool) -> list[Outlet]:
+    """An outlet for each exporter of a recipe. For one rank.
+
+    Raises:
+        ConfigError: A package that is needed, or a function, is not there.
+    """
+    asked, exporters = recipe.metrics, list[tuple[str, Exporter]]()
+    if (prometheus := asked.prometheus) is not None:
+        exporter = MetricsExporter(
+            prometheus.pushgateway_url,
+            prometheus.job_name,
+            textfile=prometheus.textfile,
+            run=recipe.title,
+        )
+        exporters.append(("Prometheus", exporter))
+    if (wandb := asked.wandb) is not None:
+        made = WandbExporter(
+            wandb.project, recipe.title, run_dir, entity=wandb.entity, offline=wandb.offline, is_resumed=is_resumed
+        )
+        exporters.append(("Weights & Biases", made))
+    for name in asked.callbacks:
+        function = find_plugin(name, {}, key="metrics.callbacks", kind="function")
+        if not callable(function):
+            raise ConfigError(f"metrics.callbacks: {name!r} is {type(function).__name__}, expected a function")
+        exporters.append((name, Callback(function)))
+    return [Outlet(name, exporter) for name, exporter in exporters]
+
+
+def _import(name: str, *, extra: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"{error}; install it with: pip install 'hybridflow[{extra}]'") from error

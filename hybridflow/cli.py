@@ -25,6 +25,7 @@ from hybridflow.observe.status_command import add_status
 from hybridflow.parallel.rank import run_rank
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import find_start, is_launched, rank_hint
+from hybridflow.rollout.rollouts_command import add_rollouts
 from hybridflow.serving.command import add_serving
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ _EXAMPLES = """examples:
   srun --ntasks 4 hybridflow train quickstart
   hybridflow train quickstart --resume
   hybridflow status runs/quickstart
+  hybridflow rollouts runs/grpo --worst
   hybridflow launch slurm quickstart --time 30 --print
   hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.jsonl
   hybridflow serve --model models/sums
@@ -155,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     add_convert(commands)
     add_commands(commands)
     add_status(commands)
+    add_rollouts(commands)
     add_doctor(commands)
     return parser
 

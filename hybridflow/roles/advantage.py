@@ -103,11 +103,13 @@ class Advantage:
 
     Attributes:
         metrics: What the last call measured, over the global batch; emptied by the trainer each step.
+        scores: Of each sample, by id, that came since they were taken.
         multiplier: The price of cost.
     """
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         self.metrics: dict[str, float] = {}
+        self.scores: dict[int, float] = {}
         self.multiplier = LagrangeMultiplier(job.recipe)
         self._job = job
         self._kl_coef = kl_coef
@@ -255,6 +257,7 @@ class Advantage:
         """Report scores and lengths."""
         scores = batch.columns["scores"]
         assert isinstance(scores, Tensor), "scores are a dense column"
+        self.scores |= zip(batch.ids.tolist(), scores.tolist(), strict=True)
         self.metrics |= {"reward/mean": self._mean(scores), **length_metrics(batch, self._sum())}
         if self._job.recipe.shaping.overlong_buffer:
             self.metrics["reward/shaped_mean"] = self._mean(self._scores(batch))

@@ -63,6 +63,7 @@ class KeptRollouts:
         if checkpoint is not None and "rollouts" in checkpoint.state:
             self._before = checkpoint.state["rollouts"]["start"], checkpoint.step
         self._written: list[LogName] = []
+        self._scores: dict[archive.Key, float] = {}
         everyone = job.world.coordinator(job.meshes["job"].ranks)
         # One looks: of a directory that another node has just changed each might see something else.
         found = everyone.decide("rollouts of earlier starts", self._look() if everyone.is_lead else None)
@@ -79,6 +80,11 @@ class KeptRollouts:
         told = [float(measured.get(name, 0.0)).hex() for name in ("actor/loss", "actor/grad_norm", "actor/lr")]
         told.append(str(self._job.recipe.actor.update))
         self._fingerprint = hashlib.sha256(" ".join([self._fingerprint, *told]).encode()).hexdigest()
+
+    def add_scores(self, step: int, scores: Iterable[tuple[int, float]]) -> None:
+        """What samples of a step, by id, are worth; for the archive."""
+        size = self._job.recipe.rollout.group_size
+        self._scores |= {(step, *divmod(number, size)): score for number, score in scores}
 
     def find(self, step: int, requests: list[Request]) -> dict[tuple[int, int], Response]:
         """Responses to some of the requests that an earlier start of the run has sampled, by draw and index.
@@ -132,6 +138,7 @@ class KeptRollouts:
         done += [name for name in self._left if name.step <= step and name.rank % self._job.world.size == self._rank]
         if self._job.recipe.rollout.archive:
             self._archive([name for name in done if self._is_part_of_run(name)])
+        self._scores = {key: score for key, score in self._scores.items() if key[0] > step}
         for name in done:
             with contextlib.suppress(OSError):
                 (self._logs / str(name)).unlink()
@@ -211,9 +218,8 @@ class KeptRollouts:
                     raise WriteError(f"{self._logs / str(name)}: cannot be archived: {error}") from error
                 rows += [] if log is None else [(name.step, each) for each in log.responses if each.is_whole]
             prompts = {each.draw: self._job.train.prompt(each.draw) for _, each in rows}
-            archive.write_segment(
-                self._folder, archive.SegmentName(chosen[0].step, chosen[-1].step, rank), rows, prompts
-            )
+            segment = archive.SegmentName(chosen[0].step, chosen[-1].step, rank)
+            archive.write_segment(self._folder, segment, rows, prompts, self._scores)
 
 
 def remove_logs(run_dir: Path) -> None:

@@ -4,25 +4,27 @@
     <folder>/all.h5                                        virtual datasets over all segments, by relative names
 
 Datasets of one number for each sample: ``step``, ``draw``, ``index``, ``finish`` (its place in ``FINISHES``),
-``prompt_length``, ``response_length``; and of all samples one behind the other: ``prompt_tokens``, ``response_tokens``,
-``log_probs``, ``sampled_log_probs``, ``versions``. Where a segment is missing, h5py gives -1, or NaN.
+``prompt_length``, ``response_length``, ``score`` (NaN where it is not known); and of all samples one behind the other:
+``prompt_tokens``, ``response_tokens``, ``log_probs``, ``sampled_log_probs``, ``versions``. Where a segment is missing,
+h5py gives -1, or NaN.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from hybridflow.checkpoint.formats.hdf5 import join_arrays, lengths_of_arrays, write_arrays
+from hybridflow.checkpoint.formats.hdf5 import join_arrays, lengths_of_arrays, read_arrays, write_arrays
 from hybridflow.data.rollout_log import FINISHES, Sampled
 from hybridflow.errors import CheckpointError, WriteError
 
 ALL = "all.h5"
-FORMAT = "hybridflow-rollouts-2"
+FORMAT = "hybridflow-rollouts-3"
 _SEGMENTS = "segments"
 _NAME = re.compile(r"step-(\d{6,})-(\d{6,})-rank-(\d{5,})\.h5")
 _DTYPES = {
@@ -32,12 +34,17 @@ _DTYPES = {
     "finish": np.int8,
     "prompt_length": np.int64,
     "response_length": np.int64,
+    "score": np.float32,
     "prompt_tokens": np.int32,
     "response_tokens": np.int32,
     "log_probs": np.float32,
     "sampled_log_probs": np.float32,
     "versions": np.int32,
 }
+
+
+Key = tuple[int, int, int]
+"""Step, draw, index."""
 
 
 class SegmentName(NamedTuple):
@@ -69,7 +76,11 @@ def list_segments(folder: Path) -> list[SegmentName]:
 
 
 def write_segment(
-    folder: Path, name: SegmentName, rows: Sequence[tuple[int, Sampled]], prompts: Mapping[int, Sequence[int]]
+    folder: Path,
+    name: SegmentName,
+    rows: Sequence[tuple[int, Sampled]],
+    prompts: Mapping[int, Sequence[int]],
+    scores: Mapping[Key, float],
 ) -> None:
     """Write a segment, whole or not at all.
 
@@ -78,6 +89,7 @@ def write_segment(
         name: Of the segment.
         rows: Samples and their steps; without any nothing is written.
         prompts: Draw -> the prompt's tokens.
+        scores: Step, draw, index -> score, of samples of which it is known.
 
     Raises:
         WriteError: The file system refuses.
@@ -93,6 +105,7 @@ def write_segment(
         "finish": [FINISHES.index(each.finish) for _, each in rows],
         "prompt_length": [len(prompt) for prompt in asked],
         "response_length": [len(each.tokens) for _, each in rows],
+        "score": [scores.get((step, each.draw, each.index), math.nan) for step, each in rows],
         "prompt_tokens": [token for prompt in asked for token in prompt],
         "response_tokens": np.concatenate([each.tokens for _, each in rows]),
         "log_probs": np.concatenate([each.log_probs for _, each in rows]),
@@ -105,6 +118,55 @@ def write_segment(
         write_arrays(path, {key: np.asarray(values, _DTYPES[key]) for key, values in arrays.items()}, FORMAT)
     except OSError as error:
         raise _refused(path, error) from error
+
+
+class Archived(NamedTuple):
+    """A sample of an archive.
+
+    Attributes:
+        step: Training step that it was sampled for.
+        draw: Number of its prompt in the data order.
+        index: Its number among those of its prompt.
+        finish: Why it ended.
+        score: NaN where it is not known.
+        prompt: Token ids.
+        response: Token ids.
+        log_probs: Of the response's tokens, the sampler's own.
+        versions: Which weights sampled each of them.
+    """
+
+    step: int
+    draw: int
+    index: int
+    finish: str
+    score: float
+    prompt: list[int]
+    response: list[int]
+    log_probs: list[float]
+    versions: list[int]
+
+
+def read_segment(folder: Path, name: SegmentName) -> Iterator[Archived]:
+    """The samples of a segment, in order.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    arrays = read_arrays(folder / _SEGMENTS / str(name), _DTYPES, FORMAT)
+    starts = {part: np.cumsum(arrays[f"{part}_length"]) - arrays[f"{part}_length"] for part in ("prompt", "response")}
+    for row in range(len(arrays["step"])):
+        prompt, response = (
+            slice(starts[part][row], starts[part][row] + arrays[f"{part}_length"][row]) for part in starts
+        )
+        yield Archived(
+            *(int(arrays[each][row]) for each in ("step", "draw", "index")),
+            finish=FINISHES[arrays["finish"][row]],
+            score=float(arrays["score"][row]),
+            prompt=arrays["prompt_tokens"][prompt].tolist(),
+            response=arrays["response_tokens"][response].tolist(),
+            log_probs=arrays["log_probs"][response].tolist(),
+            versions=arrays["versions"][response].tolist(),
+        )
 
 
 def join_segments(folder: Path) -> list[str]:

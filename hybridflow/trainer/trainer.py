@@ -200,13 +200,15 @@ class Trainer:
         about = decided["train_step"]
         self.step = about["step"]
         rates = {_RATE_OF[name]: rate for name, rate in self._rates(self.step).items()}
-        own = [self._take_metrics() | rates, self._record.timeline.spans, self._stopping.own_reason()]
+        own = [self._take_metrics() | rates, self._record.timeline.spans, self._stopping.own_reason(), self._scores()]
         gathered = self._everyone.gather(own, "metrics of the step")
         groups = self.roles.get("groups")
         self._next_draw = about["first_draw"] + about["num_prompts"] if groups is None else groups.next_draw
-        metrics = self._record.end_step(self.step, [(measured, spans) for measured, spans, _ in gathered])
+        metrics = self._record.end_step(self.step, [(measured, spans) for measured, spans, *_ in gathered])
         self._stopping.learn(metrics)
-        self._stopping.settle(reason for _, _, reason in gathered)
+        self._stopping.settle(reason for _, _, reason, _ in gathered)
+        for *_, scores in gathered:
+            self._rollouts.add_scores(self.step, scores)
         if "validation/accuracy" in metrics:
             self._validations.take(self.step, metrics["validation/accuracy"])
         self.roles["actor"].end_step(self.step)
@@ -219,6 +221,14 @@ class Trainer:
             self._multiplier.advance(metrics["cost/mean"])
         self._set_rates()
         self._record.begin_step(self.step, self._stopping.job_end_s)
+
+    def _scores(self) -> list[tuple[int, float]]:
+        """Those that this rank knows of the step's samples, by id, if they are to be archived."""
+        advantage = self.roles.get("advantage")
+        if advantage is None:
+            return []
+        scores, advantage.scores = advantage.scores, {}
+        return list(scores.items()) if self.job.recipe.rollout.archive else []
 
     def save(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint, complete or not at all. Called on all ranks."""

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch.utils.tensorboard  # noqa: F401
 
+from hybridflow.cli import main
 from hybridflow.data.rollout_log import LogWriter, list_logs, read_log
+from hybridflow.observe.metrics import read_metrics
 from hybridflow.roles.actor import Actor
 from hybridflow.rollout import engine
 from hybridflow.rollout.engine import MegatronEngine
@@ -129,6 +131,10 @@ def test_what_was_finished_when_the_job_was_killed_is_not_sampled_again(runs, tm
 def test_archive_holds_what_was_sampled(runs, tmp_path):
     whole, killed = runs
     assert len(sampled(whole)) == 4 * 8 and archived(whole) == sampled(whole)
+    with h5py.File(whole / "run/rollouts/all.h5") as file:
+        steps, scores = file["step"][:], file["score"][:]
+    for row in read_metrics(whole / "run"):
+        assert np.isclose(scores[steps == row["step"]].mean(), row["reward/mean"])
     names = sorted(path.name for path in (whole / "run/rollouts/segments").iterdir())
     assert names == [
         f"step-{steps}-rank-0000{rank}.h5" for steps in ("000001-000002", "000003-000004") for rank in (0, 1)
@@ -253,3 +259,55 @@ def test_log_that_cannot_be_written_ends_the_job(tmp_path):
     done = fork_ranks(RUN, tmp_path)
     assert "run/rollouts/log" in done.err and "cannot be written" in done.err and "set another run_dir" in done.err
     assert "Traceback" not in done.err and 0 not in done.codes
+
+
+def shown(capsys, *words):
+    """What ``hybridflow rollouts`` prints, as JSON."""
+    assert main(["rollouts", *map(str, words), "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_samples_are_shown_to_a_person(runs, capsys):
+    run = runs[0] / "run"
+    everything = shown(capsys, run, "--steps", "1-4", "--number", "99")
+    assert {(each["step"], each["draw"] * 2 + each["index"]) for each in everything} == set(sampled(runs[0]))
+    for each in everything:
+        _, tokens, log_probs = sampled(runs[0])[each["step"], each["draw"] * 2 + each["index"]]
+        assert each["prompt_tokens"] + each["response_tokens"] == tokens
+        assert np.allclose(each["log_probs"], log_probs) and set(each["versions"]) <= {each["step"] - 1}
+        assert each["prompt"].endswith("=")
+    scores = sorted(each["score"] for each in everything)
+    assert [each["score"] for each in shown(capsys, run, "--worst", "--number", "3")] == scores[:3]
+    assert [each["score"] for each in shown(capsys, run, "--best", "--number", "3")] == scores[:-4:-1]
+    assert {each["step"] for each in shown(capsys, run)} == {4}
+    found = shown(capsys, run, "--grep", "^1", "--number", "99")
+    assert found == [each for each in everything if each["prompt"][:1] == "1" or each["response"][:1] == "1"] != []
+    assert main(["rollouts", str(run), "--steps", "2", "--number", "1"]) == 0
+    head, prompt, *_ = capsys.readouterr().out.splitlines()
+    assert head.startswith("step 2 | draw ") and " | score " in head and "weights after 1 updates" in head
+    assert prompt.startswith("  prompt    ") and prompt.endswith("=")
+
+
+@pytest.mark.parametrize(
+    "words, status, told",
+    [
+        (("--steps", "x"), 2, "--steps x"),
+        (("--grep", "("), 2, "--grep"),
+        (("--tokenizer", "nowhere.model"), 2, "nowhere.model"),
+        (("--grep", "no such text"), 0, "no sample matches"),
+    ],
+)
+def test_what_cannot_be_shown_is_told(runs, words, status, told, capsys):
+    assert main(["rollouts", str(runs[0] / "run"), *words]) == status
+    assert told in capsys.readouterr().err
+
+
+def test_a_run_without_an_archive_and_a_damaged_one_are_told(runs, tmp_path, capsys):
+    assert main(["rollouts", str(tmp_path)]) == 2
+    assert "rollout.archive=true" in capsys.readouterr().err
+    run = tmp_path / "run"
+    shutil.copytree(runs[0] / "run", run)
+    segment = sorted((run / "rollouts/segments").iterdir())[-1]
+    segment.write_bytes(segment.read_bytes()[:-100])
+    assert main(["rollouts", str(run)]) == 3
+    assert segment.name in capsys.readouterr().err

@@ -42,9 +42,14 @@ def prompts(name):
     return {10 * step + name.rank: list(range(step + 1)) for step in (name.first, name.last)}
 
 
+def scores(name):
+    """Of all samples but the last of each step."""
+    return {(step, each.draw, each.index): step - each.index / 4 for step, each in rows(name) if each.index < 3}
+
+
 def write(folder):
     for name in NAMES:
-        write_segment(folder, name, rows(name), prompts(name))
+        write_segment(folder, name, rows(name), prompts(name), scores(name))
     assert join_segments(folder) == []
 
 
@@ -55,7 +60,7 @@ def read(folder):
 
 def expected(names=NAMES):
     """What a person would write down: by segment, and in one by step, draw, index."""
-    found = {name: [] for name in ("step", "draw", "index", "finish", "prompt_length", "response_length")}
+    found = {name: [] for name in ("step", "draw", "index", "finish", "prompt_length", "response_length", "score")}
     found |= {name: [] for name in ("prompt_tokens", "response_tokens", "log_probs", "sampled_log_probs", "versions")}
     for name in names:
         for step in (name.first, name.last):
@@ -67,6 +72,7 @@ def expected(names=NAMES):
                 found["finish"].append(int(index == 0))
                 found["prompt_length"].append(step + 1)
                 found["response_length"].append(length)
+                found["score"].append(None if index == 3 else step - index / 4)
                 found["prompt_tokens"] += range(step + 1)
                 found["response_tokens"] += [100 * step + 10 * name.rank + index + place for place in range(length)]
                 found["log_probs"] += [-float(place) - step for place in range(length)]
@@ -76,7 +82,8 @@ def expected(names=NAMES):
 
 
 def plain(found):
-    return {name: values.tolist() for name, values in found.items()}
+    """With None for NaN, which equals nothing."""
+    return {name: [None if value != value else value for value in values.tolist()] for name, values in found.items()}
 
 
 def test_all_segments_are_joined_in_order(tmp_path):
@@ -130,7 +137,7 @@ def test_foreign_file_is_left_out_with_a_message(tmp_path):
     with h5py.File(path, "w") as file:
         file.attrs["format"] = "other"
     (line,) = join_segments(tmp_path)
-    assert "is of the format other, expected hybridflow-rollouts-2" in line
+    assert "is of the format other, expected hybridflow-rollouts-3" in line
 
 
 def test_a_flipped_byte_never_gives_a_wrong_number(tmp_path):
@@ -168,7 +175,7 @@ def test_what_a_killed_writer_left_is_never_taken_and_removed(tmp_path):
 
 
 def test_nothing_sampled_makes_no_file(tmp_path):
-    write_segment(tmp_path, NAMES[0], [], {})
+    write_segment(tmp_path, NAMES[0], [], {}, {})
     assert join_segments(tmp_path) == [] and list(tmp_path.iterdir()) == []
 
 

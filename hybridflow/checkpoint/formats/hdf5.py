@@ -511,6 +511,17 @@ def lengths_of_arrays(path: Path, dtypes: Mapping[str, Any], form: str) -> dict[
         return {name: len(file[name]) for name in dtypes}
 
 
+def read_arrays(path: Path, dtypes: Mapping[str, Any], form: str) -> dict[str, Any]:
+    """Name -> array of numpy, of a file of ``write_arrays``.
+
+    Raises:
+        CheckpointError: It is no such file, or is damaged.
+    """
+    lengths_of_arrays(path, dtypes, form)
+    with _reading(path), h5py.File(path, "r") as file:
+        return {name: file[name][:] for name in dtypes}
+
+
 def _replace(path: Path, form: str, fill: Callable[[h5py.File], None]) -> None:
     aside = path.with_name(f".{path.name}.tmp")
     try:

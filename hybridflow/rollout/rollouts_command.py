@@ -1,0 +1,179 @@
+"""``hybridflow rollouts``: what a run has sampled, for a person to read. Light at import."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from hybridflow.data.tokenizer import Tokenizer
+    from hybridflow.rollout.archive import Archived
+
+_EXAMPLES = """examples:
+  hybridflow rollouts runs/grpo
+  hybridflow rollouts runs/grpo --worst
+  hybridflow rollouts runs/grpo --best --steps 50-60 --number 3
+  hybridflow rollouts runs/grpo --grep '\\b42\\b'
+  hybridflow rollouts runs/grpo --json | jq -c '[.step, .score, .response]'
+
+The run needs rollout.archive=true. A sample is archived when the checkpoint after it is complete.
+exit status: 0 shown, also if nothing matches; 2 the run has no archive, or no tokenizer; 3 a file is damaged
+"""
+
+
+def add_rollouts(commands: Any) -> None:
+    """Add it to the sub-commands of a parser."""
+    rollouts = commands.add_parser(
+        "rollouts",
+        help="what a run has sampled",
+        description="Print samples of a run's archive: prompt, response, score, and which weights sampled it. Those of "
+        "the last step there is, or of all steps with --best, --worst or --grep.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    rollouts.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run")
+    order = rollouts.add_mutually_exclusive_group()
+    order.add_argument("--best", action="store_true", help="those with the highest scores, the best first")
+    order.add_argument("--worst", action="store_true", help="those with the lowest scores, the worst first")
+    rollouts.add_argument("--grep", metavar="REGEX", help="those whose prompt or response has this")
+    rollouts.add_argument("--steps", metavar="N[-M]", help="of these training steps alone")
+    rollouts.add_argument("--number", type=int, default=10, metavar="N", help="at most so many (default: 10)")
+    rollouts.add_argument("--tokenizer", type=Path, metavar="PATH", help="of the run, where it is not found there")
+    rollouts.add_argument("--json", action="store_true", help="print JSON, an object on a line for each, with tokens")
+    rollouts.set_defaults(run=run, recipe=None, overrides=())
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return the exit status.
+
+    Raises:
+        ConfigError: An option is wrong, or the run has no archive.
+        DataError: There is no tokenizer.
+        CheckpointError: The archive is damaged.
+    """
+    from hybridflow.checkpoint.console import print_out
+    from hybridflow.data.tokenizer import open_tokenizer
+
+    steps, pattern = _steps(arguments.steps), _pattern(arguments.grep)
+    folder = _archive(arguments.run_dir)
+    tokenizer = open_tokenizer(_tokenizer(arguments.run_dir) if arguments.tokenizer is None else arguments.tokenizer)
+    if steps is None and not (arguments.best or arguments.worst or pattern):
+        last = _last_step(folder)
+        steps = range(last, last + 1)
+    samples = (each for each in _samples(folder, steps) if pattern is None or _matches(each, pattern, tokenizer))
+    chosen = _choose(samples, arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    lines = [_as_json(each, tokenizer) if arguments.json else _as_text(each, tokenizer) for each in chosen]
+    if lines:
+        print_out("\n".join(lines) if arguments.json else "\n\n".join(lines))
+    else:
+        print("hybridflow: no sample matches", file=sys.stderr, flush=True)
+    return 0
+
+
+def _steps(text: str | None) -> range | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match is None:
+        raise ConfigError(f"--steps {text}: expected a step, or the first and the last, such as 10-20")
+    return range(int(match[1]), int(match[2] or match[1]) + 1)
+
+
+def _pattern(text: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if text is None else re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"--grep {text!r}: no regular expression: {error}") from None
+
+
+def _archive(run_dir: Path) -> Path:
+    from hybridflow.rollout.archive import list_segments
+
+    folder = run_dir / "rollouts"
+    if not list_segments(folder):
+        raise ConfigError(
+            f"{folder}: holds no archive; run with rollout.archive=true, which archives when a checkpoint is complete"
+        )
+    return folder
+
+
+def _tokenizer(run_dir: Path) -> Path:
+    """The run's own, or that of its checkpoints."""
+    from hybridflow.data.tokenizer import tokenizer_in
+
+    for folder in (run_dir, *sorted(run_dir.glob("checkpoints/*/actor")), run_dir / "checkpoints/reference"):
+        if (found := tokenizer_in(folder)) is not None:
+            return found
+    raise DataError(f"{run_dir}: holds no tokenizer; give the run's own with --tokenizer")
+
+
+def _last_step(folder: Path) -> int:
+    from hybridflow.rollout.archive import list_segments, read_segment
+
+    last = max(name.last for name in list_segments(folder))
+    ends = [each.step for name in list_segments(folder) if name.last == last for each in read_segment(folder, name)]
+    return max(ends)
+
+
+def _samples(folder: Path, steps: range | None) -> Iterator[Archived]:
+    """Those of some steps, or all; one segment at a time."""
+    from hybridflow.rollout.archive import list_segments, read_segment
+
+    for name in list_segments(folder):
+        if steps is None or (name.first < steps.stop and name.last >= steps.start):
+            yield from (each for each in read_segment(folder, name) if steps is None or each.step in steps)
+
+
+def _choose(samples: Iterator[Archived], arguments: argparse.Namespace) -> list[Archived]:
+    if arguments.best:
+        return heapq.nlargest(arguments.number, _scored(samples), key=lambda each: each.score)
+    if arguments.worst:
+        return heapq.nsmallest(arguments.number, _scored(samples), key=lambda each: each.score)
+    return heapq.nsmallest(arguments.number, samples, key=lambda each: (each.step, each.draw, each.index))
+
+
+def _scored(samples: Iterator[Archived]) -> Iterator[Archived]:
+    return (each for each in samples if not math.isnan(each.score))
+
+
+def _matches(sample: Archived, pattern: re.Pattern[str], tokenizer: Tokenizer) -> bool:
+    return any(pattern.search(tokenizer.decode(tokens)) for tokens in (sample.prompt, sample.response))
+
+
+def _as_text(sample: Archived, tokenizer: Tokenizer) -> str:
+    weights = sorted(set(sample.versions))
+    facts = [
+        f"step {sample.step}",
+        f"draw {sample.draw}",
+        f"sample {sample.index}",
+        "score unknown" if math.isnan(sample.score) else f"score {sample.score:g}",
+        f"{len(sample.response)} tokens, {'ended by itself' if sample.finish == 'stop' else 'cut at the most tokens'}",
+        f"log-probability {sum(sample.log_probs):.2f}",
+        f"weights after {'-'.join(map(str, sorted({weights[0], weights[-1]})))} updates" if weights else "empty",
+    ]
+    texts = {"prompt": sample.prompt, "response": sample.response}
+    shown = [f"  {name:<9} {_indented(tokenizer.decode(tokens))}" for name, tokens in texts.items()]
+    return "\n".join([" | ".join(facts), *shown])
+
+
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n" + " " * 12)
+
+
+def _as_json(sample: Archived, tokenizer: Tokenizer) -> str:
+    texts = {"prompt": tokenizer.decode(sample.prompt), "response": tokenizer.decode(sample.response)}
+    tokens = {"prompt_tokens": sample.prompt, "response_tokens": sample.response}
+    score = None if math.isnan(sample.score) else sample.score
+    return json.dumps({**sample._asdict(), **tokens, **texts, "score": score}, ensure_ascii=False, allow_nan=False)

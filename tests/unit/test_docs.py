@@ -149,9 +149,14 @@ def test_table_of_metrics_is_what_the_trainer_writes():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
-    written = {text for text in texts if re.fullmatch(r"[a-z_]+/[a-z_]+", text)}
+    written = {text for text in texts if re.fullmatch(r"[a-z_]+/[a-z_0-9]+", text)}
     written |= {f"time/{phase}_s" for phase in {*PHASE_OF.values(), "reshard"}}
-    told = re.findall(r"^\| `([a-z_]+/[a-z_]+)` \|", PAGES["docs/metrics.md"], flags=re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z_]+/[a-z_0-9]+)` \| (.+?) \| (.+?) \| .+ \|$", PAGES["docs/metrics.md"], flags=re.M)
+    told = [name for name, _, _ in rows]
+    for name, unit, kind in rows:
+        assert kind in ("real", "count"), name
+        assert (unit in ("s", "tokens/s")) == name.endswith("_s"), name
+        assert (unit == "bytes") == name.endswith("bytes") and (not name.endswith("share") or unit == "share"), name
     # The warm start measures its loss, and no step of the log is there to take it.
     assert sorted(told) == sorted(written - {"warm_start/loss"})
 

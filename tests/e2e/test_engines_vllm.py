@@ -196,7 +196,8 @@ def _link_package(folder: Path) -> None:
             (folder / part.name).symlink_to(part)
 
 
-def test_the_actor_and_vllm_in_one_process(tmp_path):
+@pytest.mark.parametrize("trained", [(), ("actor.lora.rank=4",)], ids=["weights", "adapters"])
+def test_the_actor_and_vllm_in_one_process(trained, tmp_path):
     """What vLLM samples has the log-probabilities of weights that have just been trained in another layout."""
     extra = tmp_path / "extra"
     extra.mkdir()
@@ -208,7 +209,7 @@ def test_the_actor_and_vllm_in_one_process(tmp_path):
     _link_package(extra / "hybridflow")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     done = subprocess.run(
-        [PYTHON, "-m", "hybridflow", "train", "recipe.yaml"],
+        [PYTHON, "-m", "hybridflow", "train", "recipe.yaml", *trained],
         env=environ(extra),
         cwd=tmp_path,
         capture_output=True,

@@ -36,6 +36,7 @@ from hybridflow.sections import (
 )
 
 Name = Annotated[str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
+Plugin = Annotated[str, re.compile(r"[\w.]+:\w+")]
 StopText = Annotated[str, re.compile(r"[^\ufffd]{1,1024}", re.DOTALL)]
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
@@ -668,7 +669,7 @@ class Prometheus:
     """
 
     pushgateway_url: str | None = None
-    job_name: str = "hybridflow"
+    job_name: Name = "hybridflow"
     textfile: str | None = None
 
 
@@ -682,8 +683,8 @@ class Wandb:
         offline: Keep the numbers in the run's directory, for ``wandb sync``.
     """
 
-    project: str
-    entity: str | None = None
+    project: Name
+    entity: Name | None = None
     offline: bool = False
 
 
@@ -700,7 +701,7 @@ class Metrics:
 
     prometheus: Prometheus | None = None
     wandb: Wandb | None = None
-    callbacks: tuple[str, ...] = ()
+    callbacks: tuple[Plugin, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1673,6 +1674,22 @@ def _check_metrics(metrics: Metrics) -> None:
     if prometheus.pushgateway_url is None and prometheus.textfile is None:
         raise ConfigError("metrics.prometheus: give pushgateway_url, textfile, or both")
     check_textfile(prometheus.textfile, "metrics.prometheus.textfile")
+    check_gateway(prometheus.pushgateway_url, "metrics.prometheus.pushgateway_url")
+
+
+def check_gateway(url: str | None, key: str) -> None:
+    """Refuse what is no address, and a password in it, which logs would show.
+
+    Raises:
+        ConfigError: It is one of both.
+    """
+    if url is None:
+        return
+    parts = urlsplit(url)
+    if "@" in parts.netloc:
+        raise ConfigError(f"{key}: has a user or a password in it, which logs would show; give the address alone")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"{key}={url!r}: expected an address such as http://gateway:9091")
 
 
 def check_textfile(path: str | None, key: str) -> None:

@@ -23,12 +23,12 @@ def find_plugin(name: str, built_in: Mapping[str, Any], *, key: str, kind: str) 
     """
     if name in built_in:
         return built_in[name]
+    expected = f"give one of {', '.join(built_in)} or 'package.module:{kind}'"
+    if not built_in:
+        expected = f"give 'package.module:{kind}'"
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     # A user's module may raise anything while it is imported.
     except Exception as error:
-        raise ConfigError(
-            f"{key}={name!r}: {type(error).__name__}: {error}; give one of {', '.join(built_in)} or "
-            f"'package.module:{kind}'"
-        ) from error
+        raise ConfigError(f"{key}={name!r}: {type(error).__name__}: {error}; {expected}") from error

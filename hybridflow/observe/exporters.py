@@ -9,12 +9,13 @@ import importlib
 import re
 import secrets
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridflow.config import Recipe, check_textfile
+from hybridflow.config import Recipe, check_gateway, check_textfile
 from hybridflow.errors import ConfigError
 from hybridflow.observe.files import replace_file
 from hybridflow.observe.rank_log import tell
@@ -25,9 +26,6 @@ MOST_WAITING = 256
 
 PUSH_S = 10.0
 """Longest time that a push may take."""
-
-_LEAVE_S = 10.0
-"""For what waits when the run ends."""
 
 
 class Exporter(Protocol):
@@ -53,7 +51,7 @@ class MetricsExporter:
         run: Value of the label, by which a gateway also tells runs apart.
 
     Raises:
-        ConfigError: There is neither a gateway nor a file, its name is wrong, or ``prometheus_client`` is missing.
+        ConfigError: There is neither a gateway nor a file, one of both is none, or ``prometheus_client`` is missing.
     """
 
     def __init__(
@@ -67,6 +65,7 @@ class MetricsExporter:
         if pushgateway_url is None and textfile is None:
             raise ConfigError("MetricsExporter: give pushgateway_url, textfile, or both")
         check_textfile(textfile, "textfile")
+        check_gateway(pushgateway_url, "pushgateway_url")
         self._client = _import("prometheus_client", extra="prometheus")
         self._registry = self._client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
@@ -79,10 +78,10 @@ class MetricsExporter:
             OSError: The gateway does not answer, or the file cannot be written.
         """
         for name, value in {"step": step, **metrics}.items():
-            if name not in self._gauges:
-                written = "hybridflow_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-                self._gauges[name] = self._client.Gauge(written, name, ["run"], registry=self._registry)
-            self._gauges[name].labels(self._run).set(value)
+            written = "hybridflow_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            if written not in self._gauges:
+                self._gauges[written] = self._client.Gauge(written, name, ["run"], registry=self._registry)
+            self._gauges[written].labels(self._run).set(value)
         if self._textfile is not None:
             self._client.write_to_textfile(self._textfile, self._registry)
         if self._url is not None:
@@ -142,6 +141,9 @@ class WandbExporter:
     def export(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a step; the first one begins the run there."""
         if self._run is None:
+            # It would ask for a key otherwise, and wait where there is a terminal.
+            if self._settings["mode"] == "online" and not self._wandb.login(prompt=False):
+                raise ConfigError("there is no key; set WANDB_API_KEY, or run `wandb login`")
             self._run = self._wandb.init(**self._settings)
         self._run.log(dict(metrics), step=step)
 
@@ -174,25 +176,29 @@ class Outlet:
         self._waiting: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=MOST_WAITING)
         self._condition = threading.Condition()
         self._is_over = self._is_failing = False
-        self._num_lost = 0
+        self._num_taken = self._num_sent = 0
         self._thread = threading.Thread(target=self._run, name=f"metrics to {name}", daemon=True)
         self._thread.start()
 
     def send(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take a step; returns at once."""
         with self._condition:
-            self._num_lost += len(self._waiting) == MOST_WAITING
+            self._num_taken += 1
             self._waiting.append((step, dict(metrics)))
             self._condition.notify()
 
-    def close(self, within_s: float = _LEAVE_S) -> None:
-        """Send what waits, as long as that takes no longer, and end."""
+    def end(self) -> None:
+        """No step comes any more; what waits is still sent."""
         with self._condition:
             self._is_over = True
             self._condition.notify()
+
+    def wait(self, within_s: float) -> None:
+        """Wait so long for what is being sent, and tell how much was not."""
         self._thread.join(within_s)
-        if self._thread.is_alive() or self._num_lost:
-            tell(f"metrics to {self._name}: {self._num_lost + len(self._waiting)} steps or more were not sent")
+        if self._num_sent < self._num_taken:
+            lost = self._num_taken - self._num_sent
+            tell(f"metrics to {self._name}: {lost} of {self._num_taken} steps were not sent")
 
     def _run(self) -> None:
         while True:
@@ -201,21 +207,33 @@ class Outlet:
                 if not self._waiting:
                     break
                 step, metrics = self._waiting.popleft()
-            self._try(lambda step=step, metrics=metrics: self._exporter.export(step, metrics), f"step {step}")
+            if self._try(lambda step=step, metrics=metrics: self._exporter.export(step, metrics), f"step {step}"):
+                self._num_sent += 1
+                if self._is_failing:
+                    tell(f"metrics to {self._name}: step {step}: sent again")
+                self._is_failing = False
         self._try(self._exporter.close, "the end")
 
-    def _try(self, action: Callable[[], object], what: str) -> None:
+    def _try(self, action: Callable[[], object], what: str) -> bool:
+        """Whether it did not fail."""
         try:
             action()
-        # It may raise anything; training goes on whatever it is.
-        except Exception as error:
+        # It may raise anything, or call sys.exit; training goes on whatever it is.
+        except BaseException as error:
             if not self._is_failing:
                 tell(f"metrics to {self._name}: {what}: {type(error).__name__}: {error}; training goes on without")
             self._is_failing = True
-        else:
-            if self._is_failing:
-                tell(f"metrics to {self._name}: {what}: sent again")
-            self._is_failing = False
+            return False
+        return True
+
+
+def close_outlets(outlets: Sequence[Outlet], within_s: float) -> None:
+    """End all of them, which together may take so long; what is not sent by then is told."""
+    end_s = time.monotonic() + within_s
+    for outlet in outlets:
+        outlet.end()
+    for outlet in outlets:
+        outlet.wait(max(0.0, end_s - time.monotonic()))
 
 
 def open_outlets(recipe: Recipe, run_dir: Path, *, is_resumed: bool) -> list[Outlet]:

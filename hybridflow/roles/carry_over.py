@@ -26,23 +26,41 @@ class CarryOver:
         return begun
 
     def drive(
-        self, engine: MegatronEngine, requests: Sequence[Request], following: Sequence[Request], progress: Progress
+        self,
+        engine: MegatronEngine,
+        requests: Sequence[Request],
+        following: Sequence[Request],
+        progress: Progress,
+        *,
+        num_slots: int,
     ) -> Pairs:
-        """Responses to all requests; those to the following ones are begun meanwhile, as far as there is room.
+        """Responses to all requests; those to the following ones are begun meanwhile, as slots become free.
 
         When the last of the requests is done, which is noticed a few tokens later, the others are paused and kept.
 
         Collective: tp, pp.
 
+        Args:
+            engine: What generates.
+            requests: Of this step.
+            following: Of the next step, in the order in which they are begun.
+            progress: What goes on beside, of the requests alone.
+            num_slots: So many that are not done are enough: no following one is begun then.
+
         Raises:
             RolloutStopped: ``progress`` said so; with those of ``requests`` alone.
         """
-        if not requests:
-            return []
         until = _UntilDone(progress, requests)
         paused: Pairs = []
+        left = list(following)
+
+        def more(num_open: int) -> list[Request]:
+            count = max(0, num_slots - num_open)
+            begun, left[:count] = left[:count], []
+            return begun
+
         try:
-            engine.drive([*requests, *following], "rollout", until)
+            engine.drive(requests, "rollout", until, more=more, expected=[*requests, *following])
         except RolloutStopped as stopped:
             if not until.is_done:
                 raise RolloutStopped([pair for pair in stopped.unfinished if until.wants(pair[0])]) from None

@@ -199,20 +199,22 @@ class Rollouts:
     def _sample(self, step: int, deal: Deal, groups: list[list[Request]], following: list[Request]) -> Pairs:
         """A response to each request of this replica's; what is in a log is not generated again."""
         expected, kept = _expected(deal, groups), self.kept
-        found = {**({} if kept is None else kept.find(step, expected)), **self._carry_over.take()}
+        carried = self._carry_over.take()
+        found = {**({} if kept is None else kept.find(step, expected)), **carried}
         with contextlib.nullcontext() if kept is None else kept.log(step) as log:
             progress = _Progress(self.is_stopping, log)
             again: Pairs = []
-            num_begun = 0
+            num_begun = num_done_early = 0
 
             def missing(requests: list[Request]) -> list[Request]:
-                nonlocal num_begun
+                nonlocal num_begun, num_done_early
                 pairs = [(ask, found.get((ask.draw, ask.index))) for ask in requests]
                 done = [(ask, got) for ask, got in pairs if got is not None and got.finish != "paused"]
                 if done:
                     # So that the log of this start has the whole step.
                     progress.finished(done)
                     again.extend(done)
+                num_done_early += sum((ask.draw, ask.index) in carried for ask, _ in done)
                 begun = [replace(ask, begun=got) for ask, got in pairs if got is None or got.finish == "paused"]
                 num_begun += sum(ask.begun is not None for ask in begun)
                 return begun
@@ -225,7 +227,9 @@ class Rollouts:
 
             try:
                 if following and isinstance(self._engine, MegatronEngine):
-                    new = self._carry_over.drive(self._engine, missing(deal.first), following, progress)
+                    slots = min(self._job.recipe.rollout.max_concurrent, len(deal.first))
+                    own = missing(deal.first)
+                    new = self._carry_over.drive(self._engine, own, following, progress, num_slots=slots)
                 else:
                     new = self._drive(missing(deal.first), "rollout", progress, more, expected)
             except RolloutStopped as stopped:
@@ -233,8 +237,12 @@ class Rollouts:
                 raise
         self._measure_engine()
         num = len(again) + len(new)
-        shares = {"rollout/reused": len(again), "rollout/continued": num_begun, "rollout/claimed": deal.num_claimed}
-        self.metrics |= {name: count / num for name, count in shares.items() if count}
+        counts = {
+            "rollout/reused": len(again) - num_done_early,
+            "rollout/continued": num_begun + num_done_early,
+            "rollout/claimed": deal.num_claimed,
+        }
+        self.metrics |= {name: count / num for name, count in counts.items() if count}
         return again + new
 
     def _as_batch(self, pairs: Pairs, groups: list[list[Request]], deal: Deal, id_of: IdOf) -> Batch | None:

@@ -158,6 +158,7 @@ class MegatronEngine:
                     num_told = len(done)
                 if progress.is_stopping():
                     left = session.pause()
+                    self.metrics = session.metrics()
                     if ended := [pair for pair in left if pair[1].finish != "paused"]:
                         progress.finished(ended)
                     raise RolloutStopped([pair for pair in left if pair[1].finish == "paused"])

@@ -113,10 +113,10 @@ INLINE floats log_of(floats x) {
     return m + p + e * 0.693359375f;
 }
 
-/* tanh (Cephes). */
+/* tanh (Cephes); NaN of NaN. */
 INLINE floats tanh_of(floats x) {
     floats large = FILL(44.0f), size = (floats)((ints)x & 0x7fffffff);
-    floats e = exp_of(choose(size < large, size, large) * 2.0f);
+    floats e = exp_of(choose(size > large, large, size) * 2.0f);
     floats far = 1.0f - 2.0f / (e + 1.0f);
     far = (floats)((ints)far | ((ints)x & (int32_t)0x80000000));
     floats z = x * x;

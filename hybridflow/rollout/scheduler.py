@@ -266,7 +266,11 @@ class Scheduler:
     def absorb_decoded(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Slots that all knew one token not in the cache have got more of them; as ``absorb``, of their last tokens."""
         num_cached = self.lengths[slots] - 1
-        self.num_computed += int((num_cached - self._computed[slots]).sum())
+        computed = self._computed[slots]
+        self.num_computed += int((num_cached - computed).sum())
+        # The first token may have been the last of a prompt.
+        of_prompt = np.minimum(num_cached, self._num_prompt[slots]) - np.minimum(computed, self._num_prompt[slots])
+        self.num_prompt_computed += int(of_prompt.sum())
         self._computed[slots] = num_cached
         self._name_filled(slots)
         return self._ending(slots)

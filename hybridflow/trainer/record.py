@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import Recipe
-from hybridflow.observe.exporters import Outlet, open_outlets
+from hybridflow.observe.exporters import Outlet, close_outlets, open_outlets
 from hybridflow.observe.metrics import MetricsLog
 from hybridflow.observe.report import draw_learning_curve, write_summary
 from hybridflow.observe.status_file import StatusFile
@@ -17,6 +17,9 @@ from hybridflow.observe.timeline_file import TimelineFile
 from hybridflow.parallel.world import World
 from hybridflow.trainer.profiling import Profiler
 from hybridflow.trainer.step_metrics import step_metrics
+
+_LEAVE_S, _LEAVE_STOPPED_S = 10.0, 2.0
+"""For metrics that are still being sent when a run is done; when it stops before, in time for its end."""
 
 
 class Record:
@@ -105,8 +108,6 @@ class Record:
         if self._log is None or self._status is None:
             return
         self._log.close()
-        for outlet in self._outlets:
-            outlet.close()
         if is_done:
             totals = self._totals
             self.summary["steps"] = step
@@ -120,3 +121,4 @@ class Record:
             path = write_summary(self._run_dir, self.summary)
             print(f"wrote {path}", flush=True)
         self._status.close()
+        close_outlets(self._outlets, _LEAVE_S if is_done else _LEAVE_STOPPED_S)

@@ -174,6 +174,13 @@ def test_responses_begun_a_step_before_go_on_with_new_weights(tmp_path):
     assert all("correction/effective_share" in row for row in found)
 
 
+def test_what_was_begun_is_dropped_when_a_run_stops_and_it_goes_on(tmp_path):
+    made = carried(tmp_path, "stopped", 1, 0)
+    run_ranks(run, 1, replace(made, trainer=replace(made.trainer, steps=2)))
+    run_ranks(run, 1, made, True)
+    assert [row["rollout/staleness_max"] for row in rows(made)] == [0, 1, 0, 1]
+
+
 def test_responses_are_carried_over_beside_learning_too(tmp_path):
     made = carried(tmp_path, "both", 2, 1, rollout_ranks=(1,))
     run_ranks(run, 2, made)

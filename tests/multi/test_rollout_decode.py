@@ -66,7 +66,8 @@ def decoded(shape, count: int, threads: int, blocks: int | None, max_concurrent:
                 for ask, got in session.step(most):
                     parts = got.tokens, got.log_probs, got.sampled_log_probs, got.versions
                     responses[ask.draw, ask.index] = (*(each.tolist() for each in parts), got.finish, got.error)
-            found.append((num_calls, session.num_steps, session.num_preempted, session.num_computed, responses))
+            counts = num_calls, session.num_steps, session.num_preempted, session.num_computed
+            found.append((*counts, session.metrics()["prefill_share"], responses))
     finally:
         torch.set_num_threads(num_threads)
         dist.destroy_process_group()
@@ -90,10 +91,16 @@ def test_several_steps_by_one_call_are_those_of_single_ones(shape, count, thread
     assert {row[4] for row in single[-1].values()} == {"stop", "length"}
     assert all(set(row[3]) == {3} for row in single[-1].values())
     if blocks is None:
-        assert many[3] == some[3] == single[3], "as many tokens go through the model"
+        assert many[3:5] == some[3:5] == single[3:5], "as many tokens go through the model, and of prompts"
         assert many[0] < single[0] / FEW_STEPS and many[0] < some[0] < single[0]
     else:
         assert single[2] > 0 and many[2] > 0, "some lose their place"
+
+
+def test_capped_logits_that_are_not_finite_fail():
+    # The embedding is the output layer too, so that each position has a logit of the damaged token.
+    for *_, responses in decoded(GEMMA, 20, 2, None, 96, is_damaged=True):
+        assert len(responses) == 20 and all("its logits are not finite" in row[5] for row in responses.values())
 
 
 def test_a_sequence_that_fails_within_a_call_harms_no_other():

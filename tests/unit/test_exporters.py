@@ -21,7 +21,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from hybridflow.config import load_recipe
 from hybridflow.errors import ConfigError
 from hybridflow.observe import exporters
-from hybridflow.observe.exporters import MetricsExporter, Outlet, WandbExporter, open_outlets
+from hybridflow.observe.exporters import (
+    Callback,
+    MetricsExporter,
+    Outlet,
+    WandbExporter,
+    close_outlets,
+    open_outlets,
+)
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.parallel.world import World
 from hybridflow.trainer.record import Record
@@ -85,7 +92,8 @@ def test_a_pushgateway_has_the_last_step_of_each_run(gateway):
 def test_the_node_exporter_finds_a_whole_file(tmp_path):
     path = tmp_path / "run.prom"
     exporter = MetricsExporter(textfile=str(path), run="one")
-    exporter.export(1, METRICS)
+    # Two names that are written alike are one gauge.
+    exporter.export(1, {"reward_mean": 0.1, **METRICS})
     assert gauges(path.read_text())["hybridflow_reward_mean", "one"] == 0.5
     assert [each.name for each in tmp_path.iterdir()] == ["run.prom"]
 
@@ -99,6 +107,15 @@ def test_weights_and_biases_has_the_steps_offline_and_knows_a_run_again(tmp_path
     number = (tmp_path / "wandb/run_id").read_text()
     kept = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert [each.name for each in kept] == [f"run-{number}.wandb"] * 2 and all(each.stat().st_size for each in kept)
+
+
+def test_without_a_key_nobody_is_asked_for_one(tmp_path, monkeypatch):
+    for name, value in (("WANDB_API_KEY", ""), ("HOME", str(tmp_path)), ("NETRC", str(tmp_path / "netrc"))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WANDB_API_KEY")
+    exporter = WandbExporter("tests", "one", tmp_path)
+    with pytest.raises(ConfigError, match="WANDB_API_KEY"):
+        exporter.export(1, METRICS)
 
 
 class Rude:
@@ -132,22 +149,39 @@ def test_a_failure_is_told_once_and_the_next_steps_come(told):
     outlet = Outlet("there", exporter)
     for step in range(1, 6):
         outlet.send(step, {"reward/mean": step})
-    outlet.close()
+    close_outlets([outlet], 10)
     assert exporter.taken == [(step, {"reward/mean": step}) for step in (1, 4, 5)] and exporter.is_closed.is_set()
     assert told == [
         "metrics to there: step 2: OSError: nobody there; training goes on without",
         "metrics to there: step 4: sent again",
+        "metrics to there: 2 of 5 steps were not sent",
     ]
 
 
 def test_who_hangs_holds_up_nobody_and_the_oldest_steps_are_lost(told):
-    outlet = Outlet("there", Rude(hangs=True))
+    outlets = [Outlet(name, Rude(hangs=True)) for name in ("one", "two")]
     begin_s = time.monotonic()
     for step in range(exporters.MOST_WAITING + 10):
+        for outlet in outlets:
+            outlet.send(step, METRICS)
+    close_outlets(outlets, 0.2)
+    assert time.monotonic() - begin_s < 2
+    number = exporters.MOST_WAITING + 10
+    assert told == [f"metrics to {name}: {number} of {number} steps were not sent" for name in ("one", "two")]
+
+
+def test_what_never_worked_is_not_said_to_work_and_who_exits_ends_nothing(told):
+    def leave(step: int, metrics: object) -> None:
+        sys.exit("no more")
+
+    outlet = Outlet("there", Callback(leave))
+    for step in (1, 2):
         outlet.send(step, METRICS)
-    assert time.monotonic() - begin_s < 1
-    outlet.close(within_s=0.1)
-    assert len(told) == 1 and "were not sent" in told[0]
+    close_outlets([outlet], 10)
+    assert told == [
+        "metrics to there: step 1: SystemExit: no more; training goes on without",
+        "metrics to there: 2 of 2 steps were not sent",
+    ]
 
 
 TAKEN = []
@@ -184,6 +218,9 @@ def test_a_run_of_a_namespace_has_a_place_of_its_own():
     [
         ("metrics.prometheus={}", "pushgateway_url, textfile"),
         ("metrics.prometheus={textfile: /tmp/run.txt}", "end in .prom"),
+        ("metrics.prometheus={pushgateway_url: 'http://me:secret@host'}", "(?s)^(?!.*secret).*password"),
+        ("metrics.prometheus={pushgateway_url: 'host:9091'}", "expected an address"),
+        ("metrics.callbacks=['print']", "metrics.callbacks"),
         ("metrics.wandb={}", "metrics.wandb.project: missing"),
         ("namespace=a/b", "namespace"),
     ],

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-
 _ROWS = 128
 """Products have a multiple of so many rows."""
 

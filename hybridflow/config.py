@@ -1564,14 +1564,11 @@ def _check_schedules(recipe: Recipe) -> None:
                 f"{key}.optimizer.min_lr={settings.min_lr:g}: {key}.optimizer.schedule=constant never comes down to "
                 "it; set the schedule to linear or cosine, or remove the key"
             )
-        warm = {f"{key}.optimizer.warmup_steps": settings.warmup_steps}
-        if isinstance(section, Critic):
-            warm[f"{key}.warmup_steps"] = section.warmup_steps
-        for name, count in warm.items():
-            if count > steps > 0:
-                raise ConfigError(
-                    f"{name}={count} is more than trainer.steps={steps}; lower the first or raise the second"
-                )
+        if isinstance(section, Critic) and section.warmup_steps > steps > 0:
+            raise ConfigError(
+                f"{key}.warmup_steps={section.warmup_steps} is more than trainer.steps={steps}, so that the actor would "
+                "never learn; lower the first or raise the second"
+            )
 
 
 def _check_validation(recipe: Recipe) -> None:

@@ -99,7 +99,6 @@ def test_overrides_win_and_later_ones_over_earlier(recipe_file):
         ("lagrange.limit=0.1", ["lagrange: algorithm=ppo would ignore this section"]),
         ("actor.optimizer.min_lr=1", ["actor.optimizer.min_lr=1 is above actor.optimizer.lr=0.0001"]),
         ("critic.optimizer.min_lr=1e-4", ["critic.optimizer.schedule=constant never comes down to it"]),
-        ("critic.optimizer.warmup_steps=11", ["critic.optimizer.warmup_steps=11 is more than trainer.steps=10"]),
         ("critic.warmup_steps=11", ["critic.warmup_steps=11 is more than trainer.steps=10"]),
         ("trainer.pass_k=2", ["trainer.pass_k=2 is more than trainer.validation_samples=0"]),
         ("trainer.keep_best=true", ["trainer.keep_best=true: trainer.validate_every=0 compares no steps"]),

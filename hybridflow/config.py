@@ -1566,7 +1566,7 @@ def _check_schedules(recipe: Recipe) -> None:
             )
         if isinstance(section, Critic) and section.warmup_steps > steps > 0:
             raise ConfigError(
-                f"{key}.warmup_steps={section.warmup_steps} is more than trainer.steps={steps}, so that the actor would "
+                f"{key}.warmup_steps={section.warmup_steps} is more than trainer.steps={steps}: the actor would "
                 "never learn; lower the first or raise the second"
             )
 

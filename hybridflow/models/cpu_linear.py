@@ -13,8 +13,11 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
+_LEAST_ROWS = 1024
+"""Products of fewer are torch's own."""
+
 _ROWS = 128
-"""Products have a multiple of so many rows."""
+"""Others have a multiple of so many, since oneDNN makes, and keeps, code of half a megabyte for each number of rows."""
 
 
 class _Linear(torch.autograd.Function):
@@ -43,10 +46,9 @@ class _Linear(torch.autograd.Function):
 
 def _product(inputs: Tensor, weight: Tensor) -> Tensor:
     """``[…, in]`` times ``[out, in]``, transposed, which may be a view."""
-    if inputs.numel() == 0:
-        return inputs @ weight.t()
     rows = inputs.flatten(0, -2)
-    # oneDNN makes, and keeps, code for each number of rows that it sees, some 0.5 MB: it is to see few.
+    if len(rows) < _LEAST_ROWS:
+        return inputs @ weight.t()
     padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % _ROWS))
     product = torch.ops.mkldnn._linear_pointwise.default(padded, weight, None, "none", [], "")
     return product[: len(rows)].unflatten(0, inputs.shape[:-1])

@@ -12,7 +12,7 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 7, 300])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 1023, 1024, 1100])
 @pytest.mark.parametrize(("inputs", "outputs"), [(5, 3), (64, 160), (33, 1)])
 def test_products_and_gradients_are_those_of_fp64(tokens, inputs, outputs):
     given = [drawn(tokens, 1, inputs, seed=1), drawn(outputs, inputs, seed=2)]
@@ -25,6 +25,8 @@ def test_products_and_gradients_are_those_of_fp64(tokens, inputs, outputs):
     (found * weights).sum().backward()
     (expected * weights.double()).sum().backward()
     tolerance = 1e-6 * max(tokens, inputs, outputs)
+    # 1,100 rows are filled up to 9 times 128.
+    assert found.untyped_storage().nbytes() == 4 * outputs * (1152 if tokens == 1100 else tokens)
     for one, other in zip(
         (found, *(each.grad for each in ours)), (expected, *(each.grad for each in exact)), strict=True
     ):

@@ -197,11 +197,15 @@ def test_a_run_sends_its_steps_with_the_names_of_its_namespace(tmp_path):
     overrides += [f"metrics={{callbacks: ['{__name__}:callback'], prometheus: {{textfile: '{textfile}'}}}}"]
     recipe = load_recipe("grpo", overrides)
     world = World(rank=0, size=1, ranks_per_node=1, device=torch.device("cpu"), deadline_s=60.0, store=dist.HashStore())
-    record = Record(recipe, world, 1)
-    record.open(None)
-    record.begin_step(0, None)
-    record.end_step(1, [({"reward/mean": 0.25, "batch/num_tokens": 8.0}, [])])
-    record.finish(1, is_done=False)
+    try:
+        record = Record(recipe, world, 1)
+        record.open(None)
+        record.begin_step(0, None)
+        record.end_step(1, [({"reward/mean": 0.25, "batch/num_tokens": 8.0}, [])])
+        record.finish(1, is_done=False)
+    finally:
+        # Ranks that later tests fork have a world of their own.
+        dist.destroy_process_group()
     assert gauges(textfile.read_text())["hybridflow_search_rl_reward_mean", "search-rl/grpo"] == 0.25
     ((step, metrics),) = TAKEN
     assert step == 1 and metrics["search-rl/reward/mean"] == 0.25

@@ -1242,11 +1242,7 @@ def _check_carry_over(recipe: Recipe) -> None:
     rollout = recipe.rollout
     if not rollout.carry_over:
         return
-    if recipe.algorithm in _NOT_AHEAD:
-        raise ConfigError(
-            f"rollout.carry_over=true: algorithm={recipe.algorithm} {_NOT_AHEAD[recipe.algorithm]}; set it to false, "
-            "or choose another algorithm"
-        )
+    _check_ahead(recipe, "rollout.carry_over=true", off="false")
     if rollout.engine.kind != "megatron" or rollout.environment is not None:
         other = "rollout.environment" if rollout.engine.kind == "megatron" else "rollout.engine.kind"
         raise ConfigError(
@@ -1257,11 +1253,7 @@ def _check_carry_over(recipe: Recipe) -> None:
 
 def _check_async(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
     staleness = f"trainer.max_staleness={recipe.trainer.max_staleness}"
-    if recipe.algorithm in _NOT_AHEAD:
-        raise ConfigError(
-            f"{staleness}: algorithm={recipe.algorithm} {_NOT_AHEAD[recipe.algorithm]}; set it to 0, or choose another "
-            "algorithm"
-        )
+    _check_ahead(recipe, staleness, off="0")
     if recipe.rollout.engine.is_server:
         raise ConfigError(
             f"{staleness}: the weights of rollout.engine.kind={recipe.rollout.engine.kind} do not follow, so nobody "
@@ -1277,6 +1269,15 @@ def _check_async(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
                     f"{staleness}: ranks {common} are in {name}, which learns, and in {other}, which works on the next "
                     f"batch at the same time; take them out of one, with {name.split('.')[0]}.ranks or {section}"
                 )
+
+
+def _check_ahead(recipe: Recipe, asked: str, *, off: str) -> None:
+    """Refuse a setting that begins samples before their step, where nobody knows yet which these are."""
+    if recipe.algorithm in _NOT_AHEAD:
+        raise ConfigError(
+            f"{asked}: algorithm={recipe.algorithm} {_NOT_AHEAD[recipe.algorithm]}; set it to {off}, or choose another "
+            "algorithm"
+        )
 
 
 _NOT_AHEAD = {
@@ -1665,38 +1666,34 @@ def _check_profile(recipe: Recipe) -> None:
 
 
 def _check_metrics(metrics: Metrics) -> None:
-    prometheus = metrics.prometheus
-    if prometheus is None:
-        return
-    if prometheus.pushgateway_url is None and prometheus.textfile is None:
-        raise ConfigError("metrics.prometheus: give pushgateway_url, textfile, or both")
-    check_textfile(prometheus.textfile, "metrics.prometheus.textfile")
-    check_gateway(prometheus.pushgateway_url, "metrics.prometheus.pushgateway_url")
+    if metrics.prometheus is not None:
+        check_prometheus(metrics.prometheus.pushgateway_url, metrics.prometheus.textfile, "metrics.prometheus")
 
 
-def check_gateway(url: str | None, key: str) -> None:
-    """Refuse what is no address, and a password in it, which logs would show.
+def check_prometheus(pushgateway_url: str | None, textfile: str | None, where: str) -> None:
+    """Refuse what Prometheus would not find, and a password in an address, which logs would show.
+
+    Args:
+        pushgateway_url: As in the recipe.
+        textfile: As in the recipe.
+        where: Whose settings they are, for the message.
 
     Raises:
-        ConfigError: It is one of both.
+        ConfigError: There is neither, or one of them is none.
     """
-    if url is None:
-        return
-    parts = urlsplit(url)
+    if pushgateway_url is None and textfile is None:
+        raise ConfigError(f"{where}: give pushgateway_url, textfile, or both")
+    if textfile is not None and not textfile.endswith(".prom"):
+        raise ConfigError(f"{where}.textfile={textfile!r}: the node exporter reads files that end in .prom alone")
+    parts = urlsplit("" if pushgateway_url is None else pushgateway_url)
     if "@" in parts.netloc:
-        raise ConfigError(f"{key}: has a user or a password in it, which logs would show; give the address alone")
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(f"{key}={url!r}: expected an address such as http://gateway:9091")
-
-
-def check_textfile(path: str | None, key: str) -> None:
-    """Refuse a file that the node exporter would pass over.
-
-    Raises:
-        ConfigError: Its name does not end in ``.prom``.
-    """
-    if path is not None and not path.endswith(".prom"):
-        raise ConfigError(f"{key}={path!r}: the node exporter reads files that end in .prom alone")
+        raise ConfigError(
+            f"{where}.pushgateway_url: has a user or a password in it, which logs would show; give the address alone"
+        )
+    if pushgateway_url is not None and (parts.scheme not in ("http", "https") or not parts.netloc):
+        raise ConfigError(
+            f"{where}.pushgateway_url={pushgateway_url!r}: expected an address such as http://gateway:9091"
+        )
 
 
 def _shipped_recipes() -> Iterator[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -19,6 +20,13 @@ def print_out(text: str) -> None:
     except BrokenPipeError:
         # What Python would flush at exit has nowhere to go either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_foreign(text: str) -> None:
+    """``print_out``, of what a job has written, which may hold letters that the terminal has not."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    print_out(text)
 
 
 @contextlib.contextmanager

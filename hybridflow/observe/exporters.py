@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridflow.config import Recipe, check_gateway, check_textfile
+from hybridflow.config import Recipe, check_prometheus
 from hybridflow.errors import ConfigError
 from hybridflow.observe.files import replace_file
 from hybridflow.observe.rank_log import tell
@@ -62,10 +62,7 @@ class MetricsExporter:
         textfile: str | None = None,
         run: str = "run",
     ) -> None:
-        if pushgateway_url is None and textfile is None:
-            raise ConfigError("MetricsExporter: give pushgateway_url, textfile, or both")
-        check_textfile(textfile, "textfile")
-        check_gateway(pushgateway_url, "pushgateway_url")
+        check_prometheus(pushgateway_url, textfile, "MetricsExporter")
         self._client = _import("prometheus_client", extra="prometheus")
         self._registry = self._client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.console import print_out
+from hybridflow.checkpoint.console import print_foreign
 from hybridflow.errors import HybridflowError
 from hybridflow.exit_status import DONE, exit_status
 
@@ -56,8 +55,5 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         lines = [as_text(found[0]) if len(arguments.runs) == 1 else as_table(found)] if found else []
     if lines:
-        # What a job has noted may hold letters that the terminal has not.
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")
-        print_out("\n".join(lines))
+        print_foreign("\n".join(lines))
     return end

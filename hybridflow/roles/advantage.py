@@ -103,7 +103,7 @@ class Advantage:
 
     Attributes:
         metrics: What the last call measured, over the global batch; emptied by the trainer each step.
-        scores: Of each sample, by id, that came since they were taken.
+        scores: Of each sample, by id, that came since they were taken; where samples are archived.
         multiplier: The price of cost.
     """
 
@@ -257,7 +257,8 @@ class Advantage:
         """Report scores and lengths."""
         scores = batch.columns["scores"]
         assert isinstance(scores, Tensor), "scores are a dense column"
-        self.scores |= zip(batch.ids.tolist(), scores.tolist(), strict=True)
+        if self._job.recipe.rollout.archive:
+            self.scores |= zip(batch.ids.tolist(), scores.tolist(), strict=True)
         self.metrics |= {"reward/mean": self._mean(scores), **length_metrics(batch, self._sum())}
         if self._job.recipe.shaping.overlong_buffer:
             self.metrics["reward/shaped_mean"] = self._mean(self._scores(batch))

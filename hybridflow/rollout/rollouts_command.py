@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import io
 import json
 import math
 import re
@@ -61,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         DataError: There is no tokenizer.
         CheckpointError: The archive is damaged.
     """
-    from hybridflow.checkpoint.console import print_out
+    from hybridflow.checkpoint.console import print_foreign
     from hybridflow.data.tokenizer import open_tokenizer
 
     steps, pattern = _steps(arguments.steps), _pattern(arguments.grep)
@@ -72,11 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
         steps = range(last, last + 1)
     samples = (each for each in _samples(folder, steps) if pattern is None or _matches(each, pattern, tokenizer))
     chosen = _choose(samples, arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     lines = [_as_json(each, tokenizer) if arguments.json else _as_text(each, tokenizer) for each in chosen]
     if lines:
-        print_out("\n".join(lines) if arguments.json else "\n\n".join(lines))
+        print_foreign("\n".join(lines) if arguments.json else "\n\n".join(lines))
     else:
         print("hybridflow: no sample matches", file=sys.stderr, flush=True)
     return 0
@@ -120,11 +117,9 @@ def _tokenizer(run_dir: Path) -> Path:
 
 
 def _last_step(folder: Path) -> int:
-    from hybridflow.rollout.archive import list_segments, read_segment
+    from hybridflow.rollout.archive import list_segments
 
-    last = max(name.last for name in list_segments(folder))
-    ends = [each.step for name in list_segments(folder) if name.last == last for each in read_segment(folder, name)]
-    return max(ends)
+    return max(name.last for name in list_segments(folder))
 
 
 def _samples(folder: Path, steps: range | None) -> Iterator[Archived]:

@@ -97,8 +97,9 @@ class Record:
         if self._log is not None:
             written = metrics | {"run/restarts": self._num_restarts}
             self._log.write(step, written)
+            named = {self._prefix + name: value for name, value in written.items()}
             for outlet in self._outlets:
-                outlet.send(step, {self._prefix + name: value for name, value in written.items()})
+                outlet.send(step, named)
             self._timeline_file.add(step, self._began_s, step_s, [spans for _, spans in shares])
         return metrics
 

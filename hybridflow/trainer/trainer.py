@@ -223,12 +223,12 @@ class Trainer:
         self._record.begin_step(self.step, self._stopping.job_end_s)
 
     def _scores(self) -> list[tuple[int, float]]:
-        """Those that this rank knows of the step's samples, by id, if they are to be archived."""
+        """Those that this rank knows of the step's samples, by id; where samples are archived."""
         advantage = self.roles.get("advantage")
         if advantage is None:
             return []
         scores, advantage.scores = advantage.scores, {}
-        return list(scores.items()) if self.job.recipe.rollout.archive else []
+        return list(scores.items())
 
     def save(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint, complete or not at all. Called on all ranks."""

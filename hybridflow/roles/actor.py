@@ -238,10 +238,11 @@ class Actor:
         warm = self._job.recipe.warm_start
         assert warm is not None, "a warm start was scheduled without its section"
         problems, step = self._job.train, decided["warm_step"]["step"]
-        rows = [problems.source.row(draw) for draw in range(step * warm.batch_size, (step + 1) * warm.batch_size)]
-        num_tokens = sum(sum(problems.solutions[row].is_written) for row in rows)
+        draws = range(step * warm.batch_size, (step + 1) * warm.batch_size)
+        rows = [problems.solution(draw) for draw in draws]
+        num_tokens = sum(sum(each.is_written) for each in rows)
         layout, place = self.model.mesh.layout, self.model.mesh.coordinate(self._job.world.rank)
-        solutions = [problems.solutions[row] for row in rows[place.dp :: layout.dp]]
+        solutions = rows[place.dp :: layout.dp]
         self.trainable.set_learning_rate(warm.lr)
         kept, _ = self._imitate(
             [torch.tensor(each.prompt + each.tokens) for each in solutions],

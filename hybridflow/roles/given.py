@@ -33,7 +33,7 @@ class Given:
     def solutions(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Solutions to imitate: ``response_mask`` is 1 on what is to be written, 0 on what is observed."""
         problems, draws = self._job.train, _draws(decided)
-        rows = [problems.solutions[problems.source.row(draw)] for draw in draws]
+        rows = [problems.solution(draw) for draw in draws]
         chosen = self._dealt([_length(each) for each in rows], mini_batch_size(self._job))
         self._measure(rows)
         is_written = [rows[index].is_written for index in chosen]
@@ -44,7 +44,7 @@ class Given:
     def pairs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """The responses of pairs; ``margins`` are their pair's."""
         problems, draws = self._job.train, _draws(decided)
-        pairs = [problems.responses[problems.source.row(draw)] for draw in draws]
+        pairs = [problems.responses(draw) for draw in draws]
         self._measure([each for pair in pairs for each in pair])
         dealt = self._pairs(pairs, draws, mini_batch_size(self._job) // 2)
         margins = [each.margin for pair, _ in dealt for each in pair]
@@ -56,7 +56,7 @@ class Given:
         These ``mismatched_tokens`` are cut where they exceed the model's context.
         """
         problems, draws, size = self._job.train, _draws(decided), mini_batch_size(self._job)
-        rows = [problems.responses[problems.source.row(draw)][0] for draw in draws]
+        rows = [problems.responses(draw)[0] for draw in draws]
         before = [rows[index - 1 if index % size else index + size - 1] for index in range(len(rows))]
         self._measure(rows)
         chosen = self._dealt([_length(each) for each in rows], size)

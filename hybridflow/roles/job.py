@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from hybridflow.config import Recipe
 from hybridflow.data.preferences import Response
@@ -17,21 +18,41 @@ READERS = ("actor", "critic", "reward", "cost", "cost_critic", "teacher")
 """Roles whose models read what the actor writes."""
 
 
+class Problems(Protocol):
+    """What is learned from, by the serial number of a draw, over all epochs. A rank asks for what it uses alone."""
+
+    def example(self, draw: int) -> Example:
+        """The example of a draw."""
+
+    def prompt(self, draw: int) -> tuple[int, ...]:
+        """Token ids of its prompt."""
+
+    def solution(self, draw: int) -> Solution:
+        """What to imitate of it."""
+
+    def responses(self, draw: int) -> tuple[Response, ...]:
+        """Of a preference: the better and the other, or one."""
+
+    @property
+    def sha256(self) -> str:
+        """Of all that decides what each draw is."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Problems:
-    """Problems with their tokens.
+class ReadProblems:
+    """Problems with their tokens, all of them in memory.
 
     Attributes:
         source: The examples in the order in which they are drawn.
         prompts: Token ids of each example's prompt, in the order of the file.
         solutions: Of each example, to be imitated; empty where none are.
-        responses: Of each example that is a preference: the better and the other, or one.
+        all_responses: Of each example that is a preference: the better and the other, or one.
     """
 
     source: PromptSource
     prompts: tuple[tuple[int, ...], ...]
     solutions: tuple[Solution, ...] = ()
-    responses: tuple[tuple[Response, ...], ...] = ()
+    all_responses: tuple[tuple[Response, ...], ...] = ()
 
     def example(self, draw: int) -> Example:
         """The example of a draw."""
@@ -40,6 +61,19 @@ class Problems:
     def prompt(self, draw: int) -> tuple[int, ...]:
         """The prompt's tokens of a draw."""
         return self.prompts[self.source.row(draw)]
+
+    def solution(self, draw: int) -> Solution:
+        """What to imitate of a draw."""
+        return self.solutions[self.source.row(draw)]
+
+    def responses(self, draw: int) -> tuple[Response, ...]:
+        """The responses of a draw."""
+        return self.all_responses[self.source.row(draw)]
+
+    @property
+    def sha256(self) -> str:
+        """Of the problems in their order."""
+        return self.source.sha256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +89,7 @@ class Job:
         held_out: Problems to be judged by, in the order of the file.
         held_out_pairs: Preferences to be judged by, in the order of the file; then there are no problems.
         is_resumed: Models are made without initial values: a checkpoint will fill them.
+        objects: What a Python program gave in the place of what the recipe names, by role: functions, models.
     """
 
     world: World
@@ -65,6 +100,7 @@ class Job:
     held_out: tuple[tuple[Example, tuple[int, ...]], ...]
     held_out_pairs: tuple[tuple[Response, Response], ...] = ()
     is_resumed: bool = False
+    objects: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int:

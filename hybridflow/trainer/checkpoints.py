@@ -154,7 +154,7 @@ def _fingerprint(job: Job, checkpoint: Checkpoint | None, token: str) -> str:
         for key, value in _keys("", to_dict(recipe))
         if any(f"{key}.".startswith(f"{held}.") for held in _MUST_MATCH) and (key not in _MAY_DIFFER or key in first)
     ]
-    told += [job.train.source.sha256, hashlib.sha256(job.tokenizer.path.read_bytes()).hexdigest()]
+    told += [job.train.sha256, hashlib.sha256(job.tokenizer.path.read_bytes()).hexdigest()]
     lora = recipe.actor.lora
     for name in (recipe.model.path, None if lora is None else lora.path):
         if name is None:
@@ -271,7 +271,7 @@ class Checkpoints:
         parts = {name: self._part(name) for name, each in models.items() if each.model is not None}
         leads = {name: each.mesh.ranks[0] for name, each in models.items()}
         # As text, since the trainer goes on changing it.
-        begun = {"recipe": to_dict(self._job.recipe), "problems_sha256": self._job.train.source.sha256}
+        begun = {"recipe": to_dict(self._job.recipe), "problems_sha256": self._job.train.sha256}
         whole = json.loads(json.dumps({**begun, **state}))
         self._saver.save(Step(number=step, state=whole, best=best, leads=leads, parts=parts))
         for name, each in models.items():
@@ -347,7 +347,7 @@ def check_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:
 
 def _check_problems(job: Job, checkpoint: Checkpoint) -> None:
     """The place in the data is a number, which means something in the same problems alone."""
-    found, expected = job.train.source.sha256, checkpoint.state.get("problems_sha256")
+    found, expected = job.train.sha256, checkpoint.state.get("problems_sha256")
     if expected not in (found, None):
         raise CheckpointError(
             f"{job.recipe.data.train}: holds other problems than when {checkpoint.path} was written: found sha256 "

@@ -13,7 +13,7 @@ from hybridflow.data.prompts import Example, PromptSource, encode_prompts, encod
 from hybridflow.data.tokenizer import Tokenizer, check_same_pieces, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.world import World
-from hybridflow.roles.job import READERS, Job, Problems
+from hybridflow.roles.job import READERS, Job, ReadProblems
 from hybridflow.trainer.plan import JobPlan
 
 TOKENIZER_FILE = "tokenizer.model"
@@ -52,11 +52,11 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
         recipe=recipe,
         meshes=plan.meshes,
         tokenizer=tokenizer,
-        train=Problems(
+        train=ReadProblems(
             source=PromptSource(examples=train, seed=recipe.seed),
             prompts=_prompts(recipe, tokenizer, train),
             solutions=encode_solutions(train, tokenizer, max_context=context) if is_imitating else (),
-            responses=judged[0],
+            all_responses=judged[0],
         ),
         held_out=() if has_preferences else tuple(zip(held_out, _prompts(recipe, tokenizer, held_out), strict=True)),
         held_out_pairs=pairs_of(judged[1], data.held_out) if has_preferences else (),

@@ -30,7 +30,7 @@ from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.world import World
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.given import Given
-from hybridflow.roles.job import Problems
+from hybridflow.roles.job import ReadProblems
 from hybridflow.roles.offline_actor import OfflineActor
 from hybridflow.trainer.roles import make_roles
 from tests.multi.jobs import add_noise, inner_of, make_job, outer_of
@@ -133,11 +133,11 @@ def step(world: World, case: Case) -> dict[str, Any]:
     recipe = recipe_of(case)
     job, plan = make_job(world, recipe)
     rows = rows_of(case.name)
-    problems = Problems(
+    problems = ReadProblems(
         source=source(),
         prompts=(),
         solutions=tuple(rows) if case.name == "sft" else (),
-        responses=() if case.name == "sft" else tuple(rows),
+        all_responses=() if case.name == "sft" else tuple(rows),
     )
     job = replace(job, train=problems, held_out_pairs=held_out())
     roles = make_roles(job, KLCoefficient(recipe))
@@ -396,7 +396,9 @@ def test_mismatched_responses_rotate_within_the_mini_batch_and_are_cut_at_the_co
         recipe=replace(recipe, trainer=trainer),
         world=SimpleNamespace(rank=0),
         meshes=config.role_meshes(recipe),
-        train=Problems(source=source(), prompts=(), responses=tuple((Response(*row, True, 0.0),) for row in rows)),
+        train=ReadProblems(
+            source=source(), prompts=(), all_responses=tuple((Response(*row, True, 0.0),) for row in rows)
+        ),
     )
     batch = Given(job).completions(Batch.empty(), {"train_step": {"step": 1, "first_draw": 0, "num_prompts": 4}})
     drawn = [rows[source().row(number)] for number in range(4)]

@@ -86,9 +86,22 @@ class Executor:
         for instruction in walk(schedule):
             self._check(instruction)
 
-    def run(self) -> None:
-        """Run the schedule once. Raises GraphError when a role's columns are not those of its node."""
-        self._run(self._schedule, {}, {})
+    def run(self, scope: Scope | None = None, decided: Mapping[str, Any] | None = None) -> Scope:
+        """Run the schedule once.
+
+        Args:
+            scope: What this rank holds before; None: nothing.
+            decided: Decisions that were taken outside it.
+
+        Returns:
+            What this rank holds after it.
+
+        Raises:
+            GraphError: A role's columns are not those of its node.
+        """
+        held = {} if scope is None else dict(scope)
+        self._run(self._schedule, held, {} if decided is None else decided)
+        return held
 
     def _run(self, program: tuple[Instruction, ...], scope: Scope, decided: Mapping[str, Any]) -> None:
         for instruction in program:

@@ -76,6 +76,8 @@ class JobPlan:
         validation: Greedy answers to the held-out problems, judged; of preferences, the held-out pairs compared.
         fill: The first batches, where they are made ahead of the steps that learn from them; else empty.
         train: The loop over training steps.
+        rollout: A step up to its last score, where a program runs steps one by one; empty where samples are made ahead.
+        learn: The rest of it.
     """
 
     meshes: Mapping[str, DeviceMesh]
@@ -83,6 +85,8 @@ class JobPlan:
     validation: Program
     fill: Program = ()
     train: Program
+    rollout: Program = ()
+    learn: Program = ()
 
     @property
     def whole(self) -> Program:
@@ -111,9 +115,9 @@ class JobPlan:
         return tuple(sets)
 
 
-def step_flow(recipe: Recipe) -> Flow:
-    """What one training step does: the algorithm's flow without what this recipe has no use for."""
-    flow = STEPS[recipe.algorithm]
+def step_flow(recipe: Recipe, flow: Flow | None = None) -> Flow:
+    """What one training step does: the algorithm's flow, or another, without what this recipe has no use for."""
+    flow = STEPS[recipe.algorithm] if flow is None else flow
     if not recipe.has_reference:
         flow = without(flow, "ref_log_probs")
     if recipe.kl.place == "loss" or recipe.kl.coef == 0:
@@ -154,11 +158,16 @@ def placement_warnings(meshes: Mapping[str, DeviceMesh]) -> tuple[str, ...]:
     )
 
 
-def plan_job(recipe: Recipe) -> JobPlan:
+def plan_job(recipe: Recipe, flow: Flow | None = None) -> JobPlan:
     """Place and compile a recipe, the same on every rank and without any message.
+
+    Args:
+        recipe: The recipe.
+        flow: What a training step does in the place of the algorithm's own flow.
 
     Raises:
         LayoutError: A layout does not fit its ranks.
+        GraphError: The flow's columns do not fit together.
     """
     meshes = role_meshes(recipe)
     rollout = meshes["actor.rollout"]
@@ -172,27 +181,43 @@ def plan_job(recipe: Recipe) -> JobPlan:
     if recipe.trainer.max_staleness > 0:
         meshes[WORKING_AHEAD] = sampling_mesh(meshes)
     validation = compile_flow(validation_flow(recipe), meshes)
-    fill, turn = _turn(recipe, meshes, validation)
+    flow = step_flow(recipe, flow)
+    fill, turn = _turn(recipe, flow, meshes, validation)
+    rollout, learn = ((), ()) if recipe.trainer.max_staleness > 0 else _halves(compile_flow(flow, meshes))
     return JobPlan(
         meshes=meshes,
         warm_start=compile_flow(WARM_START, meshes) if recipe.warm_start is not None else (),
         validation=validation,
         fill=fill,
         train=(Loop("train_step", "job", turn),),
+        rollout=rollout,
+        learn=learn,
     )
 
 
-def _turn(recipe: Recipe, meshes: Mapping[str, DeviceMesh], validation: Program) -> tuple[Program, Program]:
+_FINISH = Call("trainer.finish_step", "trainer", "finish_step", "job")
+
+
+def _halves(step: Program) -> tuple[Program, Program]:
+    """A step up to its last samples and scores, and the rest with what ends a step."""
+    last = max(
+        at
+        for at, each in enumerate(step)
+        if any(isinstance(inner, Call) and (inner.source or inner.call == "score") for inner in walk((each,)))
+    )
+    return step[: last + 1], (*step[last + 1 :], _FINISH)
+
+
+def _turn(recipe: Recipe, flow: Flow, meshes: Mapping[str, DeviceMesh], validation: Program) -> tuple[Program, Program]:
     """What comes before the training steps, and one of them."""
-    finish = Call("trainer.finish_step", "trainer", "finish_step", "job")
     save = Branch("save", "job", (Call("trainer.save", "trainer", "save", "job"),))
-    end = (Branch("validate", "job", validation), finish, save)
+    end = (Branch("validate", "job", validation), _FINISH, save)
     # Until the weights change, a step can be left as if it had never begun.
     if recipe.trainer.max_staleness > 0:
-        ahead = compile_ahead(step_flow(recipe), meshes)
+        ahead = compile_ahead(flow, meshes)
         turn = (*ahead.hand_over, *ahead.sample, *ahead.learn, *end)
         return ahead.fill, (Branch("go_on_to_update", "job", turn),)
-    sample, experience, update = _cut(compile_flow(step_flow(recipe), meshes))
+    sample, experience, update = _cut(compile_flow(flow, meshes))
     learn = Branch("go_on_to_update", "job", (*update, *end))
     return (), (*sample, Branch("go_on", "job", (*experience, learn)))
 

@@ -11,6 +11,7 @@ from hybridflow.config import Recipe
 from hybridflow.observe.exporters import Outlet, close_outlets, open_outlets
 from hybridflow.observe.metrics import MetricsLog
 from hybridflow.observe.report import draw_learning_curve, write_summary
+from hybridflow.observe.starts import add_end
 from hybridflow.observe.status_file import StatusFile
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.timeline_file import TimelineFile
@@ -39,7 +40,7 @@ class Record:
         self.timeline = Timeline()
         self.summary: dict[str, Any] = {"name": recipe.name, "algorithm": recipe.algorithm, "ranks": world.size}
         self._recipe, self._world, self._run_dir = recipe, world, Path(recipe.run_dir)
-        self._num_restarts = number - 1
+        self._number = number
         self._totals = {"steps": 0, "step_s": 0.0, "tokens": 0.0, "control_s": 0.0}
         self._profiler = Profiler(recipe, world.rank, self.timeline)
         self._log: MetricsLog | None = None
@@ -95,7 +96,7 @@ class Record:
         self._totals["tokens"] += metrics["batch/num_tokens"]
         self._totals["control_s"] += metrics["control/overhead_share"] * step_s
         if self._log is not None:
-            written = metrics | {"run/restarts": self._num_restarts}
+            written = metrics | {"run/restarts": self._number - 1}
             self._log.write(step, written)
             named = {self._prefix + name: value for name, value in written.items()}
             for outlet in self._outlets:
@@ -123,3 +124,13 @@ class Record:
             print(f"wrote {path}", flush=True)
         self._status.close()
         close_outlets(self._outlets, _LEAVE_S if is_done else _LEAVE_STOPPED_S)
+
+    def end(self, stopped: str | None, save_s: float | None) -> None:
+        """Note that this start has ended, on the lowest rank, when all others have left.
+
+        Args:
+            stopped: Why it stopped before the run was done; None: it is done.
+            save_s: How long saving took, in seconds, if it is known.
+        """
+        if self._world.rank == 0:
+            add_end(self._run_dir, self._number, "finished" if stopped is None else "requeue", stopped or "", save_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ import torch
 from hybridflow.checkpoint.store import Checkpoint
 from hybridflow.config import Recipe
 from hybridflow.dataflow.batch import Batch
+from hybridflow.dataflow.graph import Flow
 from hybridflow.dataflow.move import Mover
-from hybridflow.dataflow.run import Executor, Replicated
+from hybridflow.dataflow.run import Executor, Replicated, Scope
 from hybridflow.errors import LayoutError
 from hybridflow.observe.doing import doing
 from hybridflow.observe.rank_log import open_rank_log, say
-from hybridflow.observe.starts import add_end
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
@@ -57,6 +57,29 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
     Raises:
         HybridflowError: Whatever stops the run, with a message for the user.
     """
+    return make_trainer(recipe, world, resume=resume).run()
+
+
+def make_trainer(
+    recipe: Recipe,
+    world: World,
+    *,
+    resume: bool = False,
+    flow: Flow | None = None,
+    open_job: Callable[[Recipe, World, JobPlan], Job] = open_job,
+) -> Trainer:
+    """All that comes before a run: its data are read and its models made. Collective: all ranks.
+
+    Args:
+        recipe: What is asked for.
+        world: This rank and the others.
+        resume: Whether to go on from the last checkpoint of ``run_dir``, if there is one.
+        flow: What a training step does in the place of the algorithm's own flow.
+        open_job: Brings data and tokenizer.
+
+    Raises:
+        HybridflowError: Whatever is wrong, with a message for the user.
+    """
     if world.size != recipe.cluster.ranks:
         raise LayoutError(
             f"cluster.ranks={recipe.cluster.ranks}, but {world.size} ranks were started; start {recipe.cluster.ranks}, "
@@ -67,7 +90,7 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
     if not resume:
         checkpoints.check_new(Path(recipe.run_dir))
     recipe = _with_nodes(recipe, world)
-    plan = plan_job(recipe)
+    plan = plan_job(recipe, flow)
     for warning in placement_warnings(plan.meshes) if world.rank == 0 else ():
         print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
@@ -86,11 +109,7 @@ def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
         job = open_job(recipe, world, plan)
         start = checkpoints.begin(job, resume=resume)
         job = replace(job, is_resumed=start.checkpoint is not None)
-        trainer = Trainer(job, plan, start, stopping, record)
-    is_done = trainer.run()
-    if world.rank == 0:
-        add_end(run_dir, started.number, "finished" if is_done else "requeue", stopping.reason or "", stopping.save_s)
-    return is_done
+        return Trainer(job, plan, start, stopping, record)
 
 
 def _with_nodes(recipe: Recipe, world: World) -> Recipe:
@@ -137,6 +156,7 @@ class Trainer:
         self._record = record
         self._start = start.checkpoint
         self._saved_step = None if start.checkpoint is None else start.checkpoint.step
+        self._metrics: dict[str, float] = {}
         self._is_warm_start_cut = False
         self._validations = Validations()
         self._checkpoints = checkpoints.Checkpoints(job, self.roles, start)
@@ -155,11 +175,7 @@ class Trainer:
         Returns:
             Whether it is done; else it was asked to stop, and what it has done is saved.
         """
-        if self._start is not None:
-            self._resume(self._start)
-            self._set_rates()
-        self._record.open(None if self._start is None else self.step)
-        if self._start is None and not self._begin():
+        if not self.begin():
             return False
         if "accuracy_before_rl" not in self._record.summary and self._stopping.reason is None:
             self._record.summary["accuracy_before_rl"] = self._accuracy()
@@ -170,6 +186,48 @@ class Trainer:
             self._record.summary["accuracy_after_rl"] = self._accuracy()
         if self._stopping.reason is not None and self._saved_step != self.step:
             self.save(Batch.empty(), {})
+        return self.end()
+
+    def begin(self) -> bool:
+        """Weights are read, or taken from the checkpoint; warm start. Collective: all ranks.
+
+        Returns:
+            Whether the job can go on; else its warm start was cut short.
+        """
+        if self._start is not None:
+            self._resume(self._start)
+            self._set_rates()
+        self._record.open(None if self._start is None else self.step)
+        return self._start is not None or self._begin()
+
+    def rollout(self, about: Mapping[str, Any]) -> Scope:
+        """A step's samples with their scores, for ``learn``. Collective: all ranks.
+
+        Args:
+            about: Number of the step, and what it samples, as the decision ``train_step`` tells.
+        """
+        self._record.begin_step(self.step, self._stopping.job_end_s)
+        return self._execute(self._plan.rollout, {}, {"train_step": about})
+
+    def learn(self, scope: Scope, about: Mapping[str, Any]) -> dict[str, float]:
+        """Learn from samples of ``rollout``, which ends the step. Collective: all ranks.
+
+        Args:
+            scope: What ``rollout`` gave.
+            about: As there.
+
+        Returns:
+            The step's metrics, the same on all ranks.
+        """
+        self._execute(self._plan.learn, scope, {"train_step": about})
+        return self._metrics
+
+    def end(self) -> bool:
+        """Wait for the last checkpoint, and write what is known at the end. Collective: all ranks.
+
+        Returns:
+            Whether it is done; else it was asked to stop.
+        """
         self._checkpoints.finish()
         self._rollouts.end_save()
         # Where the ranks meet is kept by one of them, which stays until all have seen the checkpoint complete.
@@ -204,7 +262,9 @@ class Trainer:
         gathered = self._everyone.gather(own, "metrics of the step")
         groups = self.roles.get("groups")
         self._next_draw = about["first_draw"] + about["num_prompts"] if groups is None else groups.next_draw
-        metrics = self._record.end_step(self.step, [(measured, spans) for measured, spans, *_ in gathered])
+        self._metrics = metrics = self._record.end_step(
+            self.step, [(measured, spans) for measured, spans, *_ in gathered]
+        )
         self._stopping.learn(metrics)
         self._stopping.settle(reason for _, _, reason, _ in gathered)
         for *_, scores in gathered:
@@ -262,10 +322,10 @@ class Trainer:
         if self.job.world.rank == 0:
             print(f"resumed from {checkpoint.path}", flush=True)
 
-    def _execute(self, program: Program) -> None:
-        """Run this rank's part of a program."""
+    def _execute(self, program: Program, scope: Scope | None = None, decided: Mapping[str, Any] | None = None) -> Scope:
+        """Run this rank's part of a program, from what it holds before; returns what it holds after."""
         meshes = self._plan.meshes
-        Executor(
+        executor = Executor(
             schedule=self._plan.schedule(program, self.job.world.rank),
             roles={**self.roles, "trainer": self},
             decisions=self._decisions(),
@@ -273,7 +333,8 @@ class Trainer:
             world=self.job.world,
             meshes=meshes,
             timeline=self._record.timeline,
-        ).run()
+        )
+        return executor.run(scope, decided)
 
     def _decisions(self) -> dict[str, Replicated]:
         """What the schedule's loops and branches ask for, the same on every rank.
@@ -483,6 +544,7 @@ class Trainer:
                 )
                 print(f"stopped: {self._stopping.reason}; {done}, begin again with --resume", flush=True)
         self._everyone.barrier("the end of the job")
+        self._record.end(self._stopping.reason, self._stopping.save_s)
 
 
 def _is_due(step: int, every: int) -> bool:

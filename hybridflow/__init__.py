@@ -1,6 +1,39 @@
 """hybridflow: RL post-training of language models on HPC clusters.
 
-Importing the package is light: no torch, no MPI, no GPU library. What needs them imports them itself.
+Importing the package is light: no torch, no MPI, no GPU library. What needs them imports them itself, and the names
+of the Python API (docs/api.md) bring them in when they are first asked for.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+_API = {
+    "api.algorithms": ("BaseAlgorithm", "GRPO", "PPO", "RLOO"),
+    "api.flow": ("RoleFlow", "node"),
+    "api.pipeline": ("DataPipeline", "RLTrainer"),
+    "api.roles": ("Actor", "Critic", "LoraConfig", "Reward", "RewardModel"),
+    "api.session": ("Rollout",),
+    "api.trainers": ("GRPOTrainer", "OnlineTrainer", "PPOTrainer"),
+    "api.world": ("find_world", "use_world"),
+    "dataflow.batch": ("Batch", "Ragged"),
+    "observe.exporters": ("MetricsExporter",),
+}
+"""Module -> the public names that it defines."""
+
+_MODULES = {name: module for module, names in _API.items() for name in names}
+
+__all__ = ["__version__", *sorted(_MODULES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'hybridflow' has no attribute {name!r}; its names: {', '.join(sorted(_MODULES))}")
+    return getattr(importlib.import_module(f"hybridflow.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

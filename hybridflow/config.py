@@ -59,6 +59,8 @@ class Cluster:
         start_deadline_s: Longest wait for all ranks to join, in seconds.
         dead_after_s: A rank that has shown no sign of life for so long is taken for dead, in seconds.
         threads_per_rank: CPU threads of each rank.
+        memory_budget_gb: Accelerator memory of each rank, in 1e9 bytes; a job that by our estimate
+            (``hybridflow plan job``) needs more is refused before it begins. None: nothing is refused.
     """
 
     ranks: Count = 1
@@ -67,6 +69,7 @@ class Cluster:
     start_deadline_s: Positive = 120.0
     dead_after_s: Positive = 20.0
     threads_per_rank: Count = 1
+    memory_budget_gb: Positive | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +238,9 @@ class Actor:
         reshard: How weights travel from the one layout to the other. ``shared``: ranks of a node read each other's
             memory; ``torch``: over torch.distributed; ``mpi``: over MPI, in a job that MPI started; ``auto``: shared
             where the system allows it, and the quickest of the others elsewhere.
+        reshard_every: After so many training steps the weights that generate are brought up to date. Above 1 they are
+            a copy of their own in the meantime, up to this less one updates old, which the correction takes into
+            account.
         offload: During a rollout keep the optimizer's state in host memory, and free the gradients.
         lora: Train adapters instead of the weights; None: train the weights.
     """
@@ -245,6 +251,7 @@ class Actor:
     rollout_ranks: tuple[int, ...] | None = None
     optimizer: Optimizer
     reshard: Literal["auto", "shared", "torch", "mpi"] = "auto"
+    reshard_every: Count = 1
     offload: bool = False
     lora: LoRA | None = None
 
@@ -806,7 +813,7 @@ class Recipe:
     @property
     def staleness_bound(self) -> int:
         """Most updates that weights which sampled a token may be behind those that learn from it."""
-        return self.trainer.max_staleness + self.rollout.carry_over
+        return self.trainer.max_staleness + self.rollout.carry_over + self.actor.reshard_every - 1
 
     @property
     def preset(self) -> Preset:
@@ -1123,6 +1130,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_placement(recipe)
     _check_split(recipe)
     _check_carry_over(recipe)
+    _check_reshard_every(recipe)
     _check_lora(recipe)
     _check_batches(recipe)
     _check_environment(recipe)
@@ -1249,6 +1257,26 @@ def _check_carry_over(recipe: Recipe) -> None:
             f"rollout.carry_over=true: only responses of the engine of kind megatron, without an environment, go on "
             f"after an update; set it to false, or change {other}"
         )
+
+
+def _check_reshard_every(recipe: Recipe) -> None:
+    every = recipe.actor.reshard_every
+    if every == 1:
+        return
+    others = {
+        "trainer.max_staleness": recipe.trainer.max_staleness > 0,
+        "actor.lora": recipe.actor.lora is not None,
+        "rollout.engine.kind": recipe.rollout.engine.kind != "megatron",
+        "rollout.carry_over": recipe.rollout.carry_over,
+    }
+    for key, is_there in others.items():
+        if is_there:
+            raise ConfigError(
+                f"actor.reshard_every={every}: the weights that generate stay behind on purpose, which does not go "
+                f"together with {key}; set it to 1, or remove {key}"
+            )
+    if not recipe.preset.generates:
+        raise ConfigError(f"actor.reshard_every: algorithm={recipe.algorithm} generates nothing; remove the key")
 
 
 def _check_async(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:

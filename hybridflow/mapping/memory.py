@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.config import LoRA, Optimizer, Recipe, reference_is_base
+from hybridflow.errors import ConfigError
 from hybridflow.families.model import Model
 from hybridflow.models.adapters import adapter_spec
 from hybridflow.models.shapes import model_spec, shape_of
@@ -213,11 +214,13 @@ def _vocab_size(model: Model) -> int:
 def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
     model, mesh, name = placed.model, placed.mesh, placed.mesh.name
     if name == "actor.rollout":
-        own = _own_bytes(placed.whole, placed.update, mesh, rank)
+        is_behind = recipe.actor.reshard_every > 1
+        own = _own_bytes(placed.whole, placed.update, mesh, rank, is_behind=is_behind)
+        base = 0 if placed.adapters is None else _own_bytes(placed.spec, placed.update, mesh, rank)
         return MeshMemory(
             mesh=name,
             weights=own + packed_bytes(placed.spec, model, mesh, rank),
-            lasting=0 if placed.adapters is None else _own_bytes(placed.spec, placed.update, mesh, rank),
+            lasting=own if is_behind else base,
             cache=cache_bytes(recipe, model, mesh),
             activations=_passing_bytes(model, mesh, STEP_TOKENS)
             + _output_bytes(model, mesh, rank, recipe.rollout.max_concurrent, has_value_head=False, copies=1),
@@ -267,12 +270,12 @@ def _together(parts: tuple[MeshMemory, ...], away: frozenset[str], is_offloaded:
     )
 
 
-def _own_bytes(spec: ModelSpec, update: DeviceMesh, rollout: DeviceMesh, rank: int) -> int:
-    """Of the rollout's weights those that are not views of the update's."""
-    if shares_storage(update, rollout):
+def _own_bytes(spec: ModelSpec, update: DeviceMesh, rollout: DeviceMesh, rank: int, *, is_behind: bool = False) -> int:
+    """Of the rollout's weights those that are not views of the update's; where they stay behind, none is."""
+    if shares_storage(update, rollout) and not is_behind:
         return 0
     target = WeightHoldings(spec, rollout)
-    shared = aliases(spec, WeightHoldings(spec, update), target, rank)
+    shared = frozenset[str]() if is_behind else aliases(spec, WeightHoldings(spec, update), target, rank)
     return sum(
         math.prod(region.local_shape) * ITEM_BYTES[tensor.dtype]
         for tensor in spec.tensors
@@ -394,6 +397,27 @@ def _output_bytes(model: Model, mesh: DeviceMesh, rank: int, tokens: int, *, has
     columns = 1 if has_value_head else -(-_vocab_size(model) // mesh.layout.tp)
     logits = copies * tokens * columns * ITEM_BYTES[model.dtype]
     return logits + 4 * min(tokens, CHUNK_TOKENS) * columns * _FP32_BYTES
+
+
+def check_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
+    """Refuse a job that needs more memory than ``cluster.memory_budget_gb``, with the smallest cache.
+
+    Raises:
+        ConfigError: It does; names the rank and the phase.
+    """
+    budget_gb = recipe.cluster.memory_budget_gb
+    if budget_gb is None:
+        return
+    for rank, needed in enumerate(job_memory(recipe, meshes)):
+        phases = {"rollout": needed.rollout - needed.spare, "update": needed.update}
+        phase = max(phases, key=lambda name: phases[name])
+        if phases[phase] > budget_gb * 1e9:
+            raise ConfigError(
+                f"cluster.memory_budget_gb={budget_gb:g}: rank {rank} would need {format_bytes(phases[phase])} in its "
+                f"{phase} phase, of {format_bytes(int(budget_gb * 1e9))}; raise tp or pp, offload (actor.offload, "
+                "reference.offload), lower trainer.micro_batch_tokens, or raise the budget; `hybridflow plan job` "
+                "shows what needs it"
+            )
 
 
 def memory_table(memory: Sequence[RankMemory]) -> str:

@@ -21,7 +21,7 @@ from hybridflow.roles.job import Job
 from hybridflow.roles.peft import check_targets
 from hybridflow.roles.placed import PlacedModel, column_rows, length_metrics, mini_batch, pad_rows, padded, role_spec
 from hybridflow.roles.policy_loss import LOSS_MASK, LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
-from hybridflow.roles.rollout_buffer import asked
+from hybridflow.roles.rollout_buffer import asked, measure_staleness
 from hybridflow.roles.rollout_weights import RolloutWeights
 from hybridflow.roles.rollouts import Rollouts
 from hybridflow.roles.sampling_engine import PushedEngine, our_engine, server_engine
@@ -46,7 +46,9 @@ class Actor:
         self._job = job
         self._lora = job.recipe.actor.lora
         self._kl_coef = kl_coef
-        self._policy_loss = PolicyLoss(job.recipe, kl_coef)
+        own = job.objects.get("algorithm")
+        own_loss = own.loss if own is not None and own.has_own("loss") else None
+        self._policy_loss = PolicyLoss(job.recipe, kl_coef, own_loss)
         self._compared = torch.zeros(len(SAMPLER_SUMS), dtype=torch.float64)
         self._num_sampled = self._num_rejected = 0
         self._distilled = torch.zeros(2, dtype=torch.float64)
@@ -61,7 +63,9 @@ class Actor:
         self._rollout = None if engine.is_server else self.model
         self._rollout_weights: RolloutWeights | None = None
         generates = job.recipe.preset.generates
-        is_apart = generates and not engine.is_server and not shares_storage(update, rollout)
+        self._reshard_every = job.recipe.actor.reshard_every
+        is_one = shares_storage(update, rollout) and self._reshard_every == 1
+        is_apart = generates and not engine.is_server and not is_one
         if is_apart and (rank in update or rank in rollout):
             self._rollout = PlacedModel(job, rollout, self.spec, is_filled_later=True) if rank in rollout else None
             self._rollout_weights = RolloutWeights(job, self.spec, self.model, self._rollout)
@@ -69,6 +73,7 @@ class Actor:
         if self.trainable is not None and job.recipe.actor.offload:
             self._offload = self.trainable.offload(f"rank {rank}: optimizer of actor.update")
         self._rollout_is_current = False
+        self.num_updates = self._rollout_version = 0
         self._pushed = PushedEngine(job, self.spec) if engine.kind == "vllm" else None
         self.rollouts: Rollouts | None = None
         if rank in rollout and generates:
@@ -83,9 +88,10 @@ class Actor:
         share are freed, except on ranks that only generate. On these an update waits for nobody.
         """
         if phase == "update":
-            if self.rollouts is not None:
+            stays = self._reshard_every > 1
+            if self.rollouts is not None and not stays:
                 self.rollouts.weights_changed()
-            if self._rollout_weights is not None:
+            if self._rollout_weights is not None and not stays:
                 if self.model is not None:
                     self._rollout_weights.release()
                 self._rollout_is_current = False
@@ -104,6 +110,8 @@ class Actor:
             self._pushed.push(self._rollout)
             if self._rollout_weights is not None:
                 self._rollout_weights.release()
+        if not self._rollout_is_current:
+            self._rollout_version = self.num_updates
         self._rollout_is_current = True
 
     @contextlib.contextmanager
@@ -133,7 +141,12 @@ class Actor:
             WriteError: The log cannot be written.
         """
         assert self.rollouts is not None, "called outside the rollout mesh"
-        return self._taken(self.rollouts.sample(**asked(decided)))
+        found = asked(decided)
+        if self._reshard_every > 1:
+            behind = found["version"] - self._rollout_version
+            found["version"] = self._rollout_version
+            self.metrics |= measure_staleness(self._job, [behind])
+        return self._taken(self.rollouts.sample(**found))
 
     def answer(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Responses to the held-out problems: a greedy one and ``trainer.validation_samples`` sampled ones to each.
@@ -303,6 +316,9 @@ class Actor:
         """
         if self._lora is not None and self._lora.merge_every and step % self._lora.merge_every == 0:
             self._merge(draw=1 + step // self._lora.merge_every)
+        self.num_updates = step
+        if self._reshard_every > 1 and step % self._reshard_every == 0:
+            self.mark_changed()
 
     def _merge(self, draw: int) -> None:
         """The weights take the updates up, and the adapters begin anew, from other numbers, with no moments."""

@@ -114,6 +114,7 @@ class Advantage:
         self._job = job
         self._kl_coef = kl_coef
         self._has_warned = False
+        self._column: str = job.objects.get("scores", "scores")
         mesh = job.meshes["actor.update"]
         self._peers = mesh.group_of(job.world.rank, "dp", "cp") if job.world.rank in mesh else ()
 
@@ -168,6 +169,11 @@ class Advantage:
     def dr_grpo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages``: each score less its group's mean, spread over the response. Collective: dp."""
         return self._columns(batch, advantages=self._of_groups(batch, group_center))
+
+    def own(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """``advantages``: of scores, groups and lengths by a program's own algorithm. Collective: dp."""
+        algorithm = self._job.objects["algorithm"]
+        return self._columns(batch, advantages=self._of_groups(batch, algorithm.advantages, with_lengths=True))
 
     def rloo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages``: each score less the mean of its group's others. Collective: dp."""
@@ -240,7 +246,7 @@ class Advantage:
 
     def _scores(self, batch: Batch) -> Tensor:
         """What is learned from, ``[samples]``: the scores, shaped if the recipe says so."""
-        return shaped(self._job.recipe, batch.columns["scores"], batch.columns["response_mask"].lengths)
+        return shaped(self._job.recipe, batch.columns[self._column], batch.columns["response_mask"].lengths)
 
     def _penalty(self, batch: Batch) -> Tensor:
         """The KL of each token, ``[samples, tokens]``; zeros where it is no part of the reward."""
@@ -255,7 +261,7 @@ class Advantage:
 
     def _measure(self, batch: Batch) -> None:
         """Report scores and lengths."""
-        scores = batch.columns["scores"]
+        scores = batch.columns[self._column]
         assert isinstance(scores, Tensor), "scores are a dense column"
         if self._job.recipe.rollout.archive:
             self.scores |= zip(batch.ids.tolist(), scores.tolist(), strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -26,18 +26,24 @@ SAMPLER_SUMS = (
 """Of the global batch, each mini-batch once: how far the trainer is from sampler and reference, and the corrections."""
 
 
+OwnLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""``(log_probs, old_log_probs, advantages, mask) -> loss of each token``, all ``[samples, tokens]``."""
+
+
 class PolicyLoss:
     """How the recipe's algorithm learns from advantages.
 
     Args:
         recipe: The recipe.
         kl_coef: The weight of the KL, where it is a term of the loss.
+        own_loss: A program's own, in the place of the recipe's.
     """
 
-    def __init__(self, recipe: Recipe, kl_coef: KLCoefficient) -> None:
+    def __init__(self, recipe: Recipe, kl_coef: KLCoefficient, own_loss: OwnLoss | None = None) -> None:
         self._recipe = recipe
         self._settings = recipe.loss
         self._kl_coef = kl_coef
+        self._own_loss = own_loss
 
     def __call__(
         self, log_probs: Tensor, entropy: Tensor, columns: Mapping[str, Tensor], totals: Totals
@@ -116,6 +122,10 @@ class PolicyLoss:
     def _per_token(self, log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, ClipStats]:
         """The loss of each token, of the kind that the recipe names."""
         settings = self._settings
+        if self._own_loss is not None:
+            per_token = self._own_loss(log_probs, old, advantages, mask)
+            nowhere = torch.zeros_like(mask, dtype=torch.bool)
+            return per_token, ClipStats((log_probs - old).detach().exp(), nowhere, nowhere)
         low, high = settings.clip_low, settings.clip_high
         if settings.kind == "gspo":
             return gspo_loss(log_probs, old, advantages, mask, clip_low=low, clip_high=high)

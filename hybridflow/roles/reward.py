@@ -67,7 +67,8 @@ class Reward:
         name = getattr(job.recipe, role).function
         self._takes_rewards = name is None and job.recipe.rollout.environment is not None
         self._name = "exact_match" if name is None else name
-        self._function = find_function(self._name, role)
+        given = job.objects.get(role)
+        self._function = find_function(self._name, role) if given is None else given
 
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``scores``, or ``costs``, of responses to training problems.

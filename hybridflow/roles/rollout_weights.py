@@ -42,7 +42,9 @@ class RolloutWeights:
         self._own: list[Tensor] = []
         self._own_bytes = 0
         if rollout is not None:
-            shared = aliases(spec, *self._holdings(spec), job.world.rank)
+            # Weights that stay behind cannot be those that learn.
+            is_behind = job.recipe.actor.reshard_every > 1
+            shared = frozenset[str]() if is_behind else aliases(spec, *self._holdings(spec), job.world.rank)
             if update is not None:
                 rollout.share_storage(update, shared)
             own = {name: tensor for name, tensor in rollout.tensors().items() if name not in shared}

@@ -30,7 +30,7 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
         DeadlineError: A rank did not come.
     """
     data = recipe.data
-    path = _tokenizer_path(recipe)
+    path = tokenizer_path(recipe)
     if world.rank == 0:
         if data.arithmetic is not None:
             has_preferences = recipe.preset.has_preferences
@@ -40,7 +40,7 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
             _train(recipe)
     world.coordinator(plan.meshes["job"].ranks).barrier("data and tokenizer")
     tokenizer = open_tokenizer(_trained_tokenizer(recipe) if path is None else path)
-    _check_vocabularies(recipe, tokenizer)
+    check_vocabularies(recipe, tokenizer)
     train, held_out = _examples(recipe, data.train), _examples(recipe, data.held_out)
     context, has_preferences = recipe.model.max_context, recipe.preset.has_preferences
     is_imitating = recipe.warm_start is not None or recipe.algorithm == "sft"
@@ -75,8 +75,12 @@ def _prompts(recipe: Recipe, tokenizer: Tokenizer, examples: tuple[Example, ...]
     )
 
 
-def _tokenizer_path(recipe: Recipe) -> Path | None:
-    """The tokenizer that the recipe names, or the model's own; None where one is to be trained."""
+def tokenizer_path(recipe: Recipe) -> Path | None:
+    """The tokenizer that the recipe names, or the model's own; None where one is to be trained.
+
+    Raises:
+        ConfigError: The model has none.
+    """
     if recipe.tokenizer.path is not None:
         return Path(recipe.tokenizer.path)
     if recipe.model.path is None:
@@ -90,7 +94,13 @@ def _tokenizer_path(recipe: Recipe) -> Path | None:
     return found
 
 
-def _check_vocabularies(recipe: Recipe, tokenizer: Tokenizer) -> None:
+def check_vocabularies(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Refuse models that do not know the tokenizer's tokens.
+
+    Raises:
+        ConfigError: A model's vocabulary is too small.
+        DataError: A model was trained with another tokenizer.
+    """
     for key, model in {name: recipe.model_of(name) for name in READERS}.items():
         prefix = "model" if model is recipe.model else f"{key}.model"
         if model.vocab_size is not None and model.vocab_size < tokenizer.vocab_size:

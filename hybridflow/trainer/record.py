@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config import Recipe
-from hybridflow.observe.exporters import Outlet, close_outlets, open_outlets
+from hybridflow.observe.exporters import Exporter, Outlet, close_outlets, open_outlets
 from hybridflow.observe.metrics import MetricsLog
 from hybridflow.observe.report import draw_learning_curve, write_summary
 from hybridflow.observe.starts import add_end
@@ -64,6 +64,11 @@ class Record:
             self._timeline_file = TimelineFile(
                 self._run_dir, num_ranks=self._world.size, ranks_per_node=self._world.ranks_per_node
             )
+
+    def add_exporter(self, name: str, exporter: Exporter) -> None:
+        """Send the metrics of the steps to come there too; on the lowest rank."""
+        if self._world.rank == 0:
+            self._outlets.append(Outlet(name, exporter))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""

@@ -17,6 +17,9 @@ from hybridflow.roles.reward_model import RewardModel
 from hybridflow.roles.rollout_buffer import RolloutBuffer
 from hybridflow.roles.teacher import Teacher
 
+NODE = "node "
+"""What the names of ``Job.objects`` begin with that are roles of a program's own."""
+
 
 def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
     """Name -> role, as the nodes of the algorithm's flow name them; in every process, in the same order.
@@ -43,6 +46,9 @@ def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
     for name in ("critic", "cost_critic"):
         if getattr(recipe, name) is not None:
             roles[name] = Critic(job, name)
+    for name, given in job.objects.items():
+        if name.startswith(NODE):
+            roles[name.removeprefix(NODE)] = given
     if recipe.trainer.max_staleness > 0:
         roles["buffer"] = RolloutBuffer(job)
     return roles

@@ -17,7 +17,9 @@ from hybridflow.dataflow.graph import Flow
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.run import Executor, Replicated, Scope
 from hybridflow.errors import LayoutError
+from hybridflow.mapping.memory import check_memory
 from hybridflow.observe.doing import doing
+from hybridflow.observe.exporters import Exporter
 from hybridflow.observe.rank_log import open_rank_log, say
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.megatron import rank_sets
@@ -91,8 +93,17 @@ def make_trainer(
         checkpoints.check_new(Path(recipe.run_dir))
     recipe = _with_nodes(recipe, world)
     plan = plan_job(recipe, flow)
+    check_memory(recipe, plan.meshes)
     for warning in placement_warnings(plan.meshes) if world.rank == 0 else ():
         print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
+    if recipe.actor.reshard_every > 1 and world.rank == 0:
+        print(
+            f"hybridflow: actor.reshard_every={recipe.actor.reshard_every}: rollouts come from weights that are up to "
+            f"{recipe.actor.reshard_every - 1} update(s) old; rollout/staleness_max tells, and correction.kind="
+            f"{recipe.correction_kind} applies",
+            file=sys.stderr,
+            flush=True,
+        )
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     started = note_start(recipe, plan.meshes, world.coordinator(plan.meshes["job"].ranks))
     record, stopping = (
@@ -139,14 +150,16 @@ class Trainer:
 
     Attributes:
         step: Training steps done.
+        next_draw: Of the first prompt that no step has used.
+        num_prompts: Of a step.
         roles: Name -> role.
     """
 
     def __init__(self, job: Job, plan: JobPlan, start: checkpoints.Begin, stopping: Stopping, record: Record) -> None:
         recipe = job.recipe
         self.step = 0
-        self._next_draw = 0
-        self._num_prompts = recipe.trainer.global_batch_size // recipe.samples_per_draw
+        self.next_draw = 0
+        self.num_prompts = recipe.trainer.global_batch_size // recipe.samples_per_draw
         self.kl_coef = KLCoefficient(recipe)
         self.roles = make_roles(job, self.kl_coef)
         self._multiplier = self.roles["advantage"].multiplier if "lagrange" in recipe.preset.reads else None
@@ -222,6 +235,18 @@ class Trainer:
         self._execute(self._plan.learn, scope, {"train_step": about})
         return self._metrics
 
+    def save_now(self) -> None:
+        """Save between two steps, and wait until it is done. Collective: all ranks."""
+        if self._saved_step != self.step:
+            self.save(Batch.empty(), {})
+        self._checkpoints.finish()
+        self._rollouts.end_save()
+        self._everyone.barrier("the checkpoint")
+
+    def add_exporter(self, name: str, exporter: Exporter) -> None:
+        """Send the metrics of the steps to come there too; on rank 0, others do nothing."""
+        self._record.add_exporter(name, exporter)
+
     def end(self) -> bool:
         """Wait for the last checkpoint, and write what is known at the end. Collective: all ranks.
 
@@ -261,7 +286,7 @@ class Trainer:
         own = [self._take_metrics() | rates, self._record.timeline.spans, self._stopping.own_reason(), self._scores()]
         gathered = self._everyone.gather(own, "metrics of the step")
         groups = self.roles.get("groups")
-        self._next_draw = about["first_draw"] + about["num_prompts"] if groups is None else groups.next_draw
+        self.next_draw = about["first_draw"] + about["num_prompts"] if groups is None else groups.next_draw
         self._metrics = metrics = self._record.end_step(
             self.step, [(measured, spans) for measured, spans, *_ in gathered]
         )
@@ -294,7 +319,7 @@ class Trainer:
         """Begin to write a checkpoint, complete or not at all. Called on all ranks."""
         state = {
             "kl_coef": self.kl_coef.value,
-            "next_draw": self._next_draw,
+            "next_draw": self.next_draw,
             "rollouts": self._rollouts.state(),
             "validations": self._validations.state(),
             **self._record.state(),
@@ -314,10 +339,11 @@ class Trainer:
         self.kl_coef.value = checkpoint.state["kl_coef"]
         self._validations = Validations.resume(checkpoint.state.get("validations", {}))
         # Before steps could take more prompts than they train on, it was not kept.
-        self._next_draw = checkpoint.state.get("next_draw", self.step * self._num_prompts)
+        self.next_draw = checkpoint.state.get("next_draw", self.step * self.num_prompts)
         if self._multiplier is not None:
             self._multiplier.value = checkpoint.state["multiplier"]
         self._record.resume(checkpoint.state)
+        self.roles["actor"].num_updates = self.step
         self.roles["actor"].mark_changed()
         if self.job.world.rank == 0:
             print(f"resumed from {checkpoint.path}", flush=True)
@@ -382,18 +408,18 @@ class Trainer:
         recipe = self.job.recipe
         if step > recipe.trainer.steps or self._stopping.reason is not None or self._is_out_of_patience:
             return None
-        num_between = (step - self.step - 1) * self._num_prompts
+        num_between = (step - self.step - 1) * self.num_prompts
         return {
             "step": step,
-            "first_draw": self._next_draw + num_between,
-            "num_prompts": self._num_prompts,
+            "first_draw": self.next_draw + num_between,
+            "num_prompts": self.num_prompts,
             "version": self.step,
         }
 
     def _rollout_turns(self) -> Iterator[Turn | None]:
         """The rollouts of one training step, of algorithms with several, then the end of the loop, and so on."""
         while True:
-            yield from self.roles["groups"].turns(self._next_draw, self._num_prompts, self._share_scores)
+            yield from self.roles["groups"].turns(self.next_draw, self.num_prompts, self._share_scores)
             yield None
 
     def _share_scores(self, own: Scores) -> list[Scores] | None:

@@ -35,7 +35,7 @@ ORDER = [
         "config",
     ),
     *("parallel", "algorithms", "observe", "dataflow", "reshard", "data", "models", "checkpoint"),
-    *("rollout", "roles", "mapping", "trainer", "doctor", "launch", "serving", "cli", "__main__"),
+    *("rollout", "roles", "mapping", "trainer", "api", "doctor", "launch", "serving", "cli", "__main__"),
 ]
 
 # Imported on login nodes and before ranks start: none may bring in torch or MPI.

@@ -1,0 +1,120 @@
+"""Algorithms as a program names them, and those of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.api.flow import RoleFlow
+from hybridflow.api.roles import Critic, Part
+from hybridflow.dataflow.graph import Flow, Node
+from hybridflow.presets import PRESETS
+from hybridflow.trainer.plan import STEPS
+from hybridflow.trainer.recipes import nodes
+
+
+class BaseAlgorithm(Part):
+    """How a policy learns from scores. A subclass overrides ``advantages``, ``loss``, or both.
+
+    Args:
+        critic: The value model, of algorithms that have one; None: a copy of the actor.
+        settings: As ``PPOTrainer`` takes them: ``lr``, ``kl_coef``, ``batch_size``, ….
+
+    Attributes:
+        name: The algorithm whose graph and settings it has, but for what it overrides.
+    """
+
+    name = "grpo"
+
+    def __init__(self, critic: Critic | None = None, **settings: Any) -> None:
+        super().__init__(settings, {"algorithm": self} if self.is_own else {})
+        self.critic = critic
+        if critic is None and "critic" in PRESETS[self.name].needs:
+            self.critic = Critic()
+
+    def advantages(self, scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+        """The advantage of each sample of the global batch, ``[samples]``; all its response tokens have it.
+
+        Args:
+            scores: ``[samples]`` fp64, less the KL penalty where it is paid in the reward.
+            groups: Number of each sample's prompt, ``[samples]``: equal numbers are one group.
+            lengths: Response tokens of each, ``[samples]``.
+        """
+        raise NotImplementedError
+
+    def loss(self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """The loss of each token, ``[samples, tokens]``, with a gradient to ``log_probs``; all arguments are like it.
+
+        Args:
+            log_probs: Of the weights in training.
+            old_log_probs: Of the weights at the start of the update.
+            advantages: Of each token.
+            mask: 1 on tokens that count.
+        """
+        raise NotImplementedError
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a subclass overrides something."""
+        return self.has_own("advantages") or self.has_own("loss")
+
+    def has_own(self, method: str) -> bool:
+        """Whether a subclass overrides a method."""
+        return getattr(type(self), method) is not getattr(BaseAlgorithm, method)
+
+    def update(self, scores: str = "scores") -> RoleFlow:
+        """All that follows the scores: log-probabilities, values, advantages, updates.
+
+        Args:
+            scores: The column to learn from.
+        """
+        flow = _without_source(STEPS[self.name])
+        if self.has_own("advantages"):
+            flow = _with_own_advantages(flow)
+        if scores != "scores":
+            flow = _reading(flow, scores)
+        parts = [self, *(() if self.critic is None else (self.critic,))]
+        if scores != "scores":
+            parts.append(Part({}, {"scores": scores}))
+        return RoleFlow(flow=flow, parts=tuple(parts), algorithm=self.name)
+
+
+class PPO(BaseAlgorithm):
+    """PPO with a critic (arXiv 1707.06347)."""
+
+    name = "ppo"
+
+
+class GRPO(BaseAlgorithm):
+    """GRPO (arXiv 2402.03300); sample in groups, as by ``actor.sample(group_size=8)``."""
+
+    name = "grpo"
+
+
+class RLOO(BaseAlgorithm):
+    """RLOO (arXiv 2402.14740); sample in groups."""
+
+    name = "rloo"
+
+
+def _without_source(flow: Flow) -> Flow:
+    return Flow(elements=tuple(each for each in flow.elements if each not in (nodes.SAMPLE, nodes.SCORE)))
+
+
+def _with_own_advantages(flow: Flow) -> Flow:
+    own = nodes.advantages("own")
+    return Flow(
+        elements=tuple(own if isinstance(each, Node) and each.role == "advantage" else each for each in flow.elements)
+    )
+
+
+def _reading(flow: Flow, scores: str) -> Flow:
+    """The flow in which what reads the scores reads another column in their place."""
+    changed = []
+    for each in flow.elements:
+        if isinstance(each, Node) and "scores" in each.reads:
+            each = replace(each, reads=tuple(scores if name == "scores" else name for name in each.reads))
+        changed.append(each)
+    return Flow(elements=tuple(changed))

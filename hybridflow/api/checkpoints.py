@@ -1,0 +1,70 @@
+"""Checkpoints where a program wants them: whole, or the actor as transformers reads it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from hybridflow.checkpoint.convert.engine import convert
+from hybridflow.checkpoint.formats.registry import Options, make_target, open_source
+from hybridflow.checkpoint.store import load_latest
+from hybridflow.errors import CheckpointError, WriteError
+from hybridflow.parallel.world import World
+
+
+def export_actor(run_dir: Path, path: Path, world: World) -> None:
+    """The actor of a run's latest checkpoint as a directory of Hugging Face. Collective: all ranks.
+
+    Raises:
+        CheckpointError: ``path`` is there.
+        WriteError: The file system refuses.
+    """
+
+    def write() -> None:
+        checkpoint = load_latest(run_dir)
+        assert checkpoint is not None, "has just been saved"
+        source = open_source(checkpoint.path / "actor")
+        convert(source, make_target("hf", source, Options()), path, what={"to": "hf"})
+
+    _on_the_first(write, path, world)
+
+
+def keep_checkpoint(run_dir: Path, path: Path, world: World) -> None:
+    """A run's latest checkpoint as a run directory of its own, which can be gone on with. Collective: all ranks.
+
+    Raises:
+        CheckpointError: ``path`` is there.
+        WriteError: The file system refuses.
+    """
+
+    def write() -> None:
+        aside = path.with_name(f"{path.name}.tmp")
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.copytree(run_dir / "checkpoints", aside / "checkpoints", ignore=shutil.ignore_patterns("*.tmp"))
+        aside.rename(path)
+
+    _on_the_first(write, path, world)
+
+
+def _on_the_first(write: Callable[[], None], path: Path, world: World) -> None:
+    """Write on the lowest rank; all learn how it went."""
+    everyone = world.coordinator(tuple(range(world.size)))
+    problem, kind = "", ""
+    if world.rank == 0:
+        try:
+            if os.path.lexists(path):
+                raise CheckpointError(f"{path}: is there already; remove it, or choose another place")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write()
+        except (CheckpointError, WriteError) as error:
+            problem, kind = str(error), type(error).__name__
+        except OSError as error:
+            problem, kind = (
+                f"{path}: cannot be written: {error}; make room there, or choose another place",
+                "WriteError",
+            )
+    problem, kind = everyone.decide("the checkpoint", [problem, kind])
+    if problem:
+        raise {"CheckpointError": CheckpointError, "WriteError": WriteError}[kind](problem)

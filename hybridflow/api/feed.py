@@ -1,0 +1,160 @@
+"""What a program gives as prompts: texts, rows, token ids; and problems that are given batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.data.preferences import Response
+from hybridflow.data.prompts import Example, Solution, prompt_tokens
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import DataError
+
+_KEPT = 16
+"""Batches whose rows are remembered, for the updates that are still to come on them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenPrompt:
+    """A prompt, as text, or as token ids, or both.
+
+    Attributes:
+        example: The text, and the right answer if there is one.
+        tokens: Token ids; None: those of the text.
+    """
+
+    example: Example
+    tokens: tuple[int, ...] | None = None
+
+
+def given_prompts(batch: Any, place: str = "prompts") -> list[GivenPrompt]:
+    """The prompts in what a program gives.
+
+    Args:
+        batch: Texts; rows (``{"prompt": …, "answer": …}``); columns of these; token ids ``[prompts, tokens]``, alone
+            or as ``input_ids`` with an ``attention_mask``, as a tokenizer of transformers gives them.
+        place: What messages call it.
+
+    Raises:
+        DataError: It is nothing of these, or is empty.
+    """
+    if isinstance(batch, Tensor):
+        batch = {"input_ids": batch}
+    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
+        found = _of_columns(dict(batch), place)
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        found = [_of_row(row, f"{place}[{index}]") for index, row in enumerate(batch)]
+    else:
+        raise DataError(f"{place}: {type(batch).__name__}; expected texts, rows with a prompt, or token ids")
+    if not found:
+        raise DataError(f"{place}: no prompt; give at least one")
+    return found
+
+
+def _of_row(row: Any, place: str) -> GivenPrompt:
+    if isinstance(row, Example):
+        return GivenPrompt(example=row)
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, Mapping) or not isinstance(row.get("prompt"), str) or row["prompt"] == "":
+        raise DataError(f"{place}: found {row!r:.60}; expected a text, or a row with a text as 'prompt'")
+    answer = row.get("answer", "")
+    if not isinstance(answer, str):
+        raise DataError(f"{place}: 'answer' is {answer!r:.60}; expected text, put it in quotes")
+    return GivenPrompt(example=Example(prompt=row["prompt"], answer=answer, place=place))
+
+
+def _of_columns(columns: dict[str, Any], place: str) -> list[GivenPrompt]:
+    if "input_ids" not in columns:
+        names = [name for name in ("prompt", "answer") if name in columns]
+        rows = zip(*(columns[name] for name in names), strict=True)
+        return [_of_row(dict(zip(names, row, strict=True)), f"{place}[{index}]") for index, row in enumerate(rows)]
+    ids = torch.as_tensor(columns["input_ids"])
+    if ids.dim() != 2 or ids.dtype.is_floating_point:
+        raise DataError(
+            f"{place}: input_ids of shape {list(ids.shape)} and {ids.dtype}; expected [prompts, tokens] ids"
+        )
+    mask = torch.as_tensor(columns.get("attention_mask", torch.ones_like(ids))).bool()
+    if mask.shape != ids.shape:
+        raise DataError(
+            f"{place}: attention_mask {list(mask.shape)} for input_ids {list(ids.shape)}; give equal shapes"
+        )
+    answers = columns.get("answer", [""] * len(ids))
+    found = []
+    for index, (row, kept, answer) in enumerate(zip(ids, mask, answers, strict=True)):
+        tokens = tuple(row[kept].tolist())
+        if not tokens:
+            raise DataError(f"{place}[{index}]: no token that attention_mask keeps; a prompt needs at least one")
+        example = Example(prompt="", answer=answer, place=f"{place}[{index}]")
+        found.append(GivenPrompt(example=example, tokens=tokens))
+    return found
+
+
+class Feed:
+    """Problems that a program gives batch by batch; a draw's number is its place among all that were given.
+
+    Args:
+        tokenizer: Gives the tokens of texts, and the texts of tokens.
+        max_prompt_tokens: Longest prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_prompt_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_tokens = max_prompt_tokens
+        self._rows: dict[int, tuple[Example, tuple[int, ...]]] = {}
+        self._batches: list[range] = []
+
+    def add(self, given: Sequence[GivenPrompt], first_draw: int) -> range:
+        """Take a batch. Returns its draws.
+
+        Raises:
+            DataError: A prompt leaves no room for a response.
+        """
+        draws = range(first_draw, first_draw + len(given))
+        for draw, each in zip(draws, given, strict=True):
+            example = each.example
+            tokens = prompt_tokens(example, self._tokenizer) if each.tokens is None else each.tokens
+            if len(tokens) > self._max_tokens:
+                raise DataError(
+                    f"{example.place}: prompt of {len(tokens)} tokens; at most {self._max_tokens} leave room for a "
+                    "response: shorten it, lower max_new_tokens or raise max_context"
+                )
+            if example.prompt == "":
+                example = Example(prompt=self._tokenizer.decode(tokens), answer=example.answer, place=example.place)
+            self._rows[draw] = (example, tokens)
+        self._batches.append(draws)
+        for old in self._batches[:-_KEPT]:
+            for draw in old:
+                self._rows.pop(draw, None)
+        self._batches = self._batches[-_KEPT:]
+        return draws
+
+    def example(self, draw: int) -> Example:
+        """The example of a draw."""
+        return self._row(draw)[0]
+
+    def prompt(self, draw: int) -> tuple[int, ...]:
+        """Token ids of its prompt."""
+        return self._row(draw)[1]
+
+    def solution(self, draw: int) -> Solution:
+        """Nothing is to be imitated. Raises DataError."""
+        raise DataError(f"prompt {draw}: a program that gives prompts gives no solutions; train on a file of them")
+
+    def responses(self, draw: int) -> tuple[Response, ...]:
+        """Nothing is preferred. Raises DataError."""
+        raise DataError(f"prompt {draw}: a program that gives prompts gives no preferences; use DPOTrainer")
+
+    @property
+    def sha256(self) -> str:
+        """Whoever goes on gives other problems."""
+        return "given by a program"
+
+    def _row(self, draw: int) -> tuple[Example, tuple[int, ...]]:
+        if draw not in self._rows:
+            raise DataError(f"prompt {draw}: forgotten; an update must come within {_KEPT} rollouts of its own")
+        return self._rows[draw]

@@ -1,0 +1,94 @@
+"""Flows that a program writes: ``actor.sample() >> reward_model.score() >> ppo.update()``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.dataflow.batch import Batch, Column
+from hybridflow.dataflow.graph import Flow, Node
+from hybridflow.errors import GraphError
+
+if TYPE_CHECKING:
+    from hybridflow.api.roles import Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleFlow:
+    """Nodes, and what takes part in them.
+
+    Attributes:
+        flow: The nodes.
+        parts: What they need, each once.
+        algorithm: Whose update it has; None: it has none.
+    """
+
+    flow: Flow
+    parts: tuple[Part, ...]
+    algorithm: str | None = None
+
+    def __rshift__(self, other: RoleFlow) -> RoleFlow:
+        if not isinstance(other, RoleFlow):
+            raise GraphError(
+                f"{other!r:.60} cannot be joined with >>; give what sample(), score(), update() or node(...) return"
+            )
+        if self.algorithm is not None and other.algorithm is not None:
+            raise GraphError(f"two updates, of {self.algorithm} and of {other.algorithm}; a flow has one")
+        return RoleFlow(
+            flow=self.flow >> other.flow,
+            parts=tuple(dict.fromkeys((*self.parts, *other.parts))),
+            algorithm=self.algorithm or other.algorithm,
+        )
+
+    def run(self, prompts: Any, steps: int | None = None, **settings: Any) -> list[dict[str, float]]:
+        """Train. Collective: all ranks, with the same prompts.
+
+        Args:
+            prompts: Texts, rows ``{"prompt": …, "answer": …}``, or token ids, from which each step draws in an order
+                that ``seed`` decides; or a ``DataProvider``.
+            steps: How many; None: as many as use each prompt once.
+            settings: As ``PPOTrainer`` takes them in its config: ``batch_size``, ``lr``, ``run_dir``, ….
+
+        Returns:
+            The metrics of each step.
+
+        Raises:
+            HybridflowError: Whatever is wrong, with a message for the user.
+        """
+        from hybridflow.api.session import Session
+
+        with Session.of_flow(self, prompts, steps=steps, settings=settings) as session:
+            return session.run(steps)
+
+
+class _Called:
+    """A function as a role of its own."""
+
+    def __init__(self, function: Callable[[Batch], Mapping[str, Column]]) -> None:
+        self.metrics: dict[str, float] = {}
+        self._function = function
+
+    def call(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """What the function makes of the columns that it reads."""
+        return Batch(batch.ids, dict(self._function(batch)))
+
+
+def node(
+    function: Callable[[Batch], Mapping[str, Column]], *, reads: tuple[str, ...], writes: tuple[str, ...]
+) -> RoleFlow:
+    """A function as a node of a flow, called on the actor's ranks with their share of the samples.
+
+    Args:
+        function: Takes a ``Batch`` with the columns that it reads, gives those that it writes, a row for each sample.
+        reads: Columns that are there before: ``tokens``, ``prompt_lengths``, ``response_mask``, ``scores``, ….
+        writes: New columns; what comes later can read them, ``ppo.update(scores="shaped")`` for instance.
+
+    Raises:
+        GraphError: It writes columns and reads none.
+    """
+    from hybridflow.api.roles import Part
+
+    name = getattr(function, "__name__", "function")
+    made = Node(name=name, role=name, call="call", mesh="actor.update", reads=reads, writes=writes)
+    return RoleFlow(flow=Flow(elements=(made,)), parts=(Part({}, {f"node {name}": _Called(function)}),))

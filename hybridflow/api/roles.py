@@ -1,0 +1,139 @@
+"""What a program names as actor, critic, reference and reward: a model or a function, and where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridflow.api.flow import RoleFlow
+from hybridflow.config import LoRA
+from hybridflow.dataflow.graph import Flow
+from hybridflow.errors import ConfigError
+from hybridflow.sections import to_dict
+from hybridflow.trainer.recipes import nodes
+
+LoraConfig = LoRA
+"""Adapters, as a recipe's ``actor.lora``: ``LoraConfig(rank=8, alpha=16)``."""
+
+
+class Part:
+    """What contributes to a job: settings, and objects that settings cannot name.
+
+    Attributes:
+        settings: Short names and sections, as ``PPOTrainer`` takes them.
+        objects: Role -> model or function.
+        tokenizer: Path, or tokenizer of transformers; None: the model's own.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], objects: Mapping[str, Any] | None = None) -> None:
+        self.settings = dict(settings)
+        self.objects = {} if objects is None else dict(objects)
+        self.tokenizer: Any = None
+
+
+def split_model(model: Any) -> tuple[dict[str, Any], Any]:
+    """A model's settings, and the model itself where it is an object and no path.
+
+    Args:
+        model: Directory of Hugging Face or of ours; settings of a model whose weights are made up; an object: a model
+            of transformers, a megatron-core ``GPTModel``, or one of the user's own class.
+    """
+    if isinstance(model, str | Path):
+        return {"path": str(model)}, None
+    if isinstance(model, Mapping):
+        return dict(model), None
+    from hybridflow.models.given import given_model
+
+    given = given_model(model)
+    return to_dict(given.section), given
+
+
+class Actor(Part):
+    """The policy.
+
+    Args:
+        model: As ``split_model`` takes it.
+        tokenizer: Path, or tokenizer of transformers; None: the one that lies beside the model.
+        lora: Train adapters alone.
+        settings: Sizes and ``devices`` as in a section ``actor`` of ``PPOTrainer``'s config, and a recipe's own keys of
+            that section.
+
+    Raises:
+        ConfigError: The model is of no kind that is known.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, *, lora: LoRA | None = None, **settings: Any) -> None:
+        section, given = split_model(model)
+        if lora is not None:
+            settings["lora"] = to_dict(lora)
+        super().__init__({"model": section, "actor": settings}, {} if given is None else {"actor": given})
+        self.tokenizer = tokenizer
+
+    def sample(self, **sampling: Any) -> RoleFlow:
+        """Responses to prompts: the source of a flow.
+
+        Args:
+            sampling: Keys of a recipe's ``rollout``: ``group_size``, ``max_new_tokens``, ``temperature``, ….
+        """
+        return RoleFlow(flow=Flow(elements=(nodes.SAMPLE,)), parts=(self, Part({"rollout": sampling})))
+
+
+class Critic(Part):
+    """The value model.
+
+    Args:
+        model: As ``Actor`` takes it; None: it begins as a copy of the actor.
+        settings: Sizes and ``devices``, and a recipe's own keys of ``critic``.
+    """
+
+    def __init__(self, model: Any = None, **settings: Any) -> None:
+        section, given = ({}, None) if model is None else split_model(model)
+        if model is not None:
+            settings["model"] = section
+        super().__init__({"critic": settings}, {} if given is None else {"critic": given})
+
+
+class Reward(Part):
+    """What scores responses.
+
+    Args:
+        function: ``(prompt, response, answer) -> score``, the name of one that is built in, or ``module:function``.
+        model: A scorer, as ``Actor`` takes a model; one of the two.
+        settings: Keys of a recipe's ``reward``; of a model sizes and ``devices``.
+
+    Raises:
+        ConfigError: Neither or both are given.
+    """
+
+    def __init__(self, function: Callable[..., Any] | str | None = None, *, model: Any = None, **settings: Any) -> None:
+        if (function is None) == (model is None):
+            raise ConfigError("Reward: give a function, or model=…; one of the two")
+        objects: dict[str, Any] = {}
+        if isinstance(function, str):
+            settings["function"] = function
+        elif function is not None:
+            objects["reward"] = function
+        elif hasattr(model, "scores"):
+            objects["reward"] = model
+        else:
+            section, given = split_model(model)
+            settings["model"] = section
+            objects = {} if given is None else {"reward": given}
+        super().__init__({"reward": settings}, objects)
+
+    def score(self) -> RoleFlow:
+        """The scores of what was sampled."""
+        return RoleFlow(flow=Flow(elements=(nodes.SCORE,)), parts=(self,))
+
+
+class RewardModel(Reward):
+    """A model, or an object with ``scores(prompts, responses, answers)``, that scores responses.
+
+    Args:
+        model: As ``Reward`` takes it.
+        settings: As there.
+    """
+
+    def __init__(self, model: Any, **settings: Any) -> None:
+        super().__init__(model=model, **settings)

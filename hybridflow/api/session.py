@@ -1,0 +1,282 @@
+"""A job in this process, which is one of its ranks, for a program that takes its steps one by one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.api.feed import Feed, given_prompts
+from hybridflow.api.flow import RoleFlow
+from hybridflow.api.settings import finish_recipe, merge, recipe_values
+from hybridflow.api.world import find_world
+from hybridflow.config import Recipe
+from hybridflow.data.prompts import Example, PromptSource
+from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
+from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.dataflow.graph import Flow
+from hybridflow.dataflow.run import Scope
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.observe.exporters import Exporter
+from hybridflow.parallel.world import World
+from hybridflow.roles.job import Job, Problems, ReadProblems
+from hybridflow.trainer.open import check_vocabularies, tokenizer_path
+from hybridflow.trainer.plan import JobPlan
+from hybridflow.trainer.trainer import make_trainer
+
+MakeProblems = Callable[[Tokenizer, Recipe], Problems]
+"""From tokenizer and recipe to what is learned from."""
+
+_TOKENIZER = "tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """Samples with their scores: this rank's share.
+
+    Attributes:
+        about: Number of the step, and which prompts it samples.
+        scope: What this rank holds, by place.
+        tokenizer: For ``texts``.
+    """
+
+    about: Mapping[str, Any]
+    scope: Scope
+    tokenizer: Tokenizer
+
+    @property
+    def batch(self) -> Batch:
+        """The samples here, with all columns: ``tokens``, ``prompt_lengths``, ``response_mask``, ``scores``, ….
+
+        On a rank that has none, no samples.
+        """
+        held = [each for each in self.scope.values() if "tokens" in each.columns]
+        return max(held, key=lambda each: len(each.columns), default=Batch.empty())
+
+    @property
+    def texts(self) -> list[str]:
+        """The responses here."""
+        batch = self.batch
+        if not len(batch):
+            return []
+        tokens, lengths = batch.columns["tokens"], batch.columns["prompt_lengths"].tolist()
+        assert isinstance(tokens, Ragged), "tokens are ragged"
+        rows = zip(tokens.to_list(), lengths, strict=True)
+        return [self.tokenizer.decode(row[length:].tolist()) for row, length in rows]
+
+    @property
+    def scores(self) -> Tensor | None:
+        """Of the samples here, ``[samples]``; None where there are none."""
+        column = self.batch.columns.get("scores")
+        return column if isinstance(column, Tensor) else None
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+
+class Session:
+    """A job whose steps a program takes. A context manager, which ends it. Collective: all ranks.
+
+    Args:
+        values: A recipe's nested mapping, from ``settings.recipe_values``.
+        tokenizer: Path, or a fast tokenizer of transformers; None: the one that lies beside the model.
+        objects: Role -> model or function, as ``roles.job.Job`` takes them.
+        flow: What a step does in the place of the algorithm's own flow.
+        make_problems: Where prompts come from; None: they are given to ``rollout``.
+        num_prompts: Of a step, where ``values`` has no size of its batch.
+        resume: Whether to go on from the last checkpoint of ``run_dir``, if there is one.
+
+    Attributes:
+        recipe: What is run.
+        trainer: The job.
+
+    Raises:
+        HybridflowError: Whatever is wrong, with a message for the user.
+    """
+
+    def __init__(
+        self,
+        values: dict[str, Any],
+        *,
+        tokenizer: Any = None,
+        objects: Mapping[str, Any] | None = None,
+        flow: Flow | None = None,
+        make_problems: MakeProblems | None = None,
+        num_prompts: int | None = None,
+        resume: bool = False,
+    ) -> None:
+        self._world = find_world()
+        self._objects = {} if objects is None else dict(objects)
+        self._make_problems = make_problems
+        if "run_dir" not in values:
+            values["run_dir"] = _new_run_dir(self._world, values.get("namespace"))
+        if tokenizer is not None:
+            values.setdefault("tokenizer", {})["path"] = _tokenizer_place(tokenizer, values["run_dir"], self._world)
+        self.recipe = finish_recipe(values, num_prompts=num_prompts)
+        self.trainer = make_trainer(self.recipe, self._world, resume=resume, flow=flow, open_job=self._open)
+        self.trainer.begin()
+        self._next_draw = self.trainer.next_draw
+
+    @staticmethod
+    def of_flow(flow: RoleFlow, prompts: Any, *, steps: int | None, settings: Mapping[str, Any]) -> Session:
+        """The session of a flow; see ``RoleFlow.run``."""
+        if flow.algorithm is None:
+            raise ConfigError("this flow learns nothing; end it with the update() of an algorithm, such as PPO()")
+        merged = merge([*(part.settings for part in flow.parts), settings])
+        if steps is not None:
+            merged["trainer"] = {"steps": steps, **merged.get("trainer", {})}
+        values = recipe_values(merged, algorithm=flow.algorithm, num_ranks=find_world().size)
+        tokenizers = [part.tokenizer for part in flow.parts if part.tokenizer is not None]
+        return Session(
+            values,
+            tokenizer=tokenizers[0] if tokenizers else None,
+            objects={role: each for part in flow.parts for role, each in part.objects.items()},
+            flow=flow.flow,
+            make_problems=problems_of(prompts),
+        )
+
+    @property
+    def step(self) -> int:
+        """Training steps done."""
+        return self.trainer.step
+
+    def rollout(self, batch: Any = None) -> Rollout:
+        """Sample and score. Collective: all ranks, with the same batch.
+
+        Args:
+            batch: Prompts, as ``feed.given_prompts`` takes them; None: the next ones of the session's own source.
+
+        Raises:
+            DataError: The batch has another number of prompts than a step of this recipe.
+        """
+        problems, wanted = self.trainer.job.train, self.trainer.num_prompts
+        if batch is not None:
+            if not isinstance(problems, Feed):
+                raise DataError("rollout: the prompts come from data_provider; call rollout() without a batch")
+            given = given_prompts(batch)
+            if len(given) != wanted:
+                raise DataError(
+                    f"rollout: {len(given)} prompts; this job takes {wanted} in each step (rollout_batch_size="
+                    f"{self.recipe.trainer.global_batch_size} over {self.recipe.samples_per_draw} samples of each): "
+                    "give so many, or set rollout_batch_size"
+                )
+            problems.add(given, self._next_draw)
+        elif isinstance(problems, Feed):
+            raise DataError("rollout: no prompts; give a batch, or make the trainer with a data_provider")
+        about = {
+            "step": self.trainer.step + 1,
+            "first_draw": self._next_draw,
+            "num_prompts": wanted,
+            "version": self.trainer.step,
+        }
+        self._next_draw += wanted
+        return Rollout(about=about, scope=self.trainer.rollout(about), tokenizer=self.trainer.job.tokenizer)
+
+    def learn(self, rollout: Rollout) -> dict[str, float]:
+        """Update on a rollout. Collective: all ranks. Returns the step's metrics, the same on all ranks."""
+        # Several rollouts may be made before the first update: the step is the one that learns.
+        return self.trainer.learn(rollout.scope, {**rollout.about, "step": self.trainer.step + 1})
+
+    def run(self, steps: int | None) -> list[dict[str, float]]:
+        """So many steps on the session's own prompts; None: as many as use each once."""
+        if steps is None:
+            steps = max(1, getattr(self.trainer.job.train, "num_rows", 1) // self.trainer.num_prompts)
+        return [self.learn(self.rollout()) for _ in range(steps)]
+
+    def add_exporter(self, name: str, exporter: Exporter) -> None:
+        """Send the metrics of each step there too; of rank 0, other ranks ignore it."""
+        self.trainer.add_exporter(name, exporter)
+
+    def save(self) -> Path:
+        """Save a checkpoint that ``resume`` goes on from. Collective: all ranks. Returns its run directory."""
+        self.trainer.save_now()
+        return Path(self.recipe.run_dir)
+
+    def close(self) -> None:
+        """End the job. Collective: all ranks."""
+        self.trainer.end()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After a failure others may be gone.
+        if kind is None:
+            self.close()
+
+    def _open(self, recipe: Recipe, world: World, plan: JobPlan) -> Job:
+        path = tokenizer_path(recipe)
+        if path is None:
+            raise ConfigError("tokenizer: missing; give tokenizer=…, a path or a tokenizer of transformers")
+        tokenizer = open_tokenizer(path)
+        check_vocabularies(recipe, tokenizer)
+        make = self._make_problems
+        room = recipe.model.max_context - recipe.rollout.max_new_tokens
+        problems = Feed(tokenizer, room) if make is None else make(tokenizer, recipe)
+        return Job(
+            world=world,
+            recipe=recipe,
+            meshes=plan.meshes,
+            tokenizer=tokenizer,
+            train=problems,
+            held_out=(),
+            objects=self._objects,
+        )
+
+
+def problems_of(prompts: Any) -> MakeProblems:
+    """How prompts that a program has all at once become problems.
+
+    Args:
+        prompts: As ``feed.given_prompts`` takes them; or an object with ``problems(tokenizer, recipe)``.
+    """
+    if hasattr(prompts, "problems"):
+        made: MakeProblems = prompts.problems
+        return made
+    given = given_prompts(prompts)
+
+    def make(tokenizer: Tokenizer, recipe: Recipe) -> Problems:
+        feed = Feed(tokenizer, recipe.model.max_context - recipe.rollout.max_new_tokens)
+        draws = feed.add(given, 0)
+        examples: tuple[Example, ...] = tuple(feed.example(draw) for draw in draws)
+        return ReadProblems(
+            source=PromptSource(examples=examples, seed=recipe.seed), prompts=tuple(feed.prompt(draw) for draw in draws)
+        )
+
+    return make
+
+
+def _new_run_dir(world: World, namespace: str | None) -> str:
+    """A directory that is not there yet, the same on all ranks."""
+    everyone = tuple(range(world.size))
+    world.make_groups([everyone])
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    name = world.coordinator(everyone).decide("run_dir", name if world.rank == 0 else None)
+    return str(Path("runs") / ("python" if namespace is None else namespace) / name)
+
+
+def _tokenizer_place(tokenizer: Any, run_dir: str, world: World) -> str:
+    """Where a tokenizer lies; one of transformers is put into the run's directory, by the lowest rank."""
+    if isinstance(tokenizer, str | Path):
+        return str(tokenizer)
+    if isinstance(getattr(tokenizer, "path", None), Path):
+        return str(tokenizer.path)
+    if not hasattr(tokenizer, "save_pretrained") or not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(
+            f"tokenizer: found {type(tokenizer).__name__}; give a path, or a fast tokenizer of transformers "
+            "(AutoTokenizer.from_pretrained(…, use_fast=True))"
+        )
+    folder = Path(run_dir) / _TOKENIZER
+    everyone = tuple(range(world.size))
+    world.make_groups([everyone])
+    if world.rank == 0:
+        aside = folder.with_name(f"{_TOKENIZER}.tmp")
+        tokenizer.save_pretrained(aside)
+        aside.rename(folder)
+    world.coordinator(everyone).barrier("the tokenizer")
+    return str(folder)

@@ -1,0 +1,285 @@
+"""Settings as programs give them, in words of other frameworks too, turned into a recipe."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config import Recipe, recipe_from_dict
+from hybridflow.errors import ConfigError
+from hybridflow.presets import PRESETS
+from hybridflow.sections import parse_yaml
+
+SHORT: Mapping[str, tuple[str, ...]] = {
+    "batch_size": ("trainer.mini_batch_size",),
+    "mini_batch_size": ("trainer.mini_batch_size",),
+    "rollout_batch_size": ("trainer.global_batch_size",),
+    "global_batch_size": ("trainer.global_batch_size",),
+    "micro_batch_tokens": ("trainer.micro_batch_tokens",),
+    "steps": ("trainer.steps",),
+    "save_every": ("trainer.save_every",),
+    "lr": ("actor.optimizer.lr", "critic.optimizer.lr"),
+    "learning_rate": ("actor.optimizer.lr", "critic.optimizer.lr"),
+    "actor_lr": ("actor.optimizer.lr",),
+    "critic_lr": ("critic.optimizer.lr",),
+    "weight_decay": ("actor.optimizer.weight_decay", "critic.optimizer.weight_decay"),
+    "max_grad_norm": ("actor.optimizer.clip_grad", "critic.optimizer.clip_grad"),
+    "kl_coef": ("kl.coef",),
+    "kl_estimator": ("kl.estimator",),
+    "clip_range": ("loss.clip_low", "loss.clip_high"),
+    "clip_low": ("loss.clip_low",),
+    "clip_high": ("loss.clip_high",),
+    "value_clip": ("critic.value_clip",),
+    "entropy_coef": ("loss.entropy_coef",),
+    "num_epochs": ("loss.epochs",),
+    "ppo_epochs": ("loss.epochs",),
+    "gamma": ("advantage.gamma",),
+    "gae_lambda": ("advantage.gae_lambda",),
+    "lam": ("advantage.gae_lambda",),
+    "group_size": ("rollout.group_size",),
+    "num_generations": ("rollout.group_size",),
+    "max_new_tokens": ("rollout.max_new_tokens",),
+    "max_length": ("rollout.max_new_tokens",),
+    "temperature": ("rollout.temperature",),
+    "top_k": ("rollout.top_k",),
+    "top_p": ("rollout.top_p",),
+    "max_context": ("model.max_context",),
+    "dtype": ("model.dtype",),
+    "output_dir": ("run_dir",),
+    "deadline_s": ("cluster.deadline_s",),
+    "threads_per_rank": ("cluster.threads_per_rank",),
+    "lora_rank": ("actor.lora.rank",),
+    "lora_alpha": ("actor.lora.alpha",),
+    "offload_to_cpu": ("actor.offload", "reference.offload"),
+}
+"""Short name -> keys of the recipe that it sets, of those that the algorithm reads."""
+
+_SIZES = {
+    "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "pp",
+    "data_parallel_size": "dp",
+    "tp_size": "tp",
+    "pp_size": "pp",
+    "dp_size": "dp",
+}
+_ROLES = ("actor", "critic", "reference", "reward")
+_PLACES = {"actor": "update", "critic": "layout", "reference": "layout", "reward": "layout"}
+_DEFAULTS: Mapping[str, Any] = {
+    "trainer.steps": 1_000_000,
+    "rollout.max_new_tokens": 128,
+    "actor.optimizer.lr": 1e-6,
+    "critic.optimizer.lr": 1e-5,
+}
+"""Where neither the program nor a recipe says it. A program ends when it likes, so steps are as good as unlimited."""
+
+
+def read_config(config: Any) -> dict[str, Any]:
+    """A mapping of what was given: one already, a YAML file of it, or nothing.
+
+    Raises:
+        ConfigError: It is something else, or the file cannot be read.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, str | Path):
+        try:
+            text = Path(config).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config {config}: cannot be read: {error}; give a YAML file, or a mapping") from error
+        config = parse_yaml(text, str(config))
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"config: found {type(config).__name__}; give a mapping, or a YAML file of one")
+    return copy.deepcopy(dict(config))
+
+
+def recipe_values(config: Any, *, algorithm: str, num_ranks: int) -> dict[str, Any]:
+    """A recipe's nested mapping, of short names, sections of roles, and a recipe's own keys.
+
+    Args:
+        config: As ``read_config`` takes it.
+        algorithm: Of ``presets.PRESETS``.
+        num_ranks: That are there.
+
+    Raises:
+        ConfigError: A key is none of these, or says what another one says.
+    """
+    given = read_config(config)
+    values: dict[str, Any] = {"name": "program", "algorithm": algorithm, "cluster": {"ranks": num_ranks}}
+    values["data"] = {"train": "given by the program", "held_out": "given by the program"}
+    engine = given.pop("hybrid_engine", {})
+    for role in _ROLES:
+        if isinstance(given.get(role), Mapping):
+            given[role] = _role(values, role, dict(given[role]), num_ranks)
+    top = {field.name for field in fields(Recipe)}
+    for key, value in given.items():
+        if key in top:
+            put(values, key, value)
+            continue
+        targets = [target for target in SHORT.get(key, ()) if _is_read(target, algorithm)]
+        if not targets:
+            raise ConfigError(_unknown(key, algorithm, top))
+        for target in targets:
+            put(values, target, value)
+    _hybrid_engine(values, engine, num_ranks)
+    return values
+
+
+def finish_recipe(values: dict[str, Any], *, num_prompts: int | None) -> Recipe:
+    """The recipe, with what was left open.
+
+    Args:
+        values: From ``recipe_values``.
+        num_prompts: Of a step, where the program has given no size of its batch.
+
+    Raises:
+        ConfigError: As for ``config.recipe_from_dict``.
+    """
+    algorithm = str(values["algorithm"])
+    for key, value in _DEFAULTS.items():
+        if _is_read(key, algorithm):
+            _put_under(values, key, value)
+    num_ranks = values["cluster"]["ranks"]
+    _put_under(values, "actor.update", {"dp": num_ranks})
+    if "critic" in PRESETS[algorithm].reads:
+        _put_under(values, "critic.layout", values["actor"]["update"])
+    trainer, rollout = values["trainer"], values["rollout"]
+    if "global_batch_size" not in trainer:
+        per_prompt = 2 if PRESETS[algorithm].is_paired else rollout.get("group_size", 1)
+        given = trainer.get("mini_batch_size") if num_prompts is None else num_prompts * per_prompt
+        if given is None:
+            raise ConfigError("rollout_batch_size: missing; give the samples of a step, or batch_size")
+        trainer["global_batch_size"] = given
+    return recipe_from_dict(values, source="config")
+
+
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key; sections are put into each other.
+
+    Raises:
+        ConfigError: It is there already, with another value.
+    """
+    *sections, last = key.split(".")
+    place = values
+    for section in sections:
+        place = place.setdefault(section, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"{key}: {section} is {place!r:.60}, not a section; remove one of the two")
+    if isinstance(value, Mapping) and isinstance(place.get(last, {}), dict):
+        place.setdefault(last, {})
+        for name, inner in value.items():
+            put(values, f"{key}.{name}", inner)
+    elif last in place and place[last] != value:
+        raise ConfigError(f"{key}: given twice, as {place[last]!r} and as {value!r}; remove one of the two")
+    else:
+        place[last] = value
+
+
+def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One mapping of several, which say different things. Raises ConfigError: two of them differ on a key."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            put(merged, key, copy.deepcopy(value))
+    return merged
+
+
+def _put_under(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key where nothing is said of it."""
+    *sections, last = key.split(".")
+    place = values
+    for section in sections:
+        place = place.setdefault(section, {})
+    place.setdefault(last, copy.deepcopy(value))
+
+
+def _role(values: dict[str, Any], role: str, section: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+    """A role's section as a recipe has it; what of it belongs to the model goes there."""
+    name = section.pop("model_name", None)
+    if name is not None:
+        put(values, "model.path" if role == "actor" else f"{role}.model.path", str(name))
+        if role == "reference":
+            raise ConfigError(
+                "reference.model_name: the reference is the actor as it begins; remove it (to learn from another "
+                "model, see the algorithm distill)"
+            )
+    devices = section.pop("devices", None)
+    ranks = None if devices is None else ranks_of(devices, num_ranks, key=f"{role}.devices")
+    if ranks is not None:
+        section["ranks"] = ranks
+    sizes = {axis: section.pop(key) for key, axis in _SIZES.items() if key in section}
+    place = _PLACES[role]
+    if sizes or (ranks is not None and place not in section and (role != "reward" or name is not None)):
+        count = num_ranks if ranks is None else len(ranks)
+        model_size = sizes.get("tp", 1) * sizes.get("pp", 1)
+        sizes.setdefault("dp", max(1, count // model_size))
+        section[place] = {**sizes, **section.get(place, {})}
+    return section
+
+
+def ranks_of(devices: Any, num_ranks: int, *, key: str) -> list[int]:
+    """Ranks, of their numbers or of names such as ``cuda:1``.
+
+    Raises:
+        ConfigError: One is none of these, or is not there.
+    """
+    listed = [devices] if isinstance(devices, str | int) else list(devices)
+    ranks = []
+    for device in listed:
+        text = str(device)
+        number = text.partition(":")[2] if text.startswith(("cuda:", "cpu:")) else text
+        if not number.isdigit():
+            raise ConfigError(f"{key}: {device!r}; give ranks, such as 0, or devices, such as 'cuda:0'")
+        if int(number) >= num_ranks:
+            raise ConfigError(
+                f"{key}: {device!r} is not there: this job has {num_ranks} rank(s), one for each device, "
+                f"0 to {num_ranks - 1}; start more ranks, or name one of these"
+            )
+        ranks.append(int(number))
+    return ranks
+
+
+def _hybrid_engine(values: dict[str, Any], engine: Any, num_ranks: int) -> None:
+    known = {
+        *("enable_resharding", "resharding_interval", "memory_budget_gb"),
+        *(f"rollout_{size}" for size in _SIZES),
+    }
+    if not isinstance(engine, Mapping):
+        raise ConfigError(f"hybrid_engine: found {engine!r:.60}; expected a section with {', '.join(sorted(known))}")
+    for key in engine:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), sorted(known), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"hybrid_engine.{key}: unknown key{hint} keys: {', '.join(sorted(known))}")
+    sizes = {axis: engine[f"rollout_{key}"] for key, axis in _SIZES.items() if f"rollout_{key}" in engine}
+    if engine.get("enable_resharding", True) is False:
+        if sizes:
+            raise ConfigError(
+                f"hybrid_engine: enable_resharding=false, but the rollout has sizes of its own ({sizes}); remove them"
+            )
+    elif sizes:
+        count = len(values.get("actor", {}).get("ranks", ())) or num_ranks
+        sizes.setdefault("dp", max(1, count // (sizes.get("tp", 1) * sizes.get("pp", 1))))
+        put(values, "actor.rollout", sizes)
+    if "resharding_interval" in engine:
+        put(values, "actor.reshard_every", engine["resharding_interval"])
+    if "memory_budget_gb" in engine:
+        put(values, "cluster.memory_budget_gb", engine["memory_budget_gb"])
+
+
+def _is_read(key: str, algorithm: str) -> bool:
+    """Whether an algorithm reads a key of a section that not all have."""
+    section = key.split(".")[0]
+    chosen = frozenset().union(*(preset.reads for preset in PRESETS.values()))
+    return section not in chosen or section in PRESETS[algorithm].reads
+
+
+def _unknown(key: str, algorithm: str, top: set[str]) -> str:
+    if key in SHORT:
+        return f"config: {key}: algorithm={algorithm} has no {' or '.join(SHORT[key])}; remove it"
+    near = difflib.get_close_matches(key, [*SHORT, *top], n=1)
+    hint = f"; did you mean {near[0]}?" if near else ";"
+    return f"config: {key}: unknown key{hint} short names: {', '.join(SHORT)}; sections: {', '.join(sorted(top))}"

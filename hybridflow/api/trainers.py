@@ -1,0 +1,221 @@
+"""Trainers of a few lines: a program gives prompts, takes rollouts, and updates on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridflow.api.algorithms import BaseAlgorithm
+from hybridflow.api.checkpoints import export_actor, keep_checkpoint
+from hybridflow.api.feed import given_prompts
+from hybridflow.api.flow import RoleFlow
+from hybridflow.api.roles import Actor, Critic, Part, Reward
+from hybridflow.api.session import Rollout, Session, problems_of
+from hybridflow.api.settings import merge, read_config, recipe_values
+from hybridflow.api.world import find_world
+from hybridflow.errors import ConfigError
+from hybridflow.observe.exporters import Exporter
+
+
+class OnlineTrainer:
+    """Samples responses, scores them, and learns from the scores. Collective: all ranks, with the same arguments.
+
+    The job begins at the first ``rollout``, ``step`` or ``train``.
+
+    Args:
+        config: Settings: a mapping, or a YAML file of one, of short names (``batch_size``, ``lr``, ``kl_coef``, …), of
+            role sections (``actor``, ``critic``, ``reference``, ``reward``: ``model_name``,
+            ``tensor_parallel_size``, ``pipeline_parallel_size``, ``data_parallel_size``, ``devices``), of
+            ``hybrid_engine``, and of a recipe's own sections.
+        actor_model: The policy: directory, model of transformers, megatron-core ``GPTModel``, own class, or ``Actor``.
+        critic_model: The value model, likewise, or ``Critic``; None: it begins as a copy of the actor.
+        reward: A function ``(prompt, response, answer) -> score``, a scorer, or ``Reward``.
+        tokenizer: Path, or fast tokenizer of transformers; None: the one that lies beside the model.
+        data_provider: Where prompts come from: a ``DataProvider``, or prompts as ``rollout`` takes them; None: they
+            are given to ``rollout`` and ``step``.
+        namespace: Of a project's runs.
+        algorithm: Its name, or a ``BaseAlgorithm``.
+        resume: Whether to go on from the last checkpoint of ``run_dir``, if there is one.
+
+    Raises:
+        ConfigError: A setting is unknown, or contradicts another.
+    """
+
+    algorithm = "grpo"
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | str | Path | None = None,
+        *,
+        actor_model: Any = None,
+        critic_model: Any = None,
+        reward: Any = None,
+        tokenizer: Any = None,
+        data_provider: Any = None,
+        namespace: str | None = None,
+        algorithm: str | BaseAlgorithm | None = None,
+        resume: bool = False,
+    ) -> None:
+        parts: list[Part] = []
+        if actor_model is not None:
+            parts.append(actor_model if isinstance(actor_model, Actor) else Actor(actor_model))
+        if critic_model is not None:
+            parts.append(critic_model if isinstance(critic_model, Critic) else Critic(critic_model))
+        if reward is not None:
+            parts.append(as_reward(reward))
+        self._flow: RoleFlow | None = None
+        if isinstance(algorithm, BaseAlgorithm):
+            self._flow = Actor({}).sample() >> Reward("exact_match").score() >> algorithm.update()
+            parts.append(algorithm)
+            self.algorithm = algorithm.name
+        elif algorithm is not None:
+            self.algorithm = algorithm
+        given = read_config(config)
+        if namespace is not None:
+            given["namespace"] = namespace
+        merged = merge([*(part.settings for part in parts), given])
+        self._values = recipe_values(merged, algorithm=self.algorithm, num_ranks=find_world().size)
+        self._objects = {role: each for part in parts for role, each in part.objects.items()}
+        tokenizers = [part.tokenizer for part in parts if part.tokenizer is not None]
+        self._tokenizer = tokenizers[0] if tokenizer is None and tokenizers else tokenizer
+        self._data = data_provider
+        self._resume = resume
+        self._exporters: list[tuple[str, Exporter]] = []
+        self._session: Session | None = None
+
+    @property
+    def global_step(self) -> int:
+        """Updates done."""
+        return 0 if self._session is None else self._session.step
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run keeps its files."""
+        return Path(self.session().recipe.run_dir)
+
+    def rollout(self, batch: Any = None) -> Rollout:
+        """Sample responses to prompts, and score them. Collective: all ranks, with the same batch.
+
+        Args:
+            batch: Texts; rows ``{"prompt": …, "answer": …}``; token ids ``[prompts, tokens]``, alone or as
+                ``input_ids`` with an ``attention_mask``. None: the next of ``data_provider``.
+
+        Raises:
+            DataError: The batch is none of these, or has another number of prompts than those before.
+        """
+        return self.session(batch).rollout(batch)
+
+    def update(self, rollout: Rollout) -> dict[str, float]:
+        """Learn from a rollout. Collective: all ranks.
+
+        Returns:
+            The step's metrics (docs/metrics.md), the same on all ranks, and ``loss``: the actor's.
+        """
+        metrics = self.session().learn(rollout)
+        return {**metrics, "loss": metrics.get("actor/loss", 0.0)}
+
+    def step(self, batch: Any = None) -> dict[str, float]:
+        """A rollout, and the update on it; see ``rollout`` and ``update``."""
+        return self.update(self.rollout(batch))
+
+    def train(self, steps: int | None = None) -> list[dict[str, float]]:
+        """Steps on the prompts of ``data_provider``; None: as many as use each prompt once.
+
+        Returns:
+            The metrics of each step.
+        """
+        return self.session().run(steps)
+
+    def add_metrics_exporter(self, exporter: Exporter | Callable[[int, Mapping[str, float]], None]) -> None:
+        """Send the metrics of the steps to come there too, from rank 0 and a thread of its own.
+
+        Args:
+            exporter: A ``MetricsExporter``, another object with ``export(step, metrics)`` and ``close()``, or a
+                function of ``(step, metrics)``.
+        """
+        from hybridflow.observe.exporters import Callback
+
+        if not hasattr(exporter, "export"):
+            exporter = Callback(exporter)
+        name = type(exporter).__name__
+        if self._session is None:
+            self._exporters.append((name, exporter))
+        else:
+            self._session.add_exporter(name, exporter)
+
+    def save_checkpoint(self, path: str | Path, save_optimizer: bool = False) -> None:
+        """Save what was trained. Collective: all ranks. What is at ``path`` must not be there yet.
+
+        Args:
+            path: Without the optimizer a directory as transformers reads it, with the actor's weights. With it a run
+                directory, which ``resume=True`` and ``{"run_dir": path}`` go on from.
+            save_optimizer: Whether to save all that training goes on from.
+
+        Raises:
+            CheckpointError: ``path`` is there.
+            WriteError: The file system refuses.
+        """
+        run_dir = self.session().save()
+        keep = keep_checkpoint if save_optimizer else export_actor
+        keep(run_dir, Path(path), find_world())
+
+    def close(self) -> None:
+        """End the job. Collective: all ranks."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def __enter__(self) -> OnlineTrainer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+    def session(self, batch: Any = None) -> Session:
+        """The job; made at the first call, for batches like this one."""
+        if self._session is None:
+            num_prompts = None if batch is None else len(given_prompts(batch))
+            self._session = Session(
+                self._values,
+                tokenizer=self._tokenizer,
+                objects=self._objects,
+                flow=None if self._flow is None else self._flow.flow,
+                make_problems=None if self._data is None else problems_of(self._data),
+                num_prompts=num_prompts,
+                resume=self._resume,
+            )
+            for name, exporter in self._exporters:
+                self._session.add_exporter(name, exporter)
+        return self._session
+
+
+class PPOTrainer(OnlineTrainer):
+    """PPO with a critic; see ``OnlineTrainer``."""
+
+    algorithm = "ppo"
+
+
+class GRPOTrainer(OnlineTrainer):
+    """GRPO: samples are judged against those of their group; see ``OnlineTrainer``."""
+
+    algorithm = "grpo"
+
+
+def as_reward(reward: Any) -> Part:
+    """A ``Reward``, of a function, the name of one, a path or a model.
+
+    Raises:
+        ConfigError: It is nothing of these.
+    """
+    if isinstance(reward, Part):
+        return reward
+    if isinstance(reward, Path) or hasattr(reward, "scores") or hasattr(reward, "state_dict"):
+        return Reward(model=reward)
+    if isinstance(reward, str) or callable(reward):
+        return Reward(reward)
+    raise ConfigError(
+        f"reward: found {type(reward).__name__}; give a function (prompt, response, answer) -> score, its name, a "
+        "model, or an object with scores(prompts, responses, answers)"
+    )

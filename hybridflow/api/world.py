@@ -1,0 +1,114 @@
+"""The ranks of a Python program: this process alone, or one of those that a launcher has started.
+
+The same script runs as ``python script.py``, ``torchrun --nproc-per-node 4 script.py`` and ``srun python script.py``:
+every rank runs all of it, with the same arguments.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+from types import TracebackType
+
+import torch.distributed as dist
+
+from hybridflow.errors import ConfigError
+from hybridflow.observe.rank_log import tell
+from hybridflow.parallel.cause import cause_of, tell_cause
+from hybridflow.parallel.process import allow_many_files
+from hybridflow.parallel.rank import silence_libraries
+from hybridflow.parallel.signals import CaughtSignals
+from hybridflow.parallel.start import Start, find_start
+from hybridflow.parallel.watch import Watch
+from hybridflow.parallel.world import World, find_device, join_world, open_store
+
+DEADLINE_S = 1800.0
+"""Longest wait for another rank; as ``cluster.deadline_s``."""
+
+START_DEADLINE_S = 120.0
+DEAD_AFTER_S = 20.0
+
+_worlds: list[World] = []
+
+
+def find_world() -> World:
+    """The ranks of this program, which meet at the first call. Collective: all ranks.
+
+    Where the program has called ``torch.distributed.init_process_group`` itself, these are its ranks.
+
+    Raises:
+        DeadlineError: A rank did not come.
+        ConfigError: The program's own process group cannot carry messages of the CPU.
+    """
+    if not _worlds:
+        silence_libraries()
+        allow_many_files()
+        _worlds.append(_adopt() if dist.is_initialized() else _join(find_start()))
+    return _worlds[0]
+
+
+def use_world(world: World | None) -> None:
+    """Take ranks that have met already; None: forget them."""
+    _worlds[:] = [] if world is None else [world]
+
+
+def _join(start: Start) -> World:
+    # A signal is one thing to a process alone, and another to a job of many.
+    signals = CaughtSignals() if start.size > 1 else None
+    store = open_store(start, start_deadline_s=START_DEADLINE_S)
+    world = join_world(start, store, deadline_s=DEADLINE_S, start_deadline_s=START_DEADLINE_S)
+    if signals is not None:
+        world.watch = Watch(
+            world.new_store("watch"),
+            rank=start.rank,
+            size=start.size,
+            address=start.address,
+            dead_after_s=DEAD_AFTER_S,
+            signals=signals,
+        )
+        sys.excepthook = _fail
+    atexit.register(_leave, world, signals)
+    return world
+
+
+def _adopt() -> World:
+    backends = dist.get_backend_config()
+    if "gloo" not in backends:
+        raise ConfigError(
+            f"torch.distributed was initialised with {backends}; hybridflow also exchanges messages in host memory: "
+            "call init_process_group('cpu:gloo,cuda:nccl'), or leave it to hybridflow"
+        )
+    size = dist.get_world_size()
+    return World(
+        rank=dist.get_rank(),
+        size=size,
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+        device=find_device(int(os.environ.get("LOCAL_RANK", "0"))),
+        deadline_s=DEADLINE_S,
+        store=dist.distributed_c10d._get_default_store(),
+    )
+
+
+def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What ends one rank ends all of them, at once."""
+    sys.__excepthook__(kind, error, trace)
+    (world,) = _worlds
+    status = 1
+    if isinstance(error, Exception):
+        assert world.watch is not None, "a process alone ends as any program"
+        world.watch.fail(error)
+        cause = cause_of(error, world.rank, socket.gethostname())
+        tell(tell_cause(cause))
+        status = cause.status
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _leave(world: World, signals: CaughtSignals | None) -> None:
+    if dist.is_initialized() and world in _worlds:
+        world.close()
+    if world.watch is not None and signals is not None:
+        world.watch.close()
+        signals.ignore()

@@ -180,7 +180,9 @@ class Session:
     def learn(self, rollout: Rollout) -> dict[str, float]:
         """Update on a rollout. Collective: all ranks. Returns the step's metrics, the same on all ranks."""
         # Several rollouts may be made before the first update: the step is the one that learns.
-        return self.trainer.learn(rollout.scope, {**rollout.about, "step": self.trainer.step + 1})
+        metrics = self.trainer.learn(rollout.scope, {**rollout.about, "step": self.trainer.step + 1})
+        self._next_draw = max(self._next_draw, self.trainer.next_draw)
+        return metrics
 
     def run(self, steps: int | None) -> list[dict[str, float]]:
         """So many steps on the session's own prompts; None: as many as use each once."""
@@ -217,6 +219,11 @@ class Session:
         check_vocabularies(recipe, tokenizer)
         make = self._make_problems
         room = recipe.model.max_context - recipe.rollout.max_new_tokens
+        if make is None and recipe.algorithm in ("dapo", "remax"):
+            raise ConfigError(
+                f"algorithm={recipe.algorithm} samples more than once in a step; give a data_provider, from which it "
+                "draws, in the place of batches"
+            )
         problems = Feed(tokenizer, room) if make is None else make(tokenizer, recipe)
         return Job(
             world=world,

@@ -108,7 +108,7 @@ def recipe_values(config: Any, *, algorithm: str, num_ranks: int) -> dict[str, A
         ConfigError: A key is none of these, or says what another one says.
     """
     given = read_config(config)
-    values: dict[str, Any] = {"name": "program", "algorithm": algorithm, "cluster": {"ranks": num_ranks}}
+    values: dict[str, Any] = {"algorithm": algorithm, "cluster": {"ranks": num_ranks}}
     values["data"] = {"train": "given by the program", "held_out": "given by the program"}
     engine = given.pop("hybrid_engine", {})
     for role in _ROLES:
@@ -139,6 +139,7 @@ def finish_recipe(values: dict[str, Any], *, num_prompts: int | None) -> Recipe:
         ConfigError: As for ``config.recipe_from_dict``.
     """
     algorithm = str(values["algorithm"])
+    values.setdefault("name", "program")
     for key, value in _DEFAULTS.items():
         if _is_read(key, algorithm):
             _put_under(values, key, value)

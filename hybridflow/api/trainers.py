@@ -68,6 +68,8 @@ class OnlineTrainer:
         if isinstance(algorithm, BaseAlgorithm):
             self._flow = Actor({}).sample() >> Reward("exact_match").score() >> algorithm.update()
             parts.append(algorithm)
+            if algorithm.critic is not None and critic_model is None:
+                parts.append(algorithm.critic)
             self.algorithm = algorithm.name
         elif algorithm is not None:
             self.algorithm = algorithm

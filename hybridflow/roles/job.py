@@ -71,6 +71,11 @@ class ReadProblems:
         return self.all_responses[self.source.row(draw)]
 
     @property
+    def num_rows(self) -> int:
+        """How many different ones there are; so many draws are an epoch."""
+        return len(self.prompts)
+
+    @property
     def sha256(self) -> str:
         """Of the problems in their order."""
         return self.source.sha256

@@ -39,7 +39,7 @@ class Profiler:
 
     def begin(self, step: int) -> None:
         """A step begins: trace it, if it was chosen."""
-        if step not in self._steps:
+        if step not in self._steps or self._running is not None:
             return
         # Kineto would tell stderr of each trace that it begins and ends; it looks here at each.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -925,13 +925,21 @@ def _overrides_of(fallback: Fallback) -> tuple[str, ...]:
     return (*fallback.overrides, f"cluster.ranks={fallback.ranks}")
 
 
-def recipe_from_dict(values: object, *, source: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
+def recipe_from_dict(
+    values: object,
+    *,
+    source: str = "recipe",
+    overrides: Sequence[str] = (),
+    given: Mapping[str, Settings] | None = None,
+) -> Recipe:
     """Build and check a recipe from nested mappings, as YAML or JSON give them; the inverse of ``to_dict``.
 
     Args:
         values: The mapping.
         source: What messages call it.
         overrides: As for ``load_recipe``.
+        given: Section, such as ``model`` or ``critic.model`` -> what a model says of itself that a program has in
+            memory; see ``models.given.given_settings``. As if a directory held it that the section names.
 
     Raises:
         ConfigError: As for ``load_recipe``.
@@ -941,14 +949,15 @@ def recipe_from_dict(values: object, *, source: str = "recipe", overrides: Seque
     if isinstance(values, Mapping):
         values, origins = put_over(values, overrides)
         values = _with_preset(values)
+    given = {} if given is None else given
     try:
-        found = _settings_of_paths(values)
+        found = _settings_of_paths(values, given)
     except HybridflowError as error:
         raise type(error)(f"{source}: {error}") from None
     recipe = read_section(Recipe, _with_settings(values, found), source=source, origins=origins)
     try:
         _check_settings(recipe, found)
-        check_recipe(recipe)
+        check_recipe(recipe, given)
     except (ConfigError, LayoutError) as error:
         raise type(error)(f"{source}: {error}") from None
     if isinstance(values, Mapping):
@@ -956,7 +965,7 @@ def recipe_from_dict(values: object, *, source: str = "recipe", overrides: Seque
             # One that does not fit is found out now, and not when a node has died.
             alone = {key: value for key, value in values.items() if key != "fallbacks"}
             try:
-                recipe_from_dict(alone, overrides=_overrides_of(fallback))
+                recipe_from_dict(alone, overrides=_overrides_of(fallback), given=given)
             except (ConfigError, LayoutError) as error:
                 raise type(error)(f"{source}: fallbacks[{index}]: {error}") from None
     return recipe
@@ -980,11 +989,15 @@ def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _settings_of_paths(values: Any) -> dict[str, Settings]:
-    """What the directories that a recipe names say of their models, by dotted key of the section."""
-    found = {}
+def _settings_of_paths(values: Any, given: Mapping[str, Settings]) -> dict[str, Settings]:
+    """What the directories that a recipe names, or models in memory, say, by dotted key of the section."""
+    found = dict(given)
     for key in _MODELS:
         path = _inner(values, f"{key}.path")
+        if key in given:
+            if path is not None:
+                raise ConfigError(f"{key}.path={path!r}: would not be read, a model was given in memory; give one")
+            continue
         if key == "teacher.model" and path is None and _inner(values, "teacher") is not None:
             raise ConfigError(
                 "teacher.model.path: missing; a model that was not trained teaches nothing, name its directory (of a "
@@ -1001,7 +1014,13 @@ def _settings_of_paths(values: Any) -> dict[str, Settings]:
 def _with_settings(values: Any, found: Mapping[str, Settings]) -> Any:
     """The values with what the directories say beneath what is given beside their paths."""
     for key, settings in found.items():
-        section = _inner(values, key)
+        section = values
+        for name in key.split("."):
+            # Of a model that was given the section may be left out.
+            section[name] = {} if section.get(name) is None else section[name]
+            if not isinstance(section[name], dict):
+                raise ConfigError(f"{key}: expected a section with keys; found {section[name]!r}")
+            section = section[name]
         given = dict(section)
         section.update(to_dict(settings.model))
         section.update(given)
@@ -1018,11 +1037,12 @@ def _inner(values: Any, key: str) -> Any:
 def _check_settings(recipe: Recipe, found: Mapping[str, Settings]) -> None:
     for key, settings in found.items():
         model = recipe.model_of(key.removesuffix(".model"))
+        whence = "the model that was given" if settings.assets is None else f"{key}.path={model.path!r}"
         for item in fields(Model):
             given, right = getattr(model, item.name), getattr(settings.model, item.name)
             if item.name not in _FREE and given != right:
                 raise ConfigError(
-                    f"{key}.{item.name}={given!r}: {key}.path={model.path!r} has {right!r}, and its weights mean "
+                    f"{key}.{item.name}={given!r}: {whence} has {right!r}, and its weights mean "
                     f"nothing else; leave the key out (only {', '.join(_FREE[1:])} may differ)"
                 )
     if "model" in found and found["model"].has_value_head and not recipe.preset.is_scorer:
@@ -1108,17 +1128,22 @@ def reference_is_base(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> bool:
     return is_fixed and "reference" in meshes and meshes["reference"].key == meshes["actor.update"].key
 
 
-def check_recipe(recipe: Recipe) -> None:
+def check_recipe(recipe: Recipe, given: Mapping[str, Settings] | None = None) -> None:
     """Refuse keys that are right one by one and wrong together.
+
+    Args:
+        recipe: The recipe.
+        given: As for ``recipe_from_dict``.
 
     Raises:
         ConfigError: Two keys contradict each other.
         LayoutError: A layout does not fit its ranks or its model.
     """
+    given = {} if given is None else given
     _check_algorithm(recipe)
-    _check_reward(recipe.reward, "reward")
+    _check_reward(recipe.reward, "reward", is_given="reward.model" in given)
     if recipe.cost is not None:
-        _check_reward(recipe.cost, "cost")
+        _check_reward(recipe.cost, "cost", is_given="cost.model" in given)
         if recipe.cost.model is None and recipe.cost.function is None:
             raise ConfigError("cost.function: missing; name what tells the cost of a response, or give cost.model.path")
     for key in _MODELS:
@@ -1127,6 +1152,7 @@ def check_recipe(recipe: Recipe) -> None:
         if model.dtype == "fp16":
             raise ConfigError(f"{key}.dtype=fp16: is for generating alone, since gradients underflow; set bf16 or fp32")
     _check_contexts(recipe)
+    _check_uncut(recipe, given)
     _check_placement(recipe)
     _check_split(recipe)
     _check_carry_over(recipe)
@@ -1169,13 +1195,13 @@ _GROUPED = ("dapo",)
 """Algorithms to which a group of one tells nothing."""
 
 
-def _check_reward(reward: Reward, key: str) -> None:
+def _check_reward(reward: Reward, key: str, *, is_given: bool = False) -> None:
     if reward.model is None:
         for name in ("layout", "offload"):
             if getattr(reward, name) != getattr(Reward(), name):
                 raise ConfigError(f"{key}.{name}: a function has no weights; remove the key, or give {key}.model.path")
         return
-    if reward.model.path is None:
+    if reward.model.path is None and not is_given:
         raise ConfigError(f"{key}.model.path: missing; a model that was not trained scores nothing, name its directory")
     if reward.function != Reward().function:
         raise ConfigError(
@@ -1191,6 +1217,21 @@ def _check_contexts(recipe: Recipe) -> None:
                 f"{role}.model.max_context={context} is shorter than model.max_context={recipe.model.max_context}; "
                 "raise the first, or lower the second"
             )
+
+
+def _check_uncut(recipe: Recipe, given: Mapping[str, Settings]) -> None:
+    """A class of a user's own is on each of its ranks whole."""
+    whole = {key.rpartition(".")[0] or "actor" for key, settings in given.items() if not settings.is_cut}
+    if "actor" in whole:
+        whole.add("reference")
+    for name, mesh in _meshes_as_given(recipe).items():
+        key = name if name in ("actor.update", "actor.rollout") else f"{name}.layout"
+        for axis in ("tp", "pp"):
+            if name.partition(".")[0] in whole and getattr(mesh.layout, axis) > 1:
+                raise LayoutError(
+                    f"{key}.{axis}={getattr(mesh.layout, axis)}: a class of your own is not cut; set {axis}=1, and dp "
+                    f"to its {len(mesh.ranks)} ranks"
+                )
 
 
 def _check_placement(recipe: Recipe) -> None:

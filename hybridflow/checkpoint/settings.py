@@ -13,19 +13,21 @@ from hybridflow.families.model import Model
 
 
 class Settings(NamedTuple):
-    """What a directory says of the model in it.
+    """What a directory, or a program that has it in memory, says of a model.
 
     Attributes:
         model: Its settings, the vocabulary included.
         has_value_head: Whether it gives a number instead of logits.
         family: Of Hugging Face; None where that is not known.
-        assets: Where the small files are that travel along.
+        assets: Where the small files are that travel along; None of a model that a program has in memory.
+        is_cut: Whether a layout may cut it; not a class of a user's own.
     """
 
     model: Model
     has_value_head: bool
     family: str | None
-    assets: Path
+    assets: Path | None
+    is_cut: bool = True
 
 
 def read_settings(folder: Path) -> Settings:

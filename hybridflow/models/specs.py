@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from hybridflow.errors import ReshardError
 from hybridflow.models.gpt import ValueHead
+from hybridflow.models.own import Uncut
 from hybridflow.reshard.spec import DType, ModelSpec, Place, TensorSpec
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -135,8 +136,11 @@ def pipeline_layers(config: TransformerConfig) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def _logical(chunk: GPTModel) -> Iterator[Logical]:
+def _logical(chunk: GPTModel | Uncut) -> Iterator[Logical]:
     """Parameters in the order of the model, then buffers that are saved with them."""
+    if isinstance(chunk, Uncut):
+        yield from (Logical(name, "embedding", None, tensor) for name, tensor in chunk.tensors())
+        return
     saved = chunk.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in chunk.named_buffers() if name in saved]
     for name, tensor in [*chunk.named_parameters(), *buffers]:

@@ -18,13 +18,14 @@ from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
+from hybridflow.roles.own import OwnModel, place_model
 from hybridflow.roles.peft import check_targets
-from hybridflow.roles.placed import PlacedModel, column_rows, length_metrics, mini_batch, pad_rows, padded, role_spec
+from hybridflow.roles.placed import column_rows, length_metrics, mini_batch, pad_rows, padded, role_spec
 from hybridflow.roles.policy_loss import LOSS_MASK, LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
 from hybridflow.roles.rollout_buffer import asked, measure_staleness
 from hybridflow.roles.rollout_weights import RolloutWeights
 from hybridflow.roles.rollouts import Rollouts
-from hybridflow.roles.sampling_engine import PushedEngine, our_engine, server_engine
+from hybridflow.roles.sampling_engine import PushedEngine, our_engine, own_engine, server_engine
 
 _LOSS_COLUMNS = ("response_mask", LOSS_MASK, "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
 
@@ -55,10 +56,10 @@ class Actor:
         update, rollout = job.meshes["actor.update"], job.meshes["actor.rollout"]
         rank = job.world.rank
         is_scorer = job.recipe.preset.is_scorer
-        self.model = PlacedModel(job, update, self.spec, has_value_head=is_scorer) if rank in update else None
+        self.model = place_model(job, update, self.spec, has_value_head=is_scorer) if rank in update else None
         self.trainable: Trainable | None = None
         if self.model is not None:
-            self.trainable = Trainable(self.model.transformer, self.model.groups, job.recipe.actor.optimizer)
+            self.trainable = self.model.make_trainable(job.recipe.actor.optimizer)
         engine = job.recipe.rollout.engine
         self._rollout = None if engine.is_server else self.model
         self._rollout_weights: RolloutWeights | None = None
@@ -67,7 +68,7 @@ class Actor:
         is_one = shares_storage(update, rollout) and self._reshard_every == 1
         is_apart = generates and not engine.is_server and not is_one
         if is_apart and (rank in update or rank in rollout):
-            self._rollout = PlacedModel(job, rollout, self.spec, is_filled_later=True) if rank in rollout else None
+            self._rollout = place_model(job, rollout, self.spec, is_filled_later=True) if rank in rollout else None
             self._rollout_weights = RolloutWeights(job, self.spec, self.model, self._rollout)
         self._offload: HostOffload | None = None
         if self.trainable is not None and job.recipe.actor.offload:
@@ -346,6 +347,8 @@ class Actor:
         if engine.is_server:
             return server_engine(engine, tokenizer=job.tokenizer, seed=job.recipe.seed, vocab_size=job.vocab_size)
         assert self._rollout is not None, "a rank of the rollout mesh has its weights"
+        if isinstance(self._rollout, OwnModel):
+            return own_engine(job, self._rollout)
         return our_engine(job, self._rollout)
 
     def _taken(self, batch: Batch | None) -> Batch | None:

@@ -13,7 +13,8 @@ from hybridflow.dataflow.batch import Batch
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
 from hybridflow.roles.job import Job
-from hybridflow.roles.placed import PlacedModel, mini_batch, pad_rows, padded, role_spec
+from hybridflow.roles.own import place_model
+from hybridflow.roles.placed import mini_batch, pad_rows, padded, role_spec
 
 COLUMNS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
 """Role -> the columns of its values, and of what it learns."""
@@ -45,10 +46,10 @@ class Critic:
         self._role = role
         self._values, self._returns = COLUMNS[role]
         mesh = job.meshes[role]
-        self.model = PlacedModel(job, mesh, self.spec, has_value_head=True) if job.world.rank in mesh else None
+        self.model = place_model(job, mesh, self.spec, has_value_head=True) if job.world.rank in mesh else None
         self.trainable: Trainable | None = None
         if self.model is not None:
-            self.trainable = Trainable(self.model.transformer, self.model.groups, self._settings.optimizer)
+            self.trainable = self.model.make_trainable(self._settings.optimizer)
 
     def values(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``values``, or ``cost_values``, before the update."""

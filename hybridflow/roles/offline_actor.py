@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +11,10 @@ from torch import Tensor
 from hybridflow.algorithms.preference import bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.microbatch import MicroBatch
-from hybridflow.models.training import forward_only
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
+from hybridflow.roles.objects import own_of
 from hybridflow.roles.placed import PlacedModel, column_rows, mini_batch, mini_batch_size, mismatched
 from hybridflow.roles.reward_model import last_tokens, padding_of
 
@@ -28,9 +27,10 @@ class OfflineActor(Actor):
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         super().__init__(job, kl_coef)
-        path = job.recipe.model.path
         # As what it trains will be asked once it is a reward model.
-        self._pad_id = padding_of(Path(path)) if job.recipe.preset.is_scorer and path is not None else None
+        self._pad_id = (
+            padding_of(job, "actor") if job.recipe.preset.is_scorer and own_of(job, "actor") is None else None
+        )
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """One optimizer step on one mini-batch. Collective: all ranks of the update mesh."""
@@ -54,7 +54,7 @@ class OfflineActor(Actor):
         def compute(output: Tensor, micro_batch: MicroBatch) -> Tensor:
             return _ahead(*self._numbers(output, micro_batch, batch).view(-1, 2).unbind(1), self._scale)
 
-        shares = forward_only(model.transformer, model.groups, self._micro_batches(batch), compute)
+        shares = model.forward(self._micro_batches(batch), compute)
         if model.is_holder:
             accuracy, margin, count = model.add_up(shares, 3)
             self.metrics |= {"validation/accuracy": accuracy / count, "validation/margin": margin / count}

@@ -15,18 +15,22 @@ from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.config_json import Described, describe
 from hybridflow.models.adapters import factor_spec
 from hybridflow.roles.job import Job
+from hybridflow.roles.objects import has_weights, travelling_with
 from hybridflow.roles.placed import PlacedModel
 from hybridflow.roles.pretrained import load_pretrained
 
 
 def described(job: Job) -> Described:
-    """The actor's model and its family: that of the directory that the recipe names, or the first that has such models.
+    """The actor's model and its family: that of what was given or named, or the first that has such models.
 
     Raises:
         ConfigError: No family has.
     """
     model = job.model_of("actor")
-    family = None if model.path is None else read_settings(Path(model.path)).family
+    given = travelling_with(job, "actor")
+    family = None if given is None else given[0]
+    if model.path is not None:
+        family = read_settings(Path(model.path)).family
     # Where it came from is no setting that a family has.
     return describe(replace(model, path=None), family=family, has_value_head=False)
 
@@ -38,7 +42,7 @@ def check_targets(job: Job) -> None:
         ConfigError: A target is none of them.
     """
     lora = job.recipe.actor.lora
-    if lora is None or job.recipe.model.path is None:
+    if lora is None or not has_weights(job, "actor"):
         return
     found = described(job)
     known = dict.fromkeys(module.hf.rpartition(".")[2] for module in adapters.linear_modules(found))

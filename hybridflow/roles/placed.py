@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,26 +11,31 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.algorithms.losses import Totals
-from hybridflow.checkpoint.formats.registry import open_model
+from hybridflow.config import Optimizer
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.adapters import base_spec, factor_spec, is_factor
 from hybridflow.models.distillation import top_log_probs, vocab_parallel_reverse_kl
-from hybridflow.models.gpt import build_transformer
+from hybridflow.models.gpt import Transformer, build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import MicroBatch, first_of_prompt, pack, split_by_tokens
+from hybridflow.models.own import Uncut
 from hybridflow.models.specs import logical_tensors
-from hybridflow.models.training import forward_only, sum_over
+from hybridflow.models.training import Trainable, forward_only, sum_over
 from hybridflow.models.weights import describe_model, initialize, local_shards
 from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.spec import ModelSpec
 from hybridflow.roles.job import Job
+from hybridflow.roles.objects import has_weights, own_of, role_of, weights_of
 from hybridflow.roles.pretrained import load_pretrained
 
 
 def role_spec(job: Job, role: str = "actor", *, has_value_head: bool = False) -> ModelSpec:
     """How the tensors of a role's model are cut, its adapters too; the same on every rank, in its meshes or not."""
+    own = own_of(job, role)
+    if own is not None:
+        return Uncut(own).describe()
     model = job.model_of(role)
     assert model.vocab_size is not None, "a job's models have a vocabulary"
     lora = job.recipe.actor.lora if role == "actor" else None
@@ -42,7 +46,7 @@ class PlacedModel:
     """This rank's part of a role's model in one mesh.
 
     Its weights are initialised from (seed, tensor name), unless they are to come from elsewhere: ``is_filled_later``,
-    ``Job.is_resumed``, or a directory that the recipe names, for ``load``.
+    ``Job.is_resumed``, or a model that was given or a directory that the recipe names, for ``load``.
 
     Attributes:
         mesh: Where the model is.
@@ -60,29 +64,14 @@ class PlacedModel:
         has_value_head: bool = False,
         is_filled_later: bool = False,
     ) -> None:
-        recipe, model = job.recipe, job.model_of(mesh.name)
-        assert model.vocab_size is not None, "a job's models have a vocabulary"
+        recipe = job.recipe
         self.mesh = mesh
-        self.groups = collection(job.world, mesh)
-        lora = recipe.actor.lora if mesh.name in ("actor.update", "actor.rollout") else None
-        self.transformer = build_transformer(
-            model,
-            mesh.layout,
-            self.groups,
-            job.world.device,
-            vocab_size=model.vocab_size,
-            has_value_head=has_value_head,
-            lora=lora,
-            seed=recipe.seed,
-        )
-        if not (is_filled_later or job.is_resumed):
-            # What a directory has is read by load(); a value head or adapters may be what it lacks.
-            factors = {tensor.name for tensor in spec.tensors if is_factor(tensor.name)}
-            names = None if model.path is None else {"value_head.weight", *factors}
-            initialize(self.transformer, spec, mesh, job.world.rank, seed=recipe.seed, std=model.init_std, names=names)
-        self._model = model
-        self._seed = recipe.seed
         self.spec = spec
+        self.groups = collection(job.world, mesh)
+        self._job = job
+        self._role = role_of(mesh.name)
+        self._model = job.model_of(self._role)
+        self._seed = recipe.seed
         self._rank = job.world.rank
         self._device = job.world.device
         self._budget_tokens = recipe.trainer.micro_batch_tokens
@@ -90,6 +79,40 @@ class PlacedModel:
         self._temperature = recipe.rollout.temperature
         self._norm_tokens = recipe.loss.norm_tokens or recipe.rollout.max_new_tokens
         self._offload: HostOffload | None = None
+        self.transformer = self._build(has_value_head=has_value_head)
+        if not (is_filled_later or job.is_resumed):
+            self._initialize()
+
+    def _build(self, *, has_value_head: bool) -> Transformer | Uncut:
+        assert self._model.vocab_size is not None, "a job's models have a vocabulary"
+        return build_transformer(
+            self._model,
+            self.mesh.layout,
+            self.groups,
+            self._device,
+            vocab_size=self._model.vocab_size,
+            has_value_head=has_value_head,
+            lora=self._job.recipe.actor.lora if self._role == "actor" else None,
+            seed=self._seed,
+        )
+
+    def _initialize(self) -> None:
+        # What is given or in a directory is read by load(); a value head or adapters may be what it lacks.
+        factors = {tensor.name for tensor in self.spec.tensors if is_factor(tensor.name)}
+        names = {"value_head.weight", *factors} if has_weights(self._job, self._role) else None
+        initialize(
+            self.transformer,
+            self.spec,
+            self.mesh,
+            self._rank,
+            seed=self._seed,
+            std=self._model.init_std,
+            names=names,
+        )
+
+    def make_trainable(self, settings: Optimizer) -> Trainable:
+        """Gradients and an optimizer for it."""
+        return Trainable(self.transformer, self.groups, settings)
 
     @property
     def is_holder(self) -> bool:
@@ -97,14 +120,18 @@ class PlacedModel:
         return self.transformer.post_process
 
     def load(self) -> None:
-        """Take the weights of the directory that the recipe names; without one they stay as they are.
+        """Take the weights of the model that was given, or of the directory that the recipe names; else none.
+
+        Collective: of a ``GPTModel`` that is cut, the ranks that hold it.
 
         Raises:
             CheckpointError: The directory is damaged, or holds another model.
+            ConfigError: What was given is not what the recipe asks for.
         """
-        if self._model.path is not None:
+        source = weights_of(self._job, self._role)
+        if source is not None:
             load_pretrained(
-                open_model(Path(self._model.path)),
+                source,
                 self.transformer,
                 base_spec(self.spec),
                 self.mesh,

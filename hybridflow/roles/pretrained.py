@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridflow.checkpoint.assets import CONFIG, read_assets
 from hybridflow.checkpoint.formats.registry import open_model
@@ -18,6 +18,7 @@ from hybridflow.checkpoint.settings import read_settings
 from hybridflow.data.tokenizer import JSON, PIECES
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import Model
+from hybridflow.models.given import GivenModel, given_model
 from hybridflow.models.gpt import Transformer, build_transformer
 from hybridflow.models.weights import describe_model, initialize, local_shards
 from hybridflow.parallel.megatron import collection, rank_sets
@@ -25,6 +26,7 @@ from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 from hybridflow.reshard.spec import Box, ModelSpec
 from hybridflow.roles.job import Job
+from hybridflow.roles.objects import travelling_with
 
 
 class Pretrained(NamedTuple):
@@ -44,7 +46,7 @@ class Pretrained(NamedTuple):
 
 
 def from_pretrained(
-    path: str | Path,
+    path: str | Path | nn.Module | GivenModel,
     world: World,
     mesh: DeviceMesh,
     *,
@@ -53,12 +55,12 @@ def from_pretrained(
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     seed: int = 1,
 ) -> Pretrained:
-    """A model with the weights of a directory of Hugging Face, or of a model directory of ours.
+    """A model with the weights of a directory of Hugging Face, of a model directory of ours, or of a model in memory.
 
     Collective: all ranks of the job, also those outside the mesh.
 
     Args:
-        path: The directory.
+        path: The directory; or a model of ``transformers`` or megatron-core, see ``models.given.given_model``.
         world: This rank and the others.
         mesh: Where the model is to be.
         role: What it is to be: an actor is a causal language model, a reward a scorer with one label; a critic may be
@@ -71,15 +73,15 @@ def from_pretrained(
         CheckpointError: The directory is damaged, or its tensors are not those of its settings.
         ConfigError: There is no such directory, its model is not computed here, or is none for the role.
     """
-    source = open_model(Path(path))
+    source = open_model(Path(path)) if isinstance(path, str | Path) else given_model(path).source
     if source.has_value_head != (role == "reward") and role != "critic":
         found, expected = (
             ("a scorer", "a language model") if source.has_value_head else ("a language model", "a scorer")
         )
-        raise ConfigError(f"{path}: found {found}, expected {expected} for the {role}; choose another directory")
+        raise ConfigError(f"{source.path}: found {found}, expected {expected} for the {role}; choose another directory")
     model = replace(
         source.model,
-        path=str(path),
+        path=str(path) if isinstance(path, str | Path) else None,
         max_context=source.model.max_context if max_context is None else max_context,
         dtype=source.model.dtype if dtype is None else dtype,
     )
@@ -154,15 +156,20 @@ def _read(source: Source, name: str, box: Box) -> Tensor:
 def travelling(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
     """Family and small files that belong with a role's weights wherever they are written.
 
-    They are those of the directory that the recipe names, with the tokenizer that the job uses. A run that goes on
-    needs no weights there.
+    They are those of the model that was given or of the directory that the recipe names, with the tokenizer that the
+    job uses. A run that goes on needs no weights there.
     """
-    path = job.recipe.model_of(role).path
-    settings = None if path is None else read_settings(Path(path))
-    assets = {} if settings is None else read_assets(settings.assets)
+    family, assets = travelling_with(job, role) or _in_directory(job.recipe.model_of(role).path)
     file = job.tokenizer.path
     kept = (CONFIG, "generation_config.json")
     tokenizer = {name: content for name, content in read_assets(file.parent).items() if name not in kept}
     tokenizer[JSON if file.suffix == ".json" else PIECES] = file.read_bytes()
     assets = {name: content for name, content in assets.items() if name in kept}
-    return None if settings is None else settings.family, {**assets, **tokenizer}
+    return family, {**assets, **tokenizer}
+
+
+def _in_directory(path: str | None) -> tuple[str | None, dict[str, bytes]]:
+    settings = None if path is None else read_settings(Path(path))
+    if settings is None or settings.assets is None:
+        return None, {}
+    return settings.family, read_assets(settings.assets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from hybridflow.dataflow.batch import Batch
 from hybridflow.models.lora import adapters_off
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.job import Job
+from hybridflow.roles.own import place_model
 from hybridflow.roles.placed import PlacedModel, mismatched, role_spec
 
 
@@ -30,7 +32,7 @@ class Reference:
         self.model: PlacedModel | None = None if actor is None else actor.model
         if self.is_base:
             return
-        self.model = PlacedModel(job, mesh, self.spec) if job.world.rank in mesh else None
+        self.model = place_model(job, mesh, self.spec) if job.world.rank in mesh else None
         if self.model is not None and job.recipe.actor.lora is not None:
             # megatron-core multiplies with frozen weights by another function, which rounds otherwise.
             self.model.transformer.requires_grad_(False)
@@ -40,7 +42,7 @@ class Reference:
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``ref_log_probs``."""
         assert self.model is not None, "called outside the reference's mesh"
-        with adapters_off(self.model.transformer):
+        with adapters_off(self.model.transformer) if self.is_base else contextlib.nullcontext():
             column = self.model.per_token(batch, lambda output, part: self.model.log_probs(output, part)[0])
         return None if column is None else Batch(batch.ids, {"ref_log_probs": column})
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.assets import parse_json
-from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.dataflow.batch import Batch
 from hybridflow.families.tables import FAMILIES
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.roles.job import Job
 from hybridflow.roles.judging import measure
+from hybridflow.roles.objects import weights_of
 from hybridflow.roles.placed import PlacedModel, role_spec
 from hybridflow.roles.reward import SCORES
 
@@ -44,7 +43,7 @@ class RewardModel:
         if self.model is not None:
             # It never changes, so no checkpoint has it.
             self.model.load()
-            self._pad_id = padding_of(Path(job.model_of(role).path))
+            self._pad_id = padding_of(job, role)
             if getattr(job.recipe, role).offload:
                 self.model.keep_in_host_memory()
 
@@ -80,13 +79,15 @@ class RewardModel:
         return torch.tensor([found[index] for index in range(len(batch))], dtype=torch.float32)
 
 
-def padding_of(path: Path) -> int | None:
-    """The padding token that the model's own settings name."""
-    source = open_source(path)
+def padding_of(job: Job, role: str) -> int | None:
+    """The padding token that the own settings of a role's model name; None: they name none, or there are none."""
+    source = weights_of(job, role)
+    if source is None:
+        return None
     config, values = source.assets().get("config.json"), {}
     if config is not None:
         defaults = {} if source.family is None else FAMILIES[source.family].defaults
-        values = {**defaults, **parse_json(config, str(path / "config.json"))}
+        values = {**defaults, **parse_json(config, str(source.path / "config.json"))}
     found = values.get("pad_token_id")
     return found if type(found) is int else None
 

@@ -13,6 +13,7 @@ from hybridflow.models.lora import adapted, merged_weight
 from hybridflow.models.weights import local_shards
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec
 from hybridflow.roles.job import Job
+from hybridflow.roles.own import OwnModel
 from hybridflow.roles.peft import described
 from hybridflow.roles.placed import PlacedModel
 from hybridflow.rollout.budget import cache_bytes
@@ -20,6 +21,7 @@ from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.hf_weights import hf_weights
 from hybridflow.rollout.engines.http_engine import HttpEngine
 from hybridflow.rollout.engines.openai import OpenAi, find_model
+from hybridflow.rollout.engines.own_engine import OwnEngine
 from hybridflow.rollout.engines.tgi import Tgi
 from hybridflow.rollout.engines.wire import Lines, token_of
 
@@ -89,6 +91,19 @@ def our_engine(job: Job, model: PlacedModel) -> MegatronEngine:
         cache_memory=job.recipe.rollout.cache_memory,
         ranks_per_node=_ranks_per_node(job),
         tokenizer=job.tokenizer,
+    )
+
+
+def own_engine(job: Job, model: OwnModel) -> OwnEngine:
+    """Generates with a user's own module, which is being trained."""
+    return OwnEngine(
+        model.module,
+        model.groups.tp,
+        vocab_size=job.vocab_size,
+        max_context=job.recipe.model.max_context,
+        seed=job.recipe.seed,
+        max_concurrent=job.recipe.rollout.max_concurrent,
+        pad_id=job.tokenizer.pad_id,
     )
 
 

@@ -10,7 +10,8 @@ import torch
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.errors import ConfigError
 from hybridflow.roles.job import Job
-from hybridflow.roles.placed import PlacedModel, role_spec
+from hybridflow.roles.own import place_model
+from hybridflow.roles.placed import role_spec
 
 
 class Teacher:
@@ -36,7 +37,7 @@ class Teacher:
         self.spec = role_spec(job, "teacher")
         self._top_k = settings.top_k
         mesh = job.meshes["teacher"]
-        self.model = PlacedModel(job, mesh, self.spec) if job.world.rank in mesh else None
+        self.model = place_model(job, mesh, self.spec) if job.world.rank in mesh else None
         if self.model is not None:
             # It never changes, so no checkpoint has it.
             self.model.load()

@@ -146,7 +146,7 @@ def _fingerprint(job: Job, checkpoint: Checkpoint | None, token: str) -> str:
     recipe = job.recipe
     if checkpoint is not None:
         return str(checkpoint.state.get("rollouts", {}).get("fingerprint", token))
-    if recipe.warm_start is not None:
+    if recipe.warm_start is not None or job.objects:
         return token
     first = ("model.path", "model.init_std", "actor.lora.path")
     told: list[Any] = [

@@ -10,6 +10,7 @@ from hybridflow.roles.critic import Critic
 from hybridflow.roles.given import Given
 from hybridflow.roles.groups import make_groups
 from hybridflow.roles.job import Job
+from hybridflow.roles.objects import check_objects
 from hybridflow.roles.offline_actor import OfflineActor
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
@@ -25,8 +26,12 @@ def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
     """Name -> role, as the nodes of the algorithm's flow name them; in every process, in the same order.
 
     Collective: all ranks.
+
+    Raises:
+        ConfigError: What a program gave for a role cannot be that, or cannot do what the recipe asks.
     """
     recipe = job.recipe
+    check_objects(job)
     is_offline = recipe.preset.is_offline
     roles: dict[str, Any] = {"actor": OfflineActor(job, kl_coef) if is_offline else Actor(job, kl_coef)}
     if recipe.has_reference:

@@ -494,7 +494,7 @@ class Trainer:
                 trainable.set_learning_rate(rate)
 
     def _read_weights(self) -> None:
-        """Actor and critics take the weights of the directories that the recipe names, if any."""
+        """Actor and critics take the weights that were given, or of the directories that the recipe names, if any."""
         for name in ("actor", *(critic for critic in self._critics if self._has_own_model(critic))):
             role = self.roles[name]
             if role.model is not None:
@@ -502,6 +502,9 @@ class Trainer:
                 if name == "actor":
                     load_adapters(self.job, role.model)
                 role.trainable.reload_weights()
+        if self._is_reference_given and self.roles["reference"].model is not None:
+            with self.roles["reference"].model.at_hand(is_written=True):
+                self.roles["reference"].model.load()
 
     def _spread_weights(self) -> None:
         """Reference, and critics that are no models of their own, begin as the actor that the warm start left.
@@ -510,7 +513,7 @@ class Trainer:
         """
         actor = self.roles["actor"]
         actor.mark_changed()
-        if "reference" in self.roles and not self.roles["reference"].is_base:
+        if "reference" in self.roles and not self.roles["reference"].is_base and not self._is_reference_given:
             copy_weights(self.job, actor, "actor.update", self.roles["reference"], "reference")
         for name in self._critics:
             if not self._has_own_model(name):
@@ -521,7 +524,12 @@ class Trainer:
 
     def _has_own_model(self, critic: str) -> bool:
         """Whether it does not begin as the actor."""
-        return getattr(self.job.recipe, critic).model is not None
+        return getattr(self.job.recipe, critic).model is not None or critic in self.job.objects
+
+    @property
+    def _is_reference_given(self) -> bool:
+        """Whether a program gave the reference, which then does not begin as the actor."""
+        return "reference" in self.roles and "reference" in self.job.objects
 
     def _accuracy(self) -> float:
         """Greedy accuracy on the held-out problems as the weights are now, on every rank."""

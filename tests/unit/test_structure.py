@@ -35,6 +35,8 @@ ORDER = [
         "config",
     ),
     *("parallel", "algorithms", "observe", "dataflow", "reshard", "data", "models", "checkpoint"),
+    # What makes a source of weights, as the formats of checkpoints do, of a model in memory.
+    *("models.given_megatron", "models.given"),
     *("rollout", "roles", "mapping", "trainer", "api", "doctor", "launch", "serving", "cli", "__main__"),
 ]
 

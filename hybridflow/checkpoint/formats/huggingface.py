@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -69,6 +69,34 @@ def parts_of(described: Described) -> dict[str, Parts]:
     return found
 
 
+class Tensors(Protocol):
+    """Tensors under Hugging Face's names, as ``TensorFile`` has them.
+
+    Attributes:
+        path: Where they are, for messages.
+        entries: What is there, by name.
+    """
+
+    path: Path
+    entries: Mapping[str, Entry]
+
+    def read(self, key: str) -> Tensor:
+        """A tensor, in host memory, not to be written."""
+        ...
+
+    def read_stacked(self, keys: Sequence[str]) -> Tensor | None:
+        """Tensors of one shape as one ``[keys, …]`` where that is no copy; else None."""
+        ...
+
+    def sha256(self, key: str) -> str:
+        """Of a tensor's bytes."""
+        ...
+
+    def release(self) -> None:
+        """Give back the memory of what was read."""
+        ...
+
+
 class HuggingFaceSource:
     """A directory of Hugging Face, see ``source.Source``.
 
@@ -83,10 +111,14 @@ class HuggingFaceSource:
     layout: str | None = None
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         values = read_json(path / CONFIG)
-        self._files = _open_files(path)
-        self._where = {name: file for file in self._files.values() for name in file.entries}
+        self._take(path, values, _open_files(path))
+
+    def _take(self, path: Path, values: Mapping[str, Any], files: Mapping[str, Tensors]) -> None:
+        """Hold tensors, wherever they are, against the settings that go with them."""
+        self.path = path
+        self._files = files
+        self._where = {name: file for file in files.values() for name in file.entries}
         described = read_config(values, where=str(path / CONFIG))
         _check_counts(described.model, len(self._where), path)
         self.model, self.has_value_head = described.model, described.has_value_head

@@ -33,7 +33,7 @@ class Part:
 
 
 def split_model(model: Any) -> tuple[dict[str, Any], Any]:
-    """A model's settings, and the model itself where it is an object and no path.
+    """A model's settings where it is no object, and the object where it is one, which speaks for itself.
 
     Args:
         model: Directory of Hugging Face or of ours; settings of a model whose weights are made up; an object: a model
@@ -43,10 +43,7 @@ def split_model(model: Any) -> tuple[dict[str, Any], Any]:
         return {"path": str(model)}, None
     if isinstance(model, Mapping):
         return dict(model), None
-    from hybridflow.models.given import given_model
-
-    given = given_model(model)
-    return to_dict(given.section), given
+    return {}, model
 
 
 class Actor(Part):
@@ -88,8 +85,8 @@ class Critic(Part):
     """
 
     def __init__(self, model: Any = None, **settings: Any) -> None:
-        section, given = ({}, None) if model is None else split_model(model)
-        if model is not None:
+        section, given = split_model(model) if model is not None else ({}, None)
+        if section:
             settings["model"] = section
         super().__init__({"critic": settings}, {} if given is None else {"critic": given})
 
@@ -114,12 +111,12 @@ class Reward(Part):
             settings["function"] = function
         elif function is not None:
             objects["reward"] = function
-        elif hasattr(model, "scores"):
-            objects["reward"] = model
         else:
             section, given = split_model(model)
-            settings["model"] = section
-            objects = {} if given is None else {"reward": given}
+            if given is None:
+                settings["model"] = section
+            else:
+                objects["reward"] = given
         super().__init__({"reward": settings}, objects)
 
     def score(self) -> RoleFlow:

@@ -22,6 +22,7 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.graph import Flow
 from hybridflow.dataflow.run import Scope
 from hybridflow.errors import ConfigError, DataError
+from hybridflow.models.given import given_settings
 from hybridflow.observe.exporters import Exporter
 from hybridflow.parallel.world import World
 from hybridflow.roles.job import Job, Problems, ReadProblems
@@ -117,7 +118,7 @@ class Session:
             values["run_dir"] = _new_run_dir(self._world, values.get("namespace"))
         if tokenizer is not None:
             values.setdefault("tokenizer", {})["path"] = _tokenizer_place(tokenizer, values["run_dir"], self._world)
-        self.recipe = finish_recipe(values, num_prompts=num_prompts)
+        self.recipe = finish_recipe(values, num_prompts=num_prompts, given=given_settings(self._objects))
         self.trainer = make_trainer(self.recipe, self._world, resume=resume, flow=flow, open_job=self._open)
         self.trainer.begin()
         self._next_draw = self.trainer.next_draw

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from hybridflow.checkpoint.settings import Settings
 from hybridflow.config import Recipe, recipe_from_dict
 from hybridflow.errors import ConfigError
 from hybridflow.presets import PRESETS
@@ -128,12 +129,15 @@ def recipe_values(config: Any, *, algorithm: str, num_ranks: int) -> dict[str, A
     return values
 
 
-def finish_recipe(values: dict[str, Any], *, num_prompts: int | None) -> Recipe:
+def finish_recipe(
+    values: dict[str, Any], *, num_prompts: int | None = None, given: Mapping[str, Settings] | None = None
+) -> Recipe:
     """The recipe, with what was left open.
 
     Args:
         values: From ``recipe_values``.
         num_prompts: Of a step, where the program has given no size of its batch.
+        given: As for ``config.recipe_from_dict``.
 
     Raises:
         ConfigError: As for ``config.recipe_from_dict``.
@@ -154,7 +158,7 @@ def finish_recipe(values: dict[str, Any], *, num_prompts: int | None) -> Recipe:
         if given is None:
             raise ConfigError("rollout_batch_size: missing; give the samples of a step, or batch_size")
         trainer["global_batch_size"] = given
-    return recipe_from_dict(values, source="config")
+    return recipe_from_dict(values, source="config", given=given)
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:

@@ -22,6 +22,7 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.graph import Flow
 from hybridflow.dataflow.run import Scope
 from hybridflow.errors import ConfigError, DataError
+from hybridflow.exit_status import REQUEUE
 from hybridflow.models.given import given_settings
 from hybridflow.observe.exporters import Exporter
 from hybridflow.parallel.world import World
@@ -149,6 +150,8 @@ class Session:
     def rollout(self, batch: Any = None) -> Rollout:
         """Sample and score. Collective: all ranks, with the same batch.
 
+        Where a signal or the time limit asks the job to stop, it is saved, and the program ends with status 75.
+
         Args:
             batch: Prompts, as ``feed.given_prompts`` takes them; None: the next ones of the session's own source.
 
@@ -176,7 +179,10 @@ class Session:
             "version": self.trainer.step,
         }
         self._next_draw += wanted
-        return Rollout(about=about, scope=self.trainer.rollout(about), tokenizer=self.trainer.job.tokenizer)
+        scope = self.trainer.rollout(about)
+        # A rollout that was told to stop has not all of its samples.
+        self._stop_if_asked()
+        return Rollout(about=about, scope=scope, tokenizer=self.trainer.job.tokenizer)
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
         """Update on a rollout. Collective: all ranks. Returns the step's metrics, the same on all ranks."""
@@ -211,6 +217,11 @@ class Session:
         # After a failure others may be gone.
         if kind is None:
             self.close()
+
+    def _stop_if_asked(self) -> None:
+        if self.trainer.stop_if_asked() is not None:
+            # The program can be begun again and goes on, with resume=True: the status says so to who started it.
+            raise SystemExit(REQUEUE)
 
     def _open(self, recipe: Recipe, world: World, plan: JobPlan) -> Job:
         path = tokenizer_path(recipe)

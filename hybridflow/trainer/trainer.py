@@ -243,6 +243,18 @@ class Trainer:
         self._rollouts.end_save()
         self._everyone.barrier("the checkpoint")
 
+    def stop_if_asked(self) -> str | None:
+        """Save and end the job between two calls, if a signal or the time limit asks for it. Collective: all ranks.
+
+        Returns:
+            Why; None: nobody asks.
+        """
+        if not self._stopping.agree(self._everyone):
+            return None
+        self.save_now()
+        self._finish()
+        return self._stopping.reason
+
     def add_exporter(self, name: str, exporter: Exporter) -> None:
         """Send the metrics of the steps to come there too; on rank 0, others do nothing."""
         self._record.add_exporter(name, exporter)

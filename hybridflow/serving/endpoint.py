@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from queue import Empty
 from socketserver import TCPServer
 from typing import Any
@@ -287,6 +288,10 @@ class _Handler(BaseHTTPRequestHandler):
         sent: dict[int, str] = {}
         assert tokenizer is not None, "asked before"
         self.close_connection = True
+        events = self._events(ask, ticket)
+        # What is refused at once is an error of its own, as without a stream.
+        first = next(events)
+        _check_sample(first)
         self.send_response(200)
         for name, value in (
             ("Content-Type", "text/event-stream"),
@@ -297,10 +302,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         begin = head(ask, self.server.served, answer_id, is_piece=True)
         try:
-            for event in self._events(ask, ticket):
+            for event in chain([first], events):
                 self._look_at_client()
-                if event.sample is not None and event.sample.finish == "failed":
-                    raise failure(event.sample)
+                _check_sample(event)
                 if event.sample is None:
                     text, finish = settled_text(event.tokens, ask.stop, tokenizer), None
                 else:
@@ -332,3 +336,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(content)
+
+
+def _check_sample(event: Event) -> None:
+    if event.sample is not None and event.sample.finish == "failed":
+        raise failure(event.sample)

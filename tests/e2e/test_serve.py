@@ -248,7 +248,7 @@ def test_what_the_cache_has_no_room_for_is_the_clients_to_change(folder):
 
     (whole, streamed, short), _ = serve(folder, ask, "--cache-memory", "50000")
     assert whole[0] == 400 and "rollout.cache_memory=50000" in whole[1]
-    assert "rollout.cache_memory=50000" in streamed[1]
+    assert streamed[0] == 400 and "rollout.cache_memory=50000" in streamed[1]
     assert short[0] == 200
 
 

@@ -28,6 +28,10 @@ class RewardError(HybridflowError):
     """A reward function raised, or returned something other than one finite number per sample."""
 
 
+class ContractError(HybridflowError):
+    """A user's own class does not keep to what it has to, as ``hybridflow.testing`` finds out."""
+
+
 class EngineError(HybridflowError):
     """Another engine, in this process or a server, failed, or answered what cannot be right."""
 

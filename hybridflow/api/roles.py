@@ -43,6 +43,14 @@ def split_model(model: Any) -> tuple[dict[str, Any], Any]:
         return {"path": str(model)}, None
     if isinstance(model, Mapping):
         return dict(model), None
+    from hybridflow.models.given import given_settings
+
+    if not given_settings({"actor": model}):
+        raise ConfigError(
+            f"model: found {type(model).__name__}; give a directory, a PreTrainedModel of transformers, a GPTModel of "
+            "megatron-core, or a class of your own (docs/extend.md)"
+        )
+    # What it says of itself the session reads off it.
     return {}, model
 
 

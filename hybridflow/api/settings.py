@@ -154,10 +154,10 @@ def finish_recipe(
     trainer, rollout = values["trainer"], values["rollout"]
     if "global_batch_size" not in trainer:
         per_prompt = 2 if PRESETS[algorithm].is_paired else rollout.get("group_size", 1)
-        given = trainer.get("mini_batch_size") if num_prompts is None else num_prompts * per_prompt
-        if given is None:
+        size = trainer.get("mini_batch_size") if num_prompts is None else num_prompts * per_prompt
+        if size is None:
             raise ConfigError("rollout_batch_size: missing; give the samples of a step, or batch_size")
-        trainer["global_batch_size"] = given
+        trainer["global_batch_size"] = size
     return recipe_from_dict(values, source="config", given=given)
 
 

@@ -37,7 +37,7 @@ ORDER = [
     *("parallel", "algorithms", "observe", "dataflow", "reshard", "data", "models", "checkpoint"),
     # What makes a source of weights, as the formats of checkpoints do, of a model in memory.
     *("models.given_megatron", "models.given"),
-    *("rollout", "roles", "mapping", "trainer", "api", "doctor", "launch", "serving", "cli", "__main__"),
+    *("rollout", "roles", "testing", "mapping", "trainer", "api", "doctor", "launch", "serving", "cli", "__main__"),
 ]
 
 # Imported on login nodes and before ranks start: none may bring in torch or MPI.

@@ -1,0 +1,278 @@
+"""Models in memory as the beginning of roles: they compute what their own libraries compute, in any layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from hybridflow.config import recipe_from_dict
+from hybridflow.dataflow.batch import Batch
+from hybridflow.errors import ConfigError
+from hybridflow.models.given import GivenModel, given_model, given_settings
+from hybridflow.models.shapes import ModelShape
+from hybridflow.models.specs import describe
+from hybridflow.models.weights import initialize
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.parallel.world import World
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.critic import Critic
+from hybridflow.roles.reference import Reference
+from hybridflow.roles.reward_model import RewardModel
+from hybridflow.sections import to_dict
+from tests.megatron_models import make_config
+from tests.multi.jobs import make_batch, make_job, tiny_recipe
+from tests.multi.models import TINY, VOCAB, place
+from tests.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers")
+from tests.hf_models import write_model  # noqa: E402
+
+LAYOUTS = [ParallelLayout(), ParallelLayout(tp=2, pp=2)]
+MIXTURE = {"num_experts_per_tok": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 5},
+    "Qwen2": {"tie_word_embeddings": True},
+    "Qwen3": {},
+    "Phi3": {},
+    "Gemma": {"head_dim": 8},
+    "Gemma2": {"head_dim": 8, "sliding_window": 4},
+    "Mixtral": {**MIXTURE, "num_local_experts": 4, "sliding_window": None},
+    "Qwen3Moe": {**MIXTURE, "num_experts": 4, "moe_intermediate_size": 24, "head_dim": 12},
+}
+TEMPERATURE = 0.8
+"""Of the recipe of ``tests.multi.jobs``."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        name: write_model(folder / name, name, seed=seed, vocab_size=VOCAB, **other)
+        for seed, (name, other) in enumerate(FAMILIES.items())
+    }
+
+
+def recipe_of(objects: dict[str, Any], layout: ParallelLayout, algorithm: str = "grpo") -> Any:
+    """A recipe whose models are those that were given."""
+    values = to_dict(tiny_recipe(layout, algorithm, model=replace(TINY, num_layers=2)))
+    values["model"] = {}
+    if values["critic"] is not None:
+        values["critic"]["model"] = None
+    return recipe_from_dict(values, given=given_settings(objects))
+
+
+def job_of(world: World, objects: dict[str, Any], layout: ParallelLayout, algorithm: str = "grpo") -> Any:
+    job, _ = make_job(world, recipe_of(objects, layout, algorithm))
+    return replace(job, objects=objects)
+
+
+def log_probs(world: World, objects: dict[str, Any], layout: ParallelLayout) -> Any:
+    """Of the actor that begins with what was given; None but on holders."""
+    job = job_of(world, objects, layout)
+    actor = Actor(job, KLCoefficient(job.recipe))
+    assert actor.model is not None
+    actor.model.load()
+    found = actor.log_probs(make_batch(), {})
+    return None if found is None else found.columns["old_log_probs"].values.numpy()
+
+
+def responses(batch: Batch) -> list[tuple[torch.Tensor, int]]:
+    return list(zip(batch.columns["tokens"].to_list(), batch.columns["prompt_lengths"].tolist(), strict=True))
+
+
+def expected_log_probs(logits_of: Any) -> torch.Tensor:
+    """By the library's own logits, sample for sample."""
+    rows = []
+    for tokens, prompt in responses(make_batch()):
+        with torch.no_grad():
+            told = (logits_of(tokens[None])[0, :, :VOCAB] / TEMPERATURE).log_softmax(-1)
+        rows.append(told[prompt - 1 : -1].gather(1, tokens[prompt:, None])[:, 0])
+    return torch.cat(rows)
+
+
+def all_log_probs(world: World, given: dict[str, Any], layout: ParallelLayout) -> dict[str, Any]:
+    return {name: log_probs(world, {"actor": model}, layout) for name, model in given.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_actors_compute_what_transformers_computes(models, layout):
+    ranks = run_ranks(all_log_probs, layout.world_size, models, layout)
+    for name, model in models.items():
+        expected = expected_log_probs(lambda ids, model=model: model(ids).logits)
+        assert expected.std() > 0.5, name
+        found = [each[name] for each in ranks if each[name] is not None]
+        assert len(found) == layout.tp
+        for each in found:
+            assert (torch.from_numpy(each) - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+
+def other_roles(world: World, actor: Any, scorer: Any, other: Any) -> Any:
+    objects = {"actor": actor, "critic": scorer, "reward": scorer, "reference": other}
+    job = job_of(world, objects, ParallelLayout(), "ppo")
+    critic, reward, reference = Critic(job), RewardModel(job), Reference(job)
+    assert critic.model is not None and reference.model is not None
+    critic.model.load()
+    reference.model.load()
+    batch = make_batch()
+    return (
+        critic.values(batch, {}).columns["values"].values.numpy(),
+        reward.score(batch, {}).columns["scores"].numpy(),
+        reference.log_probs(batch, {}).columns["ref_log_probs"].values.numpy(),
+    )
+
+
+def test_critic_reward_and_reference_are_what_was_given(models, tmp_path):
+    scorer = write_model(tmp_path, "Llama", "ForSequenceClassification", seed=5, vocab_size=VOCAB, pad_token_id=None)
+    other = write_model(tmp_path, "Llama", seed=6, vocab_size=VOCAB)
+    ((values, scores, ref),) = run_ranks(other_roles, 1, models["Llama"], scorer, other)
+    wanted_values, wanted_scores = [], []
+    for tokens, prompt in responses(make_batch()):
+        with torch.no_grad():
+            told = scorer.score(scorer.model(tokens[None]).last_hidden_state)[0, :, 0]
+        wanted_values.append(told[prompt - 1 : -1])
+        wanted_scores.append(told[-1])
+    assert (torch.from_numpy(values) - torch.cat(wanted_values)).abs().max() <= 1e-5 * 30
+    assert (torch.from_numpy(scores) - torch.stack(wanted_scores)).abs().max() <= 1e-5 * 30
+    expected = expected_log_probs(lambda ids: other(ids).logits)
+    assert (torch.from_numpy(ref) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+GPT = ModelShape(
+    num_layers=4,
+    hidden_size=32,
+    ffn_hidden_size=24,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=8,
+    vocab_size=VOCAB + 1,
+    dtype="fp32",
+)
+"""Its embedding has a row of padding."""
+
+
+def make_gpt(world: World, layout: ParallelLayout, ranks: tuple[int, ...], **other: Any) -> Any:
+    """A GPTModel as megatron-core makes it, with its own attention; weights of (seed, name)."""
+    alone = ParallelLayout()
+    built = {}
+    for each, where in ((alone, (world.rank,)), (layout, ranks)):
+        mesh = DeviceMesh(name=str(each), layout=each, ranks=where, ranks_per_node=world.ranks_per_node)
+        _, groups = place(world, each, where) if each != alone else (None, None)
+        if groups is None:
+            from hybridflow.parallel.megatron import collection
+
+            groups = collection(world, mesh)
+        config = make_config(GPT, each, **other)
+        stage = groups.pp.rank()
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+            vocab_size=GPT.vocab_size,
+            max_sequence_length=64,
+            pre_process=stage == 0,
+            post_process=stage == each.pp - 1,
+            position_embedding_type="rope",
+            rotary_base=5000,
+            pg_collection=groups,
+        )
+        if each == alone:
+            spec = describe(model)
+        initialize(model, spec, mesh, world.rank, seed=7, std=0.3)
+        built[each] = model.eval()
+    return built[layout], built[alone]
+
+
+def gpt_log_probs(world: World, layout: ParallelLayout) -> Any:
+    place(world, ParallelLayout(dp=world.size))
+    cut, whole = make_gpt(world, layout, tuple(range(world.size)))
+    given = given_model(cut, vocab_size=VOCAB)
+    found = log_probs(
+        world, {"actor": given}, ParallelLayout(dp=1) if world.size == 1 else ParallelLayout(tp=world.size)
+    )
+    expected = expected_log_probs(lambda ids: whole(ids, torch.arange(ids.shape[1])[None], None))
+    return found, expected.numpy()
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, ParallelLayout(tp=2)], ids=str)
+def test_a_gpt_model_gives_its_own_logits_and_is_made_whole_where_it_is_cut(layout):
+    for found, expected in run_ranks(gpt_log_probs, layout.world_size, layout):
+        assert abs(expected).max() > 2
+        assert abs(found - expected).max() <= 1e-5 * abs(expected).max()
+
+
+def gpt_refusals(world: World) -> dict[str, str]:
+    place(world, ParallelLayout())
+    found = {}
+    cases: dict[str, dict[str, Any]] = {
+        "config.add_bias_linear=True": {"add_bias_linear": True},
+        "config.rotary_interleaved=True": {"rotary_interleaved": True},
+    }
+    for name, other in cases.items():
+        try:
+            given_model(make_gpt(world, ParallelLayout(), (0,), **other)[0])
+        except ConfigError as error:
+            found[name] = str(error)
+    model, _ = make_gpt(world, ParallelLayout(), (0,))
+    try:
+        given_model(model, vocab_size=VOCAB + 2)
+    except ConfigError as error:
+        found["vocab_size"] = str(error)
+    return found
+
+
+def test_a_gpt_model_that_computes_something_else_is_refused_by_name():
+    (found,) = run_ranks(gpt_refusals, 1)
+    assert len(found) == 3
+    for name, message in found.items():
+        assert name in message
+
+
+def test_settings_are_those_of_the_directory_that_it_would_be_saved_to(models, tmp_path):
+    from hybridflow.checkpoint.formats.registry import open_model
+
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        saved, given = open_model(tmp_path / name), given_model(model)
+        assert isinstance(given, GivenModel) and given.section == saved.model, name
+        assert given.source.tensors == saved.tensors, name
+        for tensor in saved.tensors:
+            assert torch.equal(given.source.read(tensor), saved.read(tensor)), (name, tensor)
+
+
+def refusal_of(model: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        given_model(model)
+    return str(caught.value)
+
+
+def test_what_cannot_be_taken_is_refused_by_name(models):
+    llama = models["Llama"]
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=VOCAB)
+    assert "model_type='gpt2'" in refusal_of(transformers.GPT2LMHeadModel(config))
+    with torch.device("meta"):
+        empty = type(llama)(llama.config)
+    assert "meta device" in refusal_of(empty)
+
+    class Mine(type(llama)):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    assert "overrides forward" in refusal_of(Mine(llama.config))
+    assert "expected a PreTrainedModel" in refusal_of(torch.nn.Linear(2, 2))
+
+
+def test_a_recipe_that_says_otherwise_than_the_model_is_refused(models):
+    values = to_dict(tiny_recipe(ParallelLayout(), "grpo"))
+    given = given_settings({"actor": models["Llama"]})
+    with pytest.raises(ConfigError, match=r"model\.num_layers=8: the model that was given has 2"):
+        recipe_from_dict(values, given=given)
+    values["model"] = {"path": "somewhere"}
+    with pytest.raises(ConfigError, match=r"model\.path='somewhere': would not be read"):
+        recipe_from_dict(values, given=given)

@@ -13,13 +13,16 @@ __version__ = "0.1.0"
 
 _API = {
     "api.algorithms": ("BaseAlgorithm", "GRPO", "PPO", "RLOO"),
+    "api.device_mesh": ("DeviceMesh",),
     "api.flow": ("RoleFlow", "node"),
     "api.pipeline": ("DataPipeline", "RLTrainer"),
     "api.roles": ("Actor", "Critic", "LoraConfig", "Reward", "RewardModel"),
+    "api.rollout_worker": ("RolloutWorker",),
     "api.session": ("Rollout",),
     "api.trainers": ("GRPOTrainer", "OnlineTrainer", "PPOTrainer"),
     "api.world": ("find_world", "use_world"),
     "dataflow.batch": ("Batch", "Ragged"),
+    "models.own": ("ActorModel", "CriticModel"),
     "observe.exporters": ("MetricsExporter",),
 }
 """Module -> the public names that it defines."""

@@ -217,7 +217,9 @@ def _role(values: dict[str, Any], role: str, section: dict[str, Any], num_ranks:
         section["ranks"] = ranks
     sizes = {axis: section.pop(key) for key, axis in _SIZES.items() if key in section}
     place = _PLACES[role]
-    if sizes or (ranks is not None and place not in section and (role != "reward" or name is not None)):
+    if sizes or (
+        ranks is not None and place not in section and (role != "reward" or name is not None or "model" in section)
+    ):
         count = num_ranks if ranks is None else len(ranks)
         model_size = sizes.get("tp", 1) * sizes.get("pp", 1)
         sizes.setdefault("dp", max(1, count // model_size))

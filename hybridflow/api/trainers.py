@@ -8,6 +8,7 @@ from typing import Any
 
 from hybridflow.api.algorithms import BaseAlgorithm
 from hybridflow.api.checkpoints import export_actor, keep_checkpoint
+from hybridflow.api.device_mesh import DeviceMesh
 from hybridflow.api.feed import given_prompts
 from hybridflow.api.flow import RoleFlow
 from hybridflow.api.roles import Actor, Critic, Part, Reward
@@ -34,6 +35,7 @@ class OnlineTrainer:
         tokenizer: Path, or fast tokenizer of transformers; None: the one that lies beside the model.
         data_provider: Where prompts come from: a ``DataProvider``, or prompts as ``rollout`` takes them; None: they
             are given to ``rollout`` and ``step``.
+        device_mesh: Where the roles lie.
         namespace: Of a project's runs.
         algorithm: Its name, or a ``BaseAlgorithm``.
         resume: Whether to go on from the last checkpoint of ``run_dir``, if there is one.
@@ -53,6 +55,7 @@ class OnlineTrainer:
         reward: Any = None,
         tokenizer: Any = None,
         data_provider: Any = None,
+        device_mesh: DeviceMesh | None = None,
         namespace: str | None = None,
         algorithm: str | BaseAlgorithm | None = None,
         resume: bool = False,
@@ -64,6 +67,8 @@ class OnlineTrainer:
             parts.append(critic_model if isinstance(critic_model, Critic) else Critic(critic_model))
         if reward is not None:
             parts.append(as_reward(reward))
+        if device_mesh is not None:
+            parts.append(device_mesh)
         self._flow: RoleFlow | None = None
         if isinstance(algorithm, BaseAlgorithm):
             self._flow = Actor({}).sample() >> Reward("exact_match").score() >> algorithm.update()

@@ -17,6 +17,9 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.model import Model
 from hybridflow.reshard.spec import DType, ModelSpec, TensorSpec
 
+FAMILY = "own"
+"""In the place of a family of Hugging Face, in what is saved of a class of one's own."""
+
 _DTYPES: dict[torch.dtype, DType] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -130,7 +133,7 @@ def own_settings(given: object) -> Settings | None:
         vocab_size=getattr(given, "vocab_size", None),
         dtype="fp32" if torch.float32 in dtypes else "bf16",
     )
-    return Settings(model, is_critic, None, None, is_cut=False)
+    return Settings(model, is_critic, FAMILY, None, is_cut=False)
 
 
 def ask_logits(module: nn.Module, input_ids: Tensor, *, vocab_size: int, name: str) -> Tensor:

@@ -12,7 +12,7 @@ from hybridflow.checkpoint.formats.source import Source
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.families.model import Model
 from hybridflow.models.given import given_model, is_model
-from hybridflow.models.own import is_own
+from hybridflow.models.own import FAMILY, is_own
 from hybridflow.roles.job import Job
 
 _OF_DIRECTORY = ("path", "max_context", "vocab_divisible_by", "init_std", "dtype")
@@ -60,6 +60,8 @@ def _check_same(found: Model, model: Model, role: str) -> None:
 def travelling_with(job: Job, role: str) -> tuple[str | None, dict[str, bytes]] | None:
     """Family and small files of a model that was given; None: none was."""
     given = job.objects.get(role)
+    if own_of(job, role) is not None:
+        return FAMILY, {}
     if given is None or not is_model(given):
         return None
     source = given_model(given).source

@@ -1,0 +1,402 @@
+"""A model that only generates, on the ranks of a program: ours or vLLM's engine, with weights that can be replaced."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hybridflow.api.device_mesh import DeviceMesh
+from hybridflow.api.roles import Part
+from hybridflow.api.world import find_world
+from hybridflow.checkpoint.formats.registry import open_model
+from hybridflow.checkpoint.formats.source import Source
+from hybridflow.config import check_cut
+from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
+from hybridflow.errors import ConfigError, DataError, EngineError
+from hybridflow.families.config_json import describe
+from hybridflow.families.model import Model
+from hybridflow.models.given import GivenModel, given_model, is_model
+from hybridflow.models.own import is_own, own_settings
+from hybridflow.parallel import mesh as geometry
+from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.megatron import collection, rank_sets
+from hybridflow.parallel.world import World
+from hybridflow.roles.pretrained import from_pretrained, load_pretrained
+from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.engines.hf_weights import hf_weights
+from hybridflow.rollout.engines.own_engine import OwnEngine
+from hybridflow.rollout.request import Request, Response, SamplingParams, expand
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """One response.
+
+    Attributes:
+        prompt: Its number among the prompts.
+        text: What was said; None without a tokenizer.
+        tokens: ``[response]`` int64, an end of sequence included.
+        log_probs: ``[response]`` fp32 under ``softmax(logits / temperature)``.
+        finish: ``stop``: at an end of sequence or a stop text; ``length``: at ``max_new_tokens``.
+    """
+
+    prompt: int
+    text: str | None
+    tokens: Tensor
+    log_probs: Tensor
+    finish: str
+
+
+class RolloutWorker:
+    """Generates with a model, cut over the ranks of a mesh. Collective: all ranks, with the same arguments.
+
+    Args:
+        model: A directory; a model of ``transformers``; a ``GPTModel`` of megatron-core; an actor class of one's own;
+            or a ``hybridflow.Actor``.
+        device_mesh: Where; its layout is that of its groups, or ``tensor_parallel_size`` and
+            ``pipeline_parallel_size``. None: all ranks.
+        engine: ``megatron``: ours. ``vllm``: vLLM within this process, which has the whole model on each rank.
+        tokenizer: Path, or a fast tokenizer of ``transformers``; None: the one that lies beside the model. Without any
+            prompts are token ids.
+        tensor_parallel_size: Ranks that share each matrix.
+        pipeline_parallel_size: Ranks that share the layers.
+        max_context: Longest sequence; None: the model's own.
+        dtype: ``fp32``, ``bf16`` or ``fp16``; None: the model's own.
+        max_concurrent: Sequences decoded together.
+        seed: Of the noise.
+
+    Raises:
+        ConfigError: The model is none of these, or is not computed here.
+        LayoutError: The layout does not cut the model, or does not fill the ranks.
+        EngineError: vLLM is not installed, or cannot run the model.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        device_mesh: DeviceMesh | None = None,
+        engine: Literal["megatron", "vllm"] = "megatron",
+        *,
+        tokenizer: Any = None,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        max_context: int | None = None,
+        dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+        max_concurrent: int = 256,
+        seed: int = 0,
+    ) -> None:
+        if engine not in ("megatron", "vllm"):
+            raise ConfigError(f"RolloutWorker: engine={engine!r}; expected 'megatron' or 'vllm'")
+        model, tokenizer = _of_part(model, tokenizer)
+        self.tokenizer = _tokenizer(model, tokenizer)
+        self._world = find_world()
+        self._engine_kind = engine
+        self._mesh = _mesh(self._world, device_mesh, tensor_parallel_size, pipeline_parallel_size, engine)
+        self._everyone = tuple(range(self._world.size))
+        self._world.make_groups([*rank_sets([self._mesh], self._world.size), self._everyone])
+        self._version = 0
+        self._load: Any = None
+        self._engine: Any = None
+        options = {"max_context": max_context, "dtype": dtype}
+        if is_own(model):
+            self._use_own(model, max_concurrent, seed)
+        elif engine == "vllm":
+            self._use_vllm(_source(model), options, max_concurrent, seed)
+        else:
+            self._use_ours(model, options, max_concurrent, seed)
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]] | Tensor,
+        max_new_tokens: int = 128,
+        temperature: float = 1.0,
+        *,
+        do_sample: bool = True,
+        num_samples: int = 1,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop: Sequence[str] = (),
+        stop_ids: Sequence[int] | None = None,
+        seed: int | None = None,
+    ) -> list[Generated]:
+        """Responses to prompts. Collective: all ranks, with the same arguments.
+
+        Args:
+            prompts: Texts, or token ids of each, at least one.
+            max_new_tokens: Most tokens of a response.
+            temperature: Divides the logits.
+            do_sample: Whether to sample; else the likeliest token is taken.
+            num_samples: Responses to each prompt.
+            top_k: Sample among so many of the likeliest tokens; 0: all.
+            top_p: Sample among the likeliest tokens that together reach this probability.
+            stop: Texts that end a response, too.
+            stop_ids: Tokens that end a response; None: the tokenizer's.
+            seed: In the place of the worker's own.
+
+        Returns:
+            The responses in the order of the prompts, ``num_samples`` of each, on all ranks.
+
+        Raises:
+            DataError: A prompt has no tokens or leaves no room for a response, or a setting is not allowed.
+            EngineError: A response failed.
+        """
+        ends = () if self.tokenizer is None else self.tokenizer.stop_ids
+        params = SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop=tuple(stop),
+            stop_ids=ends if stop_ids is None else tuple(stop_ids),
+            greedy=not do_sample,
+            seed=seed,
+        )
+        requests = [
+            each
+            for draw, prompt in enumerate(self._encoded(prompts))
+            for each in expand(Request(prompt=prompt, params=params, draw=draw), num_samples)
+        ]
+        share: list[Any] = []
+        if self._world.rank in self._mesh:
+            place = self._mesh.coordinate(self._world.rank)
+            mine = requests[place.dp :: self._mesh.layout.dp]
+            responses = self._engine.generate(mine)
+            # One rank of each replica tells what it has, and the last stage has the log-probabilities.
+            if place.tp == 0 and place.pp == self._mesh.layout.pp - 1:
+                share = [_told(*each) for each in zip(mine, responses, strict=True)]
+        told: list[Any] = self._world.coordinator(self._everyone).gather(share, "responses")
+        found = sorted((row for each in told for row in each), key=lambda row: (row[0], row[1]))
+        for draw, _, _, _, finish, error in found:
+            if finish == "failed":
+                raise EngineError(f"RolloutWorker.generate: prompt {draw}: {error}")
+        return [self._generated(*row) for row in found]
+
+    def update_weights(self, model: Any) -> None:
+        """Generate with other weights of the same shape from now on. Collective: all ranks.
+
+        Args:
+            model: As the class takes it.
+
+        Raises:
+            ConfigError: It is another kind of model.
+            CheckpointError: Its tensors are others.
+        """
+        model, _ = _of_part(model, None)
+        self._load(model)
+        self._version += 1
+        self._engine.version = self._version
+        self._engine.weights_changed()
+
+    def _use_ours(self, model: Any, options: dict[str, Any], max_concurrent: int, seed: int) -> None:
+        world, mesh = self._world, self._mesh
+        source = _source(model)
+        check_cut(source.model, mesh.layout, "RolloutWorker")
+        # Once: of a GPTModel that is cut it is brought together from all ranks.
+        placed = from_pretrained(GivenModel(source.model, source), world, mesh, **options)
+        self._engine = _Nothing()
+        if placed.transformer is not None and placed.groups is not None:
+            assert placed.model.vocab_size is not None, "a source's model has a vocabulary"
+            self._engine = MegatronEngine(
+                placed.transformer,
+                placed.groups,
+                vocab_size=placed.model.vocab_size,
+                seed=seed,
+                max_concurrent=max_concurrent,
+                ranks_per_node=min(world.ranks_per_node, world.size),
+                tokenizer=self.tokenizer,
+            )
+
+        def load(other: Any) -> None:
+            source = _source(other)
+            _check_same(source.model, placed.model)
+            if placed.transformer is not None:
+                load_pretrained(source, placed.transformer, placed.spec, mesh, world.rank, seed=seed, std=0.02)
+
+        self._load = load
+
+    def _use_vllm(self, source: Source, options: dict[str, Any], max_concurrent: int, seed: int) -> None:
+        # Where it is not asked for it need not be there.
+        from hybridflow.rollout.engines.vllm_engine import VllmEngine
+
+        chosen = {name: value for name, value in options.items() if value is not None}
+        model = replace(source.model, path=None, **chosen)
+        assert model.vocab_size is not None, "a source's model has a vocabulary"
+        described = describe(model, family=source.family, has_value_head=False)
+        self._engine = VllmEngine(
+            described,
+            log_probs="processed",
+            seed=seed,
+            vocab_size=model.vocab_size,
+            max_concurrent=max_concurrent,
+            memory_share=0.4,
+            cache_bytes=_VLLM_CACHE_BYTES if self._world.device.type == "cpu" else None,
+        )
+
+        def load(other: Source) -> None:
+            _check_same(other.model, model)
+            self._engine.load(hf_weights(described, _Read(other)))
+
+        self._load = lambda other: load(_source(other))
+        load(source)
+
+    def _use_own(self, module: nn.Module, max_concurrent: int, seed: int) -> None:
+        if self._engine_kind == "vllm" or self._mesh.layout.tp * self._mesh.layout.pp > 1:
+            raise ConfigError(
+                "RolloutWorker: a class of your own runs whole on each rank, and not in vLLM; leave it out"
+            )
+        settings = own_settings(module)
+        assert settings is not None and settings.model.vocab_size is not None, "is_own says so"
+        module.to(self._world.device)
+        self._engine = _Nothing()
+        if self._world.rank in self._mesh:
+            self._engine = OwnEngine(
+                module,
+                collection(self._world, self._mesh).tp,
+                vocab_size=settings.model.vocab_size,
+                max_context=settings.model.max_context,
+                seed=seed,
+                max_concurrent=max_concurrent,
+                pad_id=0 if self.tokenizer is None else self.tokenizer.pad_id,
+            )
+
+        def load(other: Any) -> None:
+            if not isinstance(other, nn.Module):
+                raise ConfigError(f"update_weights: found {type(other).__name__}, expected a {type(module).__name__}")
+            module.load_state_dict(other.state_dict())
+
+        self._load = load
+
+    def _encoded(self, prompts: Any) -> list[Tensor]:
+        rows = []
+        for number, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                if self.tokenizer is None:
+                    raise DataError(
+                        f"prompt {number}: is text, and there is no tokenizer; give tokenizer=…, or token ids"
+                    )
+                first = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
+                prompt = [*first, *self.tokenizer.encode(prompt)]
+            rows.append(torch.as_tensor(prompt, dtype=torch.int64))
+            if rows[-1].dim() != 1 or len(rows[-1]) == 0:
+                raise DataError(f"prompt {number}: found shape {[*rows[-1].shape]}, expected token ids, at least one")
+        return rows
+
+    def _generated(
+        self, draw: int, index: int, tokens: list[int], log_probs: list[float | None], finish: str, error: str | None
+    ) -> Generated:
+        return Generated(
+            prompt=draw,
+            text=None if self.tokenizer is None else self.tokenizer.decode(tokens),
+            tokens=torch.tensor(tokens, dtype=torch.int64),
+            log_probs=torch.tensor([math.nan if each is None else each for each in log_probs], dtype=torch.float32),
+            finish=finish,
+        )
+
+
+_VLLM_CACHE_BYTES = 1 << 29
+
+
+class _Nothing:
+    """Stands for an engine on a rank outside the mesh."""
+
+    version = 0
+
+    def weights_changed(self) -> None:
+        """Nothing."""
+
+
+class _Read(Mapping[str, Tensor]):
+    """The tensors of a source, each read when it is asked for."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._source.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source.tensors)
+
+    def __len__(self) -> int:
+        return len(self._source.tensors)
+
+
+def _of_part(model: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """What an ``Actor`` is of; other models as they are."""
+    if not isinstance(model, Part):
+        return model, tokenizer
+    path = model.settings.get("model", {}).get("path")
+    given = model.objects.get("actor", path)
+    if given is None:
+        raise ConfigError("RolloutWorker: the actor has neither a directory nor a model in memory; give it one")
+    return given, model.tokenizer if tokenizer is None else tokenizer
+
+
+def _source(model: Any) -> Source:
+    if isinstance(model, str | Path):
+        return open_model(Path(model))
+    if is_model(model):
+        return given_model(model).source
+    raise ConfigError(
+        f"RolloutWorker: found {type(model).__name__}; give a directory, a PreTrainedModel of transformers, a GPTModel "
+        "of megatron-core, or an actor class of your own (docs/extend.md)"
+    )
+
+
+def _check_same(found: Model, model: Model) -> None:
+    free = {"path": None, "max_context": 1, "vocab_divisible_by": 1, "init_std": 1.0, "dtype": "fp32"}
+    one, other = (replace(each, **free) for each in (found, model))  # type: ignore[arg-type]
+    if one != other:
+        different = [name for name in vars(one) if getattr(one, name) != getattr(other, name)]
+        told = ", ".join(f"{name}={getattr(one, name)!r}" for name in different)
+        raise ConfigError(f"update_weights: the model has {told}, which the worker's has not; give one of its shape")
+
+
+def _tokenizer(model: Any, tokenizer: Any) -> Tokenizer | None:
+    if tokenizer is None:
+        found = tokenizer_in(model) if isinstance(model, str | Path) else None
+        return None if found is None else open_tokenizer(found)
+    if isinstance(tokenizer, str | Path):
+        return open_tokenizer(tokenizer)
+    if hasattr(tokenizer, "save_pretrained") and getattr(tokenizer, "is_fast", False):
+        with tempfile.TemporaryDirectory(prefix="hybridflow-tokenizer-") as folder:
+            tokenizer.save_pretrained(folder)
+            return open_tokenizer(folder)
+    if not hasattr(tokenizer, "stop_ids"):
+        raise ConfigError(
+            f"tokenizer: found {type(tokenizer).__name__}; give a path, or a fast tokenizer of transformers"
+        )
+    found_one: Tokenizer = tokenizer
+    return found_one
+
+
+def _mesh(world: World, device_mesh: DeviceMesh | None, tp: int, pp: int, engine: str) -> geometry.DeviceMesh:
+    ranks = tuple(range(world.size)) if device_mesh is None else device_mesh.ranks
+    layout = None if device_mesh is None else device_mesh.layout
+    if layout is None:
+        layout = ParallelLayout(tp=tp, pp=pp, dp=max(1, len(ranks) // (tp * pp)))
+    elif tp * pp > 1:
+        raise ConfigError(f"RolloutWorker: the mesh's groups say {layout}; leave tensor and pipeline sizes out")
+    if engine == "vllm" and (layout.tp * layout.pp > 1 or len(ranks) != world.size):
+        raise ConfigError("RolloutWorker: engine='vllm' has the whole model on every rank; leave sizes and devices out")
+    return geometry.DeviceMesh(name="RolloutWorker", layout=layout, ranks=ranks, ranks_per_node=world.ranks_per_node)
+
+
+def _told(request: Request, response: Response) -> list[Any]:
+    """A response as a message."""
+    return [
+        request.draw,
+        request.index,
+        response.tokens.tolist(),
+        # JSON has no other way to say that one is not known.
+        [None if math.isnan(each) else each for each in response.log_probs.tolist()],
+        response.finish,
+        response.error,
+    ]

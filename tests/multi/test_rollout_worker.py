@@ -1,0 +1,154 @@
+"""A model that only generates: of any kind, cut in any way, with weights that are replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridflow.api.device_mesh import DeviceMesh
+from hybridflow.api.roles import Actor
+from hybridflow.api.rollout_worker import RolloutWorker
+from hybridflow.api.world import use_world
+from hybridflow.errors import ConfigError, DataError, EngineError, HybridflowError
+from hybridflow.parallel.world import World
+from tests.own_models import TinyActor
+from tests.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers")
+from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+
+PROMPTS = ["1+1=", "12+20=", "3+"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("worker")
+    for seed in (1, 2):
+        write_model(path / f"model-{seed}", "Llama", seed=seed)
+        write_tokenizer(path / f"model-{seed}")
+    return path
+
+
+def greedy_of(folder: Path) -> list[list[int]]:
+    """What transformers finds likeliest, as far as the first end of sequence."""
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    found = []
+    for prompt in PROMPTS:
+        known = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        rows: list[int] = []
+        while len(rows) < 6 and 0 not in rows:
+            with torch.no_grad():
+                rows.append(int(model(torch.tensor([known + rows])).logits[0, -1].argmax()))
+        found.append(rows)
+    return found
+
+
+def worked(world: World, folder: Path, options: dict[str, Any], kind: str) -> Any:
+    use_world(world)
+    one, two = (
+        transformers.LlamaForCausalLM.from_pretrained(folder / f"model-{seed}")
+        if kind == "memory"
+        else str(folder / f"model-{seed}")
+        for seed in (1, 2)
+    )
+    first: Any = Actor(one, tokenizer=str(folder / "model-1")) if kind == "actor" else one
+    if options.get("device_mesh") == "second":
+        options = {"device_mesh": DeviceMesh(devices=[1])}
+    worker = RolloutWorker(first, tokenizer=str(folder / "model-1"), **options)
+    before = worker.generate(PROMPTS, max_new_tokens=6, do_sample=False)
+    sampled = worker.generate(PROMPTS, max_new_tokens=6, temperature=0.7, num_samples=3, seed=4)
+    worker.update_weights(two)
+    after = worker.generate(PROMPTS, max_new_tokens=6, do_sample=False)
+    assert all(each.text is not None and len(each.log_probs) == len(each.tokens) for each in sampled)
+    assert [each.prompt for each in sampled] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    return [[each.tokens.tolist() for each in found] for found in (before, after, sampled)]
+
+
+CASES: list[tuple[int, dict[str, Any], str]] = [
+    (1, {}, "memory"),
+    (2, {}, "path"),
+    (2, {"device_mesh": "second"}, "actor"),
+    (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "memory"),
+]
+
+
+def test_every_kind_and_layout_generates_what_transformers_does_and_follows_new_weights(folder):
+    wanted = [greedy_of(folder / f"model-{seed}") for seed in (1, 2)]
+    assert wanted[0] != wanted[1]
+    told = []
+    for size, options, kind in CASES:
+        for found in run_ranks(worked, size, folder, options, kind):
+            assert found[:2] == wanted, (size, options, kind)
+            told.append(found[2])
+    assert all(each == told[0] for each in told), "what is sampled depends on the seed alone"
+
+
+def own(world: World, folder: Path) -> Any:
+    use_world(world)
+    actor, other = TinyActor(vocab_size=45, seed=1), TinyActor(vocab_size=45, seed=2)
+    worker = RolloutWorker(actor, tokenizer=str(folder / "model-1"))
+    found = worker.generate([[3, 4], [5]], max_new_tokens=4, do_sample=False)
+    worker.update_weights(other)
+    again = worker.generate([[3, 4], [5]], max_new_tokens=4, do_sample=False)
+    return [[each.tokens.tolist() for each in part] for part in (found, again)]
+
+
+def test_a_class_of_ones_own_generates_too(folder):
+    wanted = []
+    for seed in (1, 2):
+        actor, rows = TinyActor(vocab_size=45, seed=seed), []
+        for prompt in ([3, 4], [5]):
+            known = list(prompt)
+            while len(known) - len(prompt) < 4 and 0 not in known[len(prompt) :]:
+                with torch.no_grad():
+                    known.append(int(actor(torch.tensor([known]))[0, -1].argmax()))
+            rows.append(known[len(prompt) :])
+        wanted.append(rows)
+    for found in run_ranks(own, 2, folder):
+        assert found == wanted
+
+
+def refusals(world: World, folder: Path) -> list[str]:
+    use_world(world)
+    path = str(folder / "model-1")
+    bare = RolloutWorker(transformers.LlamaForCausalLM.from_pretrained(path))
+    cases: list[tuple[type[Exception], Any]] = [
+        (ConfigError, lambda: RolloutWorker(path, engine="sglang")),
+        (ConfigError, lambda: RolloutWorker(torch.nn.ReLU())),
+        (DataError, lambda: bare.generate(["1+1="])),
+        (DataError, lambda: bare.generate([[]])),
+        (ConfigError, lambda: bare.update_weights(other_shape())),
+        (EngineError, lambda: bare.generate([[1] * 70])),
+    ]
+    found = []
+    for kind, call in cases:
+        try:
+            call()
+        except HybridflowError as error:
+            found.append(str(error) if isinstance(error, kind) else f"{type(error).__name__}: {error}")
+    return found
+
+
+def other_shape() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=45, num_key_value_heads=2, max_position_embeddings=64, **sizes)
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_what_cannot_be_done_is_refused(folder):
+    (found,) = run_ranks(refusals, 1, folder)
+    words = (
+        "expected 'megatron' or 'vllm'",
+        "ReLU",
+        "there is no tokenizer",
+        "at least one",
+        "num_layers=3",
+        "70 tokens",
+    )
+    assert len(found) == len(words)
+    for message, word in zip(found, words, strict=True):
+        assert word in message

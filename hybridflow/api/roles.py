@@ -119,6 +119,8 @@ class Reward(Part):
             settings["function"] = function
         elif function is not None:
             objects["reward"] = function
+        elif hasattr(model, "scores"):
+            objects["reward"] = model
         else:
             section, given = split_model(model)
             if given is None:

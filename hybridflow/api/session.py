@@ -185,7 +185,7 @@ class Session:
         return Rollout(about=about, scope=scope, tokenizer=self.trainer.job.tokenizer)
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
-        """Update on a rollout. Collective: all ranks. Returns the step's metrics, the same on all ranks."""
+        """Update on a rollout. Collective: all ranks. Returns the step's metrics."""
         # Several rollouts may be made before the first update: the step is the one that learns.
         metrics = self.trainer.learn(rollout.scope, {**rollout.about, "step": self.trainer.step + 1})
         self._next_draw = max(self._next_draw, self.trainer.next_draw)

@@ -117,7 +117,7 @@ class OnlineTrainer:
         """Learn from a rollout. Collective: all ranks.
 
         Returns:
-            The step's metrics (docs/metrics.md), the same on all ranks, and ``loss``: the actor's.
+            The step's metrics (docs/metrics.md), the same on all ranks but for its seconds, and ``loss``: the actor's.
         """
         metrics = self.session().learn(rollout)
         return {**metrics, "loss": metrics.get("actor/loss", 0.0)}

@@ -297,7 +297,8 @@ class Actor:
         assert self.trainable is not None, "called outside the update mesh"
         kept = self.trainable.accumulate(micro_batches, loss)
         grad_norm = self.trainable.step()
-        self._rollout_is_current = False
+        # Weights that may stay behind do so until the step says otherwise.
+        self._rollout_is_current = self._rollout_is_current and self._reshard_every > 1
         return kept, grad_norm
 
     def end_warm_start(self) -> None:

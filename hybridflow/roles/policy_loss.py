@@ -125,7 +125,9 @@ class PolicyLoss:
         if self._own_loss is not None:
             per_token = self._own_loss(log_probs, old, advantages, mask)
             nowhere = torch.zeros_like(mask, dtype=torch.bool)
-            return per_token, ClipStats((log_probs - old).detach().exp(), nowhere, nowhere)
+            return per_token, ClipStats(
+                ratio=(log_probs - old).detach().exp(), is_clipped=nowhere, is_dual_clipped=nowhere
+            )
         low, high = settings.clip_low, settings.clip_high
         if settings.kind == "gspo":
             return gspo_loss(log_probs, old, advantages, mask, clip_low=low, clip_high=high)

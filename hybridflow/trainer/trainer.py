@@ -230,7 +230,7 @@ class Trainer:
             about: As there.
 
         Returns:
-            The step's metrics, the same on all ranks.
+            The step's metrics, the same on all ranks but for its seconds.
         """
         self._execute(self._plan.learn, scope, {"train_step": about})
         return self._metrics

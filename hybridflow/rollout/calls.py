@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_THREADS = 64
-"""Calls that run together."""
+"""Calls that run together, unless said otherwise."""
 MAX_LEFT_BEHIND = 256
 """Threads whose call has not returned within its deadline; with more of them, no call is begun."""
 
@@ -34,11 +34,13 @@ class Calls:
     A process can end while calls run, since nothing waits for these threads.
 
     Args:
-        deadline_s: Longest time of a call, from its beginning, in seconds.
+        deadline_s: Longest time of a call, from its beginning, in seconds; infinite for calls that end by themselves.
+        most_together: Calls that run together; None: ``MAX_THREADS``.
     """
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, most_together: int | None = None) -> None:
         self._deadline_s = deadline_s
+        self._most_together = MAX_THREADS if most_together is None else most_together
         self._todo: deque[tuple[int, Callable[[], Any]]] = deque()
         self._busy: dict[_Worker, int] = {}
         self._idle: list[_Worker] = []
@@ -88,7 +90,7 @@ class Calls:
         self._idle.append(worker)
 
     def _assign(self) -> None:
-        while self._todo and len(self._busy) < MAX_THREADS and len(self._left_behind) <= MAX_LEFT_BEHIND:
+        while self._todo and len(self._busy) < self._most_together and len(self._left_behind) <= MAX_LEFT_BEHIND:
             worker = self._idle.pop() if self._idle else self._start()
             number, call = self._todo.popleft()
             worker.since = time.monotonic()
@@ -97,7 +99,7 @@ class Calls:
 
     def _start(self) -> _Worker:
         worker = _Worker()
-        threading.Thread(target=_work, args=(worker, self._done), name="environment", daemon=True).start()
+        threading.Thread(target=_work, args=(worker, self._done), name="call", daemon=True).start()
         return worker
 
 

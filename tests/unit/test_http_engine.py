@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,9 @@ import torch
 from hybridflow.config import SamplingEngine
 from hybridflow.errors import ConfigError, DataError, EngineError
 from hybridflow.roles.sampling_engine import server_engine
-from hybridflow.rollout.engines import http_engine
+from hybridflow.rollout.engines import http_engine, wire
 from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
+from tests.http_server import Server
 
 VOCAB, STOP = 50, 7
 SECRET = "s3cr3t-t0ken"
@@ -42,71 +42,6 @@ class Letters:
         return "".join("abcdefghijklmnopqrstuvwxyz"[each - 10] for each in ids if each >= 10)
 
 
-class Server:
-    """A server on loopback.
-
-    Args:
-        answer: ``(what was asked, how often this path was asked before) -> (status, headers, body)``; it may also
-            return None to hang up without a word, after it waited in ``hang`` perhaps.
-        owned_by: Whose the listed model is.
-    """
-
-    def __init__(self, answer, owned_by="vllm"):
-        self.asked, self.headers, self.connections = [], [], 0
-        self.closing = threading.Event()
-        self._lock = threading.Lock()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def setup(self):
-                super().setup()
-                with outer._lock:
-                    outer.connections += 1
-
-            def do_GET(self):
-                self.reply(200, {}, json.dumps({"data": [{"id": "tiny", "owned_by": owned_by}]}).encode())
-
-            def do_POST(self):
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with outer._lock:
-                    outer.asked.append(asked)
-                    outer.headers.append(dict(self.headers))
-                    number = len(outer.asked) - 1
-                found = answer(asked, number)
-                if found is None:
-                    self.close_connection = True
-                    self.connection.shutdown(socket.SHUT_RDWR)
-                else:
-                    self.reply(*found)
-
-            def reply(self, status, headers, body):
-                self.send_response(status)
-                for name, value in {"Content-Length": str(len(body)), **headers}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                with contextlib.suppress(OSError):
-                    self.wfile.write(body)
-
-            def log_message(self, *args):
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def hang(self):
-        """No answer until the end."""
-        self.closing.wait(60)
-
-    def close(self):
-        self.closing.set()
-        self._server.shutdown()
-        self._server.server_close()
-
-
 @pytest.fixture
 def serve():
     servers = []
@@ -122,7 +57,7 @@ def serve():
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr(http_engine, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(wire, "BACKOFF_S", 0.01)
     monkeypatch.setattr(http_engine, "LOOK_S", 0.02)
     yield
     while MADE:

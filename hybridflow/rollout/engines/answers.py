@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from hybridflow.rollout.engines.wire import BadAnswer
 from hybridflow.rollout.request import Request, Response, SamplingParams
 
 LogProbsKind = Literal["raw", "processed"]
@@ -17,10 +18,6 @@ LogProbsKind = Literal["raw", "processed"]
 
 _ROUNDING = 1e-3
 """A log-probability may be so much above 0."""
-
-
-class BadAnswer(Exception):
-    """An answer that cannot be right; the message says what was found."""
 
 
 @dataclass(frozen=True, kw_only=True)

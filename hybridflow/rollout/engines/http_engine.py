@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import random
 import threading
 import time
 from collections import deque
@@ -13,24 +12,17 @@ from typing import Any, Protocol
 from hybridflow.errors import DataError, EngineError
 from hybridflow.rollout.engines.answers import (
     Answer,
-    BadAnswer,
     failed,
     going_on_refusal,
     request_seed,
     response_of,
     unfinished,
 )
-from hybridflow.rollout.engines.wire import Flight, Lines, Refused, Unavailable
+from hybridflow.rollout.engines.wire import BadAnswer, Flight, Lines, Refused, Unavailable, backoff_s
 from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped
 
 LOOK_S = 0.1
 """So often generating looks up: what is finished is handed over, what is late is ended, and it may be told to stop."""
-
-BACKOFF_S = 0.5
-"""About so long it waits before the second try; twice as long before each further one."""
-
-MOST_BACKOFF_S = 30.0
-"""No wait is longer, whatever a server asks for."""
 
 
 class Api(Protocol):
@@ -211,12 +203,6 @@ def ask_once(
             break
         time.sleep(wait_s)
     raise EngineError(f"{error}; given up after {attempt + 1} tries: is the server of rollout.engine.urls up?")
-
-
-def backoff_s(attempt: int, after_s: float | None) -> float:
-    """How long to wait after a failed try: twice as long each time, drawn so that clients do not come back together."""
-    drawn = BACKOFF_S * 2.0**attempt * random.uniform(0.5, 1.5)
-    return min(drawn if after_s is None else max(drawn, after_s), MOST_BACKOFF_S)
 
 
 def _check_hope(responses: Mapping[int, Response], enough: int) -> None:

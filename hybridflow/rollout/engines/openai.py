@@ -9,7 +9,6 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import EngineError
 from hybridflow.rollout.engines.answers import (
     Answer,
-    BadAnswer,
     LogProbsKind,
     bias_refusal,
     known_tokens,
@@ -17,7 +16,7 @@ from hybridflow.rollout.engines.answers import (
     num_left,
 )
 from hybridflow.rollout.engines.http_engine import ask_once
-from hybridflow.rollout.engines.wire import Lines, Refused
+from hybridflow.rollout.engines.wire import BadAnswer, Lines, Refused
 from hybridflow.rollout.request import Request
 
 _NEUTRAL = {"min_new_tokens": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "with_prompt_log_probs": False}

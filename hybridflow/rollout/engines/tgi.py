@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.rollout.engines.answers import Answer, BadAnswer, num_begun, num_left
+from hybridflow.rollout.engines.answers import Answer, num_begun, num_left
+from hybridflow.rollout.engines.wire import BadAnswer
 from hybridflow.rollout.request import Request
 
 _UNKNOWN = {

@@ -16,7 +16,6 @@ from hybridflow.errors import DataError, EngineError
 from hybridflow.families.config_json import Described, update_config
 from hybridflow.rollout.engines.answers import (
     Answer,
-    BadAnswer,
     LogProbsKind,
     bias_refusal,
     failed,
@@ -28,6 +27,7 @@ from hybridflow.rollout.engines.answers import (
     response_of,
     unfinished,
 )
+from hybridflow.rollout.engines.wire import BadAnswer
 from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped
 
 LOOK_STEPS = 16

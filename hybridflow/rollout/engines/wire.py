@@ -7,6 +7,7 @@ import http.client
 import json
 import math
 import os
+import random
 import socket
 import threading
 import time
@@ -16,14 +17,23 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hybridflow.errors import ConfigError
-from hybridflow.rollout.engines.answers import BadAnswer
 
 MOST_BYTES = 1 << 26
-"""An answer is no longer than this."""
+"""An answer is no longer than this, unless said otherwise."""
+
+BACKOFF_S = 0.5
+"""About so long one waits before the second try; twice as long before each further one."""
+
+MOST_BACKOFF_S = 30.0
+"""No wait is longer, whatever a server asks for."""
 
 _EXCERPT = 300
 _ALL_FAIL = (300, 301, 302, 303, 307, 308, 401, 403, 404, 405)
 """With these every request fails, not this one alone."""
+
+
+class BadAnswer(Exception):
+    """An answer that cannot be right; the message says what was found."""
 
 
 class Unavailable(Exception):
@@ -50,8 +60,23 @@ class Refused(Exception):
         self.is_for_all = is_for_all
 
 
-def token_of(auth_env: str | None) -> str | None:
+def backoff_s(attempt: int, after_s: float | None = None) -> float:
+    """How long to wait after a failed try: twice as long each time, drawn so that clients do not come back together.
+
+    Args:
+        attempt: Tries before this one.
+        after_s: What the server asked for; None: nothing.
+    """
+    drawn = BACKOFF_S * 2.0**attempt * random.uniform(0.5, 1.5)
+    return min(drawn if after_s is None else max(drawn, after_s), MOST_BACKOFF_S)
+
+
+def token_of(auth_env: str | None, key: str = "rollout.engine.auth_env") -> str | None:
     """The secret that an environment variable holds; None: none is named.
+
+    Args:
+        auth_env: The variable's name.
+        key: Where the recipe names it, for the message.
 
     Raises:
         ConfigError: The variable is not set, or holds what cannot be in a header; its value is not told.
@@ -61,9 +86,7 @@ def token_of(auth_env: str | None) -> str | None:
     value = os.environ.get(auth_env, "")
     if not value or not value.isascii() or not value.isprintable() or " " in value:
         found = "nothing" if not value else "something with blanks or unprintable signs"
-        raise ConfigError(
-            f"rollout.engine.auth_env={auth_env}: found {found} in that environment variable, expected the token"
-        )
+        raise ConfigError(f"{key}={auth_env}: found {found} in that environment variable, expected the token")
     return value
 
 
@@ -78,7 +101,15 @@ class Line:
         self._connection: http.client.HTTPConnection | None = None
         self._was_used = False
 
-    def ask(self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout_s: float) -> Any:
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        *,
+        timeout_s: float,
+        most_bytes: int = MOST_BYTES,
+    ) -> Any:
         """The parsed JSON of an answer.
 
         Args:
@@ -86,6 +117,7 @@ class Line:
             path: Below the url.
             body: Sent as JSON; None: nothing.
             timeout_s: Longest silence.
+            most_bytes: Longest answer.
 
         Raises:
             Unavailable: No connection, no answer in time, or the server is busy or broken.
@@ -94,18 +126,18 @@ class Line:
         """
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
         try:
-            status, after_s, answer = self._exchange(method, path, content, timeout_s)
+            status, after_s, answer = self._exchange(method, path, content, timeout_s, most_bytes)
         except http.client.BadStatusLine as error:
             # RemoteDisconnected is one too; an idle connection may have been closed by the other side at any time.
             if isinstance(error, OSError) and self._was_used:
                 self.hang_up()
-                return self.ask(method, path, body, timeout_s=timeout_s)
+                return self.ask(method, path, body, timeout_s=timeout_s, most_bytes=most_bytes)
             raise self._lost(error) from None
         except (OSError, ValueError, http.client.HTTPException, AttributeError) as error:
             # ValueError and AttributeError: hung up by another thread in the midst of it.
             if isinstance(error, ConnectionError) and self._was_used:
                 self.hang_up()
-                return self.ask(method, path, body, timeout_s=timeout_s)
+                return self.ask(method, path, body, timeout_s=timeout_s, most_bytes=most_bytes)
             raise self._lost(error) from None
         if status == 200:
             return self._parsed(answer)
@@ -126,7 +158,7 @@ class Line:
             found.close()
 
     def _exchange(
-        self, method: str, path: str, content: bytes | None, timeout_s: float
+        self, method: str, path: str, content: bytes | None, timeout_s: float, most_bytes: int
     ) -> tuple[int, float | None, bytes]:
         connection = self._open()
         connection.sock.settimeout(timeout_s)
@@ -135,10 +167,10 @@ class Line:
             headers["Authorization"] = f"Bearer {self._token}"
         connection.request(method, f"{self._parts.path.rstrip('/')}{path}", body=content, headers=headers)
         answer = connection.getresponse()
-        body = answer.read(MOST_BYTES + 1)
-        if len(body) > MOST_BYTES:
+        body = answer.read(most_bytes + 1)
+        if len(body) > most_bytes:
             self.hang_up()
-            raise BadAnswer(f"{self.url}{path}: answered with more than {MOST_BYTES} bytes")
+            raise BadAnswer(f"{self.url}{path}: answered with more than {most_bytes} bytes")
         if answer.length:
             raise http.client.IncompleteRead(body, answer.length)
         self._was_used = not answer.will_close

@@ -37,6 +37,8 @@ from hybridflow.sections import (
 
 Name = Annotated[str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
 Plugin = Annotated[str, re.compile(r"[\w.]+:\w+")]
+Variable = Annotated[str, re.compile(r"[A-Za-z_][A-Za-z0-9_]*")]
+Score = Annotated[float, Bounds(low=-1e30, high=1e30)]
 StopText = Annotated[str, re.compile(r"[^\ufffd]{1,1024}", re.DOTALL)]
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
@@ -293,26 +295,132 @@ class Reference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reward:
-    """What scores a response, or tells its cost: a function, or a model.
+class RewardService:
+    """A service that scores, asked over HTTP. docs/rewards.md says what it is sent and answers.
 
     Attributes:
-        function: ``exact_match``, ``length`` in characters, or ``package.module:function`` of ``(prompt, response,
-            answer)``, all text, which gives a finite number; with ``rollout.environment`` the response is that of the
-            last turn. None, of the reward alone: the sum of the environment's rewards, ``exact_match`` without one. Not
-            used where there is a ``model``.
+        urls: Where samples are posted, ``http://host:port/path`` each, asked in turn.
+        auth_env: Environment variable that holds the token to show; None: none is asked for.
+        batch_size: Most samples of one request.
+        connect_timeout_s: Longest wait for a connection.
+    """
+
+    urls: tuple[str, ...]
+    auth_env: Variable | None = None
+    batch_size: Count = 64
+    connect_timeout_s: Positive = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    """A language model that is asked for a score, at ``/v1/chat/completions`` of servers such as ``vllm serve``.
+
+    Attributes:
+        urls: Of servers of one model, ``http://host:port`` each, asked in turn.
+        template: What it is asked: ``{prompt}``, ``{response}`` and ``{answer}`` stand for those of the sample.
+        model: What the servers call the model; None: they have only one.
+        auth_env: Environment variable that holds the token to show; None: none is asked for.
+        pattern: Finds the number in what it says: the first group of the last match.
+        low: The least score that it may give; another one is a failure.
+        high: The most.
+        max_new_tokens: Longest answer in tokens.
+        temperature: Of its sampling.
+        connect_timeout_s: Longest wait for a connection.
+    """
+
+    urls: tuple[str, ...]
+    template: str
+    model: str | None = None
+    auth_env: Variable | None = None
+    pattern: str = r"(?i)score\D{0,20}?([-+]?\d+(?:\.\d+)?)"
+    low: Score = 0.0
+    high: Score = 10.0
+    max_new_tokens: Count = 512
+    temperature: NotNegative = 0.0
+    connect_timeout_s: Positive = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sandbox:
+    """Limits of a program that a response is, and what it may see.
+
+    Attributes:
+        wall_s: Longest time.
+        cpu_s: Longest time of each of its processes on a core.
+        memory_mib: Most memory, of each of its processes and of all together.
+        processes: Most processes and threads.
+        files_mib: Most room for files.
+        output_kib: Most that it may print.
+        readable: Directories that it may read, beside those of the system and of Python's standard library.
+        allow_unprotected: Run it with limits alone where the machine cannot keep it apart: it then reads and writes
+            what the job may, and the network is open to it.
+    """
+
+    wall_s: Positive = 10.0
+    cpu_s: Count = 10
+    memory_mib: Count = 512
+    processes: Count = 16
+    files_mib: Count = 64
+    output_kib: Count = 256
+    readable: tuple[str, ...] = ()
+    allow_unprotected: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """What scores a response, or tells its cost: a function, a model, a service, or a judge. docs/rewards.md.
+
+    Attributes:
+        function: ``exact_match``; ``length`` in characters; ``regex``; ``maths``: whether response and answer are the
+            same expression; ``code``: whether the response is a program that passes the answer's tests; or
+            ``package.module:function`` of ``(prompt, response, answer)``, all text, which gives a finite number. With
+            ``rollout.environment`` the response is that of the last turn. None, of the reward alone, where nothing else
+            scores: the sum of the environment's rewards, ``exact_match`` without one.
+        pattern: Of ``regex``: the first group of its last match in the response is to be the answer; without a group,
+            it is to match.
+        sandbox: Of ``code``: what the program may do.
         model: A scorer with one label, which ``path`` names; its number at the last token is the score.
-        ranks: Global ranks, in mesh order; None: of a model the actor's, of a function those of the rollout. A function
-            needs no accelerator: its ranks may be those of no model.
+        service: A service of yours.
+        judge: A language model that is asked for a score.
+        ranks: Global ranks, in mesh order; None: of a model the actor's, of all others those of the rollout. These
+            need no accelerator: their ranks may be those of no model.
         layout: Of the model: how it is cut; None: as the actor's update layout.
         offload: Keep the model's weights in host memory while it is not asked.
+        timeout_s: Longest time of a call, from its beginning; None: of a function none, 60 of a service or judge, 10 of
+            ``maths``.
+        retries: How often a call that failed is made again.
+        on_failure: What becomes of a sample whose calls all failed. ``error``: the run ends; ``score``: it gets
+            ``failure_score``; ``drop``: nothing is learned from it.
+        failure_score: With ``on_failure=score``.
+        cache: Scores that each rank keeps, by prompt, response and answer, so as not to ask twice; 0: none.
+        max_in_flight: Calls that a rank has under way together; None: 64, one of a function without ``timeout_s``, and
+            of ``maths`` and ``code`` as many as there are cores.
     """
 
     function: str | None = None
+    pattern: str | None = None
+    sandbox: Sandbox | None = None
     model: Model | None = None
+    service: RewardService | None = None
+    judge: Judge | None = None
     ranks: tuple[int, ...] | None = None
     layout: ParallelLayout | None = None
     offload: bool = False
+    timeout_s: Positive | None = None
+    retries: CountOrZero = 0
+    on_failure: Literal["error", "score", "drop"] = "error"
+    failure_score: Score = 0.0
+    cache: CountOrZero = 0
+    max_in_flight: Count | None = None
+
+    @property
+    def kind(self) -> str | None:
+        """What scores: a key of this section; None: nothing is named."""
+        return next((name for name in REWARD_KINDS if getattr(self, name) is not None), None)
+
+
+REWARD_KINDS = ("model", "service", "judge", "function")
+"""Keys of ``Reward`` that name what scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,7 +438,7 @@ class Environment:
     name: str
     max_turns: Count = 4
     step_deadline_s: Positive = 30.0
-    failure_reward: Annotated[float, Bounds(low=-1e30, high=1e30)] = 0.0
+    failure_reward: Score = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +466,7 @@ class SamplingEngine:
     kind: Literal["megatron", "vllm", "openai", "tgi"] = "megatron"
     urls: tuple[str, ...] = ()
     model: str | None = None
-    auth_env: Annotated[str, re.compile(r"[A-Za-z_][A-Za-z0-9_]*")] | None = None
+    auth_env: Variable | None = None
     log_probs: Literal["raw", "processed"] = "raw"
     off_policy: bool = False
     max_in_flight: Count = 64
@@ -563,7 +671,7 @@ class Lagrange:
     Paper: arXiv 2310.12773.
     """
 
-    limit: Annotated[float, Bounds(low=-1e30, high=1e30)] = 0.0
+    limit: Score = 0.0
     init: Positive = 1.0
     lr: Positive = 0.1
     max: Positive = 10.0
@@ -831,6 +939,11 @@ class Recipe:
         if self.preset.has_preferences:
             return not (self.preset.is_scorer or self.preference.reference_free)
         return "kl" in self.preset.reads and self.kl.coef > 0
+
+    @property
+    def drops_samples(self) -> bool:
+        """Whether samples may be left out of learning, since what scores them failed."""
+        return any(section is not None and section.on_failure == "drop" for section in (self.reward, self.cost))
 
     @property
     def is_on_policy(self) -> bool:
@@ -1144,7 +1257,7 @@ def check_recipe(recipe: Recipe, given: Mapping[str, Settings] | None = None) ->
     _check_reward(recipe.reward, "reward", is_given="reward.model" in given)
     if recipe.cost is not None:
         _check_reward(recipe.cost, "cost", is_given="cost.model" in given)
-        if recipe.cost.model is None and recipe.cost.function is None:
+        if recipe.cost.kind is None:
             raise ConfigError("cost.function: missing; name what tells the cost of a response, or give cost.model.path")
     for key in _MODELS:
         model = recipe.model_of(key.removesuffix(".model"))
@@ -1196,17 +1309,84 @@ _GROUPED = ("dapo",)
 
 
 def _check_reward(reward: Reward, key: str, *, is_given: bool = False) -> None:
-    if reward.model is None:
+    kind = reward.kind
+    others = [name for name in REWARD_KINDS if getattr(reward, name) is not None and name != kind]
+    for name in others:
+        found = f"={reward.function!r}: would not be called" if name == "function" else ": would not be asked"
+        raise ConfigError(f"{key}.{name}{found}, {key}.{kind} scores; remove one of the two")
+    if kind != "model":
         for name in ("layout", "offload"):
             if getattr(reward, name) != getattr(Reward(), name):
                 raise ConfigError(f"{key}.{name}: a function has no weights; remove the key, or give {key}.model.path")
-        return
-    if reward.model.path is None and not is_given:
+    elif reward.model is not None and reward.model.path is None and not is_given:
         raise ConfigError(f"{key}.model.path: missing; a model that was not trained scores nothing, name its directory")
-    if reward.function != Reward().function:
+    _check_reward_policy(reward, key)
+    _check_reward_function(reward, key)
+    if reward.service is not None:
+        _check_urls(reward.service.urls, f"{key}.service.urls")
+    if reward.judge is not None:
+        _check_judge(reward.judge, f"{key}.judge")
+
+
+def _check_reward_policy(reward: Reward, key: str) -> None:
+    """What calls that cannot fail, or are bounded elsewhere, would ignore."""
+    what = "a model" if reward.model is not None else reward.function
+    for name in REWARD_POLICY:
+        is_given = getattr(reward, name) != getattr(Reward(), name)
+        if is_given and what in ("a model", *SURE_FUNCTIONS):
+            raise ConfigError(f"{key}.{name}: {what} neither waits nor fails; remove the key")
+    if reward.function == "code" and reward.timeout_s is not None:
+        raise ConfigError(f"{key}.timeout_s: {key}.sandbox.wall_s is the limit of a program; remove the key, set that")
+    if reward.on_failure != "score" and reward.failure_score != Reward().failure_score:
         raise ConfigError(
-            f"{key}.function={reward.function!r}: would not be called, {key}.model scores; remove one of the two"
+            f"{key}.failure_score={reward.failure_score:g}: {key}.on_failure={reward.on_failure} gives none; set it to "
+            "score, or remove the key"
         )
+
+
+REWARD_POLICY = ("timeout_s", "retries", "on_failure", "failure_score", "cache", "max_in_flight")
+"""Keys of ``Reward`` for what may wait or fail."""
+
+SURE_FUNCTIONS = ("exact_match", "length", "regex")
+"""Functions of ours that neither wait nor fail."""
+
+
+def _check_reward_function(reward: Reward, key: str) -> None:
+    for name, function in (("pattern", "regex"), ("sandbox", "code")):
+        if getattr(reward, name) is not None and reward.function != function:
+            raise ConfigError(f"{key}.{name}: only {function} reads it; remove it, or set {key}.function={function}")
+    for path in () if reward.sandbox is None else reward.sandbox.readable:
+        if not path.startswith("/") or not path.strip("/."):
+            raise ConfigError(f"{key}.sandbox.readable: found {path!r}, expected a directory's path from / on")
+    if reward.function == "regex":
+        if reward.pattern is None:
+            raise ConfigError(f"{key}.pattern: missing; {key}.function=regex needs one, such as 'answer is (.+)'")
+        _check_pattern(reward.pattern, f"{key}.pattern")
+
+
+def _check_judge(judge: Judge, key: str) -> None:
+    _check_urls(judge.urls, f"{key}.urls")
+    if "{response}" not in judge.template:
+        raise ConfigError(f"{key}.template: has no {{response}}, so that it would judge none; say where it stands")
+    if _check_pattern(judge.pattern, f"{key}.pattern") == 0:
+        raise ConfigError(f"{key}.pattern={judge.pattern!r}: has no group; put parentheses around the number")
+    if judge.low >= judge.high:
+        raise ConfigError(f"{key}.low={judge.low:g} is not below {key}.high={judge.high:g}; no score would be right")
+
+
+def _check_urls(urls: Sequence[str], key: str) -> None:
+    if not urls:
+        raise ConfigError(f"{key}: missing; give at least one, as http://host:port")
+    for url in urls:
+        check_url(url, key)
+
+
+def _check_pattern(pattern: str, key: str) -> int:
+    """The number of groups of a regular expression."""
+    try:
+        return re.compile(pattern).groups
+    except re.error as error:
+        raise ConfigError(f"{key}={pattern!r}: is no regular expression: {error}; mend it") from None
 
 
 def _check_contexts(recipe: Recipe) -> None:
@@ -1492,8 +1672,7 @@ def _check_engine(recipe: Recipe) -> None:
         return
     if not engine.urls:
         raise ConfigError(f"rollout.engine.urls: missing; kind={engine.kind} needs at least one, as http://host:port")
-    for url in engine.urls:
-        check_url(url, "rollout.engine.urls")
+    _check_urls(engine.urls, "rollout.engine.urls")
     if not engine.off_policy and (recipe.trainer.steps > 0 or recipe.warm_start is not None):
         raise ConfigError(
             f"rollout.engine.kind={engine.kind}: the server's weights do not follow those that are trained; set "
@@ -1545,7 +1724,7 @@ def check_url(url: str, key: str) -> None:
     if "@" in url:
         raise ConfigError(
             f"{key}: an address has a user or password, which would be kept in the run's recipe; put the token into an "
-            "environment variable, and name that in rollout.engine.auth_env"
+            "environment variable, and name that in auth_env"
         )
     try:
         parts = urlsplit(url)

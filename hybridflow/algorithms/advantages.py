@@ -74,7 +74,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lamb
     rewards, values, mask = alike(rewards=rewards, values=values, mask=mask)
     on = mask > 0
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    next_value, next_advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    next_value, next_advantage = values.new_zeros(len(values)), values.new_zeros(len(values))
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = torch.where(on[:, t], delta + gamma * gae_lambda * next_advantage, next_advantage)

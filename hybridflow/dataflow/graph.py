@@ -18,6 +18,10 @@ ORDER = "order"
 """The column that every source gives without naming it: a sample's position among all samples sorted by id."""
 
 
+SCORED = ("scores", "costs", "baselines")
+"""Columns whose numbers a sample that is learned from all has, as far as the flow has them; NaN: it is left out."""
+
+
 class _Chain:
     """What ``>>`` joins into a flow."""
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_bytes
+from hybridflow.rewards.sandbox import sandbox_problem
 
 AREA, NETWORK = "machine", "network"
 
@@ -46,6 +47,7 @@ def check_host() -> list[Finding]:
         shared_memory_finding(room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize),
         memlock_finding(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_fabric=has_fabric),
         open_files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        sandbox_finding(sandbox_problem()),
     ]
 
 
@@ -70,6 +72,16 @@ def shared_memory_finding(total_bytes: int, free_bytes: int) -> Finding:
         PROBLEM,
         "give the container more (docker --shm-size=16g; apptainer and enroot take the node's), or remove what dead "
         "jobs left there",
+    )
+
+
+def sandbox_finding(problem: str | None) -> Finding:
+    """Whether programs that responses are can be run apart from everything else."""
+    value = "programs can be kept apart" if problem is None else f"{problem}; reward.function=code is refused"
+    return Finding(area=AREA, name="sandbox of answers", value=value).unless(
+        problem is None,
+        NOTE,
+        "have user namespaces allowed on this machine or in this container (user.max_user_namespaces)",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,8 +25,10 @@ from hybridflow.algorithms.lagrange import adapt_multiplier, lagrangian_advantag
 from hybridflow.algorithms.shaping import overlong_penalty
 from hybridflow.config import Recipe
 from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.errors import RewardError
 from hybridflow.models.training import sum_over
 from hybridflow.observe.rank_log import say
+from hybridflow.roles.dropped import kept, spread
 from hybridflow.roles.job import Job
 from hybridflow.roles.placed import length_metrics, padded
 
@@ -98,6 +101,23 @@ def shaped(recipe: Recipe, scores: Tensor, lengths: Tensor) -> Tensor:
     )
 
 
+Method = Callable[["Advantage", Batch, Mapping[str, Any]], Batch]
+
+
+def of_kept(method: Method) -> Method:
+    """The method on the samples that are learned from, as if there were no others; these get zeros."""
+
+    @functools.wraps(method)
+    def on_kept(self: Advantage, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        if not self.drops:
+            return method(self, batch, decided)
+        found = kept(batch)
+        self.measure_dropped(found)
+        return spread(method(self, batch.select(found.nonzero()[:, 0]), decided), batch, found)
+
+    return on_kept
+
+
 class Advantage:
     """Computes advantages on the actor's update mesh, where every rank of a replica has the replica's samples.
 
@@ -105,12 +125,14 @@ class Advantage:
         metrics: What the last call measured, over the global batch; emptied by the trainer each step.
         scores: Of each sample, by id, that came since they were taken; where samples are archived.
         multiplier: The price of cost.
+        drops: Whether samples may be left out, since what scores them failed.
     """
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         self.metrics: dict[str, float] = {}
         self.scores: dict[int, float] = {}
         self.multiplier = LagrangeMultiplier(job.recipe)
+        self.drops = job.recipe.drops_samples
         self._job = job
         self._kl_coef = kl_coef
         self._has_warned = False
@@ -118,6 +140,7 @@ class Advantage:
         mesh = job.meshes["actor.update"]
         self._peers = mesh.group_of(job.world.rank, "dp", "cp") if job.world.rank in mesh else ()
 
+    @of_kept
     def ppo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages`` and ``returns``: GAE over token rewards, whitened. Collective: dp."""
         settings = self._job.recipe.advantage
@@ -133,6 +156,7 @@ class Advantage:
         advantages = whiten(advantages, mask, sum_over_ranks=self._sum())
         return self._columns(batch, advantages=advantages, returns=returns)
 
+    @of_kept
     def safe(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages``, ``returns`` and ``cost_returns``, of rewards and costs. Collective: dp.
 
@@ -162,27 +186,33 @@ class Advantage:
             cost_returns=cost_returns,
         )
 
+    @of_kept
     def grpo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages``: each score against those of its group, spread over the response. Collective: dp."""
         return self._columns(batch, advantages=self._of_groups(batch, group_normalize))
 
+    @of_kept
     def dr_grpo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages``: each score less its group's mean, spread over the response. Collective: dp."""
         return self._columns(batch, advantages=self._of_groups(batch, group_center))
 
+    @of_kept
     def own(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages``: of scores, groups and lengths by a program's own algorithm. Collective: dp."""
         algorithm = self._job.objects["algorithm"]
         return self._columns(batch, advantages=self._of_groups(batch, algorithm.advantages, with_lengths=True))
 
+    @of_kept
     def rloo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages``: each score less the mean of its group's others. Collective: dp."""
         return self._columns(batch, advantages=self._of_groups(batch, self._leave_one_out))
 
+    @of_kept
     def opo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages``: each score less its group's mean weighted by lengths. Collective: dp."""
         return self._columns(batch, advantages=self._of_groups(batch, length_weighted_center, with_lengths=True))
 
+    @of_kept
     def reinforce_plus_plus(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages``: discounted returns of token rewards, whitened. Collective: dp."""
         self._measure(batch)
@@ -190,12 +220,14 @@ class Advantage:
         returns = discounted_returns(self._token_rewards(batch), mask, gamma=self._job.recipe.advantage.gamma)
         return self._columns(batch, advantages=whiten(returns, mask, sum_over_ranks=self._sum()))
 
+    @of_kept
     def reinforce_plus_plus_baseline(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages``: each score less its group's mean, spread over the response and whitened. Collective: dp."""
         mask = padded(batch, "response_mask")
         advantages = whiten(self._of_groups(batch, group_center), mask, sum_over_ranks=self._sum())
         return self._columns(batch, advantages=advantages)
 
+    @of_kept
     def remax(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages``: reward-to-go less the greedy response's score, which ``baselines`` has. Collective: dp."""
         self._measure(batch)
@@ -268,6 +300,24 @@ class Advantage:
         self.metrics |= {"reward/mean": self._mean(scores), **length_metrics(batch, self._sum())}
         if self._job.recipe.shaping.overlong_buffer:
             self.metrics["reward/shaped_mean"] = self._mean(self._scores(batch))
+
+    def measure_dropped(self, found: Tensor) -> None:
+        """Report how many samples are left out. Collective: dp.
+
+        Args:
+            found: Which are not, ``[samples]``.
+
+        Raises:
+            RewardError: All are, on all ranks.
+        """
+        counts = torch.tensor([float(found.sum()), float((~found).sum())], dtype=torch.float64)
+        num_kept, num_dropped = self._sum()(counts).tolist()
+        if num_kept == 0:
+            raise RewardError(
+                f"none of the {num_dropped:.0f} samples of this step has all its scores; mend what scores, or set "
+                "on_failure=error to see how it fails"
+            )
+        self.metrics["batch/dropped"] = num_dropped
 
     def _mean(self, values: Tensor) -> float:
         """Mean of a number for each sample, ``[samples]``, over the global batch. Collective: dp."""

@@ -93,12 +93,16 @@ class Groups(ABC):
         self._rollouts, self._draws = [], []
 
     def _own_scores(self) -> Scores:
-        """Of the last rollout, on one rank of each replica; what is learned from is another matter."""
+        """Of the last rollout, on one rank of each replica, but for samples that have none.
+
+        What is learned from is another matter.
+        """
         rank = self._job.world.rank
         if rank not in self._mesh or self._mesh.holders(self._mesh.coordinate(rank).dp)[0] != rank:
             return []
         columns = self._rollouts[-1].columns
-        return list(zip(columns["draws"].tolist(), columns["scores"].double().tolist(), strict=True))
+        scored = zip(columns["draws"].tolist(), columns["scores"].double().tolist(), strict=True)
+        return [(draw, score) for draw, score in scored if not math.isnan(score)]
 
 
 class InformativeGroups(Groups):
@@ -175,8 +179,8 @@ class GreedyBaselines(Groups):
         super().keep(batch, decided)
 
     def _finished(self, rollout: Batch) -> Batch:
-        # Of a step that is left there may be none.
-        baselines = [self._baselines.get(draw, 0.0) for draw in rollout.columns["draws"].tolist()]
+        # Of a step that is left there may be none; of a greedy response that has no score neither.
+        baselines = [self._baselines.get(draw, math.nan) for draw in rollout.columns["draws"].tolist()]
         return rollout.with_columns({"baselines": torch.tensor(baselines, dtype=torch.float32)})
 
 

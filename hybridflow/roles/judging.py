@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.pass_at_k import pass_at_k
+from hybridflow.errors import RewardError
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.roles.job import Job
 
@@ -23,22 +24,31 @@ def validation_id(job: Job, row: int, index: int) -> int:
 def measure(job: Job, judges: Coordinator, ids: Tensor, scores: Tensor) -> dict[str, float]:
     """``validation/accuracy``, and pass@1 and pass@k where responses are sampled, over all held-out problems.
 
+    A response without a score is left out of the accuracy, and is not right.
+
     Collective: the judges.
 
     Args:
         job: The job.
         judges: The ranks that have scores.
         ids: Of the responses here, ``[samples]``, from ``validation_id``; each is on one rank.
-        scores: Theirs, ``[samples]``.
+        scores: Theirs, ``[samples]``; NaN: it has none.
+
+    Raises:
+        RewardError: No greedy response has one, on all ranks.
     """
     trainer = job.recipe.trainer
     size = 1 + trainer.validation_samples
     is_greedy = ids % size == 0
     right: Counter[int] = Counter({row: 0 for row in (ids[~is_greedy] // size).tolist()})
     right.update((ids[~is_greedy & (scores >= RIGHT)] // size).tolist())
-    share = [float(scores[is_greedy].double().sum()), int(is_greedy.sum()), list(right.items())]
+    is_scored = is_greedy & ~scores.isnan()
+    share = [float(scores[is_scored].double().sum()), int(is_scored.sum()), list(right.items())]
     shares = judges.gather(share, "validation")
-    accuracy = sum(total for total, _, _ in shares) / sum(count for _, count, _ in shares)
+    num_scored = sum(count for _, count, _ in shares)
+    if num_scored == 0:
+        raise RewardError("no response to a held-out problem has a score; mend what scores, or set on_failure=error")
+    accuracy = sum(total for total, _, _ in shares) / num_scored
     if trainer.validation_samples == 0:
         return {"validation/accuracy": accuracy}
     # The responses to a problem may lie on several ranks.

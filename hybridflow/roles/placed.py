@@ -26,6 +26,7 @@ from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.spec import ModelSpec
+from hybridflow.roles.dropped import without_dropped
 from hybridflow.roles.job import Job
 from hybridflow.roles.objects import has_weights, own_of, role_of, weights_of
 from hybridflow.roles.pretrained import load_pretrained
@@ -335,7 +336,10 @@ def pad_rows(rows: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
 
 
 def mini_batch(job: Job, batch: Batch, index: int) -> Batch:
-    """This rank's samples of a mini-batch: places ``[index * size, (index + 1) * size)`` of the global batch."""
+    """This rank's samples of a mini-batch: places ``[index * size, (index + 1) * size)`` of the global batch.
+
+    Of one that is left out of learning no token counts.
+    """
     size, order = mini_batch_size(job), batch.columns["order"]
     assert isinstance(order, Tensor), "order is a dense column"
-    return batch.select((order // size == index).nonzero()[:, 0])
+    return without_dropped(batch.select((order // size == index).nonzero()[:, 0]))

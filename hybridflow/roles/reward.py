@@ -1,94 +1,100 @@
-"""The reward, or the cost: a function of problem and response, called for each sample on one rank."""
+"""The reward, or the cost, of what is no model here: functions, services, judges; each sample is scored on one rank."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
+from hybridflow.config import REWARD_POLICY
+from hybridflow.config import Reward as Settings
 from hybridflow.data.prompts import Example
 from hybridflow.dataflow.batch import Batch
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.plugins import find_plugin
+from hybridflow.observe.rank_log import say
+from hybridflow.rewards.kinds import make_kind
+from hybridflow.rewards.runners import InPlace
+from hybridflow.rewards.sample import Sample
+from hybridflow.rewards.scorer import Counts, Scorer
 from hybridflow.roles.job import Job
 from hybridflow.roles.judging import measure
 from hybridflow.roles.placed import column_rows
 from hybridflow.rollout.environment import text_of
 
-RewardFunction = Callable[[str, str, str], float]
-"""``(prompt, response, answer) -> score``."""
-
-
-def exact_match(prompt: str, response: str, answer: str) -> float:
-    """1 if the response is the answer, but for spaces around it; else 0."""
-    return float(response.strip() == answer.strip())
-
-
-def length(prompt: str, response: str, answer: str) -> float:
-    """The number of characters of the response."""
-    return float(len(response))
-
-
-BUILT_IN: dict[str, RewardFunction] = {"exact_match": exact_match, "length": length}
-
 SCORES = {"reward": "scores", "cost": "costs"}
 """Role -> the column that it writes."""
 
-
-def find_function(name: str, role: str = "reward") -> RewardFunction:
-    """A built-in reward by name, or ``package.module:function`` by import.
-
-    Raises:
-        ConfigError: There is no such function.
-    """
-    found = find_plugin(name, BUILT_IN, key=f"{role}.function", kind="function")
-    if not callable(found):
-        raise ConfigError(f"{role}.function={name!r}: found {type(found).__name__}, expected a function")
-    return cast(RewardFunction, found)
+METRICS = {
+    "reward": ("reward/failed", "reward/retried", "reward/cached", "reward/call_s", "reward/call_longest_s"),
+    "cost": ("cost/failed", "cost/retried", "cost/cached", "cost/call_s", "cost/call_longest_s"),
+}
+"""Role -> what is told of its calls."""
 
 
 class Reward:
     """Scores responses on its mesh, one data-parallel replica a rank, so that each sample is scored once.
 
     Args:
-        job: The job.
+        job: The job; a function or object that it has for the role comes before what the recipe names.
         role: ``reward``, or ``cost``: which section of the recipe it is, and which mesh.
 
     Attributes:
         metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
+
+    Raises:
+        ConfigError: What scores cannot be found or made.
     """
 
     def __init__(self, job: Job, role: str = "reward") -> None:
         self.metrics: dict[str, float] = {}
         self._job = job
         self._role = role
-        name = getattr(job.recipe, role).function
-        self._takes_rewards = name is None and job.recipe.rollout.environment is not None
-        self._name = "exact_match" if name is None else name
+        self._totals = Counts()
+        settings: Settings = getattr(job.recipe, role)
         given = job.objects.get(role)
-        self._function = find_function(self._name, role) if given is None else given
+        self._scorer: Scorer | None = None
+        if given is None and settings.kind is None and job.recipe.rollout.environment is not None:
+            _check_no_policy(settings, role)
+        elif job.world.rank in job.meshes[role]:
+            self._scorer = Scorer(make_kind(settings, role, given), settings, role)
 
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """``scores``, or ``costs``, of responses to training problems.
+        """``scores``, or ``costs``, of responses to training problems; NaN of those that are to be left out.
+
+        Collective: its mesh, but where nothing can fail without ending the run.
 
         Raises:
-            RewardError: The function raised, or gave something other than a finite number; names the problem.
+            RewardError: A sample has no score, and ``on_failure`` is ``error``, or none of all has one; names one.
         """
-        return Batch(batch.ids, {SCORES[self._role]: self._scores(batch, self._job.train.example)})
+        scores = self._scores(batch, self._job.train.example)
+        if self._scorer is not None and self._tells:
+            self._report(self._scorer.counts)
+        return Batch(batch.ids, {SCORES[self._role]: scores})
 
     def judge(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Measure ``validation/accuracy``: the mean score of greedy responses to held-out problems; and pass@k.
 
         Collective: the reward's mesh.
+
+        Raises:
+            RewardError: As for ``score``, but for responses of which none has a score.
         """
         scores = self._scores(batch, lambda row: self._job.held_out[row][0])
         judges = self._job.world.coordinator(self._job.meshes["reward"].ranks)
         self.metrics |= measure(self._job, judges, batch.ids, scores)
 
+    @property
+    def _tells(self) -> bool:
+        """Whether there is something to tell of its calls; the same on all ranks."""
+        assert self._scorer is not None, "the environment's rewards are no calls"
+        settings = self._scorer.settings
+        has_policy = any(getattr(settings, name) != getattr(Settings(), name) for name in REWARD_POLICY)
+        return has_policy or not isinstance(self._scorer.kind.runner, InPlace)
+
     def _scores(self, batch: Batch, example_of: Callable[[int], Example]) -> torch.Tensor:
-        if self._takes_rewards:
+        if self._scorer is None:
             return batch.columns["environment_rewards"]
         draws = batch.columns["draws"].tolist()
         prompt_lengths = batch.columns["prompt_lengths"].tolist()
@@ -98,22 +104,44 @@ class Reward:
         if "response_mask" in batch.columns:
             masks = column_rows(batch, "response_mask")
             responses = [_last_turn(*each) for each in zip(responses, masks, strict=True)]
-        scores = [
-            self._score(example_of(draw), response.tolist()) for response, draw in zip(responses, draws, strict=True)
+        samples = [
+            self._sample(example_of(draw), response.tolist()) for response, draw in zip(responses, draws, strict=True)
         ]
-        return torch.tensor(scores, dtype=torch.float32)
+        scores = torch.tensor(self._scorer.scores(samples), dtype=torch.float32)
+        counts = self._scorer.counts
+        if counts.failed:
+            say(f"{self._role}: failed in {counts.failed} of {counts.samples} samples; one: {counts.first_failure}")
+        return scores
 
-    def _score(self, example: Example, tokens: list[int]) -> float:
+    def _sample(self, example: Example, tokens: list[int]) -> Sample:
         response = text_of(self._job.tokenizer, tokens)
-        where = f"{self._role} {self._name!r} on {example.place} with response {response!r}"
-        try:
-            score = float(self._function(example.prompt, response, example.answer))
-        # A user's function may raise anything, or call sys.exit; whatever it is, the message must name the sample.
-        except (Exception, SystemExit) as error:
-            raise RewardError(f"{where}: {type(error).__name__}: {error}; mend the function or the sample") from error
-        if not math.isfinite(score):
-            raise RewardError(f"{where}: returned {score}; expected a finite number")
-        return score
+        return Sample(prompt=example.prompt, response=response, answer=example.answer, place=example.place)
+
+    def _report(self, counts: Counts) -> None:
+        """Tell of the calls on all ranks, in this step. Collective: its mesh."""
+        everyone = self._job.world.coordinator(self._job.meshes[self._role].ranks)
+        shares = [Counts(**share) for share in everyone.gather(asdict(counts), f"{self._role}s of the samples")]
+        failures = [share.first_failure for share in shares if share.first_failure]
+        if failures and sum(share.failed for share in shares) == sum(share.samples for share in shares):
+            raise RewardError(f"no sample has a score: {failures[0]}; mend what scores, there is nothing to learn from")
+        names = METRICS[self._role]
+        # A step may have several rollouts.
+        totals = sum(shares, self._totals if names[0] in self.metrics else Counts())
+        self._totals = totals
+        told = (
+            float(totals.failed),
+            float(totals.retries),
+            totals.cached / max(totals.samples, 1),
+            totals.calls_s / max(totals.calls, 1),
+            totals.longest_s,
+        )
+        self.metrics |= zip(names, told, strict=True)
+
+
+def _check_no_policy(settings: Settings, role: str) -> None:
+    for name in REWARD_POLICY:
+        if getattr(settings, name) != getattr(Settings(), name):
+            raise ConfigError(f"{role}.{name}: the environment's rewards are sums of its own; remove the key")
 
 
 def _last_turn(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

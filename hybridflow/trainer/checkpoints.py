@@ -42,7 +42,17 @@ _MUST_MATCH = (
     *("algorithm", "seed", "model", "data", "tokenizer", "rollout", "loss", "kl"),
     *("advantage", "shaping", "dynamic_sampling", "lagrange", "preference", "teacher.model", "teacher.top_k"),
     *("actor.optimizer", "actor.lora", "critic.optimizer", "critic.model", "cost_critic.optimizer"),
-    *("cost_critic.model", "reward.function", "reward.model", "cost.function", "cost.model"),
+    "cost_critic.model",
+    *(
+        f"{role}.{key}"
+        for role in ("reward", "cost")
+        for key in ("function", "pattern", "model", "on_failure", "failure_score")
+    ),
+    *(
+        f"{role}.judge.{key}"
+        for role in ("reward", "cost")
+        for key in ("template", "model", "pattern", "low", "high", "max_new_tokens", "temperature")
+    ),
     *("trainer.global_batch_size", "trainer.mini_batch_size"),
 )
 """Keys of the recipe, with all below them, that decide what is learned; a run goes on with the same."""

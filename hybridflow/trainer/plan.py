@@ -37,6 +37,7 @@ from hybridflow.trainer.recipes.nodes import (
     VALIDATION,
     VALIDATION_OF_PAIRS,
     WARM_START,
+    with_drops,
     with_environment,
     without,
 )
@@ -127,6 +128,8 @@ def step_flow(recipe: Recipe, flow: Flow | None = None) -> Flow:
         flow = without(flow, "old_log_probs")
     if recipe.teacher is not None and recipe.teacher.top_k == 0:
         flow = without(flow, "teacher_ids")
+    if recipe.drops_samples:
+        flow = with_drops(flow)
     return _with_columns(recipe, flow)
 
 

@@ -164,7 +164,10 @@ ALL_IN_ONE_STEP = ["trainer.global_batch_size=400", "trainer.mini_batch_size=nul
         ("rewards:raises", ["'rewards:raises' on data/train.jsonl:18 with response", "ValueError: no unit in"]),
         ("rewards:exits", ["'rewards:exits' on data/train.jsonl:18 with response", "SystemExit: 0"]),
         ("rewards:nan", ["'rewards:nan' on data/held_out.jsonl:", "returned nan; expected a finite number"]),
-        ("rewards:no", ["reward.function='rewards:no'", "has no attribute 'no'", "give one of exact_match, length or"]),
+        (
+            "rewards:no",
+            ["reward.function='rewards:no'", "has no attribute 'no'", "give one of exact_match, length, regex"],
+        ),
         ("nowhere:no", ["reward.function='nowhere:no'", "No module named 'nowhere'"]),
     ],
 )

@@ -37,7 +37,8 @@ ORDER = [
     *("parallel", "algorithms", "observe", "dataflow", "reshard", "data", "models", "checkpoint"),
     # What makes a source of weights, as the formats of checkpoints do, of a model in memory.
     *("models.given_megatron", "models.given"),
-    *("rollout", "roles", "testing", "mapping", "trainer", "api", "doctor", "launch", "serving", "cli", "__main__"),
+    *("rollout", "rewards", "roles", "testing", "mapping", "trainer", "api"),
+    *("doctor", "launch", "serving", "cli", "__main__"),
 ]
 
 # Imported on login nodes and before ranks start: none may bring in torch or MPI.
@@ -87,6 +88,19 @@ LIGHT = [
         "rollout.scheduler",
         "rollout.request",
         "rollout.texts",
+        "rollout.calls",
+        "rollout.engines.wire",
+        "rewards",
+        "rewards.sample",
+        "rewards.functions",
+        "rewards.runners",
+        "rewards.scorer",
+        "rewards.service",
+        "rewards.sandbox",
+        "rewards.confine",
+        "rewards.code",
+        "rewards.maths",
+        "rewards.kinds",
         "mapping.memory",
         "launch",
         "launch.local",
@@ -111,7 +125,18 @@ LIGHT = [
 ]
 
 # One third-party package, one door.
-DOORS = ["sentencepiece", "tokenizers", "h5py", "mpi4py", "transformer_engine", "apex", "vllm", "wandb", "jinja2"]
+DOORS = [
+    "sentencepiece",
+    "tokenizers",
+    "h5py",
+    "mpi4py",
+    "transformer_engine",
+    "apex",
+    "vllm",
+    "wandb",
+    "jinja2",
+    "math_verify",
+]
 
 
 def modules():

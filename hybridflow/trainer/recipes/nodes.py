@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hybridflow.dataflow.graph import Flow, Node, Repeat, repeat
+from hybridflow.dataflow.graph import SCORED, Flow, Node, Repeat, repeat
 
 SEQUENCES = ("tokens", "prompt_lengths")
 
@@ -189,6 +189,19 @@ def without(flow: Flow, column: str, *, role: str | None = None) -> Flow:
         else:
             elements.append(element)
     return Flow(elements=tuple(elements))
+
+
+def with_drops(flow: Flow) -> Flow:
+    """The flow where samples may be left out: who learns reads the columns that tell which."""
+    written = {column for node in flow.nodes() for column in node.writes}
+    found = tuple(column for column in SCORED if column in written)
+    changed: list[Node | Repeat] = []
+    for element in flow.elements:
+        if isinstance(element, Repeat) and not element.has_source:
+            body = [replace(node, reads=tuple(dict.fromkeys((*node.reads, *found)))) for node in element.nodes()]
+            element = replace(element, body=Flow(elements=tuple(body)))
+        changed.append(element)
+    return Flow(elements=tuple(changed))
 
 
 def with_environment(flow: Flow) -> Flow:

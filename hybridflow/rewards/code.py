@@ -1,0 +1,89 @@
+"""Whether a response is a program that passes the tests which its answer has. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from hybridflow.config import Sandbox
+from hybridflow.rewards.sample import Sample, Unscored
+from hybridflow.rewards.sandbox import Ended, run_confined
+
+_FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_PYTHON = ("", "python", "python3", "py")
+_NAME = "answer.py"
+_ARGUMENTS = ["-I", "-B", _NAME]
+
+
+class CodeTests:
+    """1 if the program passes all tests, else 0.
+
+    An answer is either Python that is run behind the program, with asserts, or a JSON list of ``{"input", "output"}``:
+    what the program is given on standard input, and what it must print then, but for spaces at the ends of lines.
+
+    Args:
+        settings: What a program may do.
+        is_protected: Whether it is kept apart.
+    """
+
+    def __init__(self, settings: Sandbox, *, is_protected: bool) -> None:
+        self._settings = settings
+        self._is_protected = is_protected
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        """The score of one sample. Raises Unscored: the tests are none, or the sandbox fails."""
+        (sample,) = samples
+        program, cases = program_of(sample.response), _cases(sample.answer)
+        if cases is None:
+            return [float(self._passes_asserts(program, sample.answer))]
+        return [float(all(self._prints(program, *case) for case in cases))]
+
+    def _passes_asserts(self, program: str, tests: str) -> bool:
+        # A program that ends before its tests has not passed them.
+        token = secrets.token_hex(16)
+        ended = self._run(f"{program}\n\n{tests}\n\nprint('\\n{token}')\n", "")
+        return ended.status == 0 and ended.stdout.splitlines()[-1:] == [token]
+
+    def _prints(self, program: str, given: str, expected: str) -> bool:
+        ended = self._run(program, given)
+        return ended.status == 0 and _stripped(ended.stdout) == _stripped(expected)
+
+    def _run(self, program: str, given: str) -> Ended:
+        files = {_NAME: program}
+        return run_confined(_ARGUMENTS, self._settings, files=files, stdin=given, is_protected=self._is_protected)
+
+
+def program_of(response: str) -> str:
+    """The last block of Python that a response has between fences; without one, all of it."""
+    blocks = [code for language, code in _FENCED.findall(response) if language.lower() in _PYTHON]
+    return blocks[-1] if blocks else response
+
+
+def _cases(answer: str) -> list[tuple[str, str]] | None:
+    """Inputs and outputs; None: the answer is Python.
+
+    Raises:
+        Unscored: It is JSON of another form, or empty.
+    """
+    if not answer.strip():
+        raise Unscored("the answer is empty; expected tests: Python with asserts, or cases in JSON", is_final=True)
+    try:
+        found: Any = json.loads(answer)
+    except (ValueError, RecursionError):
+        return None
+    is_right = isinstance(found, list) and all(
+        isinstance(case, dict) and all(isinstance(case.get(key), str) for key in ("input", "output")) for case in found
+    )
+    if not is_right or not found:
+        raise Unscored(
+            f'the answer is {answer[:100]!r}; expected Python with asserts, or [{{"input": text, "output": text}}, …]',
+            is_final=True,
+        )
+    return [(case["input"], case["output"]) for case in found]
+
+
+def _stripped(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]

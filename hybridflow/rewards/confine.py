@@ -1,0 +1,397 @@
+"""Runs one program apart from everything else, within limits. A script, of Python's own library alone.
+
+Read as JSON on standard input: ``argv``, ``files`` (name → text, in its folder), ``stdin``, ``environ``, ``readable``
+(directories that it sees, for reading), ``is_protected``, and the limits ``wall_s``, ``cpu_s``, ``memory_bytes``,
+``processes``, ``files_bytes``, ``output_bytes``. Written as JSON: ``error``, why it could not be run; or ``status``
+(negative: a signal's number; None: it was stopped), ``stopped`` (by which limit), ``stdout`` and ``stderr``.
+
+Three processes. This one, the keeper, goes into namespaces of its own (users, processes, network, IPC, host name),
+looks after time, memory and output, and kills. The first is process 1 of them: it builds a root directory in which
+only what is readable stands, without a home, ``/proc`` or devices that matter, and collects orphans; with it the system
+kills all others. The program has no capabilities, no way to new ones, and a user that owns none of what it sees.
+Of a keeper that dies the first process dies too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import re
+import resource
+import selectors
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from typing import Any, NoReturn
+
+FOLDER = "/box"
+"""Where the program is, the one place where it may write."""
+NOBODY = 65534
+_LOOK_S = 0.05
+
+_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+_RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_DETACH = 2
+# What a mount has, as statvfs tells it, and as mount(2) is to be told: it may not be taken away.
+_KEPT = {1: 1, 2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
+_SET_DEATH_SIGNAL, _DROP_BOUND, _NO_NEW_PRIVILEGES, _BE_SUBREAPER = 1, 24, 38, 36
+_CAPABILITY_VERSION = 0x20080522
+# The one call that C libraries do not have.
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41, "ppc64le": 203, "s390x": 217}
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Refused(Exception):
+    """The system does not let us keep the program apart."""
+
+
+def main() -> int:
+    """Run what standard input says, and tell on standard output what came of it."""
+    spec = json.loads(sys.stdin.buffer.read())
+    _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    folder = None if spec["is_protected"] else tempfile.mkdtemp(prefix="hybridflow-")
+    try:
+        if folder is None:
+            _enter_namespaces()
+            # Forgotten where rights change.
+            _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        else:
+            _prctl(_BE_SUBREAPER, 1)
+        outcome = _keep(spec, folder)
+    except (Refused, OSError) as error:
+        outcome = {"error": str(error)}
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    sys.stdout.write(json.dumps(outcome))
+    return 0
+
+
+def _enter_namespaces() -> None:
+    """Leave the users, the network and the processes of the system; the next child is process 1.
+
+    Root is there beside nobody, who owns nothing; another user is there as nobody.
+    """
+    uid, gid, keeper = os.geteuid(), os.getegid(), os.getpid()
+    reader, writer = os.pipe()
+    helper = os.fork()
+    if helper == 0:
+        os.close(writer)
+        code = 0
+        # From outside, since only who has rights there may name two users.
+        if os.read(reader, 1):
+            try:
+                _map_users(keeper, uid, gid)
+            except OSError as error:
+                code = error.errno or 1
+        os._exit(code)
+    os.close(reader)
+    try:
+        flags = _NEWUSER | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS
+        _call("unshare", ctypes.c_int(flags), what="namespaces are not allowed here")
+        os.write(writer, b".")
+    finally:
+        os.close(writer)
+        _, status = os.waitpid(helper, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code:
+        raise Refused(f"users of a namespace cannot be mapped: {os.strerror(code)}")
+
+
+def _map_users(pid: int, uid: int, gid: int) -> None:
+    def write(name: str, text: str) -> None:
+        with open(f"/proc/{pid}/{name}", "w") as file:
+            file.write(text)
+
+    if uid != 0:
+        # Without this an ordinary user may map no group.
+        write("setgroups", "deny")
+    write("gid_map", _mapping(gid))
+    write("uid_map", _mapping(uid))
+
+
+def _mapping(number: int) -> str:
+    return f"{NOBODY} {number} 1" if number else f"0 0 1\n{NOBODY} {NOBODY} 1"
+
+
+def _keep(spec: dict[str, Any], folder: str | None) -> dict[str, Any]:
+    """Begin the program, look after it, and end whatever is left of it."""
+    pipes = {name: os.pipe() for name in ("told", "stdout", "stderr")}
+    first = os.fork()
+    if first == 0:
+        _be_first(spec, folder, {name: ends[1] for name, ends in pipes.items()}, [ends[0] for ends in pipes.values()])
+    for _, writer in pipes.values():
+        os.close(writer)
+    watched = _Watched({name: ends[0] for name, ends in pipes.items()}, spec["output_bytes"])
+    end_s = time.monotonic() + spec["wall_s"]
+    stopped = None
+    while "told" in watched.open and stopped is None:
+        watched.read(min(_LOOK_S, max(end_s - time.monotonic(), 0.0)))
+        stopped = watched.excess or ("wall_s" if time.monotonic() > end_s else _excess(first, spec))
+    _kill_all(first, is_alone=folder is None)
+    watched.read_rest()
+    told: dict[str, Any] = json.loads(watched.texts["told"].splitlines()[0]) if watched.texts["told"] else {}
+    if "error" in told:
+        return {"error": told["error"]}
+    texts = {name: watched.texts[name].decode("utf-8", "replace") for name in ("stdout", "stderr")}
+    return {"error": None, "status": told.get("status") if stopped is None else None, "stopped": stopped, **texts}
+
+
+class _Watched:
+    """Pipes that are read as far as their limit.
+
+    Attributes:
+        open: Names of those that are not at their end.
+        texts: What came.
+        excess: The limit that was passed; None: none was.
+    """
+
+    def __init__(self, readers: dict[str, int], most_bytes: int) -> None:
+        self.open = set(readers)
+        self.texts = dict.fromkeys(readers, b"")
+        self.excess: str | None = None
+        self._most_bytes = most_bytes
+        self._selector = selectors.DefaultSelector()
+        for name, reader in readers.items():
+            os.set_blocking(reader, False)
+            self._selector.register(reader, selectors.EVENT_READ, name)
+
+    def read(self, wait_s: float) -> None:
+        """Take what is there, and wait so long for something at most."""
+        for key, _ in self._selector.select(wait_s):
+            data = os.read(key.fd, 1 << 16)
+            self.texts[key.data] += data[: self._most_bytes - len(self.texts[key.data])]
+            if not data:
+                self._selector.unregister(key.fd)
+                self.open.discard(key.data)
+            elif len(self.texts[key.data]) >= self._most_bytes:
+                self.excess = "output_kib"
+
+    def read_rest(self) -> None:
+        """Take what was written before all who could write ended."""
+        end_s = time.monotonic() + 1.0
+        while self.open and time.monotonic() < end_s and self.excess is None:
+            self.read(0.1)
+
+
+def _excess(first: int, spec: dict[str, Any]) -> str | None:
+    """Which limit the processes pass together."""
+    pids = _descendants(first)
+    if len(pids) > spec["processes"]:
+        return "processes"
+    used = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/statm") as file:
+                used += int(file.read().split()[1]) * resource.getpagesize()
+        except (OSError, IndexError):
+            continue
+    return "memory_mib" if used > spec["memory_bytes"] else None
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes that come of one, itself not among them, as far as the system tells."""
+    found: list[int] = []
+    pending = [pid]
+    while pending:
+        parent = pending.pop()
+        try:
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{thread}/children") as file:
+                    children = [int(child) for child in file.read().split()]
+                found += children
+                pending += children
+        except OSError:
+            continue
+    return found
+
+
+def _kill_all(first: int, *, is_alone: bool) -> None:
+    """End all that was begun."""
+    os.kill(first, signal.SIGKILL)
+    # The system kills all others of its namespace before it is gone.
+    os.waitpid(first, 0)
+    end_s = time.monotonic() + 5.0
+    while not is_alone and time.monotonic() < end_s:
+        for pid in _descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.01)
+
+
+def _be_first(spec: dict[str, Any], folder: str | None, writers: dict[str, int], readers: list[int]) -> NoReturn:
+    """Be the first process: make the program's surroundings, begin it, wait for it, tell how it ended."""
+    told = writers["told"]
+    try:
+        _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        for reader in readers:
+            os.close(reader)
+        if folder is None:
+            _make_root(spec)
+            folder = FOLDER
+        for name, text in spec["files"].items():
+            path = os.path.join(folder, name)
+            with open(path, "w", encoding="utf-8", errors="surrogatepass") as file:
+                file.write(text)
+        os.chdir(folder)
+        program = os.fork()
+        if program == 0:
+            _be_program(spec, writers)
+        os.close(writers["stdout"])
+        os.close(writers["stderr"])
+        while True:
+            pid, status = os.wait()
+            if pid == program:
+                break
+        os.write(told, json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode() + b"\n")
+    except BaseException as error:
+        os.write(told, json.dumps({"error": str(error)}).encode() + b"\n")
+    finally:
+        os._exit(0)
+
+
+def _make_root(spec: dict[str, Any]) -> None:
+    """A root directory with what may be read, and a folder that may be written to."""
+    _call("unshare", ctypes.c_int(_NEWNS), what="mounts of its own are not allowed here")
+    _mount("none", "/", "", _REC | _PRIVATE)
+    # Before the new root covers some of them.
+    sources = [(path, os.open(path, os.O_PATH)) for path in spec["readable"] if not os.path.islink(path)]
+    devices = [(path, os.open(path, os.O_PATH)) for path in map("/dev/{}".format, _DEVICES) if os.path.exists(path)]
+    links = [(path, os.readlink(path)) for path in spec["readable"] if os.path.islink(path)]
+    root = tempfile.gettempdir()
+    _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
+    for path, source in sources:
+        _bind(source, root + path)
+        _make_read_only(root + path)
+    for path, source in devices:
+        _bind(source, root + path)
+    for path, target in links:
+        if not os.path.lexists(root + path):
+            os.makedirs(os.path.dirname(root + path), exist_ok=True)
+            os.symlink(target, root + path)
+    box = root + FOLDER
+    os.mkdir(box)
+    _mount("tmpfs", box, "tmpfs", _NOSUID | _NODEV, f"size={spec['files_bytes']},nr_inodes=10000,mode=777")
+    os.chdir(root)
+    number = _PIVOT_ROOT.get(platform.machine())
+    if number is None:
+        raise Refused(f"the root directory cannot be changed on {platform.machine()}, whose system calls are not known")
+    _call("syscall", ctypes.c_long(number), b".", b".", what="the root directory cannot be changed")
+    _call("umount2", b".", ctypes.c_int(_DETACH), what="the system's files cannot be let go")
+    os.chdir("/")
+    _mount("none", "/", "", _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+
+
+def _bind(source: int, target: str) -> None:
+    """Let what a descriptor stands for appear at a path."""
+    is_directory = os.path.isdir(f"/proc/self/fd/{source}")
+    os.makedirs(target if is_directory else os.path.dirname(target), exist_ok=True)
+    if not is_directory:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    _mount(f"/proc/self/fd/{source}", target, "", _BIND | _REC)
+
+
+def _make_read_only(target: str) -> None:
+    """A mount, and those within it."""
+    with open("/proc/self/mountinfo", encoding="utf-8") as file:
+        points = [re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), line.split()[4]) for line in file]
+    for point in points:
+        if f"{point}/".startswith(f"{target}/"):
+            kept = sum(flag for told, flag in _KEPT.items() if os.statvfs(point).f_flag & told)
+            _mount("none", point, "", kept | _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+
+
+def _be_program(spec: dict[str, Any], writers: dict[str, int]) -> NoReturn:
+    """Become the program, without any right."""
+    try:
+        _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        os.setsid()
+        source = os.memfd_create("stdin", 0)
+        os.write(source, spec["stdin"].encode("utf-8", "surrogatepass"))
+        os.lseek(source, 0, os.SEEK_SET)
+        for number, target in ((source, 0), (writers["stdout"], 1), (writers["stderr"], 2)):
+            os.dup2(number, target)
+        os.closerange(3, writers["told"])
+        os.closerange(writers["told"] + 1, 1024)
+        os.umask(0o077)
+        for name in ("SIGPIPE", "SIGXFSZ"):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        # Of an ordinary user, the keeper and the first process count too.
+        others = 0 if os.geteuid() == 0 else 2
+        if spec["is_protected"]:
+            _drop_rights()
+        _limit(spec, spec["processes"] + others)
+        folder = os.getcwd()
+        os.execve(spec["argv"][0], spec["argv"], {**spec["environ"], "HOME": folder, "TMPDIR": folder})
+    except BaseException as error:
+        os.write(writers["told"], json.dumps({"error": f"{spec['argv'][0]}: {error}"}).encode() + b"\n")
+    finally:
+        os._exit(127)
+
+
+def _drop_rights() -> None:
+    for capability in range(64):
+        if _libc.prctl(_DROP_BOUND, capability, 0, 0, 0) != 0:
+            break
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    _call("capset", header, (ctypes.c_uint32 * 6)(), what="rights cannot be given up")
+    _prctl(_NO_NEW_PRIVILEGES, 1)
+
+
+def _limit(spec: dict[str, Any], most_processes: int) -> None:
+    limits = {
+        resource.RLIMIT_AS: spec["memory_bytes"],
+        resource.RLIMIT_CPU: spec["cpu_s"],
+        resource.RLIMIT_FSIZE: spec["files_bytes"],
+        resource.RLIMIT_NOFILE: 256,
+        resource.RLIMIT_CORE: 0,
+    }
+    if spec["is_protected"] and _counts_processes():
+        limits[resource.RLIMIT_NPROC] = most_processes
+    for name, most in limits.items():
+        hard = resource.getrlimit(name)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(name, (most, most))
+
+
+def _counts_processes() -> bool:
+    """Whether the system counts a user's processes within the namespace alone: since Linux 5.14."""
+    version = platform.release().split(".")
+    return (int(version[0]), int(version[1].split("-")[0])) >= (5, 14)
+
+
+def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    texts = [text.encode() or None for text in (source, target, kind, options)]
+    what = f"{target} cannot be mounted"
+    _call("mount", texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3], what=what)
+
+
+def _prctl(option: int, value: int) -> None:
+    _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+def _call(name: str, *arguments: Any, what: str) -> None:
+    """Call the system. Raises Refused: it does not want to."""
+    if getattr(_libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise Refused(f"{what} ({name}: {os.strerror(number)})")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

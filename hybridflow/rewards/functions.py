@@ -1,0 +1,135 @@
+"""Rewards that are Python: built in, or a user's function or object, which may be asynchronous or take many samples.
+
+A function is called with ``(prompt, response, answer)``, text each, and gives a number; one that is marked with
+:func:`batched`, and the method ``scores`` of an object, is called with three lists and gives a list. No torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hybridflow.errors import ConfigError
+from hybridflow.plugins import find_plugin
+from hybridflow.rewards.sample import Sample
+
+RewardFunction = Callable[[str, str, str], float]
+"""``(prompt, response, answer) -> score``."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_MARK = "hybridflow_is_batched"
+
+
+def batched(function: _Function) -> _Function:
+    """Mark a reward function that takes all samples of a rank at once: lists of prompts, responses and answers.
+
+    It gives one score for each, in their order. It may be ``async def``.
+    """
+    setattr(function, _MARK, True)
+    return function
+
+
+def exact_match(prompt: str, response: str, answer: str) -> float:
+    """1 if the response is the answer, but for spaces around it; else 0."""
+    return float(response.strip() == answer.strip())
+
+
+def length(prompt: str, response: str, answer: str) -> float:
+    """The number of characters of the response."""
+    return float(len(response))
+
+
+BUILT_IN: dict[str, RewardFunction] = {"exact_match": exact_match, "length": length}
+
+
+def regex(pattern: str) -> RewardFunction:
+    """A reward for a pattern: where it has a group, what the last match has there must be the answer; 1 or 0.
+
+    Args:
+        pattern: Of Python's ``re``, without a group it need only match somewhere in the response.
+    """
+    compiled = re.compile(pattern)
+
+    def matches(prompt: str, response: str, answer: str) -> float:
+        if compiled.groups == 0:
+            return float(compiled.search(response) is not None)
+        found = list(compiled.finditer(response))
+        return float(bool(found) and found[-1][1] is not None and found[-1][1].strip() == answer.strip())
+
+    return matches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """What a user gave, as it is called.
+
+    Attributes:
+        call: Scores some samples: gives a list, or an awaitable of one.
+        is_async: Whether it gives an awaitable.
+        is_batched: Whether it takes any number of samples; else one.
+    """
+
+    call: Callable[[Sequence[Sample]], Any]
+    is_async: bool
+    is_batched: bool
+
+
+def find_function(name: str, key: str) -> Any:
+    """A built-in reward by name, or ``package.module:function`` by import.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    others = dict.fromkeys(("regex", "maths", "code"))
+    return find_plugin(name, {**BUILT_IN, **others}, key=key, kind="function")
+
+
+def as_function(found: Any, key: str) -> Function:
+    """A function, or an object or class with ``scores``, as it is called.
+
+    Args:
+        found: What the user gave; of a class one is made, without arguments.
+        key: Where it was given, for messages.
+
+    Raises:
+        ConfigError: It is neither, or the class cannot be made.
+    """
+    if isinstance(found, type) and callable(getattr(found, "scores", None)):
+        try:
+            found = found()
+        # A user's class may raise anything.
+        except Exception as error:
+            raise ConfigError(f"{key}: {type(error).__name__}: {error}; its class is made without arguments") from error
+    has_scores = callable(getattr(found, "scores", None))
+    function = found.scores if has_scores else found
+    if not callable(function) or isinstance(function, type):
+        raise ConfigError(
+            f"{key}: found {type(found).__name__}, expected a function of (prompt, response, answer), or an object "
+            "with scores(prompts, responses, answers)"
+        )
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    is_batched = has_scores or getattr(function, _MARK, False)
+    return Function(call=_caller(function, is_async, is_batched), is_async=is_async, is_batched=is_batched)
+
+
+def _caller(function: Callable[..., Any], is_async: bool, is_batched: bool) -> Callable[[Sequence[Sample]], Any]:
+    """The function, taking samples and giving a list."""
+
+    def many(samples: Sequence[Sample]) -> Any:
+        texts = ((each.prompt, each.response, each.answer) for each in samples)
+        return function(*(list(column) for column in zip(*texts, strict=True)))
+
+    def one(samples: Sequence[Sample]) -> Any:
+        (sample,) = samples
+        return [function(sample.prompt, sample.response, sample.answer)]
+
+    async def one_awaited(samples: Sequence[Sample]) -> Any:
+        (sample,) = samples
+        return [await function(sample.prompt, sample.response, sample.answer)]
+
+    if is_batched:
+        return many
+    return one_awaited if is_async else one

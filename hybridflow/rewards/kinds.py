@@ -1,0 +1,116 @@
+"""From a recipe's section, or what a Python program gave in its place, to a way to score. No torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from hybridflow.config import REWARD_POLICY, Reward, Sandbox
+from hybridflow.errors import ConfigError
+from hybridflow.rewards.code import CodeTests
+from hybridflow.rewards.functions import BUILT_IN, Function, as_function, find_function, regex
+from hybridflow.rewards.maths import Maths
+from hybridflow.rewards.runners import InLoop, InPlace, Runner
+from hybridflow.rewards.sample import Sample
+from hybridflow.rewards.sandbox import check_sandbox
+from hybridflow.rewards.scorer import Kind
+from hybridflow.rewards.service import Judge, Service, service_endpoint
+from hybridflow.rollout.calls import MAX_THREADS, Calls
+
+_ASKED_S = 60.0
+_MATHS_S = 10.0
+_GRACE_S = 1.0
+
+
+def make_kind(settings: Reward, key: str, given: Any = None) -> Kind:
+    """How samples are scored.
+
+    Args:
+        settings: The recipe's section, which names no model.
+        key: Of the section: ``reward`` or ``cost``.
+        given: A function, or an object with ``scores``, in the place of what the section names; None: that counts.
+
+    Raises:
+        ConfigError: It cannot be found, made or asked, or the section has keys that it would ignore.
+    """
+    if given is not None:
+        return _of_function(as_function(given, key), settings, getattr(given, "__qualname__", type(given).__qualname__))
+    if settings.service is not None:
+        timeout_s = _ASKED_S if settings.timeout_s is None else settings.timeout_s
+        endpoint = service_endpoint(settings.service, f"{key}.service", timeout_s)
+        return Kind(
+            name=settings.service.urls[0],
+            call=Service(endpoint),
+            runner=_asking(settings, timeout_s + settings.service.connect_timeout_s),
+            most_samples=settings.service.batch_size,
+            close=endpoint.close,
+        )
+    if settings.judge is not None:
+        timeout_s = _ASKED_S if settings.timeout_s is None else settings.timeout_s
+        endpoint = service_endpoint(settings.judge, f"{key}.judge", timeout_s)
+        return Kind(
+            name=settings.judge.urls[0],
+            call=Judge(endpoint, settings.judge),
+            runner=_asking(settings, timeout_s + settings.judge.connect_timeout_s),
+            close=endpoint.close,
+        )
+    return _of_name("exact_match" if settings.function is None else settings.function, settings, key)
+
+
+def _of_name(name: str, settings: Reward, key: str) -> Kind:
+    if name == "maths":
+        timeout_s = _MATHS_S if settings.timeout_s is None else settings.timeout_s
+        maths = Maths(timeout_s, f"{key}.function")
+        return Kind(name=name, call=maths, runner=_processes(settings), close=maths.close)
+    if name == "code":
+        sandbox = Sandbox() if settings.sandbox is None else settings.sandbox
+        is_protected = check_sandbox(sandbox, f"{key}.sandbox")
+        return Kind(name=name, call=CodeTests(sandbox, is_protected=is_protected), runner=_processes(settings))
+    if name == "regex":
+        assert settings.pattern is not None, "checked with the recipe"
+        return _sure(name, regex(settings.pattern), settings, key)
+    if name in BUILT_IN:
+        return _sure(name, BUILT_IN[name], settings, key)
+    return _of_function(as_function(find_function(name, f"{key}.function"), f"{key}.function={name!r}"), settings, name)
+
+
+def _sure(name: str, function: Any, settings: Reward, key: str) -> Kind:
+    """A function of ours that neither waits nor fails."""
+    for ignored in REWARD_POLICY:
+        if getattr(settings, ignored) != getattr(Reward(), ignored):
+            raise ConfigError(f"{key}.{ignored}: {name} neither waits nor fails; remove the key")
+
+    def call(samples: list[Sample]) -> list[float]:
+        return [function(each.prompt, each.response, each.answer) for each in samples]
+
+    return Kind(name=name, call=call, runner=InPlace(), most_samples=None)
+
+
+def _of_function(function: Function, settings: Reward, name: str) -> Kind:
+    deadline_s = math.inf if settings.timeout_s is None else settings.timeout_s
+    runner: Runner
+    if function.is_async:
+        runner = InLoop(deadline_s, MAX_THREADS if settings.max_in_flight is None else settings.max_in_flight)
+    elif settings.timeout_s is not None or settings.max_in_flight is not None:
+        runner = Calls(deadline_s, settings.max_in_flight)
+    else:
+        runner = InPlace()
+    return Kind(
+        name=name,
+        call=function.call,
+        runner=runner,
+        is_async=function.is_async,
+        most_samples=None if function.is_batched else 1,
+    )
+
+
+def _asking(settings: Reward, longest_s: float) -> Calls:
+    """For calls that end by themselves, but where the system holds them."""
+    return Calls(longest_s + _GRACE_S, settings.max_in_flight)
+
+
+def _processes(settings: Reward) -> Calls:
+    """For calls that wait for a process each, which is ended in time."""
+    num_cores = len(os.sched_getaffinity(0))
+    return Calls(math.inf, num_cores if settings.max_in_flight is None else settings.max_in_flight)

@@ -1,0 +1,161 @@
+"""Whether two expressions are the same, by math-verify, in processes that are killed when it takes too long. No torch.
+
+What a response says may keep an algebra system busy for ever, in code that cannot be interrupted; so each comparison
+is made by a worker, which is this module as a program: a line of JSON in, a line out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import hybridflow
+from hybridflow.errors import ConfigError
+from hybridflow.rewards.sample import Sample, Unscored
+
+_START_S = 60.0
+"""Longest time in which a worker, which imports an algebra system, must have begun."""
+_LAST_S = 0.2
+"""So long a worker that ends by itself may take to be gone."""
+_MEMORY_BYTES = 4 << 30
+_UNREADABLE = "unreadable"
+
+
+class Maths:
+    """1 if the last expression of the response equals that of the answer, else 0, also where nobody finds out in time.
+
+    Args:
+        timeout_s: Longest time of a comparison.
+        key: Where the recipe asks for it, for messages.
+
+    Raises:
+        ConfigError: The library is not installed.
+    """
+
+    def __init__(self, timeout_s: float, key: str) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ConfigError(
+                f"{key}=maths: the package math-verify is not installed; pip install 'hybridflow[math]' into the "
+                "environment that the job uses"
+            )
+        self._timeout_s = timeout_s
+        self._idle: deque[_Worker] = deque()
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        """The score of one sample. Raises Unscored: the answer has no expression, or no worker can be begun."""
+        (sample,) = samples
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = _Worker()
+        found = worker.ask([sample.answer, sample.response, self._timeout_s], self._timeout_s)
+        if found is None:
+            if worker.end() == -signal.SIGKILL:
+                raise Unscored("the process that compares was killed; is the node out of memory?")
+            return [0.0]
+        self._idle.append(worker)
+        if found == _UNREADABLE:
+            raise Unscored(
+                f"the answer {sample.answer[:100]!r} is no expression; give LaTeX or a number", is_final=True
+            )
+        return [float(found == "equal")]
+
+    def close(self) -> None:
+        """End the workers."""
+        while self._idle:
+            self._idle.pop().end(0.0)
+
+
+class _Worker:
+    """A process that compares."""
+
+    def __init__(self) -> None:
+        environ = {**os.environ, "PYTHONPATH": str(Path(hybridflow.__file__).parents[1])}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hybridflow.rewards.maths"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environ,
+            start_new_session=True,
+        )
+        if self._line(_START_S) is None:
+            self.end()
+            raise Unscored(f"math-verify cannot be begun: try {sys.executable} -c 'import math_verify'")
+
+    def ask(self, request: Sequence[object], timeout_s: float) -> str | None:
+        """What it finds; None: nothing in time, and it is of no use any more."""
+        assert self._process.stdin is not None, "made with a pipe"
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            return None
+        return self._line(timeout_s + 1.0)
+
+    def end(self, wait_s: float = _LAST_S) -> int | None:
+        """End it. Returns how it had ended by itself: a status, or a signal's number, negative; None: it had not."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(wait_s)
+        code = self._process.poll()
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                # What could not be written any more is of no use.
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        return code
+
+    def _line(self, wait_s: float) -> str | None:
+        assert self._process.stdout is not None, "made with a pipe"
+        # It writes whole lines, and one at a time.
+        if not select.select([self._process.stdout], [], [], wait_s)[0]:
+            return None
+        line = self._process.stdout.readline()
+        return line.decode().strip() if line.endswith(b"\n") else None
+
+
+def main() -> None:
+    """Compare what standard input asks, line by line, until it ends."""
+    # The library's own words go nowhere.
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print("ready", file=told, flush=True)
+    for line in sys.stdin:
+        answer, response, limit_s = json.loads(line)
+        # Ends this process, whatever it does then.
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        found = compare(answer, response)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(found, file=told, flush=True)
+
+
+def compare(answer: str, response: str) -> str:
+    """``equal``, ``different``, or ``unreadable`` of an answer without an expression."""
+    from math_verify import parse, verify
+
+    right = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)
+    if not right:
+        return _UNREADABLE
+    try:
+        said = parse(response, parsing_timeout=None)
+        return "equal" if said and verify(right, said, timeout_seconds=None) else "different"
+    # What a response says may make an algebra system fail in any way.
+    except Exception:
+        return "different"
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    main()

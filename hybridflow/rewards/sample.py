@@ -1,0 +1,84 @@
+"""What is scored, and what a score may be. No torch."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Iterable, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+LARGEST = 1e30
+"""No score is further from 0, so that no sum of them leaves the range of fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A response to a problem.
+
+    Attributes:
+        prompt: The problem's text.
+        response: What the policy said.
+        answer: The right answer, or what tells it from a wrong one.
+        place: File and line of the problem, for messages.
+    """
+
+    prompt: str
+    response: str
+    answer: str
+    place: str
+
+
+class Unscored(Exception):
+    """Why a sample, or all of a call, has no score.
+
+    Attributes:
+        is_final: Trying again would change nothing.
+        after_s: Who was asked wants to be left alone for so long; None: it did not say.
+    """
+
+    def __init__(self, reason: str, *, is_final: bool = False, after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.is_final = is_final
+        self.after_s = after_s
+
+
+Outcome = float | Unscored
+"""What comes of a sample."""
+
+
+def as_score(value: Any) -> Outcome:
+    """A number as a score; anything else as a reason why it is none."""
+    try:
+        score = math.nan if isinstance(value, (str, bytes, bytearray)) else float(value)
+    # What a user's function gave may do anything when it is asked for its number.
+    except Exception:
+        score = math.nan
+    if math.isnan(score) or abs(score) > LARGEST:
+        return Unscored(f"returned {_shown(value)}; expected a finite number of at most {LARGEST:g}")
+    return score
+
+
+def as_scores(value: Any, count: int) -> list[Outcome]:
+    """What a call for several samples gave: one outcome for each.
+
+    Raises:
+        Unscored: It is no list, or one of another length.
+    """
+    is_list = isinstance(value, Iterable) and isinstance(value, Sized)
+    if not is_list or isinstance(value, (str, bytes, bytearray, Mapping)):
+        raise Unscored(f"returned {_shown(value)}; expected a list of {count} scores, one for each sample")
+    try:
+        if len(value) != count:
+            raise Unscored(f"returned {len(value)} scores for {count} samples; expected one for each")
+        return [as_score(each) for each in value]
+    except TypeError as error:  # of an array without dimensions
+        raise Unscored(f"returned {_shown(value)}: {error}; expected a list of {count} scores") from None
+
+
+def _shown(value: Any) -> str:
+    """The beginning of what it looks like."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # of an integer with too many digits
+        return type(value).__name__

@@ -1,0 +1,143 @@
+"""Programs that nobody has read, run apart from everything else and within limits. No torch.
+
+What does it is ``confine.py``, a process of its own for each program; this module says what it is to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridflow.config import Sandbox
+from hybridflow.errors import ConfigError
+from hybridflow.rewards.sample import Unscored
+
+_CONFINE = Path(__file__).with_name("confine.py")
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
+"""What any program needs to be begun."""
+_GRACE_S = 20.0
+"""So long after its time a program must have been ended, with all around it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What came of a program.
+
+    Attributes:
+        status: Its exit status, negative: the number of the signal that ended it; None: it was stopped.
+        stopped: The key of the limit that it passed; None: none, but for those that end it by a signal or an error.
+        stdout: What it printed, as far as ``output_kib``.
+        stderr: What it complained of, as far as that.
+    """
+
+    status: int | None
+    stopped: str | None
+    stdout: str
+    stderr: str
+
+
+def run_confined(
+    arguments: Sequence[str],
+    settings: Sandbox,
+    *,
+    files: Mapping[str, str],
+    stdin: str = "",
+    is_protected: bool = True,
+) -> Ended:
+    """Run the Python that runs us on some arguments, in a folder with some files.
+
+    Args:
+        arguments: Of Python.
+        settings: Limits.
+        files: Name -> text.
+        stdin: What it may read.
+        is_protected: Keep it apart; else it has limits alone.
+
+    Raises:
+        Unscored: It could not be run.
+    """
+    program = os.path.realpath(sys.executable)
+    asked = {
+        "argv": [program, *arguments],
+        "files": dict(files),
+        "stdin": stdin,
+        "environ": _environ(),
+        "readable": _readable(settings),
+        "is_protected": is_protected,
+        "wall_s": settings.wall_s,
+        "cpu_s": settings.cpu_s,
+        "memory_bytes": settings.memory_mib << 20,
+        "processes": settings.processes,
+        "files_bytes": settings.files_mib << 20,
+        "output_bytes": settings.output_kib << 10,
+    }
+    try:
+        done = subprocess.run(
+            [program, "-I", "-S", str(_CONFINE)],
+            input=json.dumps(asked).encode(),
+            env=_environ(),
+            cwd="/",
+            capture_output=True,
+            # Ctrl-C on the job's terminal is for the job.
+            start_new_session=True,
+            timeout=settings.wall_s + _GRACE_S,
+            check=False,
+        )
+        told = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise Unscored(f"the sandbox did not end within {_GRACE_S:g} s of its time") from None
+    except (OSError, ValueError):
+        raise Unscored("the sandbox ended without a word; is the node out of memory?") from None
+    if told["error"] is not None:
+        raise Unscored(f"the sandbox cannot run a program: {told['error']}")
+    return Ended(status=told["status"], stopped=told["stopped"], stdout=told["stdout"], stderr=told["stderr"])
+
+
+@functools.cache
+def sandbox_problem() -> str | None:
+    """Why this machine cannot keep a program apart; None: it can. Tried once."""
+    try:
+        ended = run_confined(["-I", "-S", "-c", "print('here')"], Sandbox(), files={})
+    except Unscored as problem:
+        return str(problem)
+    if ended.stdout == "here\n":
+        return None
+    return f"in the sandbox Python cannot be begun: {(ended.stderr or str(ended)).strip()[-300:]}"
+
+
+def check_sandbox(settings: Sandbox, key: str) -> bool:
+    """Whether programs are kept apart.
+
+    Raises:
+        ConfigError: The machine cannot, and the recipe does not allow to go without.
+    """
+    problem = sandbox_problem()
+    if problem is not None and not settings.allow_unprotected:
+        raise ConfigError(
+            f"{key}: programs cannot be kept apart here: {problem}; have user namespaces allowed on this machine or in "
+            f"this container (user.max_user_namespaces), or set {key}.allow_unprotected=true to run them all the same, "
+            "with the rights of the job"
+        )
+    return problem is None
+
+
+def _environ() -> dict[str, str]:
+    """Nothing of ours but where libraries are: no name, no token, no path of the job."""
+    environ = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+    # An arena for each thread would use up the room for addresses.
+    environ |= {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    libraries = os.environ.get("LD_LIBRARY_PATH")
+    return environ if libraries is None else {**environ, "LD_LIBRARY_PATH": libraries}
+
+
+def _readable(settings: Sandbox) -> list[str]:
+    """Directories and files that programs see, none of which is within another."""
+    asked = [*_SYSTEM, os.path.realpath(sys.base_prefix), *map(os.path.abspath, settings.readable)]
+    found = dict.fromkeys(path for path in asked if os.path.exists(path))
+    return [path for path in found if not any(path.startswith(f"{other}/") for other in found)]

@@ -1,0 +1,272 @@
+"""Scores of samples within a policy: tries, what is done where all fail, and what is known already. No torch.
+
+A sample that fails harms no other. Where a call for several fails as a whole, what is tried again are its halves, so
+that a sample that no call survives is found; where some of its samples fail, these alone are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import heapq
+import itertools
+import json
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.config import Reward
+from hybridflow.errors import RewardError
+from hybridflow.rewards.runners import Runner
+from hybridflow.rewards.sample import Outcome, Sample, Unscored, as_scores
+from hybridflow.rollout.calls import CallFailed
+from hybridflow.rollout.engines.wire import backoff_s
+
+_WAIT_S = 0.1
+"""Longest wait for a call before looking up, since some may be late."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A way to score.
+
+    Attributes:
+        name: For messages.
+        call: Scores some samples: gives a list, of an asynchronous one an awaitable. May raise ``Unscored``.
+        runner: Makes the calls.
+        is_async: Whether ``call`` gives an awaitable.
+        most_samples: Of one call; None: any number.
+        close: Ends what it has begun.
+    """
+
+    name: str
+    call: Callable[[Sequence[Sample]], Any]
+    runner: Runner
+    is_async: bool = False
+    most_samples: int | None = 1
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass
+class Counts:
+    """What the calls of one time came to.
+
+    Attributes:
+        samples: All of them.
+        failed: Those without a score after all tries.
+        cached: Those whose score was known.
+        retries: Calls beyond the first of a sample.
+        calls: All calls.
+        calls_s: Their times together.
+        longest_s: The longest.
+        first_failure: What became of one that failed; empty: none did.
+    """
+
+    samples: int = 0
+    failed: int = 0
+    cached: int = 0
+    retries: int = 0
+    calls: int = 0
+    calls_s: float = 0.0
+    longest_s: float = 0.0
+    first_failure: str = ""
+
+    def __add__(self, other: Counts) -> Counts:
+        """Both together."""
+        return Counts(
+            samples=self.samples + other.samples,
+            failed=self.failed + other.failed,
+            cached=self.cached + other.cached,
+            retries=self.retries + other.retries,
+            calls=self.calls + other.calls,
+            calls_s=self.calls_s + other.calls_s,
+            longest_s=max(self.longest_s, other.longest_s),
+            first_failure=self.first_failure or other.first_failure,
+        )
+
+
+@dataclass(frozen=True, order=True)
+class _Chunk:
+    """Samples of one call.
+
+    Attributes:
+        places: Of them among all.
+        attempt: Tries before.
+    """
+
+    places: tuple[int, ...]
+    attempt: int = 0
+
+
+@dataclass
+class Scorer:
+    """Scores samples by one kind of reward, as a recipe's section says.
+
+    Args:
+        kind: How.
+        settings: The section.
+        role: ``reward`` or ``cost``, for messages.
+
+    Attributes:
+        counts: Of the last ``scores``.
+    """
+
+    kind: Kind
+    settings: Reward
+    role: str
+    counts: Counts = field(default_factory=Counts)
+    _known: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+
+    def scores(self, samples: Sequence[Sample]) -> list[float]:
+        """The score of each sample; NaN of one that failed and is to be left out.
+
+        Raises:
+            RewardError: One failed, and the policy is to end with an error; names it.
+        """
+        self.counts = Counts(samples=len(samples))
+        same = self._same(samples)
+        found: dict[Any, float] = {key: self._known[key] for key in same if key in self._known}
+        self.counts.cached = len(samples) - sum(len(same[key]) for key in same if key not in found)
+        missing = [key for key in same if key not in found]
+        asked = [samples[same[key][0]] for key in missing]
+        with contextlib.closing(self._outcomes(asked)) as outcomes:
+            for place, outcome in outcomes:
+                key = missing[place]
+                if isinstance(outcome, Unscored):
+                    found[key] = self._score_of_failed(asked[place], outcome, len(same[key]))
+                else:
+                    found[key] = outcome
+                    self._remember(key, outcome)
+        return [score for _, score in sorted((place, found[key]) for key in same for place in same[key])]
+
+    def close(self) -> None:
+        """End what it has begun: connections, processes."""
+        self.kind.close()
+
+    def _same(self, samples: Sequence[Sample]) -> dict[Any, list[int]]:
+        """Places of the samples by what decides their score; each by itself where nothing is kept."""
+        if self.settings.cache == 0:
+            return {place: [place] for place in range(len(samples))}
+        same: dict[Any, list[int]] = {}
+        for place, sample in enumerate(samples):
+            content = json.dumps([sample.prompt, sample.response, sample.answer]).encode()
+            same.setdefault(hashlib.blake2b(content, digest_size=16).digest(), []).append(place)
+        for key in same:
+            if key in self._known:
+                self._known.move_to_end(key)
+        return same
+
+    def _remember(self, key: Any, score: float) -> None:
+        if self.settings.cache:
+            self._known[key] = score
+            if len(self._known) > self.settings.cache:
+                self._known.popitem(last=False)
+
+    def _score_of_failed(self, sample: Sample, outcome: Unscored, count: int) -> float:
+        where = f"{self.role} {self.kind.name!r} on {sample.place} with response {sample.response[:200]!r}: {outcome}"
+        if self.settings.on_failure == "error":
+            raise RewardError(
+                f"{where}; mend the function or the sample, or set {self.role}.on_failure to score or drop"
+            )
+        self.counts.failed += count
+        self.counts.first_failure = self.counts.first_failure or where
+        return self.settings.failure_score if self.settings.on_failure == "score" else math.nan
+
+    def _outcomes(self, samples: Sequence[Sample]) -> Iterator[tuple[int, Outcome]]:
+        """Place and outcome of each sample, as they come, after all tries."""
+        runner, numbers = self.kind.runner, itertools.count()
+        begun: dict[int, _Chunk] = {}
+        waiting: list[tuple[float, _Chunk]] = []
+
+        def begin(chunk: _Chunk) -> None:
+            number = next(numbers)
+            begun[number] = chunk
+            runner.submit(number, self._timed([samples[place] for place in chunk.places]))
+
+        size = len(samples) if self.kind.most_samples is None else self.kind.most_samples
+        try:
+            for first in range(0, len(samples), max(size, 1)):
+                begin(_Chunk(tuple(range(first, min(first + size, len(samples))))))
+            while begun or waiting:
+                now = time.monotonic()
+                while waiting and waiting[0][0] <= now:
+                    begin(heapq.heappop(waiting)[1])
+                if not begun:
+                    time.sleep(waiting[0][0] - now)
+                    continue
+                wait_s = min([_WAIT_S, *(max(at - now, 0.0) for at, _ in waiting[:1])])
+                for number, result in runner.ended(wait_s):
+                    chunk = begun.pop(number)
+                    outcomes = self._read(result, len(chunk.places))
+                    again = self._again(chunk, outcomes)
+                    for each in again:
+                        heapq.heappush(waiting, each)
+                    tried_again = {place for _, each in again for place in each.places}
+                    for place, outcome in zip(chunk.places, outcomes, strict=True):
+                        if place not in tried_again:
+                            yield place, outcome
+        finally:
+            runner.drop()
+
+    def _again(self, chunk: _Chunk, outcomes: Sequence[Outcome]) -> list[tuple[float, _Chunk]]:
+        """When what of a call is tried again."""
+        failures = {
+            place: outcome
+            for place, outcome in zip(chunk.places, outcomes, strict=True)
+            if isinstance(outcome, Unscored) and not outcome.is_final
+        }
+        if not failures or chunk.attempt == self.settings.retries:
+            return []
+        after_s = max((failure.after_s or 0.0 for failure in failures.values()), default=0.0)
+        at = time.monotonic() + backoff_s(chunk.attempt, after_s)
+        places = tuple(failures)
+        half = (len(places) + 1) // 2 if len(failures) == len(chunk.places) else len(places)
+        parts = [part for part in (places[:half], places[half:]) if part]
+        self.counts.retries += len(parts)
+        return [(at, _Chunk(part, chunk.attempt + 1)) for part in parts]
+
+    def _read(self, result: Any, count: int) -> list[Outcome]:
+        """What a call came to, for each of its samples."""
+        if isinstance(result, CallFailed):
+            return [Unscored(str(result))] * count
+        value, seconds = result
+        self.counts.calls += 1
+        self.counts.calls_s += seconds
+        self.counts.longest_s = max(self.counts.longest_s, seconds)
+        if isinstance(value, Unscored):
+            return [value] * count
+        try:
+            return as_scores(value, count)
+        except Unscored as failure:
+            return [failure] * count
+
+    def _timed(self, samples: Sequence[Sample]) -> Callable[[], Any]:
+        """A call that does not raise: what it gave, or why it gave nothing, and its seconds."""
+        return functools.partial(_timed_async if self.kind.is_async else _timed, self.kind.call, samples)
+
+
+def _timed(call: Callable[[Sequence[Sample]], Any], samples: Sequence[Sample]) -> tuple[Any, float]:
+    begin_s = time.monotonic()
+    try:
+        value = call(samples)
+    except Unscored as failure:
+        value = failure
+    # A user's function may raise anything, or call sys.exit; whatever it is, the message must name the sample.
+    except (Exception, SystemExit) as error:
+        value = Unscored(f"{type(error).__name__}: {error}"[:500])
+    return value, time.monotonic() - begin_s
+
+
+async def _timed_async(call: Callable[[Sequence[Sample]], Any], samples: Sequence[Sample]) -> tuple[Any, float]:
+    begin_s = time.monotonic()
+    try:
+        value = await call(samples)
+    except Unscored as failure:
+        value = failure
+    except (Exception, SystemExit) as error:
+        value = Unscored(f"{type(error).__name__}: {error}"[:500])
+    return value, time.monotonic() - begin_s

@@ -1,0 +1,158 @@
+"""Rewards that are asked for over HTTP: a service that scores samples, and a language model that judges. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridflow.config import Judge as JudgeSettings
+from hybridflow.config import RewardService
+from hybridflow.rewards.sample import Sample, Unscored
+from hybridflow.rollout.engines.wire import BadAnswer, Lines, Refused, Unavailable, token_of
+
+_MOST_BYTES = 1 << 22
+"""No answer is longer."""
+_JUDGE_PATH = "/v1/chat/completions"
+_FIELD = re.compile(r"\{(prompt|response|answer)\}")
+
+
+class Endpoint:
+    """Servers that are asked in turn, over connections that stay open. Any thread may ask.
+
+    Args:
+        urls: Of all of them.
+        auth_env: Environment variable with the token to show; None: they ask for none.
+        key: Of the section that names them, for messages.
+        connect_timeout_s: Longest wait for a connection.
+        timeout_s: Longest time of a try.
+
+    Raises:
+        ConfigError: The variable holds no token.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], auth_env: str | None, *, key: str, connect_timeout_s: float, timeout_s: float
+    ) -> None:
+        self._lines = Lines(urls, token_of(auth_env, f"{key}.auth_env"), connect_timeout_s)
+        self._timeout_s = timeout_s
+        self._turns = itertools.count()
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON that the server whose turn it is answers.
+
+        Raises:
+            Unscored: It answers none.
+        """
+        line, begin_s = self._lines.take(next(self._turns)), time.monotonic()
+        # Who sends a byte now and then is never silent for long.
+        late = threading.Timer(self._timeout_s, line.hang_up)
+        late.daemon = True
+        late.start()
+        try:
+            return line.ask("POST", path, body, timeout_s=self._timeout_s, most_bytes=_MOST_BYTES)
+        except Unavailable as error:
+            if time.monotonic() - begin_s >= self._timeout_s:
+                raise Unscored(f"{line.url}: no answer within {self._timeout_s:g} s") from None
+            raise Unscored(str(error), after_s=error.after_s) from None
+        except Refused as error:
+            raise Unscored(str(error), is_final=error.is_for_all) from None
+        except BadAnswer as error:
+            raise Unscored(str(error)) from None
+        finally:
+            late.cancel()
+            self._lines.give_back(line)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._lines.close()
+
+
+class Service:
+    """Scores samples by a ``POST`` of ``{"samples": [{"prompt", "response", "answer"}, …]}`` to a service.
+
+    It answers ``{"scores": [number, …]}``, one for each, in their order.
+
+    Args:
+        endpoint: Of the service; its addresses are whole.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    def __call__(self, samples: Sequence[Sample]) -> Any:
+        """A list of scores, as they came. Raises Unscored: there is none."""
+        asked = [{"prompt": each.prompt, "response": each.response, "answer": each.answer} for each in samples]
+        answer = self._endpoint.post("", {"samples": asked})
+        if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
+            raise Unscored(f'answered {str(answer)[:200]!r}; expected {{"scores": [number, …]}}')
+        return answer["scores"]
+
+
+class Judge:
+    """Scores a sample by asking a language model, and reading the number that it gives.
+
+    Args:
+        endpoint: Of servers of it.
+        settings: The recipe's.
+    """
+
+    def __init__(self, endpoint: Endpoint, settings: JudgeSettings) -> None:
+        self._endpoint = endpoint
+        self._settings = settings
+        self._pattern = re.compile(settings.pattern)
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        """The score of one sample. Raises Unscored: the model gives none."""
+        (sample,) = samples
+        settings, fields = self._settings, vars(sample)
+        # At once, so that what is put in is not looked through for more.
+        asked = _FIELD.sub(lambda match: fields[match[1]], settings.template)
+        body: dict[str, Any] = {
+            "messages": [{"role": "user", "content": asked}],
+            "temperature": settings.temperature,
+            "max_tokens": settings.max_new_tokens,
+        }
+        if settings.model is not None:
+            body["model"] = settings.model
+        return [self._number(_said(self._endpoint.post(_JUDGE_PATH, body)))]
+
+    def _number(self, text: str) -> float:
+        """What the last match of the pattern says."""
+        found = list(self._pattern.finditer(text))
+        try:
+            number = float(found[-1][1])
+        except (IndexError, TypeError, ValueError):
+            raise Unscored(
+                f"the judge said {text[-200:]!r}, where {self._settings.pattern!r} finds no number"
+            ) from None
+        if not self._settings.low <= number <= self._settings.high:
+            raise Unscored(
+                f"the judge said {number:g}; expected a number from {self._settings.low:g} to {self._settings.high:g}"
+            )
+        return number
+
+
+def _said(answer: Any) -> str:
+    """The text of a chat completion."""
+    try:
+        text = answer["choices"][0]["message"]["content"]
+    except (TypeError, KeyError, IndexError):
+        text = None
+    if not isinstance(text, str):
+        raise Unscored(f"answered {str(answer)[:200]!r}; expected a chat completion with a text")
+    return text
+
+
+def service_endpoint(settings: RewardService | JudgeSettings, key: str, timeout_s: float) -> Endpoint:
+    """The servers that a section names. Raises ConfigError: the token is not there."""
+    return Endpoint(
+        settings.urls,
+        settings.auth_env,
+        key=key,
+        connect_timeout_s=settings.connect_timeout_s,
+        timeout_s=timeout_s,
+    )

@@ -1,0 +1,48 @@
+"""Samples that are left out of learning, since what scores them failed: one of their scores is NaN."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.dataflow.graph import SCORED
+
+
+def kept(batch: Batch) -> Tensor:
+    """Whether each sample is learned from, ``[samples]``."""
+    found = torch.ones(len(batch), dtype=torch.bool)
+    for name in SCORED:
+        if name in batch.columns:
+            found &= ~batch.columns[name].isnan()
+    return found
+
+
+def without_dropped(batch: Batch) -> Batch:
+    """The samples, of which no token counts where one is left out: losses and their denominators go by the mask."""
+    found, mask = kept(batch), batch.columns.get("response_mask")
+    if mask is None or bool(found.all()):
+        return batch
+    assert isinstance(mask, Ragged), "response_mask is ragged"
+    return batch.with_columns(
+        {"response_mask": Ragged(mask.values * found.repeat_interleave(mask.lengths), mask.lengths)}
+    )
+
+
+def spread(part: Batch, batch: Batch, found: Tensor) -> Batch:
+    """Columns of the samples that are learned from, with zeros for the others.
+
+    Args:
+        part: Those samples, in their order, with columns like ``response_mask``.
+        batch: All samples.
+        found: Which are which, ``[samples]``.
+    """
+    lengths = batch.columns["response_mask"].lengths
+    inside = found.repeat_interleave(lengths)
+    columns = {}
+    for name, column in part.columns.items():
+        assert isinstance(column, Ragged), f"column {name} is dense"
+        values = column.values.new_zeros(len(inside))
+        values[inside] = column.values
+        columns[name] = Ragged(values, lengths)
+    return Batch(batch.ids, columns)

@@ -1,0 +1,463 @@
+"""The sandbox of programs, tried for real: each bomb is stopped within its limit, and nothing of it is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config import Reward, Sandbox
+from hybridflow.errors import ConfigError
+from hybridflow.rewards import kinds, sandbox
+from hybridflow.rewards.code import CodeTests, program_of
+from hybridflow.rewards.kinds import make_kind
+from hybridflow.rewards.sample import Sample, Unscored
+from hybridflow.rewards.sandbox import check_sandbox, run_confined, sandbox_problem
+from hybridflow.rewards.scorer import Scorer
+
+NOBODY = 65534
+SMALL = Sandbox(wall_s=5.0, cpu_s=3, memory_mib=256, processes=8, files_mib=8, output_kib=16)
+SYSTEM_PYTHON = "/usr/bin/python3"
+needs_namespaces = pytest.mark.skipif(sandbox_problem() is not None, reason=f"needs namespaces: {sandbox_problem()}")
+
+
+class Ours:
+    """Programs as the reward runs them, by whoever runs the tests."""
+
+    def __call__(self, code, *, is_protected=True, stdin="", limits=SMALL, files=None):
+        marker = secrets.token_hex(8)
+        # The marker is in the name of each process that comes of it.
+        ended = run_confined(
+            ["-I", "-B", "main.py", marker],
+            limits,
+            files={"main.py": code, **(files or {})},
+            stdin=stdin,
+            is_protected=is_protected,
+        )
+        assert_none_is_left(marker)
+        return ended
+
+
+class Theirs:
+    """The same by a user without any right, with the system's Python, since others may be where nobody may look."""
+
+    def __call__(self, code, *, is_protected=True, stdin="", limits=SMALL, files=None):
+        marker = secrets.token_hex(8)
+        asked = {
+            "argv": [SYSTEM_PYTHON, "-I", "-B", "main.py", marker],
+            "files": {"main.py": code, **(files or {})},
+            "stdin": stdin,
+            "environ": {"PATH": "/usr/bin:/bin"},
+            "readable": [path for path in sandbox._SYSTEM if os.path.exists(path)],
+            "is_protected": is_protected,
+            "wall_s": limits.wall_s,
+            "cpu_s": limits.cpu_s,
+            "memory_bytes": limits.memory_mib << 20,
+            "processes": limits.processes,
+            "files_bytes": limits.files_mib << 20,
+            "output_bytes": limits.output_kib << 10,
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            os.chmod(folder, 0o755)
+            script = shutil.copy(sandbox._CONFINE, folder)
+            os.chmod(script, 0o644)
+            done = subprocess.run(
+                [SYSTEM_PYTHON, "-I", "-S", script],
+                input=json.dumps(asked).encode(),
+                env={},
+                cwd="/",
+                capture_output=True,
+                timeout=60,
+                user=NOBODY,
+                group=NOBODY,
+                extra_groups=[],
+                check=True,
+            )
+        assert_none_is_left(marker)
+        told = json.loads(done.stdout)
+        if told.pop("error") is not None:
+            raise Unscored("refused")
+        return sandbox.Ended(**told)
+
+
+def assert_none_is_left(marker):
+    left = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if marker.encode() in words and state != "Z":
+            left.append(pid)
+    assert not left, left
+
+
+WHO = [pytest.param(Ours(), id="ours")]
+if os.geteuid() == 0 and os.path.exists(SYSTEM_PYTHON):
+    WHO.append(pytest.param(Theirs(), id="nobody"))
+run_by_all = pytest.mark.parametrize("run", WHO)
+
+pytestmark = needs_namespaces
+
+
+@run_by_all
+def test_a_program_runs_with_its_input_and_files(run):
+    code = "import sys; print(open('data.txt').read(), input(), file=sys.stderr); print('out'); sys.exit(3)"
+    ended = run(code, stdin="given\n", files={"data.txt": "file"})
+    assert (ended.status, ended.stopped, ended.stdout, ended.stderr) == (3, None, "out\n", "file given\n")
+
+
+@run_by_all
+def test_an_endless_loop_is_stopped_by_its_time_on_a_core(run):
+    begin_s = time.monotonic()
+    ended = run("while True: pass", limits=replace(SMALL, cpu_s=1, wall_s=20.0))
+    assert ended.status is not None and ended.status < 0 and time.monotonic() - begin_s < 15
+
+
+@run_by_all
+def test_one_that_sleeps_and_ignores_signals_is_stopped_by_the_clock(run):
+    code = """
+import os, signal, time
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+print("here", flush=True)
+while True:
+    time.sleep(100)
+"""
+    begin_s = time.monotonic()
+    ended = run(code, limits=replace(SMALL, wall_s=1.0))
+    assert (ended.status, ended.stopped) == (None, "wall_s") and ended.stdout == "here\nhere\n"
+    assert time.monotonic() - begin_s < 10
+
+
+@run_by_all
+def test_what_a_program_leaves_behind_is_ended_with_it(run):
+    begin_s = time.monotonic()
+    code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(100)\nprint('parent')"
+    ended = run(code, limits=replace(SMALL, wall_s=30.0))
+    assert ended.status == 0 and ended.stdout == "parent\n" and time.monotonic() - begin_s < 10
+
+
+@run_by_all
+def test_a_memory_bomb_gets_no_more(run):
+    ended = run("data = []\nwhile True: data.append(bytearray(1 << 20))")
+    assert ended.status == 1 and "MemoryError" in ended.stderr
+
+
+@run_by_all
+def test_memory_of_several_processes_counts_together(run):
+    code = """
+import os, time
+for _ in range(5):
+    if os.fork() == 0:
+        break
+data = bytearray(os.urandom(1 << 20)) * 120
+time.sleep(100)
+"""
+    begin_s = time.monotonic()
+    ended = run(code, limits=replace(SMALL, wall_s=60.0))
+    assert (ended.status, ended.stopped) == (None, "memory_mib") and time.monotonic() - begin_s < 30
+
+
+@run_by_all
+def test_a_fork_bomb_has_few_children(run):
+    code = """
+import os
+failed = 0
+children = 0
+while failed < 1000:
+    try:
+        if os.fork() == 0:
+            while True:
+                try:
+                    os.fork()
+                except OSError:
+                    pass
+        children += 1
+    except OSError:
+        failed += 1
+print(children, flush=True)
+"""
+    ended = run(code, limits=replace(SMALL, wall_s=3.0))
+    if ended.stopped is None:
+        assert int(ended.stdout) < SMALL.processes
+    else:
+        assert ended.stopped in ("wall_s", "processes")
+
+
+@run_by_all
+def test_threads_are_processes_too(run):
+    code = """
+import threading, time
+count = 0
+try:
+    while True:
+        threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+        count += 1
+except RuntimeError:
+    print(count, flush=True)
+"""
+    ended = run(code)
+    assert int(ended.stdout) < SMALL.processes and ended.stopped is None
+
+
+PLACES = ["/", "/usr", "/tmp", "/root", "/home", "/dev", "/etc", "/box/.."]
+
+
+@run_by_all
+def test_it_writes_to_its_folder_alone(run):
+    outside = Path(tempfile.mkdtemp())
+    os.chmod(outside, 0o777)
+    code = f"""
+import os, sys
+for place in {[*PLACES, str(outside), os.path.realpath(sys.base_prefix), os.path.dirname(os.__file__)]!r}:
+    try:
+        open(place + "/mine", "w").close()
+        print("wrote", place)
+    except OSError:
+        pass
+for old in ("/usr/bin/env", "/etc/passwd", "/etc/ld.so.cache"):
+    try:
+        open(old, "a").close()
+        print("appended", old)
+    except OSError:
+        pass
+os.mkdir("deep"); open("deep/mine", "w").write("x"); open(os.environ["HOME"] + "/own", "w").close()
+print(sorted(os.listdir(".")), os.getcwd())
+"""
+    ended = run(code)
+    assert ended.stdout == "['deep', 'main.py', 'own'] /box\n" and ended.status == 0, ended.stderr
+    assert list(outside.iterdir()) == []
+    outside.rmdir()
+
+
+@run_by_all
+def test_it_fills_no_disk(run):
+    code = """
+import os
+count = 0
+try:
+    for number in range(1000):
+        with open(f"file{number}", "wb") as file:
+            file.write(bytes(1 << 20))
+        count += 1
+except OSError:
+    pass
+print(count)
+"""
+    ended = run(code)
+    assert int(ended.stdout) <= SMALL.files_mib
+
+
+@run_by_all
+def test_it_sees_no_home_no_secrets_and_no_processes(run, monkeypatch):
+    monkeypatch.setenv("API_TOKEN", "s3cr3t")
+    code = f"""
+import os
+print(sorted(os.environ), [os.path.exists(each) for each in ("/proc/1", "/proc/self/environ", "/etc/passwd", "/sys")])
+print([os.path.exists(each) for each in {[__file__, os.path.expanduser("~/.bashrc"), os.getcwd()]!r}])
+print(os.getpid() < 10, os.getuid(), os.getgroups() in ([], [os.getgid()]), os.listdir("/dev"))
+for number in range(3, 64):
+    try:
+        os.fstat(number)
+        print("open", number)
+    except OSError:
+        pass
+"""
+    ended = run(code)
+    first, second, third, *rest = ended.stdout.splitlines()
+    assert "API_TOKEN" not in first and first.endswith("[False, False, False, False]") and "True" not in second
+    assert third.startswith(f"True {NOBODY} ") and "sd" not in third and rest == [], ended
+    assert "s3cr3t" not in str(ended)
+
+
+@run_by_all
+def test_it_reaches_no_network_and_no_other_process(run):
+    server = socket.create_server(("127.0.0.1", 0))
+    abstract = f"\0hybridflow-{secrets.token_hex(4)}"
+    local = socket.socket(socket.AF_UNIX)
+    local.bind(abstract)
+    local.listen()
+    code = f"""
+import os, signal, socket
+for family, where in ((socket.AF_INET, ("127.0.0.1", {server.getsockname()[1]})), (socket.AF_INET, ("8.8.8.8", 53)),
+                      (socket.AF_UNIX, {abstract!r})):
+    try:
+        socket.socket(family).connect(where)
+        print("connected", where)
+    except OSError:
+        pass
+try:
+    socket.getaddrinfo("example.com", 80)
+    print("resolved")
+except OSError:
+    pass
+for pid in ({os.getpid()}, {os.getppid()}):
+    try:
+        os.kill(pid, 0)
+        print("sees", pid)
+    except OSError:
+        pass
+"""
+    ended = run(code)
+    assert (ended.status, ended.stdout) == (0, ""), ended
+    server.close()
+    local.close()
+
+
+@run_by_all
+def test_it_has_no_rights_and_gets_none(run):
+    code = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+print([libc.mount(b"none", b"/usr", None, 32 | 4096, None), libc.mount(b"tmpfs", b"/box", b"tmpfs", 0, None),
+       libc.umount2(b"/usr", 2), libc.chroot(b"/box"), libc.sethostname(b"x", 1), libc.setuid(0)])
+header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+libc.capget(header, data)
+print(list(data))
+# A namespace of its own may be had; what is read-only stays so there.
+if libc.unshare(0x10000000 | 0x20000) == 0:
+    print("in", libc.mount(b"none", b"/usr", None, 32 | 4096, None), libc.mount(b"none", b"/", None, 32 | 4096, None))
+    try:
+        open("/usr/mine", "w")
+        print("wrote")
+    except OSError:
+        pass
+"""
+    ended = run(code)
+    lines = ended.stdout.splitlines()
+    assert lines[0] == "[-1, -1, -1, -1, -1, -1]" and lines[1] == "[0, 0, 0, 0, 0, 0]", ended
+    assert lines[2:] in ([], ["in -1 -1"]), ended
+
+
+@run_by_all
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_huge_output_is_stopped(run, stream):
+    begin_s = time.monotonic()
+    ended = run(f"import sys\nwhile True: sys.{stream}.write('x' * 65536)", limits=replace(SMALL, wall_s=30.0))
+    assert (ended.status, ended.stopped) == (None, "output_kib") and time.monotonic() - begin_s < 10
+    assert len(getattr(ended, stream)) == SMALL.output_kib << 10
+
+
+@run_by_all
+def test_output_that_is_no_text(run):
+    ended = run("import os; os.write(1, bytes(range(256)))")
+    assert ended.status == 0 and "\ufffd" in ended.stdout
+
+
+def test_without_protection_limits_hold_all_the_same():
+    run = Ours()
+    assert run("print(input())", stdin="x", is_protected=False).stdout == "x\n"
+    ended = run(
+        "import os, time\nif os.fork(): time.sleep(100)\nos.setsid()\ntime.sleep(100)",
+        is_protected=False,
+        limits=replace(SMALL, wall_s=1.0),
+    )
+    assert ended.stopped == "wall_s"
+    assert "MemoryError" in run("data = []\nwhile True: data.append(bytearray(1 << 20))", is_protected=False).stderr
+    assert run("import os; print('API_TOKEN' in os.environ)", is_protected=False).stdout == "False\n"
+
+
+def test_who_dies_takes_its_program_along():
+    marker = secrets.token_hex(8)
+    code = f"""
+from hybridflow.config import Sandbox
+from hybridflow.rewards.sandbox import run_confined
+run_confined(["-I", "-c", "import time; time.sleep(100)", {marker!r}], Sandbox(wall_s=100.0), files={{}})
+"""
+    child = subprocess.Popen([sys.executable, "-c", code])
+    end_s = time.monotonic() + 20
+    while not any(marker.encode() in words and b"time.sleep(100)\0" in words for words in command_lines(child.pid)):
+        assert time.monotonic() < end_s and child.poll() is None
+        time.sleep(0.05)
+    child.kill()
+    child.wait()
+    time.sleep(0.5)
+    assert_none_is_left(marker)
+
+
+def command_lines(other_than):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(pid) != other_than and words.count(b"\0") < 8:
+            yield words
+
+
+ADD = "def add(a, b):\n    return a + b\n"
+ASSERTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
+CASES = json.dumps([{"input": "1 2\n", "output": "3\n"}, {"input": "2 2\n", "output": "4"}])
+SUM = "print(sum(map(int, input().split())))"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        (ADD, ASSERTS, 1),
+        (f"Well:\n```python\n{ADD}```\nThat is it.", ASSERTS, 1),
+        (f"```python\nwrong(\n```\nNo:\n```py\n{ADD}```", ASSERTS, 1),
+        (f"```python\n{ADD}```\nOutput:\n```text\n3\n```", ASSERTS, 1),
+        (ADD.replace("+", "-"), ASSERTS, 0),
+        ("def add(a, b:", ASSERTS, 0),
+        ("", ASSERTS, 0),
+        (f"{ADD}\nimport sys\nsys.exit(0)", ASSERTS, 0),
+        (f"{ADD}\nimport os\nos._exit(0)", ASSERTS, 0),
+        (f"{ADD}\nprint('all tests passed')\nraise SystemExit", ASSERTS, 0),
+        ("def add(a, b):\n    while True:\n        pass", ASSERTS, 0),
+        ("def add(a, b):\n    return 'x' * 10 ** 10", ASSERTS, 0),
+        (SUM, CASES, 1),
+        (f"{SUM}\nprint()", CASES, 1),
+        ("input()\nprint(3)", CASES, 0),
+        (f"{SUM}\nraise SystemExit(1)", CASES, 0),
+        ("import time\ntime.sleep(100)", CASES, 0),
+        ("\ud800", ASSERTS, 0),
+    ],
+)
+def test_programs_and_their_tests(response, answer, score):
+    limits = replace(SMALL, wall_s=2.0, cpu_s=1)
+    made = CodeTests(limits, is_protected=True)
+    assert made([Sample(prompt="", response=response, answer=answer, place="")]) == [score]
+
+
+def test_what_stands_between_fences():
+    assert program_of("no fence") == "no fence" and program_of("```\nx\n```") == "x\n"
+    assert program_of("```python\nx\n```\n```bash\nls\n```") == "x\n"
+
+
+@pytest.mark.parametrize(
+    "answer", ["", " ", "[]", "3", '{"input": "1"}', '[{"input": "1"}]', '[{"input": 1, "output": "2"}]']
+)
+def test_tests_that_are_none_are_a_failure_of_their_sample(answer):
+    settings = Reward(function="code", on_failure="drop", retries=3)
+    made = Scorer(make_kind(settings, "reward"), settings, "reward")
+    right = Sample(prompt="", response=ADD, answer=ASSERTS, place="d:1")
+    found = made.scores([right, Sample(prompt="", response=ADD, answer=answer, place="d:2")])
+    assert found[0] == 1 and found[1] != found[1] and made.counts.retries == 0
+    assert "d:2" in made.counts.first_failure and "the answer is" in made.counts.first_failure
+
+
+def test_where_the_means_are_lacking_it_is_refused(monkeypatch):
+    monkeypatch.setattr(sandbox, "sandbox_problem", lambda: "no namespaces")
+    with pytest.raises(ConfigError, match=r"reward\.sandbox: .*no namespaces.*reward\.sandbox\.allow_unprotected=true"):
+        kinds.make_kind(Reward(function="code"), "reward")
+    assert check_sandbox(Sandbox(allow_unprotected=True), "reward.sandbox") is False
+    settings = Reward(function="code", sandbox=Sandbox(allow_unprotected=True))
+    made = Scorer(kinds.make_kind(settings, "reward"), settings, "reward")
+    assert made.scores([Sample(prompt="", response=ADD, answer=ASSERTS, place="")]) == [1]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hybridflow.api.device_mesh import DeviceMesh
 from hybridflow.api.roles import Part
+from hybridflow.api.trainers import OnlineTrainer
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.source import Source
@@ -24,15 +26,20 @@ from hybridflow.families.config_json import describe
 from hybridflow.families.model import Model
 from hybridflow.models.given import GivenModel, given_model, is_model
 from hybridflow.models.own import is_own, own_settings
+from hybridflow.models.weights import local_shards
 from hybridflow.parallel import mesh as geometry
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.megatron import collection, rank_sets
 from hybridflow.parallel.world import World
-from hybridflow.roles.pretrained import from_pretrained, load_pretrained
+from hybridflow.reshard.plan import participants
+from hybridflow.reshard.spec import ModelSpec
+from hybridflow.roles.objects import own_of
+from hybridflow.roles.pretrained import Pretrained, from_pretrained, load_pretrained
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.hf_weights import hf_weights
 from hybridflow.rollout.engines.own_engine import OwnEngine
 from hybridflow.rollout.request import Request, Response, SamplingParams, expand
+from hybridflow.trainer.copy_weights import copy_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +109,7 @@ class RolloutWorker:
         self._everyone = tuple(range(self._world.size))
         self._world.make_groups([*rank_sets([self._mesh], self._world.size), self._everyone])
         self._version = 0
+        self._max_context = 0
         self._load: Any = None
         self._engine: Any = None
         options = {"max_context": max_context, "dtype": dtype}
@@ -163,6 +171,7 @@ class RolloutWorker:
             for draw, prompt in enumerate(self._encoded(prompts))
             for each in expand(Request(prompt=prompt, params=params, draw=draw), num_samples)
         ]
+        self._check(requests)
         share: list[Any] = []
         if self._world.rank in self._mesh:
             place = self._mesh.coordinate(self._world.rank)
@@ -182,7 +191,8 @@ class RolloutWorker:
         """Generate with other weights of the same shape from now on. Collective: all ranks.
 
         Args:
-            model: As the class takes it.
+            model: As the class takes it; or a trainer, whose actor has the same shape: its weights as they now are,
+                from its layout into this one without a file between.
 
         Raises:
             ConfigError: It is another kind of model.
@@ -194,12 +204,28 @@ class RolloutWorker:
         self._engine.version = self._version
         self._engine.weights_changed()
 
+    def _check(self, requests: list[Request]) -> None:
+        """Refuse, alike on all ranks, what an engine would refuse on those that are to meet it."""
+        for request in requests:
+            num_prompt, params = len(request.prompt), request.params
+            reason = None
+            if num_prompt + params.max_new_tokens > self._max_context:
+                reason = (
+                    f"has {num_prompt} tokens; with max_new_tokens={params.max_new_tokens} that exceeds the context of "
+                    f"{self._max_context}; shorten it, or ask for fewer tokens"
+                )
+            elif params.has_texts and self.tokenizer is None:
+                reason = "stop texts need a tokenizer; give tokenizer=…, or stop_ids"
+            if reason is not None:
+                raise DataError(f"RolloutWorker.generate: prompt {request.draw}: {reason}")
+
     def _use_ours(self, model: Any, options: dict[str, Any], max_concurrent: int, seed: int) -> None:
         world, mesh = self._world, self._mesh
         source = _source(model)
         check_cut(source.model, mesh.layout, "RolloutWorker")
         # Once: of a GPTModel that is cut it is brought together from all ranks.
         placed = from_pretrained(GivenModel(source.model, source), world, mesh, **options)
+        self._max_context = placed.model.max_context
         self._engine = _Nothing()
         if placed.transformer is not None and placed.groups is not None:
             assert placed.model.vocab_size is not None, "a source's model has a vocabulary"
@@ -214,6 +240,9 @@ class RolloutWorker:
             )
 
         def load(other: Any) -> None:
+            if isinstance(other, OnlineTrainer):
+                _take_live(other, placed, mesh, world)
+                return
             source = _source(other)
             _check_same(source.model, placed.model)
             if placed.transformer is not None:
@@ -227,6 +256,7 @@ class RolloutWorker:
 
         chosen = {name: value for name, value in options.items() if value is not None}
         model = replace(source.model, path=None, **chosen)
+        self._max_context = model.max_context
         assert model.vocab_size is not None, "a source's model has a vocabulary"
         described = describe(model, family=source.family, has_value_head=False)
         self._engine = VllmEngine(
@@ -254,6 +284,7 @@ class RolloutWorker:
         settings = own_settings(module)
         assert settings is not None and settings.model.vocab_size is not None, "is_own says so"
         module.to(self._world.device)
+        self._max_context = settings.model.max_context
         self._engine = _Nothing()
         if self._world.rank in self._mesh:
             self._engine = OwnEngine(
@@ -301,6 +332,50 @@ class RolloutWorker:
 
 
 _VLLM_CACHE_BYTES = 1 << 29
+
+
+class _Live(NamedTuple):
+    """This rank's part of the worker's model, as ``copy_weights`` takes a role.
+
+    Attributes:
+        spec: How its tensors are cut.
+        model: Itself; None on a rank outside the mesh.
+        mesh: Where it is.
+        held: Its tensors here.
+    """
+
+    spec: ModelSpec
+    model: Any
+    mesh: geometry.DeviceMesh
+    held: Mapping[str, Tensor]
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Live weights by logical name."""
+        return self.held
+
+    def at_hand(self, *, is_written: bool = False) -> contextlib.AbstractContextManager[None]:
+        """They are never away."""
+        return contextlib.nullcontext()
+
+
+def _take_live(trainer: OnlineTrainer, placed: Pretrained, mesh: geometry.DeviceMesh, world: World) -> None:
+    """Fill the worker's weights with those of a trainer's actor. Collective: all ranks."""
+    job, actor = trainer.session().trainer.job, trainer.session().trainer.roles["actor"]
+    if job.recipe.actor.lora is not None or own_of(job, "actor") is not None:
+        raise ConfigError(
+            "update_weights: the trainer's actor has adapters, or is a class of your own; save_checkpoint, and give "
+            "its directory, or give the class itself"
+        )
+    _check_same(job.model_of("actor"), placed.model)
+    held: dict[str, Tensor] = {}
+    if placed.transformer is not None:
+        shards = local_shards(placed.transformer, placed.spec, mesh, world.rank)
+        held = {name: local for name, (local, _) in shards.items()}
+    target = _Live(placed.spec, None, mesh, held)
+    target = target._replace(model=target if placed.transformer is not None else None)
+    world.make_groups([participants(job.meshes["actor.update"], mesh)])
+    with_worker = replace(job, meshes={**job.meshes, mesh.name: mesh})
+    copy_weights(with_worker, actor, "actor.update", target, mesh.name)
 
 
 class _Nothing:

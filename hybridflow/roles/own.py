@@ -55,6 +55,8 @@ class OwnModel(PlacedModel):
         # A reference that stays what the actor was must not be the very object that learns.
         is_shared = self._role != "actor" and given is self._job.objects.get("actor")
         self.module: nn.Module = copy.deepcopy(given) if is_shared else given
+        if is_shared:
+            self.module.zero_grad(set_to_none=True)
         self._has_values = has_value_head
         self._name = f"{self._role}: {type(given).__name__}"
         self.module.to(self._device).eval()

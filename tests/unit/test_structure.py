@@ -136,6 +136,7 @@ DOORS = [
     "wandb",
     "jinja2",
     "math_verify",
+    "transformers",
 ]
 
 

@@ -74,11 +74,14 @@ class Tensors(Protocol):
 
     Attributes:
         path: Where they are, for messages.
-        entries: What is there, by name.
     """
 
     path: Path
-    entries: Mapping[str, Entry]
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """What is there, by name."""
+        ...
 
     def read(self, key: str) -> Tensor:
         """A tensor, in host memory, not to be written."""

@@ -38,7 +38,6 @@ _COMPUTED: dict[str, tuple[object, ...]] = {
     "softmax_type": ("vanilla",),
     "window_attn_skip_freq": (None,),
     "experimental_attention_variant": (None,),
-    "hetereogenous_dist_checkpoint": (False,),
     "mtp_num_layers": (None, 0),
     "moe_shared_expert_intermediate_size": (None, 0),
     "moe_layer_freq": (1,),

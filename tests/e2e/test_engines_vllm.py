@@ -224,3 +224,21 @@ def test_the_actor_and_vllm_in_one_process(trained, tmp_path):
         assert 0 < step["rollout/logprob_abs_diff_max"] < TOLERANCE
         assert step["correction/bounded_share"] == 0 and step["correction/effective_share"] > 0.999
     assert any(step["actor/kl_to_old"] > 1e-3 for step in steps), "the weights are to move"
+
+
+def test_a_worker_on_vllm_generates_what_one_on_our_engine_does_and_follows_new_weights():
+    done = subprocess.run(
+        [PYTHON, ROOT / "tests/e2e/vllm_worker.py"],
+        env=environ(ROOT),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for (ours, our_log_probs), (theirs, their_log_probs) in zip(found["megatron"], found["vllm"], strict=True):
+        assert ours == theirs
+        pairs = zip(sum(our_log_probs, []), sum(their_log_probs, []), strict=True)
+        assert max(abs(one - other) for one, other in pairs) < TOLERANCE
+    assert found["vllm"][0] != found["vllm"][1]

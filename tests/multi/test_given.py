@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from hybridflow.config import recipe_from_dict
 from hybridflow.dataflow.batch import Batch
@@ -18,6 +19,7 @@ from hybridflow.models.shapes import ModelShape
 from hybridflow.models.specs import describe
 from hybridflow.models.weights import initialize
 from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 from hybridflow.roles.actor import Actor
@@ -160,14 +162,14 @@ GPT = ModelShape(
 
 def make_gpt(world: World, layout: ParallelLayout, ranks: tuple[int, ...], **other: Any) -> Any:
     """A GPTModel as megatron-core makes it, with its own attention; weights of (seed, name)."""
+    if "model-parallel-rng" not in get_cuda_rng_tracker().get_states():
+        get_cuda_rng_tracker().add("model-parallel-rng", 1)
     alone = ParallelLayout()
     built = {}
     for each, where in ((alone, (world.rank,)), (layout, ranks)):
         mesh = DeviceMesh(name=str(each), layout=each, ranks=where, ranks_per_node=world.ranks_per_node)
         _, groups = place(world, each, where) if each != alone else (None, None)
         if groups is None:
-            from hybridflow.parallel.megatron import collection
-
             groups = collection(world, mesh)
         config = make_config(GPT, each, **other)
         stage = groups.pp.rank()

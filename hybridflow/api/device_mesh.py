@@ -42,6 +42,7 @@ class DeviceMesh(Part):
 
     Attributes:
         ranks: Of the actor, in mesh order.
+        rollout_ranks: Where the actor generates, in mesh order.
         layout: The actor's, where groups say it; else None.
 
     Raises:
@@ -78,6 +79,7 @@ class DeviceMesh(Part):
                 "DeviceMesh: sub_meshes take ranks that the groups have for the actor; name ranks for all roles by "
                 "devices, or give sub_meshes all of the groups' ranks"
             )
+        self.rollout_ranks = parts.get("rollout", self.ranks)
         actor: dict[str, Any] = {"devices": list(self.ranks), **own}
         if "rollout" in parts:
             actor |= {"rollout_ranks": list(parts["rollout"]), "rollout": {"dp": len(parts["rollout"])}}

@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridflow.api.device_mesh import DeviceMesh
 from hybridflow.api.roles import Part
-from hybridflow.api.trainers import OnlineTrainer
+from hybridflow.api.worker_engines import Options, OurWorker, OwnWorker, VllmWorker, WorkerEngine
 from hybridflow.api.world import find_world
-from hybridflow.checkpoint.formats.registry import open_model
-from hybridflow.checkpoint.formats.source import Source
-from hybridflow.config import check_cut
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, DataError, EngineError
-from hybridflow.families.config_json import describe
-from hybridflow.families.model import Model
-from hybridflow.models.given import GivenModel, given_model, is_model
-from hybridflow.models.own import is_own, own_settings
-from hybridflow.models.weights import local_shards
+from hybridflow.models.own import is_own
 from hybridflow.parallel import mesh as geometry
 from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.parallel.megatron import collection, rank_sets
+from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
-from hybridflow.reshard.plan import participants
-from hybridflow.reshard.spec import ModelSpec
-from hybridflow.roles.objects import own_of
-from hybridflow.roles.pretrained import Pretrained, from_pretrained, load_pretrained
-from hybridflow.rollout.engine import MegatronEngine
-from hybridflow.rollout.engines.hf_weights import hf_weights
-from hybridflow.rollout.engines.own_engine import OwnEngine
 from hybridflow.rollout.request import Request, Response, SamplingParams, expand
-from hybridflow.trainer.copy_weights import copy_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,21 +88,20 @@ class RolloutWorker:
         model, tokenizer = _of_part(model, tokenizer)
         self.tokenizer = _tokenizer(model, tokenizer)
         self._world = find_world()
-        self._engine_kind = engine
         self._mesh = _mesh(self._world, device_mesh, tensor_parallel_size, pipeline_parallel_size, engine)
         self._everyone = tuple(range(self._world.size))
         self._world.make_groups([*rank_sets([self._mesh], self._world.size), self._everyone])
         self._version = 0
-        self._max_context = 0
-        self._load: Any = None
-        self._engine: Any = None
-        options = {"max_context": max_context, "dtype": dtype}
+        options = Options(max_context, dtype, max_concurrent, seed, self.tokenizer)
+        self._worker: WorkerEngine
         if is_own(model):
-            self._use_own(model, max_concurrent, seed)
+            if engine == "vllm":
+                raise ConfigError("RolloutWorker: engine='vllm' does not run a class of your own; leave it out")
+            self._worker = OwnWorker(model, self._world, self._mesh, options)
         elif engine == "vllm":
-            self._use_vllm(_source(model), options, max_concurrent, seed)
+            self._worker = VllmWorker(model, self._world, options)
         else:
-            self._use_ours(model, options, max_concurrent, seed)
+            self._worker = OurWorker(model, self._world, self._mesh, options)
 
     def generate(
         self,
@@ -176,7 +159,7 @@ class RolloutWorker:
         if self._world.rank in self._mesh:
             place = self._mesh.coordinate(self._world.rank)
             mine = requests[place.dp :: self._mesh.layout.dp]
-            responses = self._engine.generate(mine)
+            responses = self._worker.engine.generate(mine)
             # One rank of each replica tells what it has, and the last stage has the log-probabilities.
             if place.tp == 0 and place.pp == self._mesh.layout.pp - 1:
                 share = [_told(*each) for each in zip(mine, responses, strict=True)]
@@ -199,110 +182,26 @@ class RolloutWorker:
             CheckpointError: Its tensors are others.
         """
         model, _ = _of_part(model, None)
-        self._load(model)
+        self._worker.load(model)
         self._version += 1
-        self._engine.version = self._version
-        self._engine.weights_changed()
+        if self._worker.engine is not None:
+            self._worker.engine.version = self._version
+            self._worker.engine.weights_changed()
 
     def _check(self, requests: list[Request]) -> None:
         """Refuse, alike on all ranks, what an engine would refuse on those that are to meet it."""
         for request in requests:
             num_prompt, params = len(request.prompt), request.params
             reason = None
-            if num_prompt + params.max_new_tokens > self._max_context:
+            if num_prompt + params.max_new_tokens > self._worker.max_context:
                 reason = (
                     f"has {num_prompt} tokens; with max_new_tokens={params.max_new_tokens} that exceeds the context of "
-                    f"{self._max_context}; shorten it, or ask for fewer tokens"
+                    f"{self._worker.max_context}; shorten it, or ask for fewer tokens"
                 )
             elif params.has_texts and self.tokenizer is None:
                 reason = "stop texts need a tokenizer; give tokenizer=…, or stop_ids"
             if reason is not None:
                 raise DataError(f"RolloutWorker.generate: prompt {request.draw}: {reason}")
-
-    def _use_ours(self, model: Any, options: dict[str, Any], max_concurrent: int, seed: int) -> None:
-        world, mesh = self._world, self._mesh
-        source = _source(model)
-        check_cut(source.model, mesh.layout, "RolloutWorker")
-        # Once: of a GPTModel that is cut it is brought together from all ranks.
-        placed = from_pretrained(GivenModel(source.model, source), world, mesh, **options)
-        self._max_context = placed.model.max_context
-        self._engine = _Nothing()
-        if placed.transformer is not None and placed.groups is not None:
-            assert placed.model.vocab_size is not None, "a source's model has a vocabulary"
-            self._engine = MegatronEngine(
-                placed.transformer,
-                placed.groups,
-                vocab_size=placed.model.vocab_size,
-                seed=seed,
-                max_concurrent=max_concurrent,
-                ranks_per_node=min(world.ranks_per_node, world.size),
-                tokenizer=self.tokenizer,
-            )
-
-        def load(other: Any) -> None:
-            if isinstance(other, OnlineTrainer):
-                _take_live(other, placed, mesh, world)
-                return
-            source = _source(other)
-            _check_same(source.model, placed.model)
-            if placed.transformer is not None:
-                load_pretrained(source, placed.transformer, placed.spec, mesh, world.rank, seed=seed, std=0.02)
-
-        self._load = load
-
-    def _use_vllm(self, source: Source, options: dict[str, Any], max_concurrent: int, seed: int) -> None:
-        # Where it is not asked for it need not be there.
-        from hybridflow.rollout.engines.vllm_engine import VllmEngine
-
-        chosen = {name: value for name, value in options.items() if value is not None}
-        model = replace(source.model, path=None, **chosen)
-        self._max_context = model.max_context
-        assert model.vocab_size is not None, "a source's model has a vocabulary"
-        described = describe(model, family=source.family, has_value_head=False)
-        self._engine = VllmEngine(
-            described,
-            log_probs="processed",
-            seed=seed,
-            vocab_size=model.vocab_size,
-            max_concurrent=max_concurrent,
-            memory_share=0.4,
-            cache_bytes=_VLLM_CACHE_BYTES if self._world.device.type == "cpu" else None,
-        )
-
-        def load(other: Source) -> None:
-            _check_same(other.model, model)
-            self._engine.load(hf_weights(described, _Read(other)))
-
-        self._load = lambda other: load(_source(other))
-        load(source)
-
-    def _use_own(self, module: nn.Module, max_concurrent: int, seed: int) -> None:
-        if self._engine_kind == "vllm" or self._mesh.layout.tp * self._mesh.layout.pp > 1:
-            raise ConfigError(
-                "RolloutWorker: a class of your own runs whole on each rank, and not in vLLM; leave it out"
-            )
-        settings = own_settings(module)
-        assert settings is not None and settings.model.vocab_size is not None, "is_own says so"
-        module.to(self._world.device)
-        self._max_context = settings.model.max_context
-        self._engine = _Nothing()
-        if self._world.rank in self._mesh:
-            self._engine = OwnEngine(
-                module,
-                collection(self._world, self._mesh).tp,
-                vocab_size=settings.model.vocab_size,
-                max_context=settings.model.max_context,
-                seed=seed,
-                max_concurrent=max_concurrent,
-                pad_id=0 if self.tokenizer is None else self.tokenizer.pad_id,
-            )
-
-        def load(other: Any) -> None:
-            if not isinstance(other, nn.Module):
-                raise ConfigError(f"update_weights: found {type(other).__name__}, expected a {type(module).__name__}")
-            module.load_state_dict(other.state_dict())
-
-        self._load = load
 
     def _encoded(self, prompts: Any) -> list[Tensor]:
         rows = []
@@ -331,78 +230,6 @@ class RolloutWorker:
         )
 
 
-_VLLM_CACHE_BYTES = 1 << 29
-
-
-class _Live(NamedTuple):
-    """This rank's part of the worker's model, as ``copy_weights`` takes a role.
-
-    Attributes:
-        spec: How its tensors are cut.
-        model: Itself; None on a rank outside the mesh.
-        mesh: Where it is.
-        held: Its tensors here.
-    """
-
-    spec: ModelSpec
-    model: Any
-    mesh: geometry.DeviceMesh
-    held: Mapping[str, Tensor]
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Live weights by logical name."""
-        return self.held
-
-    def at_hand(self, *, is_written: bool = False) -> contextlib.AbstractContextManager[None]:
-        """They are never away."""
-        return contextlib.nullcontext()
-
-
-def _take_live(trainer: OnlineTrainer, placed: Pretrained, mesh: geometry.DeviceMesh, world: World) -> None:
-    """Fill the worker's weights with those of a trainer's actor. Collective: all ranks."""
-    job, actor = trainer.session().trainer.job, trainer.session().trainer.roles["actor"]
-    if job.recipe.actor.lora is not None or own_of(job, "actor") is not None:
-        raise ConfigError(
-            "update_weights: the trainer's actor has adapters, or is a class of your own; save_checkpoint, and give "
-            "its directory, or give the class itself"
-        )
-    _check_same(job.model_of("actor"), placed.model)
-    held: dict[str, Tensor] = {}
-    if placed.transformer is not None:
-        shards = local_shards(placed.transformer, placed.spec, mesh, world.rank)
-        held = {name: local for name, (local, _) in shards.items()}
-    target = _Live(placed.spec, None, mesh, held)
-    target = target._replace(model=target if placed.transformer is not None else None)
-    world.make_groups([participants(job.meshes["actor.update"], mesh)])
-    with_worker = replace(job, meshes={**job.meshes, mesh.name: mesh})
-    copy_weights(with_worker, actor, "actor.update", target, mesh.name)
-
-
-class _Nothing:
-    """Stands for an engine on a rank outside the mesh."""
-
-    version = 0
-
-    def weights_changed(self) -> None:
-        """Nothing."""
-
-
-class _Read(Mapping[str, Tensor]):
-    """The tensors of a source, each read when it is asked for."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._source.read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._source.tensors)
-
-    def __len__(self) -> int:
-        return len(self._source.tensors)
-
-
 def _of_part(model: Any, tokenizer: Any) -> tuple[Any, Any]:
     """What an ``Actor`` is of; other models as they are."""
     if not isinstance(model, Part):
@@ -412,26 +239,6 @@ def _of_part(model: Any, tokenizer: Any) -> tuple[Any, Any]:
     if given is None:
         raise ConfigError("RolloutWorker: the actor has neither a directory nor a model in memory; give it one")
     return given, model.tokenizer if tokenizer is None else tokenizer
-
-
-def _source(model: Any) -> Source:
-    if isinstance(model, str | Path):
-        return open_model(Path(model))
-    if is_model(model):
-        return given_model(model).source
-    raise ConfigError(
-        f"RolloutWorker: found {type(model).__name__}; give a directory, a PreTrainedModel of transformers, a GPTModel "
-        "of megatron-core, or an actor class of your own (docs/extend.md)"
-    )
-
-
-def _check_same(found: Model, model: Model) -> None:
-    free = {"path": None, "max_context": 1, "vocab_divisible_by": 1, "init_std": 1.0, "dtype": "fp32"}
-    one, other = (replace(each, **free) for each in (found, model))  # type: ignore[arg-type]
-    if one != other:
-        different = [name for name in vars(one) if getattr(one, name) != getattr(other, name)]
-        told = ", ".join(f"{name}={getattr(one, name)!r}" for name in different)
-        raise ConfigError(f"update_weights: the model has {told}, which the worker's has not; give one of its shape")
 
 
 def _tokenizer(model: Any, tokenizer: Any) -> Tokenizer | None:
@@ -453,7 +260,7 @@ def _tokenizer(model: Any, tokenizer: Any) -> Tokenizer | None:
 
 
 def _mesh(world: World, device_mesh: DeviceMesh | None, tp: int, pp: int, engine: str) -> geometry.DeviceMesh:
-    ranks = tuple(range(world.size)) if device_mesh is None else device_mesh.ranks
+    ranks = tuple(range(world.size)) if device_mesh is None else device_mesh.rollout_ranks
     layout = None if device_mesh is None else device_mesh.layout
     if layout is None:
         layout = ParallelLayout(tp=tp, pp=pp, dp=max(1, len(ranks) // (tp * pp)))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hybridflow.checkpoint.convert.engine import convert
 from hybridflow.checkpoint.formats.registry import Options, make_target, open_source
+from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.checkpoint.store import load_latest
 from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.models.own import FAMILY
@@ -26,12 +27,12 @@ def export_actor(run_dir: Path, path: Path, world: World) -> None:
     def write() -> None:
         checkpoint = load_latest(run_dir)
         assert checkpoint is not None, "has just been saved"
-        source = open_source(checkpoint.path / "actor")
-        if source.family == FAMILY:
+        if read_manifest(checkpoint.path / "actor").family == FAMILY:
             raise CheckpointError(
                 f"{path}: the actor is a class of your own, which transformers does not read; save its state_dict() "
                 "yourself, or save_checkpoint with save_optimizer=True"
             )
+        source = open_source(checkpoint.path / "actor")
         convert(source, make_target("hf", source, Options()), path, what={"to": "hf"})
 
     _on_the_first(write, path, world)

@@ -120,10 +120,15 @@ def _vocabulary(actor: Any, vocab_size: int | None, fail: Fail) -> int:
 
 def _ask_logits(actor: Any) -> Callable[[Tensor, Tensor], Any]:
     if isinstance(actor, GPTModel):
-        return lambda ids, mask: actor(ids, torch.arange(ids.shape[1]).expand_as(ids), None)
+        return lambda ids, mask: actor(ids, torch.arange(ids.shape[1], device=ids.device)[None], _unseen(ids))
     if is_model(actor):
         return lambda ids, mask: actor(ids, attention_mask=mask, use_cache=False).logits
     return lambda ids, mask: actor(ids)
+
+
+def _unseen(ids: Tensor) -> Tensor:
+    """Which tokens each does not see, ``[1, 1, tokens, tokens]``, as megatron-core has masks."""
+    return torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).triu(1)[None, None]
 
 
 def _ask_values(critic: Any) -> Callable[[Tensor, Tensor], Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import GlobalMemoryBuffer
 
 from hybridflow.config import recipe_from_dict
 from hybridflow.dataflow.batch import Batch
@@ -28,6 +31,7 @@ from hybridflow.roles.critic import Critic
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.sections import to_dict
+from hybridflow.testing import check_actor
 from tests.megatron_models import make_config
 from tests.multi.jobs import make_batch, make_job, tiny_recipe
 from tests.multi.models import TINY, VOCAB, place
@@ -162,8 +166,9 @@ GPT = ModelShape(
 
 def make_gpt(world: World, layout: ParallelLayout, ranks: tuple[int, ...], **other: Any) -> Any:
     """A GPTModel as megatron-core makes it, with its own attention; weights of (seed, name)."""
-    if "model-parallel-rng" not in get_cuda_rng_tracker().get_states():
-        get_cuda_rng_tracker().add("model-parallel-rng", 1)
+    # Its attention draws dropout, of which there is none, from the random state of a GPU.
+    get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
+    parallel_state._GLOBAL_MEMORY_BUFFER = GlobalMemoryBuffer()
     alone = ParallelLayout()
     built = {}
     for each, where in ((alone, (world.rank,)), (layout, ranks)):
@@ -191,14 +196,20 @@ def make_gpt(world: World, layout: ParallelLayout, ranks: tuple[int, ...], **oth
     return built[layout], built[alone]
 
 
+def unseen(ids: torch.Tensor) -> torch.Tensor:
+    """A causal mask as megatron-core has it."""
+    return torch.ones(ids.shape[1], ids.shape[1]).triu(1).bool()[None, None]
+
+
 def gpt_log_probs(world: World, layout: ParallelLayout) -> Any:
     place(world, ParallelLayout(dp=world.size))
     cut, whole = make_gpt(world, layout, tuple(range(world.size)))
+    check_actor(whole)
     given = given_model(cut, vocab_size=VOCAB)
     found = log_probs(
         world, {"actor": given}, ParallelLayout(dp=1) if world.size == 1 else ParallelLayout(tp=world.size)
     )
-    expected = expected_log_probs(lambda ids: whole(ids, torch.arange(ids.shape[1])[None], None))
+    expected = expected_log_probs(lambda ids: whole(ids, torch.arange(ids.shape[1])[None], unseen(ids)))
     return found, expected.numpy()
 
 

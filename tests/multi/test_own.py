@@ -234,24 +234,25 @@ def generated(world: World, actor: Any, **other: Any) -> Any:
     ]
     requests[4] = replace(requests[4], params=replace(params, greedy=True))
     responses = engine.generate(requests)
-    return [(each.tokens.tolist(), each.log_probs.tolist(), each.finish) for each in responses], requests
+    asked = [(each.prompt.tolist(), each.params.greedy) for each in requests]
+    return [(each.tokens.tolist(), each.log_probs.tolist(), each.finish) for each in responses], asked
 
 
 def test_sampling_by_forward_does_not_depend_on_the_batch_and_tells_the_trainers_log_probs():
     actor = TinyActor(vocab_size=VOCAB)
-    ((found, requests),) = run_ranks(generated, 1, actor)
+    ((found, asked),) = run_ranks(generated, 1, actor)
     ((again, _),) = run_ranks(generated, 1, actor, max_concurrent=9)
     assert [each[0] for each in found] == [each[0] for each in again]
     assert len({tuple(tokens) for tokens, _, _ in found}) > 5
-    for request, (tokens, log_probs, finish) in zip(requests, found, strict=True):
+    for (prompt, is_greedy), (tokens, log_probs, finish) in zip(asked, found, strict=True):
         with torch.no_grad():
-            told = (actor(torch.tensor([[*request.prompt.tolist(), *tokens]]))[0] / 0.7).log_softmax(-1)
-        rows = told[len(request.prompt) - 1 : -1]
+            told = (actor(torch.tensor([[*prompt, *tokens]]))[0] / 0.7).log_softmax(-1)
+        rows = told[len(prompt) - 1 : -1]
         expected = rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         assert torch.allclose(torch.tensor(log_probs), expected, atol=1e-5)
         ends = [at for at, token in enumerate(tokens) if token in (4, 5)]
         assert ends == ([len(tokens) - 1] if finish == "stop" else []) and len(tokens) <= 7
-        if request.params.greedy:
+        if is_greedy:
             assert tokens == rows.argmax(-1).tolist()
 
 

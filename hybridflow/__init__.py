@@ -15,8 +15,10 @@ _API = {
     "api.algorithms": ("BaseAlgorithm", "GRPO", "PPO", "RLOO"),
     "api.device_mesh": ("DeviceMesh",),
     "api.flow": ("RoleFlow", "node"),
+    "api.hybrid_actor": ("HybridActor", "HybridOutput", "SwitchCost", "TrainingStep"),
+    "api.names": ("DataParallelTrainer", "LoraConfig", "RolloutManager", "vLLMActor"),
     "api.pipeline": ("DataPipeline", "RLTrainer"),
-    "api.roles": ("Actor", "Critic", "LoraConfig", "Reward", "RewardModel"),
+    "api.roles": ("Actor", "Critic", "Reward", "RewardModel"),
     "api.rollout_worker": ("RolloutWorker",),
     "api.session": ("Rollout",),
     "api.trainers": ("GRPOTrainer", "OnlineTrainer", "PPOTrainer"),
@@ -24,6 +26,7 @@ _API = {
     "dataflow.batch": ("Batch", "Ragged"),
     "models.own": ("ActorModel", "CriticModel"),
     "observe.exporters": ("MetricsExporter",),
+    "rollout.buffer": ("AsyncRolloutBuffer",),
 }
 """Module -> the public names that it defines."""
 

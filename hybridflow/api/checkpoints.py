@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hybridflow.checkpoint.convert.engine import convert
-from hybridflow.checkpoint.formats.registry import Options, make_target, open_source
+from hybridflow.checkpoint.formats.registry import Options, make_target, open_model
 from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.checkpoint.store import load_latest
 from hybridflow.errors import CheckpointError, WriteError
@@ -32,7 +32,8 @@ def export_actor(run_dir: Path, path: Path, world: World) -> None:
                 f"{path}: the actor is a class of your own, which transformers does not read; save its state_dict() "
                 "yourself, or save_checkpoint with save_optimizer=True"
             )
-        source = open_source(checkpoint.path / "actor")
+        # Of adapters what they change is in the weights.
+        source = open_model(checkpoint.path / "actor")
         convert(source, make_target("hf", source, Options()), path, what={"to": "hf"})
 
     _on_the_first(write, path, world)
@@ -55,9 +56,16 @@ def keep_checkpoint(run_dir: Path, path: Path, world: World) -> None:
     _on_the_first(write, path, world)
 
 
+def check_free(path: Path, world: World) -> None:
+    """Refuse what is there already, before it is worked for. Collective: all ranks. Raises CheckpointError."""
+    _on_the_first(lambda: None, path, world)
+
+
 def _on_the_first(write: Callable[[], None], path: Path, world: World) -> None:
     """Write on the lowest rank; all learn how it went."""
-    everyone = world.coordinator(tuple(range(world.size)))
+    ranks = tuple(range(world.size))
+    world.make_groups([ranks])
+    everyone = world.coordinator(ranks)
     problem, kind = "", ""
     if world.rank == 0:
         try:

@@ -13,9 +13,6 @@ from hybridflow.errors import ConfigError
 from hybridflow.sections import to_dict
 from hybridflow.trainer.recipes import nodes
 
-LoraConfig = LoRA
-"""Adapters, as a recipe's ``actor.lora``: ``LoraConfig(rank=8, alpha=16)``."""
-
 
 class Part:
     """What contributes to a job: settings, and objects that settings cannot name.
@@ -74,6 +71,19 @@ class Actor(Part):
             settings["lora"] = to_dict(lora)
         super().__init__({"model": section, "actor": settings}, {} if given is None else {"actor": given})
         self.tokenizer = tokenizer
+
+    def set_device_mesh(self, tp: int = 1, pp: int = 1) -> Actor:
+        """Cut it over so many ranks, tensors and layers; the replicas are what fills its ranks. Before a job begins.
+
+        Args:
+            tp: Tensor-parallel size.
+            pp: Pipeline stages.
+        """
+        kept = {
+            key: value for key, value in self.settings["actor"].items() if key not in ("data_parallel_size", "update")
+        }
+        self.settings["actor"] = {**kept, "tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+        return self
 
     def sample(self, **sampling: Any) -> RoleFlow:
         """Responses to prompts: the source of a flow.

@@ -27,6 +27,7 @@ from hybridflow.models.given import given_settings
 from hybridflow.observe.exporters import Exporter
 from hybridflow.parallel.world import World
 from hybridflow.roles.job import Job, Problems, ReadProblems
+from hybridflow.roles.pretrained import align_ends
 from hybridflow.trainer.open import check_vocabularies, tokenizer_path
 from hybridflow.trainer.plan import JobPlan
 from hybridflow.trainer.trainer import make_trainer
@@ -237,7 +238,7 @@ class Session:
                 "draws, in the place of batches"
             )
         problems = Feed(tokenizer, room) if make is None else make(tokenizer, recipe)
-        return Job(
+        job = Job(
             world=world,
             recipe=recipe,
             meshes=plan.meshes,
@@ -246,6 +247,8 @@ class Session:
             held_out=(),
             objects=self._objects,
         )
+        align_ends(job)
+        return job
 
 
 def problems_of(prompts: Any) -> MakeProblems:

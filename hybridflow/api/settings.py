@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from hybridflow.api.names import REPLACED, in_our_words
 from hybridflow.checkpoint.settings import Settings
 from hybridflow.config import Recipe, recipe_from_dict
 from hybridflow.errors import ConfigError
@@ -108,7 +109,7 @@ def recipe_values(config: Any, *, algorithm: str, num_ranks: int) -> dict[str, A
     Raises:
         ConfigError: A key is none of these, or says what another one says.
     """
-    given = read_config(config)
+    given = in_our_words(read_config(config))
     values: dict[str, Any] = {"algorithm": algorithm, "cluster": {"ranks": num_ranks}}
     values["data"] = {"train": "given by the program", "held_out": "given by the program"}
     engine = given.pop("hybrid_engine", {})
@@ -211,7 +212,10 @@ def _role(values: dict[str, Any], role: str, section: dict[str, Any], num_ranks:
                 "reference.model_name: the reference is the actor as it begins; remove it (to learn from another "
                 "model, see the algorithm distill)"
             )
-    devices = section.pop("devices", None)
+    device = section.pop("device", None)
+    devices = section.pop("devices", device)
+    if device is not None and devices != device:
+        raise ConfigError(f"{role}.device={device!r}, and devices={devices!r} too; remove one of the two")
     ranks = None if devices is None else ranks_of(devices, num_ranks, key=f"{role}.devices")
     if ranks is not None:
         section["ranks"] = ranks
@@ -225,6 +229,19 @@ def _role(values: dict[str, Any], role: str, section: dict[str, Any], num_ranks:
         sizes.setdefault("dp", max(1, count // model_size))
         section[place] = {**sizes, **section.get(place, {})}
     return section
+
+
+def sizes_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Take the sizes of one model out of settings in which they stand without its section.
+
+    Raises:
+        ConfigError: A key is all but one of them.
+    """
+    for key in config:
+        near = difflib.get_close_matches(str(key), _SIZES, n=1, cutoff=0.8)
+        if near and key not in _SIZES:
+            raise ConfigError(f"config: {key}: unknown key; did you mean {near[0]}?")
+    return {key: config.pop(key) for key in _SIZES if key in config}
 
 
 def ranks_of(devices: Any, num_ranks: int, *, key: str) -> list[int]:
@@ -257,6 +274,8 @@ def _hybrid_engine(values: dict[str, Any], engine: Any, num_ranks: int) -> None:
     if not isinstance(engine, Mapping):
         raise ConfigError(f"hybrid_engine: found {engine!r:.60}; expected a section with {', '.join(sorted(known))}")
     for key in engine:
+        if key in REPLACED:
+            raise ConfigError(f"hybrid_engine.{key}: {REPLACED[key]}")
         if key not in known:
             near = difflib.get_close_matches(str(key), sorted(known), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""

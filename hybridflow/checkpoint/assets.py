@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridflow.errors import CheckpointError
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
+"""How transformers generates with the model by default."""
+
 ADAPTER_CONFIG = "adapter_config.json"
 FOLDER = "assets"
 """Where a model directory of ours keeps them."""
 
 ASSETS = (
     CONFIG,
-    "generation_config.json",
+    GENERATION,
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -31,6 +34,36 @@ ASSETS = (
 """The small files that travel along."""
 
 _MAX_JSON_BYTES = 1 << 28
+
+
+class Ends(NamedTuple):
+    """What a model's settings say of tokens that are no text.
+
+    Attributes:
+        eos_ids: Each of them ends a response.
+        pad_id: Fills up; None: they do not say.
+    """
+
+    eos_ids: tuple[int, ...]
+    pad_id: int | None
+
+
+def ends_in(assets: Mapping[str, bytes]) -> Ends:
+    """What ``generation_config.json`` says, and else ``config.json``, as transformers goes by them.
+
+    Args:
+        assets: A model's small files by name.
+
+    Raises:
+        CheckpointError: One of the two is no JSON.
+    """
+    told: dict[str, Any] = {}
+    for name in (CONFIG, GENERATION):
+        values = parse_json(assets[name], name) if name in assets else {}
+        told |= {key: values[key] for key in ("eos_token_id", "pad_token_id") if values.get(key) is not None}
+    found, pad_id = told.get("eos_token_id", []), told.get("pad_token_id")
+    eos_ids = found if isinstance(found, list) else [found]
+    return Ends(tuple(index for index in eos_ids if type(index) is int), pad_id if type(pad_id) is int else None)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -82,14 +82,22 @@ class Trainable:
         Returns:
             What ``loss`` gave for each micro-batch; empty but on the last stage.
         """
+        self.begin()
+        if not micro_batches:
+            self.finish()
+            return []
+        return run_schedule(self._ddp, self._config, self._groups, micro_batches, loss, forward_only=False)
+
+    def begin(self) -> None:
+        """Set the gradients to zero, for backward passes of one's own; without pipeline stages."""
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         if self.model.dropout is not None:
             self.model.dropout.update = self._updates
-        if not micro_batches:
-            self._finalize([self._ddp])
-            return []
-        return run_schedule(self._ddp, self._config, self._groups, micro_batches, loss, forward_only=False)
+
+    def finish(self) -> None:
+        """Sum the gradients of these over the replicas. Collective: tp, dp."""
+        self._finalize([self._ddp])
 
     def step(self) -> float:
         """Clip the gradients, update the weights, and return the gradient norm before clipping.

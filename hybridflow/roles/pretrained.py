@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -10,12 +12,12 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from hybridflow.checkpoint.assets import CONFIG, read_assets
+from hybridflow.checkpoint.assets import CONFIG, GENERATION, ends_in, parse_json, read_assets
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.sharded import ShardedSource
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.settings import read_settings
-from hybridflow.data.tokenizer import JSON, PIECES
+from hybridflow.data.tokenizer import JSON, PIECES, Tokenizer
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import Model
 from hybridflow.models.given import GivenModel, given_model
@@ -160,12 +162,35 @@ def travelling(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
     job uses. A run that goes on needs no weights there.
     """
     family, assets = travelling_with(job, role) or _in_directory(job.recipe.model_of(role).path)
+    if job.tokenizer is None:
+        return family, assets
     file = job.tokenizer.path
-    kept = (CONFIG, "generation_config.json")
+    kept = (CONFIG, GENERATION)
     tokenizer = {name: content for name, content in read_assets(file.parent).items() if name not in kept}
     tokenizer[JSON if file.suffix == ".json" else PIECES] = file.read_bytes()
     assets = {name: content for name, content in assets.items() if name in kept}
+    if role == "actor" and CONFIG in assets and not job.recipe.preset.is_scorer:
+        assets |= _aligned(assets, job.tokenizer)
     return family, {**assets, **tokenizer}
+
+
+def _aligned(assets: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
+    """``generation_config.json`` in which the tokenizer's end of sequence ends, and something fills up."""
+    ends = ends_in(assets)
+    if tokenizer.eos_id in ends.eos_ids and ends.pad_id is not None:
+        return {}
+    values = parse_json(assets[GENERATION], GENERATION) if GENERATION in assets else {}
+    eos_ids = list(dict.fromkeys((tokenizer.eos_id, *ends.eos_ids)))
+    values["eos_token_id"] = eos_ids[0] if len(eos_ids) == 1 else eos_ids
+    values["pad_token_id"] = tokenizer.pad_id if ends.pad_id is None else ends.pad_id
+    return {GENERATION: (json.dumps(values, indent=2) + "\n").encode()}
+
+
+def align_ends(job: Job) -> None:
+    """Let responses end, too, where the actor's own settings say so, wherever its tokenizer lies."""
+    _, assets = travelling_with(job, "actor") or _in_directory(job.recipe.model.path)
+    known = [index for index in ends_in(assets).eos_ids if 0 <= index < job.vocab_size]
+    job.tokenizer.stop_ids = tuple(dict.fromkeys((*job.tokenizer.stop_ids, *known)))
 
 
 def _in_directory(path: str | None) -> tuple[str | None, dict[str, bytes]]:

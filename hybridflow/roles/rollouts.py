@@ -81,6 +81,11 @@ class Rollouts:
             replica = job.world.coordinator(self._mesh.group_of(job.world.rank, "tp", "pp"))
             self._conversations = Environments(job.recipe.rollout.environment, job.tokenizer, replica)
 
+    @property
+    def engine(self) -> MegatronEngine | VllmEngine | HttpEngine:
+        """What generates, with this rank."""
+        return self._engine
+
     def weights_changed(self) -> None:
         """What the engine derived from the weights is of no use any more."""
         self._engine.weights_changed()

@@ -1,0 +1,196 @@
+"""Names that programs bring from elsewhere: each does here what it says, or tells what does it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hybridflow.api.roles import Actor
+from hybridflow.config import LoRA
+from hybridflow.errors import ConfigError
+
+LORA_RANK = 8
+"""Of ``use_lora`` without a rank."""
+
+_PROFILED_STEPS = (1, 2, 3)
+
+REPLACED: Mapping[str, str] = {
+    "fsdp_sharding": (
+        "weights are cut by tp_size and pp_size, and the optimizer's state over the replicas by Megatron's distributed "
+        "optimizer, which is on (actor.optimizer.distributed); remove the key, and where memory is short raise tp_size "
+        "or pp_size"
+    ),
+    "enable_debug_mode": (
+        "there is no such mode: errors always name the key, file, tensor or rank; to look closer set profile.steps, or "
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment; remove the key"
+    ),
+    "allow_unsafe_operations": (
+        "nothing here needs it: pickled files are read by restricted unpickling alone, and nothing is evaluated; "
+        "remove the key, and give code of your own as objects"
+    ),
+}
+"""Key of a configuration -> what does it here."""
+
+_OFF_IS_ALWAYS_SO = ("enable_debug_mode", "allow_unsafe_operations")
+
+
+def in_our_words(given: dict[str, Any]) -> dict[str, Any]:
+    """Settings in which switches of other frameworks have become keys of a recipe.
+
+    ``use_lora`` is ``actor.lora.rank``, ``enable_profiling`` is ``profile.steps``, ``device`` is ``actor.devices``;
+    ``enable_debug_mode`` and ``allow_unsafe_operations`` may be false.
+
+    Args:
+        given: Short names and sections.
+
+    Raises:
+        ConfigError: A key has another name here, or two of them contradict each other.
+    """
+    found = dict(given)
+    for key in ("use_lora", "enable_profiling", *_OFF_IS_ALWAYS_SO):
+        if type(found.get(key, False)) is not bool:
+            raise ConfigError(f"{key}={found[key]!r}: give true or false")
+    for key in _OFF_IS_ALWAYS_SO:
+        if found.get(key) is False:
+            del found[key]
+    for key, instead in REPLACED.items():
+        if key in found:
+            raise ConfigError(f"{key}: {instead}")
+    if found.pop("enable_profiling", False):
+        _put_into(found, "profile", {"steps": list(_PROFILED_STEPS)}, "enable_profiling")
+    if "device" in found:
+        _put_into(found, "actor", {"devices": found.pop("device")}, "device")
+    uses_lora = found.pop("use_lora", None)
+    if uses_lora is False and found.keys() & {"lora_rank", "lora_alpha"}:
+        raise ConfigError("use_lora=false, but lora_rank or lora_alpha is given; remove one of the two")
+    actor = found.get("actor")
+    if uses_lora and "lora_rank" not in found and not (isinstance(actor, Mapping) and actor.get("lora")):
+        found["lora_rank"] = LORA_RANK
+    return found
+
+
+def _put_into(found: dict[str, Any], section: str, values: Mapping[str, Any], key: str) -> None:
+    """Put values beside those that a section has."""
+    there = found.get(section, {})
+    if not isinstance(there, Mapping):
+        raise ConfigError(f"{section}: found {there!r:.60}, expected a section; remove it, or {key}")
+    for name, value in values.items():
+        if name in there and there[name] != value:
+            raise ConfigError(f"{key}: {section}.{name} is given too, as {there[name]!r:.60}; remove one of the two")
+    found[section] = {**there, **values}
+
+
+def LoraConfig(
+    rank: int | None = None,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    targets: Sequence[str] | str | None = None,
+    *,
+    r: int | None = None,
+    lora_alpha: float | None = None,
+    lora_dropout: float | None = None,
+    target_modules: Sequence[str] | str | None = None,
+    task_type: str = "CAUSAL_LM",
+    bias: str = "none",
+    **more: Any,
+) -> LoRA:
+    """Adapters, by our names or by PEFT's: ``LoraConfig(rank=8)``, ``LoraConfig(r=8, lora_alpha=16)``.
+
+    Args:
+        rank: Rows of A and columns of B.
+        alpha: The update is ``alpha / rank * B A``; None: twice the rank (PEFT's own default is 8).
+        dropout: Share of each adapter's inputs that is dropped while gradients are computed.
+        targets: Layers that have one, by their names in Hugging Face; None or ``all-linear``: all linear ones of a
+            layer.
+        r: As ``rank``.
+        lora_alpha: As ``alpha``.
+        lora_dropout: As ``dropout``.
+        target_modules: As ``targets``.
+        task_type: ``CAUSAL_LM``.
+        bias: ``none``: biases are not trained.
+        more: As a recipe's ``actor.lora``: ``merge_every``, ``path``.
+
+    Raises:
+        ConfigError: There is no rank, or something is asked for that is not computed here.
+
+    Paper: arXiv 2106.09685.
+    """
+    found = {"rank": (rank, r), "alpha": (alpha, lora_alpha), "targets": (targets, target_modules)}
+    for name, (ours, theirs) in found.items():
+        if ours is not None and theirs is not None:
+            raise ConfigError(
+                f"LoraConfig: {name} is given twice, as {ours!r} and as {theirs!r}; remove one of the two"
+            )
+    rank, alpha, targets = (ours if theirs is None else theirs for ours, theirs in found.values())
+    if rank is None:
+        raise ConfigError("LoraConfig: rank (r) is missing; give 8, say")
+    for name, value, computed in (("task_type", task_type, "CAUSAL_LM"), ("bias", bias, "none")):
+        if getattr(value, "value", value) != computed:
+            raise ConfigError(f"LoraConfig: {name}={value!r} is not computed here; {computed!r} is, leave it out")
+    strange = sorted(more.keys() - {"merge_every", "path"})
+    if strange:
+        raise ConfigError(f"LoraConfig: {strange[0]} is not known here; leave it out (docs/lora.md tells what is)")
+    if targets is not None and targets != "all-linear":
+        more["targets"] = (targets,) if isinstance(targets, str) else tuple(targets)
+    return LoRA(rank=rank, alpha=alpha, dropout=dropout if lora_dropout is None else lora_dropout, **more)
+
+
+class vLLMActor(Actor):
+    """A policy whose responses vLLM samples, in this process, with the weights that are trained.
+
+    Args:
+        llm: Its directory. vLLM is made by us, since weights have to find their way into it.
+        tokenizer: As of ``Actor``.
+        lora: As of ``Actor``.
+        settings: As of ``Actor``.
+
+    Raises:
+        ConfigError: ``llm`` is a ``vllm.LLM``, which has read weights of its own.
+    """
+
+    def __init__(self, llm: Any, tokenizer: Any = None, *, lora: LoRA | None = None, **settings: Any) -> None:
+        if not isinstance(llm, str | Path):
+            path = getattr(getattr(llm, "model_config", None), "model", None)
+            raise ConfigError(
+                f"vLLMActor: found {type(llm).__name__}, whose weights nothing could bring up to date while the policy "
+                f"is trained; give the model's directory: vLLMActor({path or 'models/policy'!r})"
+            )
+        super().__init__(llm, tokenizer, lora=lora, **settings)
+        self.settings["rollout"] = {"engine": {"kind": "vllm"}}
+
+
+class _Elsewhere:
+    """A name whose meaning others have here."""
+
+    instead = ""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise ConfigError(f"{type(self).__name__}: {self.instead}")
+
+
+class RolloutManager(_Elsewhere):
+    """Raises ConfigError: a trainer makes its rollouts, and ``RolloutWorker`` makes them without one."""
+
+    instead = (
+        "a trainer makes its own rollouts: PPOTrainer(…).rollout(batch); without training RolloutWorker(model, …) "
+        "does, and HybridActor.generate"
+    )
+
+
+class DataParallelTrainer(_Elsewhere):
+    """Raises ConfigError: every trainer is data parallel."""
+
+    instead = (
+        "every trainer is data parallel, by actor={'data_parallel_size': n} or by the number of ranks that the program "
+        "is started on, with Megatron's distributed optimizer as its strategy: take PPOTrainer, GRPOTrainer, "
+        "DPOTrainer or SFTTrainer"
+    )
+
+
+def refuse_mesh(tp: int, pp: int) -> NoReturn:
+    """The layout of a model that is there does not change. Raises ConfigError."""
+    raise ConfigError(
+        "set_device_mesh: the layout is chosen when the model is read: HybridActor.from_pretrained(path, "
+        f"hybrid_config={{'tp_size': {tp}, 'pp_size': {pp}}})"
+    )

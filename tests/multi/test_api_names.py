@@ -1,0 +1,193 @@
+"""Names of other frameworks: each does what it says, or tells what does it here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import hybridflow
+from hybridflow import (
+    Actor,
+    AsyncRolloutBuffer,
+    DataParallelTrainer,
+    GRPOTrainer,
+    LoraConfig,
+    RolloutManager,
+    vLLMActor,
+)
+from hybridflow.api.hybrid_actor import HybridActor
+from hybridflow.api.settings import finish_recipe, recipe_values
+from hybridflow.api.world import use_world
+from hybridflow.config import LoRA, Recipe
+from hybridflow.errors import ConfigError, HybridflowError
+from tests.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers")
+from tests.hf_models import END, write_model, write_tokenizer  # noqa: E402
+
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 64,
+    "num_attention_heads": 4,
+    "max_context": 256,
+    "vocab_size": 32,
+}
+
+
+def recipe(algorithm: str = "ppo", num_ranks: int = 1, **config: Any) -> Recipe:
+    values = recipe_values({"model": MODEL, "batch_size": 8, **config}, algorithm=algorithm, num_ranks=num_ranks)
+    return finish_recipe(values)
+
+
+def test_lora() -> None:
+    assert recipe(use_lora=True).actor.lora == LoRA(rank=8)
+    assert recipe(use_lora=True, lora_rank=4, lora_alpha=2.0).actor.lora == LoRA(rank=4, alpha=2.0)
+    assert recipe(use_lora=True, actor={"lora": {"rank": 2}}).actor.lora == LoRA(rank=2)
+    assert recipe(lora_rank=4).actor.lora == LoRA(rank=4)
+    assert recipe(use_lora=False).actor.lora is None
+    assert Actor(MODEL, lora=LoraConfig(r=4)).settings["actor"]["lora"]["rank"] == 4
+
+
+def test_lora_config() -> None:
+    ours = LoraConfig(rank=4, alpha=16, dropout=0.1, targets=("q_proj", "v_proj"), merge_every=5)
+    theirs = LoraConfig(
+        r=4, lora_alpha=16, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", merge_every=5
+    )
+    assert ours == theirs == LoRA(rank=4, alpha=16, dropout=0.1, targets=("q_proj", "v_proj"), merge_every=5)
+    assert LoraConfig(4, target_modules="all-linear") == LoRA(rank=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "rank (r) is missing"),
+        ({"rank": 4, "r": 8}, "rank is given twice"),
+        ({"r": 4, "bias": "all"}, "bias='all'"),
+        ({"r": 4, "task_type": "SEQ_CLS"}, "task_type='SEQ_CLS'"),
+        ({"r": 4, "use_dora": True}, "use_dora"),
+    ],
+)
+def test_lora_config_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LoraConfig(**given)
+    assert words in str(caught.value)
+
+
+def test_switches() -> None:
+    plain = recipe()
+    assert recipe(enable_debug_mode=False, allow_unsafe_operations=False, enable_profiling=False) == plain
+    assert recipe(enable_profiling=True).profile.steps == (1, 2, 3)
+    assert recipe(enable_profiling=True, profile={"ranks": [0]}).profile.steps == (1, 2, 3)
+    offloaded = recipe(offload_to_cpu=True)
+    assert offloaded.actor.offload and offloaded.reference.offload and not plain.actor.offload
+    assert recipe(device="cuda:0").actor.ranks == (0,)
+    assert recipe(num_ranks=2, device="cuda:1", critic={"device": "cuda:0"}).actor.ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"fsdp_sharding": "full"}, ("fsdp_sharding", "distributed optimizer", "tp_size")),
+        ({"hybrid_engine": {"fsdp_sharding": True}}, ("hybrid_engine.fsdp_sharding", "distributed optimizer")),
+        ({"enable_debug_mode": True}, ("enable_debug_mode", "profile.steps")),
+        ({"allow_unsafe_operations": True}, ("allow_unsafe_operations", "remove the key")),
+        ({"enable_profiling": "yes"}, ("enable_profiling='yes'", "true or false")),
+        ({"enable_profiling": True, "profile": {"steps": [7]}}, ("profile.steps", "remove one of the two")),
+        ({"device": "cuda:16"}, ("actor.devices", "'cuda:16' is not there", "1 rank")),
+        ({"critic": {"device": "cuda:16"}}, ("critic.devices", "'cuda:16' is not there")),
+        ({"critic": {"device": "cuda:0", "devices": [1]}}, ("critic.device=", "remove one of the two")),
+        ({"use_lora": False, "lora_rank": 4}, ("use_lora=false", "remove one of the two")),
+        ({"use_lora": 1}, ("use_lora=1",)),
+    ],
+)
+def test_refused(config: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipe(**config)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_elsewhere() -> None:
+    with pytest.raises(ConfigError, match="RolloutManager: .*rollout\\(batch\\).*RolloutWorker"):
+        RolloutManager(model=None, tokenizer=None)
+    with pytest.raises(ConfigError, match="DataParallelTrainer: .*data_parallel_size.*PPOTrainer"):
+        DataParallelTrainer(model=None, device_mesh=None, strategy="fsdp")
+    with pytest.raises(ConfigError, match="found SimpleNamespace.*vLLMActor\\('models/policy'\\)"):
+        vLLMActor(SimpleNamespace(model_config=SimpleNamespace(model="models/policy")))
+
+
+def test_a_rollout_by_vllm() -> None:
+    assert vLLMActor("models/policy").settings == {
+        "model": {"path": "models/policy"},
+        "actor": {},
+        "rollout": {"engine": {"kind": "vllm"}},
+    }
+
+
+def test_set_device_mesh() -> None:
+    actor = Actor(MODEL, data_parallel_size=4).set_device_mesh(tp=2, pp=2)
+    update = recipe(num_ranks=8, actor=actor.settings["actor"]).actor.update
+    assert (update.tp, update.pp, update.dp) == (2, 2, 2)
+    with pytest.raises(ConfigError, match="'tp_size': 2, 'pp_size': 1"):
+        HybridActor.set_device_mesh(None, 2, 1)
+
+
+def test_buffers() -> None:
+    buffer = AsyncRolloutBuffer(max_buffers=2)
+    buffer.put("first")
+    assert (buffer.current, buffer.next) == (None, "first")
+    assert buffer.flip() == buffer.current == "first" and buffer.next is None
+
+
+def test_all_are_public() -> None:
+    for name in ("Actor", "AsyncRolloutBuffer", "DataParallelTrainer", "LoraConfig", "RolloutManager", "vLLMActor"):
+        assert name in hybridflow.__all__ and getattr(hybridflow, name).__doc__
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model whose text ends otherwise than its tokenizer says, and that names no padding."""
+    write_model(tmp_path / "model", eos_token_id=5, pad_token_id=None)
+    write_tokenizer(tmp_path / "tokenizer")
+    return tmp_path
+
+
+def trained(world, folder: str):
+    use_world(world)
+    place = Path(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(place / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "tokenizer")
+    config = {"run_dir": str(place / "run"), "max_new_tokens": 16, "group_size": 8, "lr": 1e-4}
+    try:
+        actor = Actor(model=model, tokenizer=tokenizer)
+        with GRPOTrainer(config, actor_model=actor, reward=lambda prompt, response, answer: len(response)) as trainer:
+            rollout = trainer.rollout(["1+1=", "2+3="])
+            trainer.update(rollout)
+            trainer.save_checkpoint(place / "out")
+            batch = rollout.batch
+            lengths = batch.columns["prompt_lengths"].tolist()
+            return [
+                row[length:].tolist() for row, length in zip(batch.columns["tokens"].to_list(), lengths, strict=True)
+            ]
+    except HybridflowError as error:
+        return str(error)
+    finally:
+        use_world(None)
+
+
+def test_ends_are_aligned(folder: Path) -> None:
+    """Text ends where the model says so, and where its tokenizer does; and so it does in what is written."""
+    (rows,) = run_ranks(trained, 1, str(folder))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
+    end = tokenizer.convert_tokens_to_ids(END)
+    assert all(not {end, 5} & {*row[:-1]} and (len(row) == 16 or row[-1] in (end, 5)) for row in rows)
+    assert {row[-1] for row in rows if len(row) < 16} == {end, 5}
+    written = json.loads((folder / "out" / "generation_config.json").read_text())
+    assert written["eos_token_id"] == [end, 5] and written["pad_token_id"] == end
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "out")
+    assert loaded.generation_config.eos_token_id == [end, 5]

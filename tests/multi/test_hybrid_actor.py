@@ -1,0 +1,298 @@
+"""``HybridActor``: it says, generates and learns what ``transformers`` does with the same weights, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridflow.api.hybrid_actor import HybridActor
+from hybridflow.api.world import use_world
+from hybridflow.errors import CheckpointError, ConfigError, DataError
+from tests.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers")
+from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+
+IDS = torch.tensor([[7, 12, 33, 9, 21, 5], [8, 31, 4, 2, 2, 2], [11, 6, 19, 27, 40, 2]])
+MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0]])
+LABELS = torch.where(MASK.bool(), IDS, -100)
+LABELS[0, 1:3] = -100
+LABELS[2, 4] = 30  # not the token that stands there
+LR = 1e-2
+LAYOUTS = {
+    "one rank": {},
+    "the same layout": {"dp_size": 2},
+    "tensors to replicas": {"tp_size": 2, "rollout_tp_size": 1, "rollout_dp_size": 2},
+    "stages to tensors": {"pp_size": 2, "rollout_tp_size": 2},
+    "replicas to stages": {"dp_size": 2, "rollout_pp_size": 2, "offload_to_cpu": True},
+}
+ONE = ("one rank",)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("hybrid")
+    write_model(made / "model", seed=3)
+    write_tokenizer(made / "model")
+    return made
+
+
+def scenario(world, name: str, folder: str, *args: Any):
+    use_world(world)
+    try:
+        return globals()[name](Path(folder), *args)
+    finally:
+        use_world(None)
+
+
+def run(name: str, size: int, folder: Path, *args: Any):
+    return run_ranks(scenario, size, name, str(folder), *args)
+
+
+def make(folder: Path, layout: dict[str, Any], **more: Any) -> HybridActor:
+    return HybridActor.from_pretrained(folder / "model", hybrid_config={"lr": LR, **layout, **more})
+
+
+def theirs(path: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+def left_padded() -> tuple[torch.Tensor, torch.Tensor]:
+    shifts = (MASK.shape[1] - MASK.sum(1)).tolist()
+    return tuple(
+        torch.stack([row.roll(shift) for row, shift in zip(table, shifts, strict=True)]) for table in (IDS, MASK)
+    )
+
+
+def everything(folder: Path, layout: dict[str, Any], out: str):
+    """What an actor says before and after a step, and what transformers says of the weights that it saves."""
+    actor = make(folder, layout)
+    found: dict[str, Any] = {"training": actor.training}
+    said = actor(input_ids=IDS, labels=LABELS, attention_mask=MASK)
+    found["loss"], found["log_probs"] = float(said.loss), said.log_probs.numpy()
+    ids, mask = left_padded()
+    found["left"] = actor.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False).numpy()
+    found["right"] = actor.generate(IDS, MASK, max_new_tokens=8)[:, IDS.shape[1] :].numpy()
+    found["generating"] = not actor.training
+    sampled = [actor.generate(ids, mask, max_new_tokens=5, do_sample=True, temperature=0.7, **more) for more in SAMPLED]
+    found["sampled"] = [each.numpy() for each in sampled]
+    step = actor.train().training_step(input_ids=IDS, labels=LABELS, attention_mask=MASK)
+    found["step"] = step.loss, step.grad_norm
+    found["loss_after"] = float(actor(IDS, LABELS, MASK).loss)
+    found["after"] = actor.generate(ids, mask, max_length=ids.shape[1] + 8).numpy()
+    cost = actor.switch_cost()
+    found["cost"] = cost.ms, cost.back_ms, cost.mb, cost.limit_mb
+    actor.save_pretrained(folder / out)
+    try:
+        actor.save_pretrained(folder / out)
+    except CheckpointError as error:
+        found["refused"] = str(error)
+    return found
+
+
+SAMPLED: tuple[dict[str, Any], ...] = ({}, {}, {"seed": 5}, {"seed": 5}, {"num_return_sequences": 2})
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_says_what_transformers_says(folder: Path, name: str) -> None:
+    out = f"saved {name}"
+    ranks = run("everything", 1 if name in ONE else 2, folder, LAYOUTS[name], out)
+    before, after = theirs(folder / "model"), theirs(folder / out)
+    ids, mask = left_padded()
+    with torch.no_grad():
+        expected = before(input_ids=IDS, attention_mask=MASK, labels=LABELS)
+        loss_after = after(input_ids=IDS, attention_mask=MASK, labels=LABELS).loss
+        greedy, greedy_after = (
+            model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False).numpy()
+            for model in (before, after)
+        )
+    log_probs = expected.logits[:, :-1].log_softmax(-1)
+    counted = LABELS[:, 1:] != -100
+    told = torch.where(counted, log_probs.gather(2, LABELS[:, 1:].clamp(min=0)[:, :, None])[:, :, 0], 0.0)
+    for found in ranks:
+        assert found["training"] and found["generating"]
+        assert found["loss"] == pytest.approx(float(expected.loss), abs=1e-5)
+        assert (found["log_probs"][:, 1:] == pytest.approx(told.numpy(), abs=1e-5)) and not found["log_probs"][
+            :, 0
+        ].any()
+        assert found["left"].tolist() == greedy.tolist()
+        width = min(found["right"].shape[1], greedy.shape[1] - ids.shape[1])
+        assert found["right"][:, :width].tolist() == greedy[:, ids.shape[1] :][:, :width].tolist()
+        first, second, seeded, again, double = found["sampled"]
+        assert first.tolist() != second.tolist() and seeded.tolist() == again.tolist()
+        assert len(double) == 6 and double[:, : ids.shape[1]].tolist() == ids.repeat_interleave(2, 0).tolist()
+        assert found["step"][0] == pytest.approx(found["loss"], abs=1e-6)
+        assert found["loss_after"] < found["loss"] - 1e-3
+        assert found["loss_after"] == pytest.approx(float(loss_after), abs=1e-5)
+        assert found["after"].tolist() == greedy_after.tolist() != found["left"].tolist()
+        assert "is there already" in found["refused"]
+        ms, back_ms, mb, limit_mb = found["cost"]
+        assert ms > 0 and back_ms > 0
+        assert (mb > 0) == (name in ("tensors to replicas", "stages to tensors")) and mb >= limit_mb
+        assert {key: str(value) for key, value in found.items()} == {key: str(value) for key, value in ranks[0].items()}
+
+
+def gradients(folder: Path, layout: dict[str, Any]):
+    """Two backward passes and a step: what transformers does in one pass of a loss that is their mean."""
+    actor = make(folder, layout)
+    parts = [actor(IDS[:2], LABELS[:2], MASK[:2]).loss, actor(IDS[2:], LABELS[2:], MASK[2:]).loss]
+    for part in parts:
+        (part / 2).backward()
+    norm = actor.step()
+    after = float(actor(IDS, LABELS, MASK).loss)
+    # What a step has used up is not there at the next one.
+    (actor(IDS[2:], LABELS[2:], MASK[2:]).loss).backward()
+    again = actor.step(lr=0.0)
+    return norm, after, again
+
+
+@pytest.mark.parametrize("name", ["one rank", "the same layout", "tensors to replicas"])
+def test_backward(folder: Path, name: str) -> None:
+    ranks = run("gradients", 1 if name in ONE else 2, folder, LAYOUTS[name])
+    model = theirs(folder / "model")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+
+    def loss(part: slice) -> torch.Tensor:
+        return model(input_ids=IDS[part], attention_mask=MASK[part], labels=LABELS[part]).loss
+
+    ((loss(slice(0, 2)) + loss(slice(2, 3))) / 2).backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    optimizer.step()
+    with torch.no_grad():
+        after = float(loss(slice(0, 3)))
+    optimizer.zero_grad()
+    loss(slice(2, 3)).backward()
+    again = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    for found in ranks:
+        assert found == pytest.approx((norm, after, again), rel=1e-3)
+
+
+def refusals(folder: Path, layout: dict[str, Any]):
+    actor = make(folder, layout)
+    found = []
+
+    def refused(call: Any) -> None:
+        try:
+            call()
+            found.append("")
+        except (ConfigError, DataError) as error:
+            found.append(str(error))
+
+    refused(lambda: actor(IDS, LABELS, MASK).logits)
+    refused(lambda: actor(IDS, LABELS, MASK).loss.backward())
+    refused(lambda: actor.step())
+    refused(lambda: actor(IDS).logits)
+    actor.eval()
+    refused(lambda: actor(IDS, LABELS, MASK).loss.backward())
+    for given in (
+        {"max_new_tokens": 60},
+        {},
+        {"max_new_tokens": 4, "num_beams": 4},
+        {"max_new_tokens": 4, "do_sampel": True},
+        {"max_new_tokens": 4, "do_sample": True, "temperature": 0},
+        {"max_new_tokens": 4, "num_return_sequences": 2},
+        {"max_length": 6},
+        {"max_new_tokens": 4, "stop_strings": ["="], "top_p": 2.0, "do_sample": True},
+    ):
+        refused(lambda given=given: actor.generate(IDS, MASK, **given))
+    refused(lambda: actor(IDS, LABELS[:2]))
+    refused(lambda: actor(IDS, torch.full_like(IDS, -100)))
+    refused(lambda: actor(IDS + 40, IDS))
+    refused(lambda: actor(IDS, IDS + 40))
+    refused(lambda: actor(IDS, IDS, torch.tensor([[1, 0, 1, 1, 1, 1]] * 3)))
+    refused(lambda: actor(IDS, IDS, torch.zeros_like(IDS)))
+    refused(lambda: actor(IDS.float(), IDS))
+    refused(lambda: actor("1+1=", IDS))
+    # Nothing that was refused has done harm.
+    return found, actor.generate(IDS[:1], max_new_tokens=2).shape[0]
+
+
+def test_refusals(folder: Path) -> None:
+    ranks = run("refusals", 2, folder, {"pp_size": 2})
+    expected = (
+        *("log_probs", "actor.training_step(", "actor.training_step(", "labels: missing", "actor.training_step("),
+        *("exceed max_context=64", "how long?", "num_beams", "did you mean do_sample?", "do_sample=False"),
+        *("set do_sample=True", "max_length=6", "top_p"),
+        *("labels of shape [2, 6]", "there is no loss", "the model knows 0 to 44", "labels[", "between tokens"),
+        *("no token that attention_mask keeps", "torch.float32", "give ids"),
+    )
+    for found, made in ranks:
+        assert made == 1 and len(found) == len(expected)
+        for message, part in zip(found, expected, strict=True):
+            assert part in message
+
+
+def one_rank(folder: Path):
+    """What only a rank with the whole model has: logits, also to be differentiated, and a model from memory."""
+    path = folder / "model"
+    actor = HybridActor(theirs(path), {"lr": LR})
+    said = actor(IDS, attention_mask=MASK)
+    whole = said.loss, said.log_probs, said.logits.detach().numpy()
+    actor.eval()
+    try:
+        actor(IDS, LABELS, MASK).loss.backward()
+    except ConfigError as error:
+        refused = str(error)
+    actor.train()
+    (-actor(IDS, attention_mask=MASK).logits.log_softmax(-1)[:, :, 7]).mean().backward()
+    return whole, refused, actor.step()
+
+
+def test_one_rank(folder: Path) -> None:
+    (((loss, log_probs, logits), refused, norm),) = run("one_rank", 1, folder)
+    assert loss is None and log_probs is None
+    model = theirs(folder / "model")
+    expected = model(input_ids=IDS, attention_mask=MASK).logits
+    kept = MASK.bool().numpy()
+    assert logits[kept] == pytest.approx(expected.detach().numpy()[kept], abs=1e-4) and not logits[~kept].any()
+    assert "actor.train()" in refused
+    masked = torch.where(MASK.bool()[:, :, None], expected, torch.zeros(()))
+    (-masked.log_softmax(-1)[:, :, 7]).mean().backward()
+    assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)), rel=1e-3)
+
+
+def adapters(folder: Path):
+    actor = make(folder, {"tp_size": 2, "rollout_dp_size": 2, "rollout_tp_size": 1, "lora_rank": 2})
+    actor.training_step(IDS, LABELS, MASK)
+    actor.training_step(IDS, LABELS, MASK)
+    ids, mask = left_padded()
+    tokens = actor.generate(ids, mask, max_new_tokens=6).tolist()
+    actor.save_pretrained(folder / "merged")
+    return tokens, float(actor(IDS, LABELS, MASK).loss)
+
+
+def test_adapters(folder: Path) -> None:
+    ranks = run("adapters", 2, folder)
+    model = theirs(folder / "merged")
+    ids, mask = left_padded()
+    with torch.no_grad():
+        tokens = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False).tolist()
+        loss = float(model(input_ids=IDS, attention_mask=MASK, labels=LABELS).loss)
+    for found in ranks:
+        assert found == (tokens, pytest.approx(loss, abs=1e-5))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"tp_sise": 2}, "tp_size"),
+        ({"rollout_tp_sise": 2}, "rollout_tp_size"),
+        ({"tp_size": 2}, "tp"),
+        ({"temperature": 0.5}, "generate("),
+    ],
+)
+def test_configs_refused(folder: Path, config: dict[str, Any], words: str) -> None:
+    assert words in run("config_refused", 1, folder, config)[0]
+
+
+def config_refused(folder: Path, config: dict[str, Any]) -> str:
+    from hybridflow.errors import HybridflowError
+
+    try:
+        make(folder, config)
+    except HybridflowError as error:
+        return str(error)
+    return ""

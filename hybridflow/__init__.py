@@ -17,6 +17,7 @@ _API = {
     "api.flow": ("RoleFlow", "node"),
     "api.hybrid_actor": ("HybridActor", "HybridOutput", "SwitchCost", "TrainingStep"),
     "api.names": ("DataParallelTrainer", "LoraConfig", "RolloutManager", "vLLMActor"),
+    "api.offline": ("DPOTrainer", "KTOTrainer", "OfflineTrainer", "RewardTrainer", "SFTTrainer"),
     "api.pipeline": ("DataPipeline", "RLTrainer"),
     "api.roles": ("Actor", "Critic", "Reward", "RewardModel"),
     "api.rollout_worker": ("RolloutWorker",),

@@ -1,0 +1,329 @@
+"""Trainers that learn from given responses: preferences, verdicts, solutions. Nothing is sampled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from hybridflow.api.checkpoints import check_free, export_actor
+from hybridflow.api.roles import Actor, Part
+from hybridflow.api.session import Session
+from hybridflow.api.settings import merge, recipe_values
+from hybridflow.api.world import find_world
+from hybridflow.checkpoint.formats.registry import open_model
+from hybridflow.checkpoint.settings import read_settings
+from hybridflow.config import LoRA, Recipe
+from hybridflow.data.preferences import encode_responses
+from hybridflow.data.prompts import Example, Judged, PromptSource, encode_solutions, prompt_tokens
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.models.given import GivenModel, given_settings
+from hybridflow.presets import PRESETS
+from hybridflow.roles.job import ReadProblems
+
+Row = Mapping[str, Any]
+
+
+class OfflineTrainer:
+    """Learns from rows of text that are there. Collective: all ranks, with the same arguments.
+
+    Args:
+        model: As ``Actor`` takes it.
+        tokenizer: Path, or fast tokenizer of transformers; None: the one that lies beside the model.
+        dataset: A ``datasets.Dataset``, a list of rows, or a ``DataProvider``.
+        max_length: Longest row in tokens, prompt and response together; no more than the model's own context.
+        too_long: What becomes of a longer one: ``error``, or it is left out, ``drop``.
+        lora: Train adapters alone; what is written has them merged.
+        ref_model: What the policy is measured against: a directory or a model in memory; None: it itself, as it begins.
+        device_mesh: A ``DeviceMesh``, which says where the roles lie; None: on all ranks.
+        settings: Short names and sections, as ``PPOTrainer`` takes them.
+
+    Raises:
+        ConfigError: A setting is unknown, or contradicts another.
+    """
+
+    algorithm = "dpo"
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        dataset: Any = None,
+        *,
+        max_length: int = 1024,
+        too_long: Literal["error", "drop"] = "error",
+        lora: LoRA | None = None,
+        ref_model: Any = None,
+        device_mesh: Part | None = None,
+        **settings: Any,
+    ) -> None:
+        if dataset is None:
+            raise ConfigError(f"{type(self).__name__}: no dataset; give rows with {' and '.join(self._columns())}")
+        if too_long not in ("error", "drop"):
+            raise ConfigError(f"{type(self).__name__}: too_long={too_long!r}; give error or drop")
+        self._actor = model if isinstance(model, Actor) else Actor(model, tokenizer, lora=lora)
+        self._tokenizer = self._actor.tokenizer if tokenizer is None else tokenizer
+        self._objects = dict(self._actor.objects)
+        if ref_model is not None:
+            self._objects["reference"] = _in_memory(ref_model)
+        self._dataset, self._max_length, self._drops = dataset, max_length, too_long == "drop"
+        self._settings = merge([settings, {} if device_mesh is None else device_mesh.settings])
+
+    def train(
+        self,
+        num_train_epochs: float = 1,
+        per_device_train_batch_size: int = 2,
+        learning_rate: float = 5e-7,
+        output_dir: str | Path | None = None,
+        *,
+        gradient_accumulation_steps: int = 1,
+        max_steps: int | None = None,
+        resume: bool = False,
+        **settings: Any,
+    ) -> list[dict[str, float]]:
+        """Train. Collective: all ranks.
+
+        A step learns from ``per_device_train_batch_size`` x ``gradient_accumulation_steps`` rows on each replica of the
+        model; how they are cut into micro-batches, ``micro_batch_tokens`` decides.
+
+        Args:
+            num_train_epochs: How often the rows are gone through, in an order that ``seed`` decides; the last step is
+                filled up with rows of the next turn.
+            per_device_train_batch_size: Rows; a pair is one.
+            learning_rate: Constant, unless ``actor`` has an ``optimizer`` with another ``schedule``.
+            output_dir: Where to write the model as transformers reads it; the files of the run, with a checkpoint to go
+                on from, are beside it, in ``OUTPUT_DIR-run``, unless ``run_dir`` is given. None: it is not written.
+            gradient_accumulation_steps: Multiplies the rows of a step.
+            max_steps: Instead of ``num_train_epochs``.
+            resume: Go on from the last checkpoint of ``run_dir``, if there is one.
+            settings: As of the class.
+
+        Returns:
+            The metrics of each step (docs/metrics.md), equal on all ranks, and ``loss``.
+
+        Raises:
+            DataError: A row lacks a column, or is too long; names it.
+            CheckpointError: ``output_dir`` is there.
+        """
+        if output_dir is not None:
+            check_free(Path(output_dir), find_world())
+        given = merge([self._actor.settings, self._settings, settings, {"lr": learning_rate}])
+        values = recipe_values(given, algorithm=self.algorithm, num_ranks=find_world().size)
+        rows = per_device_train_batch_size * gradient_accumulation_steps * self._replicas(values)
+        steps = math.ceil(num_train_epochs * self._num_rows() / rows) if max_steps is None else max_steps
+        values.setdefault("model", {}).setdefault("max_context", self._context(values))
+        # Nothing is sampled, and the last token is room enough for it.
+        values.setdefault("rollout", {})["max_new_tokens"] = 1
+        per_row = 2 if PRESETS[self.algorithm].is_paired else 1
+        values["trainer"] = {**values.get("trainer", {}), "steps": steps, "global_batch_size": rows * per_row}
+        if output_dir is not None:
+            values.setdefault("run_dir", f"{output_dir}-run")
+        with Session(
+            values,
+            tokenizer=self._tokenizer,
+            objects=self._objects,
+            make_problems=getattr(self._dataset, "problems", self._problems),
+            resume=resume,
+        ) as session:
+            metrics = [session.learn(session.rollout()) for _ in range(session.step, steps)]
+            if output_dir is not None:
+                export_actor(session.save(), Path(output_dir), find_world())
+        return [{**step, "loss": step["actor/loss"]} for step in metrics]
+
+    @classmethod
+    def _columns(cls) -> tuple[str, ...]:
+        """What a row has."""
+        return ("prompt", "chosen", "rejected")
+
+    def _example(self, row: Row, place: str) -> Example:
+        chosen, rejected = (_text(row, name, place) for name in ("chosen", "rejected"))
+        if chosen == rejected:
+            raise DataError(
+                f"{place}: chosen and rejected are the same text; a pair teaches by what differs, remove the row"
+            )
+        return Example(
+            prompt=_prompt(row, place),
+            answer=chosen,
+            responses=(Judged(chosen, True), Judged(rejected, False)),
+            margin=float(row.get("margin", 0.0)),
+            place=place,
+        )
+
+    def _problems(self, tokenizer: Tokenizer, recipe: Recipe) -> ReadProblems:
+        context = recipe.model.max_context
+        read: Callable[[list[Example]], Any] = (
+            (lambda each: encode_responses(each, tokenizer, max_context=context))
+            if recipe.preset.has_preferences
+            else (lambda each: encode_solutions(each, tokenizer, max_context=context))
+        )
+        examples, found, num_dropped = [], [], 0
+        for index, row in enumerate(_rows(self._dataset)):
+            example = self._example(row, f"dataset[{index}]")
+            try:
+                found += read([example])
+            except DataError:
+                if not self._drops:
+                    raise
+                num_dropped += 1
+                continue
+            examples.append(example)
+        if not examples:
+            raise DataError(f"dataset: none of {num_dropped} rows fits into max_length={context}; raise it")
+        return ReadProblems(
+            source=PromptSource(examples=tuple(examples), seed=recipe.seed),
+            prompts=tuple(prompt_tokens(example, tokenizer) for example in examples),
+            **({"all_responses": tuple(found)} if recipe.preset.has_preferences else {"solutions": tuple(found)}),
+        )
+
+    def _num_rows(self) -> int:
+        rows = self._dataset.num_rows if hasattr(self._dataset, "num_rows") else len(self._dataset)
+        if rows == 0:
+            raise DataError("dataset: has no rows; give at least one")
+        return rows
+
+    def _replicas(self, values: Mapping[str, Any]) -> int:
+        update = values.get("actor", {}).get("update")
+        return values["cluster"]["ranks"] if update is None else update.get("dp", 1)
+
+    def _context(self, values: Mapping[str, Any]) -> int:
+        """``max_length``, or what the model has, if that is less."""
+        path = values["model"].get("path")
+        given = given_settings(self._objects)
+        if path is not None:
+            return min(self._max_length, read_settings(Path(path)).model.max_context)
+        return min(self._max_length, given["model"].model.max_context) if "model" in given else self._max_length
+
+
+class DPOTrainer(OfflineTrainer):
+    """DPO (arXiv 2305.18290): rows with ``prompt``, ``chosen`` and ``rejected``; see ``OfflineTrainer``.
+
+    Args:
+        model: As there.
+        tokenizer: As there.
+        dataset: As there.
+        beta: How dear it is to leave the reference.
+        max_length: As there.
+        label_smoothing: Share of pairs that are taken for the wrong way round.
+        more: As there.
+    """
+
+    algorithm = "dpo"
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        dataset: Any = None,
+        beta: float = 0.1,
+        max_length: int = 1024,
+        *,
+        label_smoothing: float = 0.0,
+        **more: Any,
+    ) -> None:
+        preference = {"beta": beta, "label_smoothing": label_smoothing}
+        super().__init__(model, tokenizer, dataset, max_length=max_length, preference=preference, **more)
+
+
+class KTOTrainer(OfflineTrainer):
+    """KTO (arXiv 2402.01306): rows with ``prompt``, ``completion`` and ``label``, true or false.
+
+    Args:
+        model: As of ``OfflineTrainer``.
+        tokenizer: As there.
+        dataset: As there.
+        beta: How dear it is to leave the reference.
+        max_length: As there.
+        desirable_weight: Of the loss of completions that are wanted.
+        undesirable_weight: Of the loss of the others.
+        more: As there.
+    """
+
+    algorithm = "kto"
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        dataset: Any = None,
+        beta: float = 0.1,
+        max_length: int = 1024,
+        *,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        **more: Any,
+    ) -> None:
+        weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+        super().__init__(model, tokenizer, dataset, max_length=max_length, preference={"beta": beta, **weights}, **more)
+
+    @classmethod
+    def _columns(cls) -> tuple[str, ...]:
+        return ("prompt", "completion", "label")
+
+    def _example(self, row: Row, place: str) -> Example:
+        text, is_wanted = _text(row, "completion", place), row.get("label")
+        if not isinstance(is_wanted, bool):
+            raise DataError(f"{place}: label is {is_wanted!r:.60}; give true or false")
+        return Example(
+            prompt=_prompt(row, place),
+            answer=text if is_wanted else "",
+            responses=(Judged(text, is_wanted),),
+            place=place,
+        )
+
+
+class RewardTrainer(OfflineTrainer):
+    """A scorer of pairs (Bradley-Terry): rows as of ``DPOTrainer``, and ``margin`` if there is one.
+
+    The model gets one number for each row in the place of its vocabulary; what is written is a
+    ``*ForSequenceClassification`` with one label, which ``RewardModel(path)`` scores with.
+    """
+
+    algorithm = "reward-model"
+
+
+class SFTTrainer(OfflineTrainer):
+    """Supervised training: rows with ``prompt`` and ``completion``, of which the completion is imitated."""
+
+    algorithm = "sft"
+
+    @classmethod
+    def _columns(cls) -> tuple[str, ...]:
+        return ("prompt", "completion")
+
+    def _example(self, row: Row, place: str) -> Example:
+        return Example(prompt=_prompt(row, place), answer=_text(row, "completion", place), place=place)
+
+
+def _rows(dataset: Iterable[Any]) -> Iterable[Row]:
+    for index, row in enumerate(dataset):
+        if not isinstance(row, Mapping):
+            raise DataError(f"dataset[{index}]: found {type(row).__name__}, expected a row with names of columns")
+        yield row
+
+
+def _prompt(row: Row, place: str) -> str:
+    prompt = _text(row, "prompt", place)
+    if prompt == "":
+        raise DataError(f"{place}: prompt is empty; it needs at least one character")
+    return prompt
+
+
+def _text(row: Row, name: str, place: str) -> str:
+    if name not in row:
+        raise DataError(f"{place}: no column {name!r}; found {sorted(row)}; rename yours (dataset.rename_column)")
+    if not isinstance(row[name], str):
+        raise DataError(
+            f"{place}: {name} is {row[name]!r:.60}, expected text; of messages make it by the tokenizer's "
+            "apply_chat_template"
+        )
+    return row[name]
+
+
+def _in_memory(model: Any) -> Any:
+    """A directory as a model that was given."""
+    if not isinstance(model, str | Path):
+        return model
+    source = open_model(Path(model))
+    return GivenModel(source.model, source)

@@ -1,0 +1,233 @@
+"""Trainers of a few lines on given rows: their losses are those of a plain statement with ``transformers``' models."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from hybridflow.api.offline import DPOTrainer, KTOTrainer, OfflineTrainer, RewardTrainer, SFTTrainer
+from hybridflow.api.world import use_world
+from hybridflow.errors import CheckpointError, ConfigError, DataError
+from tests.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers")
+from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+
+PAIRS = [
+    {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 7), "margin": 0.5 * b}
+    for a, b in ((1, 2), (3, 4), (9, 8), (21, 3))
+]
+VERDICTS = [
+    {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
+    for row in PAIRS
+    for name in ("chosen", "rejected")
+]
+SOLUTIONS = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
+LR, BETA, STEPS = 1e-3, 0.3, 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("offline")
+    for seed, name in enumerate(("policy", "reference")):
+        write_model(made / name, seed=seed)
+        write_tokenizer(made / name)
+    return made
+
+
+def scenario(world, name: str, folder: str, *args: Any):
+    use_world(world)
+    try:
+        return globals()[name](Path(folder), world.size, *args)
+    finally:
+        use_world(None)
+
+
+def run(name: str, size: int, folder: Path, *args: Any):
+    return run_ranks(scenario, size, name, str(folder), *args)
+
+
+def tokens(folder: Path, prompt: str, response: str) -> tuple[list[int], list[int]]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "policy")
+    found = [tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, response)]
+    return found[0], [*found[1], tokenizer.eos_token_id]
+
+
+def log_prob(model: Any, prompt: list[int], response: list[int]) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).sum()
+
+
+def load(path: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+def steps_of(model: Any, loss: Any) -> list[float]:
+    """The losses of plain torch training; the model is trained."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    found = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append(float(value.detach()))
+    return found
+
+
+def preferences(folder: Path, size: int):
+    """Every step has every row, whatever the number of ranks: their order says nothing."""
+    import datasets  # Here, since it starts threads, which a parent of ranks must not have.
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "policy")
+    trainer = DPOTrainer(
+        model=folder / "policy",
+        tokenizer=tokenizer,
+        dataset=datasets.Dataset.from_list(PAIRS),
+        beta=BETA,
+        max_length=1024,
+        ref_model=folder / "reference",
+    )
+    out = folder / f"dpo-{size}"
+    metrics = trainer.train(
+        num_train_epochs=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2 // size,
+        learning_rate=LR,
+        output_dir=out,
+    )
+    try:
+        trainer.train(output_dir=out)
+    except CheckpointError as error:
+        return metrics, str(error)
+    return metrics, ""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="datasets is not installed")
+@pytest.mark.parametrize("size", [1, 2])
+def test_dpo(folder: Path, size: int) -> None:
+    ranks = run("preferences", size, folder)
+    policy, reference = load(folder / "policy"), load(folder / "reference").requires_grad_(False)
+
+    def loss() -> torch.Tensor:
+        each = []
+        for row in PAIRS:
+            ahead = 0.0
+            for name, sign in (("chosen", 1), ("rejected", -1)):
+                prompt, response = tokens(folder, row["prompt"], row[name])
+                ahead = ahead + sign * (log_prob(policy, prompt, response) - log_prob(reference, prompt, response))
+            each.append(-logsigmoid(BETA * ahead))
+        return torch.stack(each).mean()
+
+    expected = steps_of(policy, loss)
+    for metrics, refused in ranks:
+        assert [step["loss"] for step in metrics] == pytest.approx(expected, abs=1e-5)
+        assert "is there already" in refused
+        assert {key for step in metrics for key in step} >= {"preference/accuracy", "preference/margin"}
+    saved = load(folder / f"dpo-{size}")
+    prompt, response = tokens(folder, "1+2=", "3")
+    assert float(log_prob(saved, prompt, response)) == pytest.approx(
+        float(log_prob(policy, prompt, response)), abs=1e-3
+    )
+    assert (folder / f"dpo-{size}-run" / "checkpoints" / "latest").is_file()
+    assert transformers.AutoTokenizer.from_pretrained(folder / f"dpo-{size}")("1+2=").input_ids == prompt
+
+
+def solutions(folder: Path, size: int):
+    trainer = SFTTrainer(folder / "policy", dataset=SOLUTIONS, actor={"tensor_parallel_size": size})
+    return trainer.train(STEPS, 4, LR, run_dir=str(folder / f"sft-{size}"))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_sft(folder: Path, size: int) -> None:
+    ranks = run("solutions", size, folder)
+    model = load(folder / "policy")
+
+    def loss() -> torch.Tensor:
+        pairs = [tokens(folder, row["prompt"], row["completion"]) for row in SOLUTIONS]
+        return -sum(log_prob(model, *pair) for pair in pairs) / sum(len(response) for _, response in pairs)
+
+    expected = steps_of(model, loss)
+    for metrics in ranks:
+        assert [step["loss"] for step in metrics] == pytest.approx(expected, abs=1e-5)
+
+
+def others(folder: Path, size: int):
+    kto = KTOTrainer(folder / "policy", dataset=VERDICTS, beta=BETA).train(
+        1, 8 // size, LR, run_dir=str(folder / f"kto-{size}")
+    )
+    out = folder / f"scorer-{size}"
+    reward = RewardTrainer(folder / "policy", dataset=PAIRS).train(2, 4 // size, LR, output_dir=out)
+    return [step["loss"] for step in kto + reward]
+
+
+def test_others(folder: Path) -> None:
+    """The step on one rank and on two is the same, and what comes of a scorer's training is one."""
+    (one,), two = run("others", 1, folder), run("others", 2, folder)
+    assert len(one) == 3 and two == [pytest.approx(one, abs=1e-5)] * 2
+    # Nothing is ahead of anything yet, and half of the responses are wanted.
+    assert one[0] == pytest.approx(0.5, abs=1e-6)
+    scorer = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "scorer-2")
+    assert scorer.config.num_labels == 1
+
+
+def resumed(folder: Path, size: int):
+    def trainer() -> OfflineTrainer:
+        return DPOTrainer(folder / "policy", dataset=PAIRS, seed=4)
+
+    straight = trainer().train(max_steps=4, learning_rate=LR, output_dir=folder / "straight")
+    trainer().train(max_steps=2, learning_rate=LR, output_dir=folder / "half", run_dir=str(folder / "broken"))
+    rest = trainer().train(
+        max_steps=4, learning_rate=LR, output_dir=folder / "rest", run_dir=str(folder / "broken"), resume=True
+    )
+    return [step["loss"] for step in straight], [step["loss"] for step in rest]
+
+
+def test_resumed(folder: Path) -> None:
+    ((straight, rest),) = run("resumed", 1, folder)
+    assert len(straight) == 4 and rest == straight[2:]
+
+
+LONG = {"prompt": "1+1=", "chosen": "2" * 300, "rejected": "3"}
+
+
+def refusals(folder: Path, size: int):
+    found = []
+    for kind, rows, more in (
+        (DPOTrainer, [{"prompt": "1", "chosen": "2"}], {}),
+        (DPOTrainer, [{"prompt": "", "chosen": "2", "rejected": "3"}], {}),
+        (DPOTrainer, [{"prompt": "1", "chosen": "2", "rejected": "2"}], {}),
+        (DPOTrainer, [{"prompt": "1", "chosen": [{"role": "user"}], "rejected": "2"}], {}),
+        (DPOTrainer, [PAIRS[0], LONG], {}),
+        (DPOTrainer, [LONG], {"too_long": "drop"}),
+        (DPOTrainer, [], {}),
+        (DPOTrainer, None, {}),
+        (DPOTrainer, ["1+1="], {}),
+        (KTOTrainer, [{"prompt": "1", "completion": "2", "label": 1}], {}),
+        (DPOTrainer, PAIRS, {"critic_lr": 1.0}),
+        (DPOTrainer, PAIRS, {"too_long": "cut"}),
+    ):
+        try:
+            kind(folder / "policy", dataset=rows, **more).train(run_dir=str(folder / f"refused-{len(found)}"))
+            found.append("")
+        except (ConfigError, DataError) as error:
+            found.append(str(error))
+    kept = DPOTrainer(folder / "policy", dataset=[*PAIRS, LONG], too_long="drop")
+    return found, len(kept.train(max_steps=2, run_dir=str(folder / "kept")))
+
+
+def test_refusals(folder: Path) -> None:
+    ((found, num_steps),) = run("refusals", 1, folder)
+    expected = (
+        *("dataset[0]: no column 'rejected'", "dataset[0]: prompt is empty", "same text", "apply_chat_template"),
+        *("dataset[1]", "none of 1 rows", "no rows", "no dataset", "found str", "label is 1", "critic_lr", "'cut'"),
+    )
+    for message, part in zip(found, expected, strict=True):
+        assert part in message
+    assert num_steps == 2

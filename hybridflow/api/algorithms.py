@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from hybridflow.api.flow import RoleFlow
-from hybridflow.api.roles import Critic, Part
+from hybridflow.api.parts import Part
+from hybridflow.api.roles import Critic
 from hybridflow.dataflow.graph import Flow, Node
 from hybridflow.presets import PRESETS
 from hybridflow.trainer.plan import STEPS

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridflow.api.roles import Part
+from hybridflow.api.parts import Part
 from hybridflow.api.settings import ranks_of
 from hybridflow.api.world import find_world
 from hybridflow.errors import ConfigError, LayoutError

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hybridflow.api.parts import Part
+from hybridflow.api.session import Session, problems_of
+from hybridflow.api.settings import merge, recipe_values
+from hybridflow.api.world import find_world
 from hybridflow.dataflow.batch import Batch, Column
 from hybridflow.dataflow.graph import Flow, Node
-from hybridflow.errors import GraphError
-
-if TYPE_CHECKING:
-    from hybridflow.api.roles import Part
+from hybridflow.errors import ConfigError, GraphError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +57,24 @@ class RoleFlow:
         Raises:
             HybridflowError: Whatever is wrong, with a message for the user.
         """
-        from hybridflow.api.session import Session
-
-        with Session.of_flow(self, prompts, steps=steps, settings=settings) as session:
+        with self._session(prompts, steps, settings) as session:
             return session.run(steps)
+
+    def _session(self, prompts: Any, steps: int | None, settings: Mapping[str, Any]) -> Session:
+        if self.algorithm is None:
+            raise ConfigError("this flow learns nothing; end it with the update() of an algorithm, such as PPO()")
+        merged = merge([*(part.settings for part in self.parts), settings])
+        if steps is not None:
+            merged["trainer"] = {"steps": steps, **merged.get("trainer", {})}
+        values = recipe_values(merged, algorithm=self.algorithm, num_ranks=find_world().size)
+        tokenizers = [part.tokenizer for part in self.parts if part.tokenizer is not None]
+        return Session(
+            values,
+            tokenizer=tokenizers[0] if tokenizers else None,
+            objects={role: each for part in self.parts for role, each in part.objects.items()},
+            flow=self.flow,
+            make_problems=problems_of(prompts),
+        )
 
 
 class _Called:
@@ -87,8 +102,6 @@ def node(
     Raises:
         GraphError: It writes columns and reads none.
     """
-    from hybridflow.api.roles import Part
-
     name = getattr(function, "__name__", "function")
     made = Node(name=name, role=name, call="call", mesh="actor.update", reads=reads, writes=writes)
     return RoleFlow(flow=Flow(elements=(made,)), parts=(Part({}, {f"node {name}": _Called(function)}),))

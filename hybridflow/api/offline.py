@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridflow.api.checkpoints import check_free, export_actor
-from hybridflow.api.roles import Actor, Part
+from hybridflow.api.parts import Part
+from hybridflow.api.roles import Actor
 from hybridflow.api.session import Session
 from hybridflow.api.settings import merge, recipe_values
 from hybridflow.api.world import find_world

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hybridflow.api.roles import Actor, Critic, Part
+from hybridflow.api.parts import Part
+from hybridflow.api.roles import Actor, Critic
 from hybridflow.api.settings import merge
 from hybridflow.api.trainers import OnlineTrainer, as_reward
 from hybridflow.errors import ConfigError

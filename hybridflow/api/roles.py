@@ -7,26 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.api.flow import RoleFlow
+from hybridflow.api.parts import Part
 from hybridflow.config import LoRA
 from hybridflow.dataflow.graph import Flow
 from hybridflow.errors import ConfigError
 from hybridflow.sections import to_dict
 from hybridflow.trainer.recipes import nodes
-
-
-class Part:
-    """What contributes to a job: settings, and objects that settings cannot name.
-
-    Attributes:
-        settings: Short names and sections, as ``PPOTrainer`` takes them.
-        objects: Role -> model or function.
-        tokenizer: Path, or tokenizer of transformers; None: the model's own.
-    """
-
-    def __init__(self, settings: Mapping[str, Any], objects: Mapping[str, Any] | None = None) -> None:
-        self.settings = dict(settings)
-        self.objects = {} if objects is None else dict(objects)
-        self.tokenizer: Any = None
 
 
 def split_model(model: Any) -> tuple[dict[str, Any], Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.api.device_mesh import DeviceMesh
-from hybridflow.api.roles import Part
+from hybridflow.api.parts import Part
 from hybridflow.api.worker_engines import Options, OurWorker, OwnWorker, VllmWorker, WorkerEngine
 from hybridflow.api.world import find_world
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in

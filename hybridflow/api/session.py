@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridflow.api.feed import Feed, given_prompts
-from hybridflow.api.flow import RoleFlow
-from hybridflow.api.settings import finish_recipe, merge, recipe_values
+from hybridflow.api.settings import finish_recipe
 from hybridflow.api.world import find_world
 from hybridflow.config import Recipe
 from hybridflow.data.prompts import Example, PromptSource
@@ -124,24 +123,6 @@ class Session:
         self.trainer = make_trainer(self.recipe, self._world, resume=resume, flow=flow, open_job=self._open)
         self.trainer.begin()
         self._next_draw = self.trainer.next_draw
-
-    @staticmethod
-    def of_flow(flow: RoleFlow, prompts: Any, *, steps: int | None, settings: Mapping[str, Any]) -> Session:
-        """The session of a flow; see ``RoleFlow.run``."""
-        if flow.algorithm is None:
-            raise ConfigError("this flow learns nothing; end it with the update() of an algorithm, such as PPO()")
-        merged = merge([*(part.settings for part in flow.parts), settings])
-        if steps is not None:
-            merged["trainer"] = {"steps": steps, **merged.get("trainer", {})}
-        values = recipe_values(merged, algorithm=flow.algorithm, num_ranks=find_world().size)
-        tokenizers = [part.tokenizer for part in flow.parts if part.tokenizer is not None]
-        return Session(
-            values,
-            tokenizer=tokenizers[0] if tokenizers else None,
-            objects={role: each for part in flow.parts for role, each in part.objects.items()},
-            flow=flow.flow,
-            make_problems=problems_of(prompts),
-        )
 
     @property
     def step(self) -> int:

@@ -11,7 +11,8 @@ from hybridflow.api.checkpoints import export_actor, keep_checkpoint
 from hybridflow.api.device_mesh import DeviceMesh
 from hybridflow.api.feed import given_prompts
 from hybridflow.api.flow import RoleFlow
-from hybridflow.api.roles import Actor, Critic, Part, Reward
+from hybridflow.api.parts import Part
+from hybridflow.api.roles import Actor, Critic, Reward
 from hybridflow.api.session import Rollout, Session, problems_of
 from hybridflow.api.settings import merge, read_config, recipe_values
 from hybridflow.api.world import find_world

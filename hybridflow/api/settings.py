@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hybridflow.api.names import REPLACED, in_our_words
+from hybridflow.api.switches import REPLACED, in_our_words
 from hybridflow.checkpoint.settings import Settings
 from hybridflow.config import Recipe, recipe_from_dict
 from hybridflow.errors import ConfigError

@@ -65,7 +65,7 @@ def test_ranks_in_any_order_are_put_where_their_groups_have_them(tp, pp, dp, cha
 
 
 def test_groups_that_make_no_grid_are_refused():
-    with pytest.raises(LayoutError, match=r"rank 1 gave a group of ranks \[1, 2\] for tp"):
+    with pytest.raises(LayoutError, match=r"rank 0 gave a group of ranks \[0, 1\] for tp"):
         grid_of([{"tp": [0, 1]}, {"tp": [1, 2]}, {"tp": [1, 2]}, {"tp": [3, 0]}])
     with pytest.raises(LayoutError, match="make no grid"):
         grid_of(
@@ -78,7 +78,7 @@ def placed(world: World) -> dict[str, Any]:
     use_world(world)
     found: dict[str, Any] = {}
     mesh = DeviceMesh(devices=[0, "cpu:1", 2, 3], sub_meshes={"critic": [2], "reward": ["cuda:3"]})
-    sizes = {"batch_size": 4, "model": {"path": None, **PLAIN}}
+    sizes = {"batch_size": 4, "kl_coef": 0.1, "model": {"path": None, **PLAIN}}
     values = recipe_values({**sizes, **mesh.settings}, algorithm="ppo", num_ranks=world.size)
     found["apart"] = {name: each.ranks for name, each in role_meshes(finish_recipe(values)).items()}
     mesh = DeviceMesh(devices=range(4), sub_meshes={"rollout": [3], "critic": [2]})

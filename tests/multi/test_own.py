@@ -221,9 +221,9 @@ def test_steps_are_those_of_plain_torch():
     assert (expected["frozen"] == 1).all()
 
 
-def generated(world: World, actor: Any, **other: Any) -> Any:
+def generated(world: World, actor: Any, max_concurrent: int = 3) -> Any:
     _, groups = place(world, ParallelLayout())
-    options = {"vocab_size": VOCAB, "max_context": 48, "seed": 5, "max_concurrent": 3, "pad_id": 2, **other}
+    options = {"vocab_size": VOCAB, "max_context": 48, "seed": 5, "max_concurrent": max_concurrent, "pad_id": 2}
     engine = OwnEngine(actor, groups.tp, **options)
     params = SamplingParams(max_new_tokens=7, temperature=0.7, stop_ids=(4, 5))
     prompts = [torch.tensor([7, 8, 9]), torch.tensor([3]), torch.tensor([11, 12, 13, 14, 15])]
@@ -241,7 +241,7 @@ def generated(world: World, actor: Any, **other: Any) -> Any:
 def test_sampling_by_forward_does_not_depend_on_the_batch_and_tells_the_trainers_log_probs():
     actor = TinyActor(vocab_size=VOCAB)
     ((found, asked),) = run_ranks(generated, 1, actor)
-    ((again, _),) = run_ranks(generated, 1, actor, max_concurrent=9)
+    ((again, _),) = run_ranks(generated, 1, actor, 9)
     assert [each[0] for each in found] == [each[0] for each in again]
     assert len({tuple(tokens) for tokens, _, _ in found}) > 5
     for (prompt, is_greedy), (tokens, log_probs, finish) in zip(asked, found, strict=True):

@@ -39,6 +39,9 @@ __all__ = ["__version__", *sorted(_MODULES)]
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'hybridflow' has no attribute {name!r}; its names: {', '.join(sorted(_MODULES))}")
+    from hybridflow.parallel.rank import silence_libraries
+
+    silence_libraries()
     return getattr(importlib.import_module(f"hybridflow.{_MODULES[name]}"), name)
 
 

@@ -33,7 +33,7 @@ from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 from hybridflow.roles.driven import DrivenActor
 from hybridflow.roles.job import Job
-from hybridflow.roles.objects import check_objects
+from hybridflow.roles.objects import check_objects, own_of
 from hybridflow.roles.peft import load_adapters
 from hybridflow.roles.pretrained import travelling
 from hybridflow.rollout.engine import MegatronEngine
@@ -302,10 +302,13 @@ class HybridActor:
         """Write the weights that learn as a directory of transformers, adapters merged, with the tokenizer if any.
 
         Raises:
+            ConfigError: The model is a class of the user's own.
             CheckpointError: ``path`` is there.
             WriteError: The file system refuses.
         """
         path = Path(path)
+        if own_of(self._job, "actor") is not None:
+            raise ConfigError(f"{path}: transformers does not read a class of your own; save its state_dict() yourself")
         check_free(path, self._world)
         token = self._everyone.decide("a name", secrets.token_hex(8))
         aside = path.with_name(f"{path.name}.{token}.tmp")

@@ -35,7 +35,8 @@ class OfflineTrainer:
         tokenizer: Path, or fast tokenizer of transformers; None: the one that lies beside the model.
         dataset: A ``datasets.Dataset``, a list of rows, or a ``DataProvider``.
         max_length: Longest row in tokens, prompt and response together; no more than the model's own context.
-        too_long: What becomes of a longer one: ``error``, or it is left out, ``drop``.
+        too_long: What becomes of a longer one: ``error``, or it is left out, ``drop``. Of a ``DataProvider`` its own
+            ``on_bad_row`` decides.
         lora: Train adapters alone; what is written has them merged.
         ref_model: What the policy is measured against: a directory or a model in memory; None: it itself, as it begins.
         device_mesh: A ``DeviceMesh``, which says where the roles lie; None: on all ranks.

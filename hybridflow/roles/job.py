@@ -89,7 +89,7 @@ class Job:
         world: This rank and the others.
         recipe: What was asked for.
         meshes: Name -> mesh, from ``trainer.plan``.
-        tokenizer: Text to tokens and back.
+        tokenizer: Text to tokens and back; None only where a program gives tokens alone (``roles.driven``).
         train: Problems to learn from.
         held_out: Problems to be judged by, in the order of the file.
         held_out_pairs: Preferences to be judged by, in the order of the file; then there are no problems.

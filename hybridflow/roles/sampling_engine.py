@@ -103,7 +103,7 @@ def own_engine(job: Job, model: OwnModel) -> OwnEngine:
         max_context=job.recipe.model.max_context,
         seed=job.recipe.seed,
         max_concurrent=job.recipe.rollout.max_concurrent,
-        pad_id=job.tokenizer.pad_id,
+        pad_id=0 if job.tokenizer is None else job.tokenizer.pad_id,
     )
 
 

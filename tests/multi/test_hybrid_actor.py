@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from hybridflow.api.hybrid_actor import HybridActor
 from hybridflow.api.world import use_world
 from hybridflow.errors import CheckpointError, ConfigError, DataError
+from tests.own_models import TinyActor
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -273,6 +275,36 @@ def test_adapters(folder: Path) -> None:
         loss = float(model(input_ids=IDS, attention_mask=MASK, labels=LABELS).loss)
     for found in ranks:
         assert found == (tokens, pytest.approx(loss, abs=1e-5))
+
+
+def own_class(folder: Path):
+    """A class of the user's own says, generates and learns as well; only its backward passes are ours."""
+    module = TinyActor(vocab_size=45, seed=3)
+    actor = HybridActor(module, {"lr": LR})
+    said = actor(IDS, LABELS, MASK)
+    before, found = float(said.loss), []
+    logits = [module(row[None, : int(mask.sum())])[0] for row, mask in zip(IDS, MASK, strict=True)]
+    losses = [cross_entropy(each[:-1], row[1 : len(each)]) for each, row in zip(logits, LABELS, strict=True)]
+    counted = [int((row[1 : len(each)] != -100).sum()) for each, row in zip(logits, LABELS, strict=True)]
+    expected = sum(loss * count for loss, count in zip(losses, counted, strict=True)) / sum(counted)
+    step = actor.training_step(IDS, LABELS, MASK)
+    tokens = actor.generate(IDS[:1], max_new_tokens=3, eos_token_id=[])
+    for call in (lambda: actor(IDS, LABELS, MASK).loss.backward(), lambda: actor.save_pretrained(folder / "own")):
+        try:
+            call()
+        except (ConfigError, CheckpointError) as error:
+            found.append(str(error))
+    return before, float(expected), step.loss, float(actor(IDS, LABELS, MASK).loss), tokens.tolist(), found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_own_class(folder: Path, size: int) -> None:
+    ranks = run("own_class", size, folder)
+    for before, expected, stepped, after, tokens, (first, second) in ranks:
+        assert before == pytest.approx(expected, abs=1e-5) and stepped == pytest.approx(before, abs=1e-6)
+        assert after < before and len(tokens[0]) == 9 and tokens == ranks[0][4]
+        assert "actor.training_step(" in first and "state_dict()" in second
+    assert not list(folder.glob("own*"))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
+from hybridflow.api.names import LoraConfig
 from hybridflow.api.offline import DPOTrainer, KTOTrainer, OfflineTrainer, RewardTrainer, SFTTrainer
 from hybridflow.api.world import use_world
 from hybridflow.errors import CheckpointError, ConfigError, DataError
@@ -144,16 +145,16 @@ def solutions(folder: Path, size: int):
     return trainer.train(STEPS, 4, LR, run_dir=str(folder / f"sft-{size}"))
 
 
+def sft_loss(model: Any, folder: Path) -> torch.Tensor:
+    pairs = [tokens(folder, row["prompt"], row["completion"]) for row in SOLUTIONS]
+    return -sum(log_prob(model, *pair) for pair in pairs) / sum(len(response) for _, response in pairs)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_sft(folder: Path, size: int) -> None:
     ranks = run("solutions", size, folder)
     model = load(folder / "policy")
-
-    def loss() -> torch.Tensor:
-        pairs = [tokens(folder, row["prompt"], row["completion"]) for row in SOLUTIONS]
-        return -sum(log_prob(model, *pair) for pair in pairs) / sum(len(response) for _, response in pairs)
-
-    expected = steps_of(model, loss)
+    expected = steps_of(model, lambda: sft_loss(model, folder))
     for metrics in ranks:
         assert [step["loss"] for step in metrics] == pytest.approx(expected, abs=1e-5)
 
@@ -164,17 +165,22 @@ def others(folder: Path, size: int):
     )
     out = folder / f"scorer-{size}"
     reward = RewardTrainer(folder / "policy", dataset=PAIRS).train(2, 4 // size, LR, output_dir=out)
-    return [step["loss"] for step in kto + reward]
+    lora = SFTTrainer(folder / "policy", dataset=SOLUTIONS, lora=LoraConfig(r=2)).train(
+        STEPS, 4 // size, LR, output_dir=folder / f"merged-{size}"
+    )
+    return [step["loss"] for step in kto + reward + lora]
 
 
 def test_others(folder: Path) -> None:
     """The step on one rank and on two is the same, and what comes of a scorer's training is one."""
     (one,), two = run("others", 1, folder), run("others", 2, folder)
-    assert len(one) == 3 and two == [pytest.approx(one, abs=1e-5)] * 2
+    assert len(one) == 3 + STEPS and two == [pytest.approx(one, abs=1e-5)] * 2
     # Nothing is ahead of anything yet, and half of the responses are wanted.
     assert one[0] == pytest.approx(0.5, abs=1e-6)
     scorer = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "scorer-2")
     assert scorer.config.num_labels == 1
+    # Adapters are written as part of the weights: the step after the last would begin with less.
+    assert one[-1] < one[3] and sft_loss(load(folder / "merged-2"), folder) < one[-1]
 
 
 def resumed(folder: Path, size: int):

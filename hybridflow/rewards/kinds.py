@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from hybridflow.config import REWARD_POLICY, Reward, Sandbox
@@ -81,7 +82,7 @@ def _sure(name: str, function: Any, settings: Reward, key: str) -> Kind:
         if getattr(settings, ignored) != getattr(Reward(), ignored):
             raise ConfigError(f"{key}.{ignored}: {name} neither waits nor fails; remove the key")
 
-    def call(samples: list[Sample]) -> list[float]:
+    def call(samples: Sequence[Sample]) -> list[float]:
         return [function(each.prompt, each.response, each.answer) for each in samples]
 
     return Kind(name=name, call=call, runner=InPlace(), most_samples=None)

@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,7 +176,7 @@ class Scorer:
         self.counts.first_failure = self.counts.first_failure or where
         return self.settings.failure_score if self.settings.on_failure == "score" else math.nan
 
-    def _outcomes(self, samples: Sequence[Sample]) -> Iterator[tuple[int, Outcome]]:
+    def _outcomes(self, samples: Sequence[Sample]) -> Generator[tuple[int, Outcome], None, None]:
         """Place and outcome of each sample, as they come, after all tries."""
         runner, numbers = self.kind.runner, itertools.count()
         begun: dict[int, _Chunk] = {}

@@ -77,7 +77,7 @@ def test_what_is_dropped_is_dropped_alike_everywhere(tmp_path):
 
 @pytest.mark.parametrize("algorithm", ["dapo", "remax"])
 def test_steps_of_several_rollouts_leave_out_what_has_no_score(folder, algorithm):
-    more = ["trainer.global_batch_size=4", "trainer.mini_batch_size=null", "dynamic_sampling.max_tries=50"]
+    more = ["rollout.group_size=4", "trainer.mini_batch_size=null", "dynamic_sampling.max_tries=50"]
     argv = [*RUN, f"algorithm={algorithm}", "reward.function=rewards:fails", *(more if algorithm == "dapo" else [])]
     found = metrics(fork_ranks(argv, folder), folder, (0, 0))
     assert sum(step["batch/dropped"] for step in found) > 0

@@ -131,6 +131,8 @@ def main() -> None:
     # The library's own words go nowhere.
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    # The first comparison loads much, which is not to count as its time.
+    compare("$1$", "$1$")
     print("ready", file=told, flush=True)
     for line in sys.stdin:
         answer, response, limit_s = json.loads(line)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sized
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 LARGEST = 1e30
 """No score is further from 0, so that no sum of them leaves the range of fp32."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
+class Sample(NamedTuple):
     """A response to a problem.
 
     Attributes:

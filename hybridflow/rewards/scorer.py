@@ -141,7 +141,11 @@ class Scorer:
                 else:
                     found[key] = outcome
                     self._remember(key, outcome)
-        return [score for _, score in sorted((place, found[key]) for key in same for place in same[key])]
+        scores = [math.nan] * len(samples)
+        for key, places in same.items():
+            for place in places:
+                scores[place] = found[key]
+        return scores
 
     def close(self) -> None:
         """End what it has begun: connections, processes."""

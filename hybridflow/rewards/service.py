@@ -108,7 +108,7 @@ class Judge:
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """The score of one sample. Raises Unscored: the model gives none."""
         (sample,) = samples
-        settings, fields = self._settings, vars(sample)
+        settings, fields = self._settings, sample._asdict()
         # At once, so that what is put in is not looked through for more.
         asked = _FIELD.sub(lambda match: fields[match[1]], settings.template)
         body: dict[str, Any] = {

@@ -55,7 +55,7 @@ def test_an_answer_that_is_none_is_a_failure(made):
 
 
 def test_what_takes_for_ever_is_not_equal_and_the_others_go_on():
-    settings = Reward(function="maths", timeout_s=2.0, max_in_flight=2)
+    settings = Reward(function="maths", timeout_s=5.0, max_in_flight=2)
     scorer = Scorer(make_kind(settings, "reward"), settings, "reward")
     begin_s = time.monotonic()
     tower = r"$9^{9^{9^{9^{9}}}}$"
@@ -77,7 +77,7 @@ def test_a_worker_that_is_killed_is_replaced(made):
 
 
 def test_a_comparison_that_is_not_told_in_time_counts_as_different(monkeypatch):
-    made = maths.Maths(1.0, "reward.function")
+    made = maths.Maths(10.0, "reward.function")
     assert made([sample("4", "4")]) == [1.0]
     (worker,) = made._idle
     monkeypatch.setattr(worker, "_line", lambda wait_s: None)

@@ -107,8 +107,8 @@ def as_function(found: Any, key: str) -> Function:
     function = found.scores if has_scores else found
     if not callable(function) or isinstance(function, type):
         raise ConfigError(
-            f"{key}: found {type(found).__name__}, expected a function of (prompt, response, answer), or an object "
-            "with scores(prompts, responses, answers)"
+            f"{key}: found {type(found).__name__}, expected a function (prompt, response, answer) -> score, or an "
+            "object with scores(prompts, responses, answers)"
         )
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     is_batched = has_scores or getattr(function, _MARK, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor
 from hybridflow.errors import ConfigError, ContractError
 from hybridflow.models.given import given_settings, is_model
 from hybridflow.models.own import said
+from hybridflow.rewards.functions import as_function
+from hybridflow.rewards.sample import Sample
 from hybridflow.testing.models import check_critic
 from hybridflow.testing.subject import Fail, failing
 
@@ -33,7 +36,8 @@ def check_reward(
 
     Args:
         reward: A function ``(prompt, response, answer) -> score``; an object with ``scores(prompts, responses,
-            answers)``; or a scorer of ``transformers`` with one label.
+            answers)``; either of them ``async def``, the function ``hybridflow.rewards.batched``; or a scorer of
+            ``transformers`` with one label.
         prompts: What it is tried on, and the two below: at least two, none equal to the others.
         responses: One to each prompt.
         answers: The right answer of each.
@@ -68,14 +72,27 @@ def check_reward(
 
 
 def _ask_scores(reward: Any) -> Callable[[Rows], Any]:
-    if hasattr(reward, "scores"):
-        return lambda rows: reward.scores(*(list(column) for column in zip(*rows, strict=True)))
-    if callable(reward):
-        return lambda rows: [reward(*row) for row in rows]
-    raise ContractError(
-        f"check_reward: found {type(reward).__name__}, expected a function (prompt, response, answer) -> score, an "
-        "object with scores(prompts, responses, answers), or a scorer of transformers"
-    )
+    """What gives the scores of some rows, as training asks for them, whatever form the reward has."""
+    try:
+        function = as_function(reward, "check_reward")
+    except ConfigError as error:
+        raise ContractError(str(error)) from error
+
+    def ask(rows: Rows) -> Any:
+        samples = [
+            Sample(prompt=prompt, response=response, answer=answer, place="") for prompt, response, answer in rows
+        ]
+        calls = [samples] if function.is_batched else [[each] for each in samples]
+        found = [function.call(each) for each in calls]
+        if function.is_async:
+            found = asyncio.run(_awaited(found))
+        return found[0] if function.is_batched else [score for (score,) in found]
+
+    return ask
+
+
+async def _awaited(found: Sequence[Any]) -> list[Any]:
+    return [await each for each in found]
 
 
 def _check_scorer(model: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.errors import ContractError
+from hybridflow.rewards import batched
 from hybridflow.rollout.request import Response
 from hybridflow.testing import check_actor, check_critic, check_reward
 from tests.own_models import Digits, SamplingActor, TinyActor, TinyCritic
@@ -260,7 +261,16 @@ BROKEN_REWARDS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("reward", [by_answer, Digits()])
+async def by_answer_later(prompt: str, response: str, answer: str) -> float:
+    return by_answer(prompt, response, answer)
+
+
+@batched
+def by_answers(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
+    return list(map(by_answer, prompts, responses, answers))
+
+
+@pytest.mark.parametrize("reward", [by_answer, by_answer_later, by_answers, Digits(), Digits])
 def test_rewards_that_are_right_pass(reward):
     check_reward(reward)
 

@@ -365,7 +365,7 @@ def test_a_pattern(pattern, response, answer, score):
 
 def test_what_is_no_reward_is_refused():
     for found in (3, "text", type("Empty", (), {}), object()):
-        with pytest.raises(ConfigError, match="expected a function of .prompt, response, answer."):
+        with pytest.raises(ConfigError, match="expected a function .prompt, response, answer."):
             as_function(found, "reward")
     with pytest.raises(ConfigError, match="its class is made without arguments"):
         as_function(type("Asks", (Scores,), {"__init__": lambda self, much: None}), "reward")

@@ -65,20 +65,10 @@ setup(
         "prometheus": ["prometheus_client"],
         "wandb": ["wandb"],
         "math": ["math-verify"],
+        "docs": ["pdoc"],
         "dev": [
-            *(
-                "hypothesis",
-                "math-verify",
-                "mpich",
-                "mypy",
-                "peft",
-                "prometheus_client",
-                "pytest",
-                "ruff",
-                "scipy",
-                "transformers>=5",
-            ),
-            *("types-PyYAML", "wandb"),
+            *("hypothesis", "math-verify", "mpich", "mypy", "pdoc", "peft", "prometheus_client", "pytest", "ruff"),
+            *("scipy", "transformers>=5", "types-PyYAML", "wandb"),
         ],
     },
 )

@@ -124,11 +124,14 @@ class OnlineTrainer:
         return {**metrics, "loss": metrics.get("actor/loss", 0.0)}
 
     def step(self, batch: Any = None) -> dict[str, float]:
-        """A rollout, and the update on it; see ``rollout`` and ``update``."""
+        """A rollout, and the update on it; see ``rollout``, for ``batch`` too, and ``update``."""
         return self.update(self.rollout(batch))
 
     def train(self, steps: int | None = None) -> list[dict[str, float]]:
-        """Steps on the prompts of ``data_provider``; None: as many as use each prompt once.
+        """Steps on the prompts of ``data_provider``.
+
+        Args:
+            steps: How many; None: as many as use each prompt once.
 
         Returns:
             The metrics of each step.
@@ -182,7 +185,7 @@ class OnlineTrainer:
             self.close()
 
     def session(self, batch: Any = None) -> Session:
-        """The job; made at the first call, for batches like this one."""
+        """The job; made at the first call, for batches like ``batch``."""
         if self._session is None:
             num_prompts = None if batch is None else len(given_prompts(batch))
             self._session = Session(

@@ -50,7 +50,11 @@ def find_world() -> World:
 
 
 def use_world(world: World | None) -> None:
-    """Take ranks that have met already; None: forget them."""
+    """Take ranks that have met already.
+
+    Args:
+        world: Theirs; None: forget them.
+    """
     _worlds[:] = [] if world is None else [world]
 
 

@@ -132,6 +132,9 @@ class Batch:
     def concat(cls, batches: Sequence[Batch]) -> Batch:
         """One batch of the samples of several with the same columns, in the given order.
 
+        Args:
+            batches: At least one.
+
         Raises:
             DataError: The columns differ in name or kind, an id is in two of them, or there is no batch at all.
         """
@@ -159,7 +162,7 @@ class Batch:
         return Batch(self.ids, {**self.columns, **columns})
 
     def only(self, names: Sequence[str]) -> Batch:
-        """The same samples with these columns alone."""
+        """The same samples with the columns ``names`` alone."""
         return Batch(self.ids, {name: self.columns[name] for name in names})
 
 

@@ -71,6 +71,10 @@ class MetricsExporter:
     def export(self, step: int, metrics: Mapping[str, float]) -> None:
         """Set all gauges, and push or write them.
 
+        Args:
+            step: Its number, counted from 1.
+            metrics: Name -> value, which may be not finite.
+
         Raises:
             OSError: The gateway does not answer, or the file cannot be written.
         """

@@ -507,6 +507,7 @@ class Rollout:
             all done and the weights have changed: no replica decodes a few long responses alone. Its weights may then
             be one more update behind than ``trainer.max_staleness`` says.
         archive: Keep what was sampled, in HDF5; what a killed job had sampled is kept until it is used in any case.
+        replay: Directory of a run with an archive: learn from what it has sampled, and sample for validation alone.
         environment: What answers the responses; None: a sample is one response.
         engine: What generates them.
     """
@@ -526,6 +527,7 @@ class Rollout:
     cache_memory: Positive = 0.5
     carry_over: bool = False
     archive: bool = False
+    replay: str | None = None
     environment: Environment | None = None
     engine: SamplingEngine = SamplingEngine()
 
@@ -538,7 +540,7 @@ class Correction:
 
     Attributes:
         kind: ``truncate``: at most ``high``; ``icepop``: 0 outside of ``low`` to ``high``; ``none``; ``auto``: as
-            ``truncate`` where another engine than ours samples, or older weights, ``none`` elsewhere.
+            ``truncate`` where another engine than ours samples, older weights or another run, ``none`` elsewhere.
         level: Of each token, or the product over its response.
         low: Of ``icepop``.
         high: Largest weight.
@@ -915,7 +917,7 @@ class Recipe:
         """How tokens are weighed, once it is known what samples them."""
         if self.correction.kind != "auto":
             return self.correction.kind
-        is_exact = self.rollout.engine.kind == "megatron" and self.staleness_bound == 0
+        is_exact = self.rollout.engine.kind == "megatron" and self.rollout.replay is None and self.staleness_bound == 0
         return "none" if is_exact else "truncate"
 
     @property
@@ -1270,6 +1272,7 @@ def check_recipe(recipe: Recipe, given: Mapping[str, Settings] | None = None) ->
     _check_split(recipe)
     _check_carry_over(recipe)
     _check_reshard_every(recipe)
+    _check_replay(recipe)
     _check_lora(recipe)
     _check_batches(recipe)
     _check_environment(recipe)
@@ -1498,6 +1501,30 @@ def _check_reshard_every(recipe: Recipe) -> None:
             )
     if not recipe.preset.generates:
         raise ConfigError(f"actor.reshard_every: algorithm={recipe.algorithm} generates nothing; remove the key")
+
+
+def _check_replay(recipe: Recipe) -> None:
+    rollout = recipe.rollout
+    if rollout.replay is None:
+        return
+    others = {
+        "rollout.environment": (rollout.environment, None),
+        "rollout.engine.kind": (rollout.engine.kind, "megatron"),
+        "rollout.carry_over": (rollout.carry_over, False),
+        "trainer.max_staleness": (recipe.trainer.max_staleness, 0),
+        "actor.reshard_every": (recipe.actor.reshard_every, 1),
+    }
+    for key, (found, expected) in others.items():
+        if found != expected:
+            raise ConfigError(
+                f"rollout.replay={rollout.replay}: nothing is sampled to learn from, and {key} says how; remove one of "
+                "the two"
+            )
+    if Path(rollout.replay).absolute() == Path(recipe.run_dir).absolute():
+        raise ConfigError(
+            f"rollout.replay={rollout.replay}: is this run's own run_dir, whose archive a new start removes; set "
+            "run_dir to another directory"
+        )
 
 
 def _check_async(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:

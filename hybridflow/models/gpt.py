@@ -28,6 +28,7 @@ from hybridflow.families.model import Model
 from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, Scoring, SdpaCoreAttention
 from hybridflow.models.cpu_linear import use_onednn
 from hybridflow.models.experts import ExpertLayer
+from hybridflow.models.flops import ModelFlops, model_flops
 from hybridflow.models.lora import Dropout, attach
 from hybridflow.models.norm import RmsNorm, normalize_output
 from hybridflow.models.rotary import rotary_factor, rotary_frequencies
@@ -147,11 +148,13 @@ class Transformer(GPTModel):
         has_scaled_embeddings: Whether input embeddings are multiplied by the root of their width.
         logit_softcap: Logits z become cap * tanh(z / cap); None: they do not.
         dropout: Of the inputs of its adapters; None: none.
+        flops: Operations that the whole model needs; None: they are not counted.
     """
 
     has_scaled_embeddings = False
     logit_softcap: float | None = None
     dropout: Dropout | None = None
+    flops: ModelFlops | None = None
 
     def forward(self, tokens: Tensor, attention: AttentionPlan, rows: Tensor | None = None) -> Tensor:
         """This stage's part of the forward pass.
@@ -251,6 +254,7 @@ def build_transformer(
     if device.type == "cpu" and config.params_dtype is torch.float32:
         use_onednn(transformer)
     transformer.rotary_pos_emb.inv_freq = rotary_frequencies(model).to(device)
+    transformer.flops = model_flops(model, vocab_size=vocab_size, has_value_head=has_value_head)
     transformer.has_scaled_embeddings = model.scaled_embeddings
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
     # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.models.attention import PackedAttention
+from hybridflow.models.flops import sequence_pairs
 
 
 def split_by_tokens(
@@ -70,6 +71,7 @@ class MicroBatch:
         rows: Places whose output predicts a response token, ``[responses]`` int64.
         targets: Those response tokens, ``[responses]`` int64.
         attention: Which token sees which.
+        num_pairs: Pairs of a token and one that it sees.
     """
 
     samples: list[int]
@@ -80,6 +82,7 @@ class MicroBatch:
     rows: Tensor
     targets: Tensor
     attention: PackedAttention
+    num_pairs: int = 0
 
 
 def pack(samples: list[int], sequences: list[Tensor], prompt_lengths: list[int], device: torch.device) -> MicroBatch:
@@ -94,12 +97,13 @@ def pack(samples: list[int], sequences: list[Tensor], prompt_lengths: list[int],
     chosen, prompts = [sequences[index] for index in samples], [prompt_lengths[index] for index in samples]
     pieces: list[Tensor] = []
     places: list[Tensor] = []
-    num_tokens = 0
+    num_tokens = num_pairs = 0
     for sequence, prompt, first in zip(chosen, prompts, first_of_prompt(chosen, prompts), strict=True):
         begun = places[first][:prompt] if first < len(places) else torch.empty(0, dtype=torch.int64)
         pieces.append(sequence[len(begun) :])
         places.append(torch.cat([begun, torch.arange(num_tokens, num_tokens + len(pieces[-1]))]))
         num_tokens += len(pieces[-1])
+        num_pairs += sequence_pairs(len(sequence), len(begun))
     # The output at token t predicts token t + 1.
     rows = [place[prompt - 1 : -1] for place, prompt in zip(places, prompts, strict=True)]
     targets = [sequence[prompt:] for sequence, prompt in zip(chosen, prompts, strict=True)]
@@ -114,4 +118,5 @@ def pack(samples: list[int], sequences: list[Tensor], prompt_lengths: list[int],
         rows=torch.cat([none, *rows]).to(device),
         targets=torch.cat([none, *targets]).to(device),
         attention=PackedAttention(lengths, device, torch.cat([none, *places])),
+        num_pairs=num_pairs,
     )

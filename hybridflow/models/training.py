@@ -23,6 +23,7 @@ from hybridflow.config import Optimizer
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.specs import logical_parameters
+from hybridflow.observe.work import add_work
 from hybridflow.parallel.megatron import gathering_within
 from hybridflow.reshard.memory import HostOffload
 
@@ -49,6 +50,7 @@ class Trainable:
         self._groups = groups
         self._config = config
         self._updates = 0
+        self._is_frozen = any(not parameter.requires_grad for parameter in model.parameters())
         config.finalize_model_grads_func = self._finalize
         # The sum over replicas is wanted, not the mean: with per-token loss megatron-core scales by nothing.
         ddp_config = DistributedDataParallelConfig(
@@ -86,6 +88,7 @@ class Trainable:
         if not micro_batches:
             self.finish()
             return []
+        _count(self.model, self._groups, micro_batches, is_training=True, is_frozen=self._is_frozen)
         return run_schedule(self._ddp, self._config, self._groups, micro_batches, loss, forward_only=False)
 
     def begin(self) -> None:
@@ -293,7 +296,29 @@ def forward_only(
     def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
         return output.new_zeros(()), compute(output, micro_batch)
 
+    _count(model, groups, micro_batches)
     return run_schedule(model, model.config, groups, micro_batches, loss, forward_only=True)
+
+
+def _count(
+    model: Transformer,
+    groups: ProcessGroupCollection,
+    micro_batches: list[MicroBatch],
+    *,
+    is_training: bool = False,
+    is_frozen: bool = False,
+) -> None:
+    """Add this rank's share of what micro-batches take; a prompt that several samples share is computed once."""
+    if model.flops is None:
+        return
+    tokens = sum(len(each.tokens) for each in micro_batches)
+    pairs, outputs = sum(each.num_pairs for each in micro_batches), sum(len(each.rows) for each in micro_batches)
+    if is_training:
+        flops = model.flops.training(tokens, pairs, outputs, is_frozen=is_frozen)
+    else:
+        flops = model.flops.forward(tokens, pairs, outputs)
+    num_ranks = groups.tp.size() * groups.pp.size()
+    add_work(flops / num_ranks, sum(sum(each.lengths) for each in micro_batches) / num_ranks)
 
 
 def sum_over(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:

@@ -41,8 +41,10 @@ class MetricsLog:
     """
 
     def __init__(self, run_dir: Path, *, num_steps: int, prefix: str = "", resumed_step: int | None = None) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
+        self._summary, self._value = Summary, Summary.Value
         run_dir.mkdir(parents=True, exist_ok=True)
         self._num_steps, self._prefix = num_steps, prefix
         path = run_dir / METRICS_FILE
@@ -59,8 +61,9 @@ class MetricsLog:
         """Record a step, once, and print its progress line. Flushed, so that a killed job has lost nothing."""
         self._file.write(_line({"step": step} | dict(metrics)))
         self._file.flush()
-        for name, value in metrics.items():
-            self._tensorboard.add_scalar(self._prefix + name, value, step)
+        # In one event: each of its own would be queued, and every tenth wait for the disk.
+        values = [self._value(tag=self._prefix + name, simple_value=value) for name, value in metrics.items()]
+        self._tensorboard.file_writer.add_summary(self._summary(value=values), step)
         self._tensorboard.flush()
         print(progress_line(step, self._num_steps, metrics), flush=True)
 

@@ -20,7 +20,15 @@ from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.job import Job
 from hybridflow.roles.own import OwnModel, place_model
 from hybridflow.roles.peft import check_targets
-from hybridflow.roles.placed import column_rows, length_metrics, mini_batch, pad_rows, padded, role_spec
+from hybridflow.roles.placed import (
+    column_rows,
+    length_metrics,
+    mini_batch,
+    pad_rows,
+    padded,
+    role_spec,
+    told_lengths,
+)
 from hybridflow.roles.policy_loss import LOSS_MASK, LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
 from hybridflow.roles.rollout_buffer import asked, measure_staleness
 from hybridflow.roles.rollout_weights import RolloutWeights
@@ -37,11 +45,13 @@ class Actor:
         model: Its weights in the update layout; None on a rank outside that mesh.
         trainable: Gradients and optimizer of ``model``.
         metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
+        told: Numbers of each sample that this rank tells of, see ``step_metrics.DISTRIBUTIONS``; emptied alike.
         rollouts: Samples for it; None on a rank outside the rollout mesh.
     """
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         self.metrics: dict[str, float] = {}
+        self.told: dict[str, list[float]] = {}
         self.spec = role_spec(job, has_value_head=job.recipe.preset.is_scorer)
         check_targets(job)
         self._job = job
@@ -81,6 +91,7 @@ class Actor:
             self.rollouts = Rollouts(
                 job, self._make_engine(), is_holder=self._rollout is None or self._rollout.is_holder
             )
+            self.rollouts.told = self.told
 
     def enter_phase(self, phase: str) -> None:
         """Make room for a phase and bring what it needs. Collective: all ranks of both layouts.
@@ -214,6 +225,7 @@ class Actor:
         index = decided["actor_mini_batch"]["index"]
         if index == 0:
             self.metrics |= length_metrics(batch, sum_over(self.model.groups.dp))
+            self.told |= told_lengths(self._job, batch)
             self._distilled = torch.zeros(2, dtype=torch.float64)
         part = mini_batch(self._job, batch, index)
         totals = self.model.totals(part)
@@ -381,15 +393,18 @@ class Actor:
 
     def _report(self, kept: list[Tensor], grad_norm: float) -> None:
         assert self.model is not None, "called outside the update mesh"
-        policy, loss, clipped, entropy, kl = self.model.add_up(kept, len(LOSS_SUMS))
+        found = dict(zip(LOSS_SUMS, self.model.add_up(kept, len(LOSS_SUMS)), strict=True))
         self.metrics |= {
-            "actor/policy_loss": policy,
-            "actor/loss": loss,
-            "actor/clip_share": clipped,
-            "actor/entropy": entropy,
-            "actor/kl_to_old": kl,
+            "actor/policy_loss": found["policy_loss"],
+            "actor/loss": found["loss"],
+            "actor/clip_share": found["num_clipped"],
+            "actor/clip_low_share": found["num_clipped_low"],
+            "actor/entropy": found["entropy"],
+            "actor/kl_to_old": found["kl_to_old"],
             "actor/grad_norm": grad_norm,
         }
+        if self._job.recipe.loss.dual_clip is not None:
+            self.metrics["actor/dual_clip_share"] = found["num_dual_clipped"]
 
     def _report_distance(self, kept: list[Any]) -> None:
         """Of the global batch as far as it has been seen, mini-batch for mini-batch."""

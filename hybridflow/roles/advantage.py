@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ from hybridflow.models.training import sum_over
 from hybridflow.observe.rank_log import say
 from hybridflow.roles.dropped import kept, spread
 from hybridflow.roles.job import Job
-from hybridflow.roles.placed import length_metrics, padded
+from hybridflow.roles.placed import length_metrics, padded, told_lengths
 
 
 class KLCoefficient:
@@ -123,14 +124,17 @@ class Advantage:
 
     Attributes:
         metrics: What the last call measured, over the global batch; emptied by the trainer each step.
-        scores: Of each sample, by id, that came since they were taken; where samples are archived.
+        told: Numbers of each sample that this rank tells of, see ``step_metrics.DISTRIBUTIONS``; emptied alike.
+        scores: Draw, index and score of each sample that came since they were taken; on one rank of each replica, where
+            samples are archived.
         multiplier: The price of cost.
         drops: Whether samples may be left out, since what scores them failed.
     """
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         self.metrics: dict[str, float] = {}
-        self.scores: dict[int, float] = {}
+        self.told: dict[str, list[float]] = {}
+        self.scores: list[tuple[int, int, float]] = []
         self.multiplier = LagrangeMultiplier(job.recipe)
         self.drops = job.recipe.drops_samples
         self._job = job
@@ -295,9 +299,13 @@ class Advantage:
         """Report scores and lengths."""
         scores = batch.columns[self._column]
         assert isinstance(scores, Tensor), "scores are a dense column"
-        if self._job.recipe.rollout.archive:
-            self.scores |= zip(batch.ids.tolist(), scores.tolist(), strict=True)
         self.metrics |= {"reward/mean": self._mean(scores), **length_metrics(batch, self._sum())}
+        if lengths := told_lengths(self._job, batch):
+            self.told = {"reward": [score for score in scores.tolist() if not math.isnan(score)], **lengths}
+            if self._job.recipe.rollout.archive:
+                size = self._job.recipe.rollout.group_size
+                places = [divmod(number, size) for number in batch.ids.tolist()]
+                self.scores += [(*place, score) for place, score in zip(places, scores.tolist(), strict=True)]
         if self._job.recipe.shaping.overlong_buffer:
             self.metrics["reward/shaped_mean"] = self._mean(self._scores(batch))
 

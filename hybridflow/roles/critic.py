@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybridflow.algorithms.losses import Totals, aggregate, value_loss
@@ -20,8 +21,8 @@ COLUMNS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost
 """Role -> the columns of its values, and of what it learns."""
 
 METRICS = {
-    "critic": ("critic/loss", "critic/grad_norm"),
-    "cost_critic": ("cost_critic/loss", "cost_critic/grad_norm"),
+    "critic": ("critic/loss", "critic/clip_share", "critic/grad_norm"),
+    "cost_critic": ("cost_critic/loss", "cost_critic/clip_share", "cost_critic/grad_norm"),
 }
 
 
@@ -69,8 +70,8 @@ class Critic:
         )
         grad_norm = self.trainable.step()
         if self.model.is_holder:
-            (loss,) = self.model.add_up(kept, 1)
-            self.metrics |= dict(zip(METRICS[self._role], (loss, grad_norm), strict=True))
+            loss, clipped = self.model.add_up(kept, 2)
+            self.metrics |= dict(zip(METRICS[self._role], (loss, clipped, grad_norm), strict=True))
 
     def _loss(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
         values = pad_rows(output[:, 0].float().split(micro_batch.response_lengths))
@@ -81,4 +82,6 @@ class Critic:
         per_token = value_loss(values, old, returns, value_clip=self._settings.value_clip)
         # The factor 0.5 of the definition is inside value_loss.
         loss = aggregate(per_token, mask, "token-mean", totals)
-        return loss, loss.detach()[None]
+        is_clipped = per_token.detach() > 0.5 * (values.detach() - returns).square()
+        clipped = (is_clipped & (mask > 0)).sum() / totals.num_tokens
+        return loss, torch.stack([loss.detach(), clipped])

@@ -24,10 +24,12 @@ class Given:
 
     Attributes:
         metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
+        told: Numbers of each sample, on one rank, see ``step_metrics.DISTRIBUTIONS``; emptied alike.
     """
 
     def __init__(self, job: Job) -> None:
         self.metrics: dict[str, float] = {}
+        self.told: dict[str, list[float]] = {}
         self._job = job
 
     def solutions(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
@@ -93,6 +95,8 @@ class Given:
             "batch/num_tokens": float(sum(map(_length, rows))),
             "response/length_mean": sum(len(each.tokens) for each in rows) / len(rows),
         }
+        if self._job.world.rank == min(self._job.meshes["actor.update"].ranks):
+            self.told = {"length": [float(len(each.tokens)) for each in rows]}
 
 
 def _draws(decided: Mapping[str, Any]) -> range:

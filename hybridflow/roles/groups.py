@@ -34,11 +34,14 @@ class Groups(ABC):
 
     Attributes:
         metrics: What the last step measured, equal on all ranks; emptied by the trainer.
+        scores: Draw, index and score of every sample that was scored since they were taken, those that are not learned
+            from too; on one rank of each replica, where samples are archived.
         next_draw: Where the prompts of the next step begin in the data order, once a step's rollouts are done.
     """
 
     def __init__(self, job: Job) -> None:
         self.metrics: dict[str, float] = {}
+        self.scores: list[tuple[int, int, float]] = []
         self.next_draw = 0
         self._job = job
         self._mesh = job.meshes["actor.rollout"]
@@ -64,7 +67,13 @@ class Groups(ABC):
 
     def keep(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Take in a rollout with its ``scores``."""
-        self._rollouts.append(batch)
+        if self._job.recipe.rollout.archive and self._is_telling:
+            size = self._job.recipe.rollout.group_size
+            draws, scores = batch.columns["draws"].tolist(), batch.columns["scores"].tolist()
+            # A greedy response stands behind its group.
+            indices = [number - draw * size for number, draw in zip(batch.ids.tolist(), draws, strict=True)]
+            self.scores += zip(draws, indices, scores, strict=True)
+        self._rollouts.append(self._kept(batch, decided))
 
     def take(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """The step's batch: a source. Whole groups are dealt to the replicas in turn. Collective: the rollout mesh."""
@@ -85,9 +94,19 @@ class Groups(ABC):
         assert moved is not None, "called outside the rollout mesh"
         return Batch(moved.ids, {name: moved.columns[name] for name in names})
 
+    def _kept(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """What is kept of a rollout."""
+        return batch
+
     def _finished(self, rollout: Batch) -> Batch:
         """A rollout with all columns of the batch."""
         return rollout
+
+    @property
+    def _is_telling(self) -> bool:
+        """Whether this rank tells of its replica's samples."""
+        rank = self._job.world.rank
+        return rank in self._mesh and self._mesh.holders(self._mesh.coordinate(rank).dp)[0] == rank
 
     def _begin(self) -> None:
         self._rollouts, self._draws = [], []
@@ -97,8 +116,7 @@ class Groups(ABC):
 
         What is learned from is another matter.
         """
-        rank = self._job.world.rank
-        if rank not in self._mesh or self._mesh.holders(self._mesh.coordinate(rank).dp)[0] != rank:
+        if not self._is_telling:
             return []
         columns = self._rollouts[-1].columns
         scored = zip(columns["draws"].tolist(), columns["scores"].double().tolist(), strict=True)
@@ -171,12 +189,12 @@ class GreedyBaselines(Groups):
         self._draws = list(range(first_draw, first_draw + num_prompts))
         self.next_draw = first_draw + num_prompts
 
-    def keep(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """See ``Groups.keep``; a baseline is shaped like the scores that it is compared with."""
-        if decided["fill"]["is_greedy"]:
-            scores = shaped(self._job.recipe, batch.columns["scores"], batch.columns["response_mask"].lengths)
-            batch = batch.with_columns({"scores": scores})
-        super().keep(batch, decided)
+    def _kept(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """A baseline is shaped like the scores that it is compared with."""
+        if not decided["fill"]["is_greedy"]:
+            return batch
+        scores = shaped(self._job.recipe, batch.columns["scores"], batch.columns["response_mask"].lengths)
+        return batch.with_columns({"scores": scores})
 
     def _finished(self, rollout: Batch) -> Batch:
         # Of a step that is left there may be none; of a greedy response that has no score neither.

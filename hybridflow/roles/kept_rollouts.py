@@ -81,10 +81,9 @@ class KeptRollouts:
         told.append(str(self._job.recipe.actor.update))
         self._fingerprint = hashlib.sha256(" ".join([self._fingerprint, *told]).encode()).hexdigest()
 
-    def add_scores(self, step: int, scores: Iterable[tuple[int, float]]) -> None:
-        """What samples of a step, by id, are worth; for the archive."""
-        size = self._job.recipe.rollout.group_size
-        self._scores |= {(step, *divmod(number, size)): score for number, score in scores}
+    def add_scores(self, step: int, scores: Iterable[tuple[int, int, float]]) -> None:
+        """What samples of a step, by draw and index, are worth; for the archive."""
+        self._scores |= {(step, draw, index): score for draw, index, score in scores}
 
     def find(self, step: int, requests: list[Request]) -> dict[tuple[int, int], Response]:
         """Responses to some of the requests that an earlier start of the run has sampled, by draw and index.

@@ -330,6 +330,15 @@ def length_metrics(batch: Batch, sum_over_ranks: Callable[[Tensor], Tensor]) -> 
     return {"response/length_mean": num_response_tokens / num_samples, "batch/num_tokens": num_tokens}
 
 
+def told_lengths(job: Job, batch: Batch) -> dict[str, list[float]]:
+    """Response tokens of each sample of this rank's replica, on one of its ranks."""
+    mesh = job.meshes["actor.update"]
+    place = mesh.coordinate(job.world.rank)
+    if place.tp or place.pp:
+        return {}
+    return {"length": [float(row.sum()) for row in column_rows(batch, "response_mask")]}
+
+
 def pad_rows(rows: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     """``[samples, tokens]`` from rows of unequal length; differentiable."""
     return pad_sequence(list(rows), batch_first=True) if rows else torch.zeros(0, 0)

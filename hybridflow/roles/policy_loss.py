@@ -16,7 +16,7 @@ from hybridflow.roles.advantage import KLCoefficient
 LOSS_MASK = "loss_mask"
 """The column that is 1 on tokens that are learned from, where the sampler of some was too far from the trainer."""
 
-LOSS_SUMS = ("policy_loss", "loss", "num_clipped", "entropy", "kl_to_old")
+LOSS_SUMS = ("policy_loss", "loss", "num_clipped", "num_clipped_low", "num_dual_clipped", "entropy", "kl_to_old")
 """Shares of one mini-batch's loss, and of sums over its tokens."""
 
 SAMPLER_SUMS = (
@@ -72,7 +72,9 @@ class PolicyLoss:
             loss = loss + self._kl_coef.value * aggregate(kl, mask, settings.aggregation, totals)
         if settings.entropy_coef:
             loss = loss - settings.entropy_coef * aggregate(entropy, mask, settings.aggregation, totals)
-        on_average = torch.stack([stats.is_clipped.float(), entropy.detach(), (old - log_probs).detach()])
+        is_low = stats.is_clipped & (stats.ratio < 1)
+        clipped = [each.float() for each in (stats.is_clipped, is_low, stats.is_dual_clipped)]
+        on_average = torch.stack([*clipped, entropy.detach(), (old - log_probs).detach()])
         return loss, torch.stack(
             [policy_share, loss.detach(), *((mask > 0) * on_average).sum(dim=(1, 2)) / totals.num_tokens]
         )

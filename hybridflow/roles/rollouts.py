@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +17,14 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.schedule import Move
 from hybridflow.errors import EngineError
+from hybridflow.models.flops import model_flops, sampling_flops
+from hybridflow.observe.work import add_work
 from hybridflow.roles.carry_over import CarryOver
 from hybridflow.roles.job import Job
 from hybridflow.roles.judging import validation_id
 from hybridflow.roles.kept_rollouts import KeptRollouts, to_sampled
+from hybridflow.roles.objects import own_of
+from hybridflow.roles.replay import Replay
 from hybridflow.roles.rollout_buffer import measure_staleness
 from hybridflow.rollout.dealing import Claims, Deal
 from hybridflow.rollout.engine import MegatronEngine
@@ -59,6 +65,7 @@ class Rollouts:
 
     Attributes:
         metrics: What the last calls measured; taken and emptied by the actor.
+        told: Numbers of each sample that this rank tells of, see ``step_metrics.DISTRIBUTIONS``; taken alike.
         is_stopping: Whether ``sample`` is to end early, as a step that is left. Asked on all ranks of a replica at the
             same points, and answers the same on all of them. Collective: tp, pp.
         kept: What was sampled and is not yet part of a checkpoint; None: nothing is kept.
@@ -66,6 +73,7 @@ class Rollouts:
 
     def __init__(self, job: Job, engine: MegatronEngine | VllmEngine | HttpEngine, *, is_holder: bool) -> None:
         self.metrics: dict[str, float] = {}
+        self.told: dict[str, list[float]] = {}
         self.is_stopping: Callable[[], bool] = lambda: False
         self.kept: KeptRollouts | None = None
         self._job = job
@@ -74,8 +82,14 @@ class Rollouts:
         self._has_versions = job.recipe.trainer.max_staleness > 0
         self._mesh = job.meshes["actor.rollout"]
         self._place = self._mesh.coordinate(job.world.rank)
+        self._is_telling = self._mesh.holders(self._place.dp)[0] == job.world.rank
+        model = job.model_of("actor.rollout")
+        assert model.vocab_size is not None, "a job's models have a vocabulary"
+        self._flops = model_flops(model, vocab_size=model.vocab_size)
         self._claims: Claims | None = None
         self._carry_over = CarryOver()
+        replayed = job.recipe.rollout.replay
+        self._replay = None if replayed is None else Replay(Path(replayed))
         self._conversations: Environments | None = None
         if job.recipe.rollout.environment is not None:
             replica = job.world.coordinator(self._mesh.group_of(job.world.rank, "tp", "pp"))
@@ -132,9 +146,11 @@ class Rollouts:
             examples = [held_out[ask.draw][0] for ask in requests]
             assert isinstance(self._engine, MegatronEngine), "refused by the recipe"
             found = self._conversations.converse(self._engine, requests, examples, "validation")
+            self._count([(ask, each.response) for ask, each in zip(requests, found, strict=True)])
             return self._conversed(requests, found, self._validation_id)
         deal = self._deal(groups)
         pairs = self._drive(deal.first, "validation", None, deal.more, _expected(deal, groups))
+        self._count(pairs)
         return self._as_batch(pairs, groups, deal, self._validation_id)
 
     def _groups(self, first_draw: int, num_prompts: int, *, is_greedy: bool = False) -> list[list[Request]]:
@@ -206,6 +222,8 @@ class Rollouts:
         expected, kept = _expected(deal, groups), self.kept
         carried = self._carry_over.take()
         found = {**({} if kept is None else kept.find(step, expected)), **carried}
+        if self._replay is not None:
+            found |= self._replay.find(expected)
         with contextlib.nullcontext() if kept is None else kept.log(step) as log:
             progress = _Progress(self.is_stopping, log)
             again: Pairs = []
@@ -241,6 +259,8 @@ class Rollouts:
                 progress.finished(stopped.unfinished)
                 raise
         self._measure_engine()
+        self._count(new)
+        self._tell(again + new)
         num = len(again) + len(new)
         counts = {
             "rollout/reused": len(again) - num_done_early,
@@ -323,6 +343,9 @@ class Rollouts:
             requests, found = [], []
         self._measure_engine()
         self._measure(found)
+        pairs = [(ask, each.response) for ask, each in zip(requests, found, strict=True)]
+        self._count(pairs)
+        self._tell(pairs)
         return self._conversed(requests, found, self._id_of)
 
     def _conversed(self, requests: list[Request], found: list[Conversation], id_of: IdOf) -> Batch | None:
@@ -333,6 +356,26 @@ class Rollouts:
         rewards = torch.tensor([each.reward for each in found], dtype=torch.float32)
         mask = Ragged.from_list([each.mask for each in found], torch.float32)
         return batch.with_columns({"response_mask": mask, "environment_rewards": rewards})
+
+    def _count(self, pairs: Pairs) -> None:
+        """Add this rank's share of what sampling has taken; not of servers, nor of a model that nobody described."""
+        if not isinstance(self._engine, HttpEngine) and own_of(self._job, "actor") is None:
+            num_ranks = self._mesh.layout.tp * self._mesh.layout.pp
+            lengths = [(ask.draw, len(ask.prompt), len(got.tokens)) for ask, got in pairs]
+            flops = sampling_flops(self._flops, lengths)
+            add_work(flops / num_ranks, sum(response for *_, response in lengths) / num_ranks)
+
+    def _tell(self, pairs: Pairs) -> None:
+        """How long each response took, and whether it was cut."""
+        if not self._is_telling:
+            return
+        told = {
+            "latency_s": [got.latency_s for _, got in pairs],
+            "first_token_s": [got.first_token_s for _, got in pairs],
+            "is_cut": [float(got.finish == "length") for _, got in pairs],
+        }
+        for name, numbers in told.items():
+            self.told.setdefault(name, []).extend(round(each, 6) for each in numbers if math.isfinite(each))
 
     def _measure_engine(self) -> None:
         if isinstance(self._engine, MegatronEngine):

@@ -133,6 +133,7 @@ class Archived(NamedTuple):
         response: Token ids.
         log_probs: Of the response's tokens, the sampler's own.
         versions: Which weights sampled each of them.
+        sampled_log_probs: Of the distribution that they were sampled from, penalties and cuts included.
     """
 
     step: int
@@ -144,6 +145,7 @@ class Archived(NamedTuple):
     response: list[int]
     log_probs: list[float]
     versions: list[int]
+    sampled_log_probs: list[float]
 
 
 def read_segment(folder: Path, name: SegmentName) -> Iterator[Archived]:
@@ -166,6 +168,7 @@ def read_segment(folder: Path, name: SegmentName) -> Iterator[Archived]:
             response=arrays["response_tokens"][response].tolist(),
             log_probs=arrays["log_probs"][response].tolist(),
             versions=arrays["versions"][response].tolist(),
+            sampled_log_probs=arrays["sampled_log_probs"][response].tolist(),
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -324,6 +326,7 @@ class Session:
         self._last_draw: int | None = None
         self._num_changes = engine.num_changes
         self._watches: dict[int, Watch] = {}
+        self._clocks: dict[int, _Clock] = {}
         self._turn = 0
         num_slots, capacity, num_blocks = engine.room(expected)
         blocks = BlockPool(num_blocks)
@@ -375,6 +378,7 @@ class Session:
             number = self._num_added
             self._num_added += 1
             self._requests[number] = request
+            self._clocks[number] = _Clock(perf_counter())
             if request.params.has_texts:
                 self._watches[number] = self._watch(request)
             self._num_prompt += len(request.prompt)
@@ -434,6 +438,7 @@ class Session:
         ended += [(request, paused[number]) for number, request in self._requests.items()]
         self._requests.clear()
         self._watches.clear()
+        self._clocks.clear()
         return ended
 
     @torch.inference_mode()
@@ -450,7 +455,7 @@ class Session:
                 lane.scheduler.drop(number)
                 lane.records.drop(number)
         for number in numbers & self._requests.keys():
-            del self._requests[number]
+            del self._requests[number], self._clocks[number]
             self._watches.pop(number, None)
         self._ready = [pair for pair in self._ready if not any(pair[0] is each for each in requests)]
 
@@ -502,6 +507,7 @@ class Session:
         key = sequence_key(seed, self._purpose, request.draw, request.index)
         lane.sampler.seat(slot, request.params, key, len(request.prompt))
         lane.is_watched[slot] = request.params.has_texts
+        lane.num_prompt[slot] = len(request.prompt)
 
     def _forward(self, lane: _Lane, step: Step) -> _Outcome:
         """Compute a step; on the last stage also sample, and send the others the tokens."""
@@ -546,13 +552,16 @@ class Session:
     def _decode(self, lane: _Lane, slots: np.ndarray, num_steps: int) -> list[tuple[Request, Response]]:
         """Several tokens of each running sequence; what ended."""
         arrays = {**lane.scheduler.arrays(), **lane.sampler.arrays(), **lane.records.arrays()}
+        begin = slots[lane.scheduler.lengths[slots] == lane.num_prompt[slots]]
         failures = self._engine.decode(self._cache, lane.scheduler.tables, slots, num_steps, **arrays)[slots]
+        self._note_first_tokens(lane, begin)
         return self._end(lane, slots, failures, *lane.scheduler.absorb_decoded(slots))
 
     def _absorb(self, lane: _Lane, step: Step, outcome: _Outcome) -> list[tuple[Request, Response]]:
         engine, slots = self._engine, step.row_slots
         tokens = engine.receive_tokens(outcome.tokens, outcome.sends).cpu().numpy()
         positions = lane.scheduler.lengths[slots]
+        self._note_first_tokens(lane, slots[positions == lane.num_prompt[slots]])
         if outcome.sampled is not None:
             log_probs, sampled = (
                 outcome.sampled.log_probs.cpu().numpy(),
@@ -569,6 +578,12 @@ class Session:
         lane.scheduler.lengths[slots[failures < 0]] -= 1
         return self._end(lane, slots, failures, is_stop, is_long)
 
+    def _note_first_tokens(self, lane: _Lane, slots: np.ndarray) -> None:
+        """The first token of what is in some slots is known."""
+        now_s = perf_counter()
+        for slot in slots.tolist():
+            self._clocks[lane.scheduler.job(slot).number].first_token_s = now_s
+
     def _end(
         self, lane: _Lane, slots: np.ndarray, failures: np.ndarray, is_stop: np.ndarray, is_long: np.ndarray
     ) -> list[tuple[Request, Response]]:
@@ -584,7 +599,7 @@ class Session:
                 response = self._response(lane, slot, number, "stop" if is_stop[row] else "length")
             lane.scheduler.remove(slot)
             self._watches.pop(number, None)
-            ended.append((self._requests.pop(number), response))
+            ended.append((self._requests.pop(number), self._clocks.pop(number).stop(response)))
         return ended
 
     def _look_for_texts(self, lane: _Lane, slots: np.ndarray, tokens: np.ndarray, is_stop: np.ndarray) -> None:
@@ -614,6 +629,20 @@ class _Outcome:
     sends: Sequence[dist.Work] = ()
 
 
+@dataclass
+class _Clock:
+    """When a request was added, and when its first token was known, if yet; by the monotonic clock, in seconds."""
+
+    began_s: float
+    first_token_s: float = math.nan
+
+    def stop(self, response: Response) -> Response:
+        """The response, which has just ended, with its times."""
+        return replace(
+            response, latency_s=perf_counter() - self.began_s, first_token_s=self.first_token_s - self.began_s
+        )
+
+
 class _Lane:
     """Sequences that are computed together."""
 
@@ -622,6 +651,7 @@ class _Lane:
         self.sampler = Sampler(num_slots, engine.groups.tp, engine.vocab_size, engine.device)
         self.records = Records(num_slots, capacity)
         self.is_watched = np.zeros(num_slots, bool)
+        self.num_prompt = np.zeros(num_slots, np.int64)
         self.pending: tuple[Step, _Outcome] | None = None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -195,7 +196,7 @@ class Environments:
         """A turn has been sampled: whether the environment is to answer."""
         talk.add(response)
         if response.finish == "failed":
-            talk.error = response.error
+            talk.end(response.error)
             return False
         if self._calls is None:
             return True
@@ -227,11 +228,12 @@ class Environments:
         """The environment has answered: the request of the next turn; None: there is none."""
         if isinstance(answer, str):
             talk.reward += self._settings.failure_reward
-            talk.error = answer
+            talk.end(answer)
             return None
         observed, reward, is_done = answer
         talk.reward += reward
         if is_done or observed is None or talk.num_turns == self._settings.max_turns:
+            talk.end()
             return None
         return talk.observe(observed)
 
@@ -279,6 +281,7 @@ class _Talk:
         self.environment: Environment | None = None
         self.reward, self.num_turns = 0.0, 0
         self.error: str | None = None
+        self._began_s, self._latency_s = time.perf_counter(), math.nan
         self._asked = request
         self._parts: list[Response] = []
         self._masks: list[Tensor] = []
@@ -314,6 +317,11 @@ class _Talk:
             params=replace(params, max_new_tokens=self.room, min_new_tokens=min(params.min_new_tokens, self.room)),
         )
 
+    def end(self, error: str | None = None) -> None:
+        """Nothing follows any more."""
+        self.error = error
+        self._latency_s = time.perf_counter() - self._began_s
+
     def ended(self) -> Conversation:
         """All of it."""
         parts, last = self._parts, self._parts[-1] if self._parts else None
@@ -325,6 +333,7 @@ class _Talk:
                 versions=torch.cat([torch.zeros(0, dtype=torch.int32), *(part.versions for part in parts)]),
                 finish="length" if last is None else last.finish,
                 error=None if last is None else last.error,
+                latency_s=self._latency_s,
             ),
             mask=torch.cat([torch.zeros(0), *self._masks]),
             reward=self.reward,

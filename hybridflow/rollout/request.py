@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hybridflow.errors import DataError
@@ -192,6 +193,9 @@ class Response:
             for.
         finish: Why it ended.
         error: What went wrong, where ``finish`` is ``failed``.
+        latency_s: Seconds from when the engine was asked for it until it had ended, waits for a slot included; NaN: not
+            measured, since it was there before or is paused.
+        first_token_s: The same until its first token was known; NaN too where the engine does not tell.
     """
 
     tokens: Tensor
@@ -201,6 +205,8 @@ class Response:
     prompt_log_probs: Tensor | None = None
     finish: FinishReason
     error: str | None = None
+    latency_s: float = field(default=math.nan, compare=False)
+    first_token_s: float = field(default=math.nan, compare=False)
 
 
 class Progress(Protocol):

@@ -1,4 +1,4 @@
-"""``hybridflow rollouts``: what a run has sampled, for a person to read. Light at import."""
+"""``hybridflow rollouts``: what a run has sampled, for a person to read or to train on. Light at import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.errors import ConfigError, DataError
+from hybridflow.errors import ConfigError, DataError, WriteError
+from hybridflow.rollout.export import KINDS, Export, as_lines
 
 if TYPE_CHECKING:
     from hybridflow.data.tokenizer import Tokenizer
@@ -24,10 +25,16 @@ _EXAMPLES = """examples:
   hybridflow rollouts runs/grpo --best --steps 50-60 --number 3
   hybridflow rollouts runs/grpo --grep '\\b42\\b'
   hybridflow rollouts runs/grpo --json | jq -c '[.step, .score, .response]'
+  hybridflow rollouts runs/grpo --export best.jsonl --as sft --min-score 1
+  hybridflow rollouts runs/grpo --export pairs.jsonl --as dpo --steps 50-60
 
-The run needs rollout.archive=true. A sample is archived when the checkpoint after it is complete.
-exit status: 0 shown, also if nothing matches; 2 the run has no archive, or no tokenizer; 3 a file is damaged
+The run needs rollout.archive=true. A sample is archived when the checkpoint after it is complete. With --export the
+samples of all steps are taken, unless --steps names some.
+exit status: 0 shown, also if nothing matches, or written; 2 the run has no archive or no tokenizer, or there is nothing
+to write; 3 a file is damaged; 4 the file cannot be written
 """
+
+_NUMBER = 10
 
 
 def add_rollouts(commands: Any) -> None:
@@ -36,7 +43,7 @@ def add_rollouts(commands: Any) -> None:
         "rollouts",
         help="what a run has sampled",
         description="Print samples of a run's archive: prompt, response, score, and which weights sampled it. Those of "
-        "the last step there is, or of all steps with --best, --worst or --grep.",
+        "the last step there is, or of all steps with --best, --worst or --grep. Or write them as rows to train on.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -46,9 +53,22 @@ def add_rollouts(commands: Any) -> None:
     order.add_argument("--worst", action="store_true", help="those with the lowest scores, the worst first")
     rollouts.add_argument("--grep", metavar="REGEX", help="those whose prompt or response has this")
     rollouts.add_argument("--steps", metavar="N[-M]", help="of these training steps alone")
-    rollouts.add_argument("--number", type=int, default=10, metavar="N", help="at most so many (default: 10)")
+    rollouts.add_argument("--number", type=int, metavar="N", help=f"at most so many (default: {_NUMBER})")
     rollouts.add_argument("--tokenizer", type=Path, metavar="PATH", help="of the run, where it is not found there")
     rollouts.add_argument("--json", action="store_true", help="print JSON, an object on a line for each, with tokens")
+    rollouts.add_argument(
+        "--export", type=Path, metavar="FILE", help="write JSONL that data.train takes, and show nothing"
+    )
+    rollouts.add_argument(
+        "--as",
+        dest="kind",
+        choices=KINDS,
+        help="with --export: the best response to each prompt, to imitate; pairs of the best and the worst of each "
+        "group; or every response, and whether it is wanted",
+    )
+    rollouts.add_argument(
+        "--min-score", type=float, metavar="SCORE", help="with --export: of what is to be imitated, preferred or wanted"
+    )
     rollouts.set_defaults(run=run, recipe=None, overrides=())
 
 
@@ -57,26 +77,68 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: An option is wrong, or the run has no archive.
-        DataError: There is no tokenizer.
+        DataError: There is no tokenizer, or no row to be written.
         CheckpointError: The archive is damaged.
+        WriteError: The file cannot be written.
     """
     from hybridflow.checkpoint.console import print_foreign
     from hybridflow.data.tokenizer import open_tokenizer
 
+    _check_export(arguments)
     steps, pattern = _steps(arguments.steps), _pattern(arguments.grep)
     folder = _archive(arguments.run_dir)
     tokenizer = open_tokenizer(_tokenizer(arguments.run_dir) if arguments.tokenizer is None else arguments.tokenizer)
+    if arguments.export is not None:
+        return _export(arguments, folder, steps, pattern, tokenizer)
     if steps is None and not (arguments.best or arguments.worst or pattern):
         last = _last_step(folder)
         steps = range(last, last + 1)
-    samples = (each for each in _samples(folder, steps) if pattern is None or _matches(each, pattern, tokenizer))
-    chosen = _choose(samples, arguments)
+    chosen = _choose(_matching(folder, steps, pattern, tokenizer), arguments)
     lines = [_as_json(each, tokenizer) if arguments.json else _as_text(each, tokenizer) for each in chosen]
     if lines:
         print_foreign("\n".join(lines) if arguments.json else "\n\n".join(lines))
     else:
         print("hybridflow: no sample matches", file=sys.stderr, flush=True)
     return 0
+
+
+def _check_export(arguments: argparse.Namespace) -> None:
+    """Refuse options of which one would be ignored."""
+    if (arguments.export is None) != (arguments.kind is None):
+        raise ConfigError(f"--export FILE and --as {'|'.join(KINDS)}: one was given without the other; give both")
+    shown = [name for name in ("best", "worst", "number", "json") if getattr(arguments, name)]
+    if arguments.export is not None and shown:
+        raise ConfigError(f"--{shown[0]}: says what is shown, and with --export nothing is; leave it out")
+    if arguments.export is None and arguments.min_score is not None:
+        raise ConfigError("--min-score: is for --export; to see the best samples give --best")
+
+
+def _export(
+    arguments: argparse.Namespace,
+    folder: Path,
+    steps: range | None,
+    pattern: re.Pattern[str] | None,
+    tokenizer: Tokenizer,
+) -> int:
+    """Write rows, all of them or none."""
+    from hybridflow.observe.files import replace_by_pieces
+
+    export = Export(arguments.kind, tokenizer, arguments.min_score)
+    rows = export.rows(_matching(folder, steps, pattern, tokenizer))
+    try:
+        replace_by_pieces(arguments.export, as_lines(rows))
+    except OSError as error:
+        raise WriteError(f"--export {arguments.export}: cannot be written: {error}") from error
+    left_out = f"; left out: {export.told()}" if export.left_out else ""
+    print(f"hybridflow: wrote {len(rows)} rows to {arguments.export}{left_out}", file=sys.stderr, flush=True)
+    return 0
+
+
+def _matching(
+    folder: Path, steps: range | None, pattern: re.Pattern[str] | None, tokenizer: Tokenizer
+) -> Iterator[Archived]:
+    samples = _samples(folder, steps)
+    return samples if pattern is None else (each for each in samples if _matches(each, pattern, tokenizer))
 
 
 def _steps(text: str | None) -> range | None:
@@ -132,11 +194,12 @@ def _samples(folder: Path, steps: range | None) -> Iterator[Archived]:
 
 
 def _choose(samples: Iterator[Archived], arguments: argparse.Namespace) -> list[Archived]:
+    number = _NUMBER if arguments.number is None else arguments.number
     if arguments.best:
-        return heapq.nlargest(arguments.number, _scored(samples), key=lambda each: each.score)
+        return heapq.nlargest(number, _scored(samples), key=lambda each: each.score)
     if arguments.worst:
-        return heapq.nsmallest(arguments.number, _scored(samples), key=lambda each: each.score)
-    return heapq.nsmallest(arguments.number, samples, key=lambda each: (each.step, each.draw, each.index))
+        return heapq.nsmallest(number, _scored(samples), key=lambda each: each.score)
+    return heapq.nsmallest(number, samples, key=lambda each: (each.step, each.draw, each.index))
 
 
 def _scored(samples: Iterator[Archived]) -> Iterator[Archived]:

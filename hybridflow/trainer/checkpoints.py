@@ -26,6 +26,7 @@ from hybridflow.config import Recipe, reference_is_base
 from hybridflow.errors import CheckpointError
 from hybridflow.models.adapters import base_spec, factor_spec
 from hybridflow.models.training import Trainable
+from hybridflow.observe.starts import STARTS_FILE
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.spec import ModelSpec
 from hybridflow.roles.job import Job
@@ -77,18 +78,26 @@ people lower half-way. All else that the above does not name may change too: ran
 
 
 def check_new(run_dir: Path) -> None:
-    """Refuse to begin a run anew where an earlier one has checkpoints.
+    """Refuse to begin a run anew where an earlier one has checkpoints, or within another run's directory or around it.
 
-    Its own first save would be refused too, when the training is done.
+    Its own first save would be refused too, when the training is done. Two runs of which one is within the other are
+    mostly one without a namespace, and one of a namespace of that name.
 
     Raises:
-        CheckpointError: There is a checkpoint.
+        CheckpointError: There is a checkpoint, or another run.
     """
     step = latest_step(run_dir)
     if step is not None:
         raise CheckpointError(
             f"{run_dir}: holds a run with a checkpoint of step {step}; add --resume to go on from it, set run_dir to "
             f"another directory, or remove {run_dir / 'checkpoints'} to begin anew"
+        )
+    places = (run_dir.parent / STARTS_FILE, *run_dir.glob(f"*/{STARTS_FILE}"))
+    others = [path.parent for path in places if path.is_file()]
+    if others:
+        raise CheckpointError(
+            f"{run_dir}: {others[0]} is another run's directory, and one would be within the other; set name, "
+            "namespace or run_dir to another"
         )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config import Recipe
+from hybridflow.models.gpt import DTYPES
 from hybridflow.observe.exporters import Exporter, Outlet, close_outlets, open_outlets
 from hybridflow.observe.metrics import MetricsLog
 from hybridflow.observe.report import draw_learning_curve, write_summary
@@ -16,8 +17,9 @@ from hybridflow.observe.status_file import StatusFile
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.timeline_file import TimelineFile
 from hybridflow.parallel.world import World
+from hybridflow.trainer.meter import RankMeter, peak_flops
 from hybridflow.trainer.profiling import Profiler
-from hybridflow.trainer.step_metrics import step_metrics
+from hybridflow.trainer.step_metrics import Share, step_metrics
 
 _LEAVE_S, _LEAVE_STOPPED_S = 10.0, 2.0
 """For metrics that are still being sent when a run is done; when it stops before, in time for its end."""
@@ -38,6 +40,7 @@ class Record:
 
     def __init__(self, recipe: Recipe, world: World, number: int) -> None:
         self.timeline = Timeline()
+        self.timeline.meter = RankMeter(world.device)
         self.summary: dict[str, Any] = {"name": recipe.name, "algorithm": recipe.algorithm, "ranks": world.size}
         self._recipe, self._world, self._run_dir = recipe, world, Path(recipe.run_dir)
         self._number = number
@@ -52,7 +55,8 @@ class Record:
             self._status = StatusFile(self._run_dir, facts=facts)
 
     def open(self, resumed_step: int | None) -> None:
-        """Open the files to which steps are added; None: the run is a new one."""
+        """Open the files to which steps are added; None: the run is a new one. Measures the device, on each rank."""
+        self._peak_flops = peak_flops(self._world.device, DTYPES[self._recipe.model.dtype])
         if self._world.rank == 0:
             self._log = MetricsLog(
                 self._run_dir,
@@ -86,12 +90,16 @@ class Record:
         if self._status is not None:
             self._status.note(step=steps_done, job_end_s=job_end_s)
 
-    def end_step(self, step: int, shares: list[tuple[dict[str, float], list[Any]]]) -> dict[str, float]:
+    def share(self, metrics: Mapping[str, float], told: Mapping[str, Sequence[float]]) -> Share:
+        """What this rank has to say of the step: what its roles measured, and told of samples, and its timeline."""
+        return Share(metrics, self.timeline.spans, told, self.timeline.costs, self._peak_flops)
+
+    def end_step(self, step: int, shares: Sequence[Share]) -> dict[str, float]:
         """Write down a step. Returns its metrics, the same on every rank.
 
         Args:
             step: Its number.
-            shares: Of each rank, what its roles measured and its spans.
+            shares: Of each rank.
         """
         step_s = time.perf_counter() - self._began_perf_s
         self._profiler.end()
@@ -106,7 +114,7 @@ class Record:
             named = {self._prefix + name: value for name, value in written.items()}
             for outlet in self._outlets:
                 outlet.send(step, named)
-            self._timeline_file.add(step, self._began_s, step_s, [spans for _, spans in shares])
+            self._timeline_file.add(step, self._began_s, step_s, [share.spans for share in shares])
         return metrics
 
     def finish(self, step: int, *, is_done: bool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hybridflow.observe.distribution import measure_distributions
 
 PHASE_OF = {
     "actor.sample": "rollout",
@@ -33,7 +35,7 @@ PHASE_OF = {
 }
 _ADVANTAGES = (
     *("ppo", "safe", "grpo", "dr_grpo", "rloo", "opo", "remax"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "own"),
 )
 PHASE_OF |= {f"advantage.{call}": "advantage" for call in _ADVANTAGES}
 """Call -> the phase under which its time is shown; another one is shown by its own name."""
@@ -51,41 +53,139 @@ def merge_metrics(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return merged
 
 
-def step_metrics(shares: list[tuple[dict[str, float], list[Any]]], step_s: float) -> dict[str, float]:
+DISTRIBUTIONS = {
+    "reward/std": ("reward", "std"),
+    "reward/min": ("reward", "min"),
+    "reward/p10": ("reward", "p10"),
+    "reward/p50": ("reward", "p50"),
+    "reward/p90": ("reward", "p90"),
+    "reward/max": ("reward", "max"),
+    "reward/min_share": ("reward", "min_share"),
+    "reward/max_share": ("reward", "max_share"),
+    "response/length_std": ("length", "std"),
+    "response/length_min": ("length", "min"),
+    "response/length_p50": ("length", "p50"),
+    "response/length_p90": ("length", "p90"),
+    "response/length_p99": ("length", "p99"),
+    "response/length_max": ("length", "max"),
+    "response/cut_share": ("is_cut", "mean"),
+    "rollout/latency_p50_s": ("latency_s", "p50"),
+    "rollout/latency_p90_s": ("latency_s", "p90"),
+    "rollout/latency_p99_s": ("latency_s", "p99"),
+    "rollout/first_token_p50_s": ("first_token_s", "p50"),
+    "rollout/first_token_p90_s": ("first_token_s", "p90"),
+    "rollout/first_token_p99_s": ("first_token_s", "p99"),
+}
+"""Metric -> what one rank of each replica tells of its samples (``told``), and what of all these numbers it is."""
+
+
+COMPUTING = ("rollout", "reward", "log_probs", "teacher", "values", "update", "validation")
+"""Phases in which models compute."""
+
+
+class Share(NamedTuple):
+    """What one rank has to say of a step.
+
+    Attributes:
+        metrics: What its roles measured.
+        spans: Of its timeline: ``(kind, name, seconds, …)``.
+        told: Numbers of single samples, see ``DISTRIBUTIONS``.
+        costs: Of its timeline: ``(kind, name, flops, tokens, peak_bytes)``.
+        peak_flops: Operations per second that its device could do; 0: not known.
+    """
+
+    metrics: Mapping[str, float]
+    spans: Sequence[Sequence[Any]] = ()
+    told: Mapping[str, Sequence[float]] = {}
+    costs: Sequence[Sequence[Any]] = ()
+    peak_flops: float = 0.0
+
+
+def step_metrics(shares: Sequence[Share], step_s: float) -> dict[str, float]:
     """What goes into the log for one step.
 
     Args:
-        shares: Of each rank, what its roles measured and the spans of its timeline ``(kind, name, seconds, …)``.
+        shares: Of each rank.
         step_s: Length of the step.
 
     Returns:
-        The roles' metrics; ``time/<phase>_s``, of the rank that took longest; ``throughput/tokens_per_s`` over prompts
-        and responses; and ``control/overhead_share``: the part of the step that went into the schedule, decisions,
-        metrics and moving columns. Of a move or decision only the time of the quickest participant counts: the others
-        waited for computations to end.
+        The roles' metrics; what single samples tell together; ``time/<phase>_s``, of the rank that took longest; what
+        each phase computed; ``throughput/tokens_per_s`` over prompts and responses; and ``control/overhead_share``: the
+        part of the step that went into the schedule, decisions, metrics and moving columns.
     """
-    metrics = merge_metrics(share for share, _ in shares)
+    metrics = merge_metrics(share.metrics for share in shares)
+    told: dict[str, list[float]] = {}
+    for share in shares:
+        for what, numbers in share.told.items():
+            told.setdefault(what, []).extend(numbers)
+    metrics |= measure_distributions(told, DISTRIBUTIONS)
+    phases, overhead_s = _times(shares, step_s)
+    metrics["time/step_s"] = step_s
+    metrics |= {f"time/{phase}_s": seconds for phase, seconds in phases.items()}
+    metrics["time/control_s"] = overhead_s
+    metrics["control/overhead_share"] = overhead_s / step_s
+    metrics["throughput/tokens_per_s"] = metrics["batch/num_tokens"] / step_s
+    return metrics | _costs(shares, phases, step_s)
+
+
+def _times(shares: Sequence[Share], step_s: float) -> tuple[dict[str, float], float]:
+    """Seconds of each phase, and of what computes nothing.
+
+    Of a move or decision only the time of the quickest participant counts: the others waited for computations to end.
+    """
     phases: dict[str, float] = {}
     waits: dict[str, list[float]] = {}
     idle: list[float] = []
-    for _, spans in shares:
+    for share in shares:
         own: dict[str, float] = {}
         collective: dict[str, float] = {}
-        for kind, name, seconds, *_ in spans:
+        for kind, name, seconds, *_ in share.spans:
             if kind in ("move", "control") or name in CONTROL_CALLS:
                 collective[name] = collective.get(name, 0.0) + seconds
             else:
-                phase = PHASE_OF.get(name, name) if kind == "call" else "reshard"
+                phase = _phase(kind, name)
                 own[phase] = own.get(phase, 0.0) + seconds
         for name, seconds in collective.items():
             waits.setdefault(name, []).append(seconds)
         for phase, seconds in own.items():
             phases[phase] = max(phases.get(phase, 0.0), seconds)
         idle.append(step_s - sum(own.values()) - sum(collective.values()))
-    overhead_s = sum(min(seconds) for seconds in waits.values()) + max(0.0, min(idle))
-    metrics["time/step_s"] = step_s
-    metrics |= {f"time/{phase}_s": seconds for phase, seconds in phases.items()}
-    metrics["time/control_s"] = overhead_s
-    metrics["control/overhead_share"] = overhead_s / step_s
-    metrics["throughput/tokens_per_s"] = metrics["batch/num_tokens"] / step_s
+    return phases, sum(min(seconds) for seconds in waits.values()) + max(0.0, min(idle))
+
+
+def _costs(shares: Sequence[Share], phases: Mapping[str, float], step_s: float) -> dict[str, float]:
+    """Memory of each phase, tokens per second, operations per second, and these over what the devices could do."""
+    metrics: dict[str, float] = {}
+    tokens: dict[str, float] = {}
+    flops: dict[str, float] = {}
+    peaks: dict[str, list[float]] = {}
+    for share in shares:
+        own: dict[str, float] = {}
+        for kind, name, num_flops, num_tokens, peak_bytes in share.costs:
+            if name in CONTROL_CALLS:
+                continue
+            phase = _phase(kind, name)
+            own[phase] = own.get(phase, 0.0) + num_flops
+            tokens[phase] = tokens.get(phase, 0.0) + num_tokens
+            memory = f"memory/{phase}_bytes"
+            metrics[memory] = max(metrics.get(memory, 0), peak_bytes)
+        for phase, num_flops in own.items():
+            if num_flops:
+                flops[phase] = flops.get(phase, 0.0) + num_flops
+                peaks.setdefault(phase, []).append(share.peak_flops)
+    metrics = {name: most for name, most in metrics.items() if most}
+    for phase, num_flops in flops.items():
+        if phase not in COMPUTING:
+            continue
+        metrics[f"throughput/{phase}_tokens_per_s"] = tokens[phase] / phases[phase]
+        if all(peaks[phase]):
+            metrics[f"mfu/{phase}"] = num_flops / (phases[phase] * sum(peaks[phase]))
+    if flops:
+        metrics["throughput/flop_per_s"] = sum(flops.values()) / step_s
+        if all(share.peak_flops for share in shares):
+            metrics["mfu/step"] = metrics["throughput/flop_per_s"] / sum(share.peak_flops for share in shares)
     return metrics
+
+
+def _phase(kind: str, name: str) -> str:
+    return PHASE_OF.get(name, name) if kind == "call" else "reshard"

@@ -39,7 +39,7 @@ from hybridflow.trainer.record import Record
 from hybridflow.trainer.roles import make_roles
 from hybridflow.trainer.schedule import learning_rate
 from hybridflow.trainer.starting import note_failure, note_start
-from hybridflow.trainer.step_metrics import merge_metrics
+from hybridflow.trainer.step_metrics import Share, merge_metrics
 from hybridflow.trainer.stopping import Stopping
 from hybridflow.trainer.validations import Validations
 
@@ -295,15 +295,14 @@ class Trainer:
         about = decided["train_step"]
         self.step = about["step"]
         rates = {_RATE_OF[name]: rate for name, rate in self._rates(self.step).items()}
-        own = [self._take_metrics() | rates, self._record.timeline.spans, self._stopping.own_reason(), self._scores()]
+        share = self._record.share(self._take_metrics() | rates, self._take_told())
+        own = [share, self._stopping.own_reason(), self._scores()]
         gathered = self._everyone.gather(own, "metrics of the step")
         groups = self.roles.get("groups")
         self.next_draw = about["first_draw"] + about["num_prompts"] if groups is None else groups.next_draw
-        self._metrics = metrics = self._record.end_step(
-            self.step, [(measured, spans) for measured, spans, *_ in gathered]
-        )
+        self._metrics = metrics = self._record.end_step(self.step, [Share(*found) for found, *_ in gathered])
         self._stopping.learn(metrics)
-        self._stopping.settle(reason for _, _, reason, _ in gathered)
+        self._stopping.settle(reason for _, reason, _ in gathered)
         for *_, scores in gathered:
             self._rollouts.add_scores(self.step, scores)
         if "validation/accuracy" in metrics:
@@ -319,13 +318,13 @@ class Trainer:
         self._set_rates()
         self._record.begin_step(self.step, self._stopping.job_end_s)
 
-    def _scores(self) -> list[tuple[int, float]]:
-        """Those that this rank knows of the step's samples, by id; where samples are archived."""
-        advantage = self.roles.get("advantage")
-        if advantage is None:
-            return []
-        scores, advantage.scores = advantage.scores, {}
-        return list(scores.items())
+    def _scores(self) -> list[tuple[int, int, float]]:
+        """Those that this rank tells of the step's samples, by draw and index; where samples are archived."""
+        found: list[tuple[int, int, float]] = []
+        for role in (self.roles[name] for name in ("groups", "advantage") if name in self.roles):
+            own, role.scores = role.scores, []
+            found += own
+        return found
 
     def save(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint, complete or not at all. Called on all ranks."""
@@ -577,6 +576,15 @@ class Trainer:
         for each in measuring:
             each.metrics.clear()
         return metrics
+
+    def _take_told(self) -> dict[str, list[float]]:
+        """What the roles of this rank told of single samples since they were last asked."""
+        told: dict[str, list[float]] = {}
+        for role in self.roles.values():
+            own = getattr(role, "told", {})
+            told |= own
+            own.clear()
+        return told
 
     def _finish(self) -> None:
         """Write what is known at the end. Collective: all ranks, which leave together."""

@@ -132,7 +132,7 @@ def lasting_metrics(run_dir: Path) -> list[dict[str, float]]:
             name: value
             for name, value in row.items()
             if not name.endswith("_s")
-            and not name.startswith(("control/", "checkpoint/", "run/"))
+            and not name.startswith(("control/", "checkpoint/", "run/", "memory/", "mfu/"))
             and name not in _OF_A_ROLLOUT
         }
         for row in rows

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import h5py
 import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
 import pytest
 import torch.utils.tensorboard  # noqa: F401
@@ -126,7 +127,7 @@ def run(folder: Path, argv: list[str], hook: Any = noting, rewards: str = REWARD
 def whole(tmp_path_factory) -> Path:
     """DAPO on two replicas."""
     folder = tmp_path_factory.mktemp("whole")
-    done = run(folder, DAPO)
+    done = run(folder, [*DAPO, "rollout.archive=true"])
     assert set(done.codes) == {0} and done.err == "", done.err
     return folder
 
@@ -151,6 +152,16 @@ def test_the_batch_is_the_first_groups_that_teach_something(whole):
         assert numbers["groups/tries"] == len(turns)
         next_draw = chosen[-1] + 1
     assert any(numbers["groups/tries"] > 1 for numbers in lasting_metrics(whole / "run")), "nothing was refilled"
+
+
+def test_the_archive_has_the_scores_of_what_was_left_out(whole):
+    with h5py.File(whole / "run/rollouts/all.h5") as file:
+        archived = {name: file[name][:].tolist() for name in ("step", "draw", "index", "score")}
+    found = {
+        (step, draw * GROUP_SIZE + index): score for step, draw, index, score in zip(*archived.values(), strict=True)
+    }
+    scored = {(step, ident): score for step, _, ident, _, score, _ in rows(whole, "scored")}
+    assert found == scored and len(found) > len(taken(whole))
 
 
 def test_replicas_get_as_many_groups(whole):

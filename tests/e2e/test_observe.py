@@ -93,6 +93,26 @@ def test_metrics_count_restarts(seen: Any):
     assert [row["run/restarts"] for row in rows] == [0 if row["step"] <= resumed else 1 for row in rows]
 
 
+def test_metrics_tell_how_long_responses_took_and_what_was_computed(seen: Any):
+    # What the killed start had sampled was not sampled again.
+    rows = [row for row in read_metrics(seen[0]) if "rollout/reused" not in row]
+    assert len(rows) >= 2
+    for row in rows:
+        for what in ("latency", "first_token"):
+            times = [row[f"rollout/{what}_{name}_s"] for name in ("p50", "p90", "p99")]
+            assert 0 < times[0] <= times[1] <= times[2] <= row["time/rollout_s"]
+        assert row["rollout/first_token_p50_s"] <= row["rollout/latency_p50_s"]
+        # Each of 8 samples is of 4 tokens at most, and every sequence is learned from once.
+        assert row["throughput/rollout_tokens_per_s"] * row["time/rollout_s"] == pytest.approx(
+            8 * row["response/length_mean"]
+        )
+        assert row["throughput/update_tokens_per_s"] * row["time/update_s"] == pytest.approx(row["batch/num_tokens"])
+        assert all(0 < row[f"mfu/{phase}"] < 1 for phase in ("step", "rollout", "log_probs", "update"))
+        assert row["mfu/step"] < row["mfu/update"]
+        memory = {row[f"memory/{phase}_bytes"] for phase in ("rollout", "reward", "log_probs", "update", "reshard")}
+        assert min(memory) > 50 << 20 and max(memory) < 8 << 30
+
+
 def test_the_timeline_has_both_starts_and_the_times_of_the_metrics(seen: Any):
     run_dir = seen[0]
     events = trace_events(run_dir / "trace" / "timeline.json")

@@ -12,7 +12,7 @@ import pytest
 import torch.utils.tensorboard  # noqa: F401
 
 from hybridflow.cli import main
-from hybridflow.data.rollout_log import LogWriter, list_logs, read_log
+from hybridflow.data.rollout_log import FINISHES, LogWriter, list_logs, read_log
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.roles.actor import Actor
 from hybridflow.rollout import engine
@@ -132,9 +132,16 @@ def test_archive_holds_what_was_sampled(runs, tmp_path):
     whole, killed = runs
     assert len(sampled(whole)) == 4 * 8 and archived(whole) == sampled(whole)
     with h5py.File(whole / "run/rollouts/all.h5") as file:
-        steps, scores = file["step"][:], file["score"][:]
+        steps, scores, lengths, finishes = (file[name][:] for name in ("step", "score", "response_length", "finish"))
     for row in read_metrics(whole / "run"):
-        assert np.isclose(scores[steps == row["step"]].mean(), row["reward/mean"])
+        own = steps == row["step"]
+        # Two ranks told of them, each of its own.
+        assert np.isclose(scores[own].mean(), row["reward/mean"])
+        for name, told in (("reward/", scores[own]), ("response/length_", lengths[own])):
+            assert np.isclose(np.quantile(told, 0.9), row[f"{name}p90"]) and np.isclose(told.std(), row[f"{name}std"])
+            assert (told.min(), told.max()) == (row[f"{name}min"], row[f"{name}max"])
+        assert np.isclose((scores[own] == scores[own].max()).mean(), row["reward/max_share"])
+        assert np.isclose((finishes[own] == FINISHES.index("length")).mean(), row["response/cut_share"])
     names = sorted(path.name for path in (whole / "run/rollouts/segments").iterdir())
     assert names == [
         f"step-{steps}-rank-0000{rank}.h5" for steps in ("000001-000002", "000003-000004") for rank in (0, 1)
@@ -299,6 +306,84 @@ def test_samples_are_shown_to_a_person(runs, capsys):
 )
 def test_what_cannot_be_shown_is_told(runs, words, status, told, capsys):
     assert main(["rollouts", str(runs[0] / "run"), *words]) == status
+    assert told in capsys.readouterr().err
+
+
+def replayed(folder, runs, *argv, num_ranks=2):
+    write_recipe(folder)
+    done = fork_ranks([*RUN, f"rollout.replay={runs[0] / 'run'}", *argv], folder, num_ranks=num_ranks, hook=noting)
+    assert set(done.codes) == {0} and done.err == "", done.err
+    assert {int(line) for path in folder.glob("generated-*") for line in path.read_text().split()} == {0}
+    assert all(row["rollout/reused"] == 1 for row in read_metrics(folder / "run"))
+
+
+def test_a_run_that_is_replayed_is_the_same_to_the_last_bit(runs, tmp_path):
+    replayed(tmp_path, runs, "correction.kind=none")
+    assert lasting_metrics(tmp_path / "run") == lasting_metrics(runs[0] / "run")
+    assert weights(tmp_path) == weights(runs[0])
+    assert sampled(tmp_path) == archived(tmp_path) == sampled(runs[0])
+
+
+def test_other_ranks_and_another_algorithm_learn_from_the_same_samples(runs, tmp_path):
+    for algorithm in ("grpo", "rloo"):
+        folder = tmp_path / algorithm
+        folder.mkdir()
+        alone = ["cluster.ranks=1", "actor.update={}", "actor.rollout={}", f"algorithm={algorithm}"]
+        replayed(folder, runs, *alone, num_ranks=1)
+        assert sampled(folder) == sampled(runs[0])
+    rows = [lasting_metrics(folder / "run") for folder in (runs[0], tmp_path / "grpo", tmp_path / "rloo")]
+    for first, again, other in zip(*rows, strict=True):
+        assert first["reward/mean"] == again["reward/mean"] == other["reward/mean"]
+        # The same weights sampled, so that nothing is to be corrected but what rounding makes.
+        assert again["correction/effective_share"] > 0.999 and "correction/effective_share" not in first
+        assert np.isclose(again["actor/loss"], first["actor/loss"], atol=1e-4)
+        assert np.isclose(again["actor/grad_norm"], first["actor/grad_norm"], rtol=1e-3)
+        assert not np.isclose(other["actor/grad_norm"], first["actor/grad_norm"], rtol=1e-3)
+
+
+def test_samples_of_other_data_are_not_replayed(runs, tmp_path):
+    write_recipe(tmp_path)
+    done = fork_ranks([*RUN, f"rollout.replay={runs[0] / 'run'}", "seed=5"], tmp_path)
+    assert "was sampled for another prompt" in done.err and "Traceback" not in done.err and 0 not in done.codes
+
+
+def test_samples_are_trained_on(runs, tmp_path, capsys):
+    """By a run with the same tokenizer, which imitates the best."""
+    run, best = runs[0] / "run", tmp_path / "best.jsonl"
+    assert main(["rollouts", str(run), "--export", str(best), "--as", "sft"]) == 0
+    rows = [json.loads(line) for line in best.read_text().splitlines()]
+    assert f"wrote {len(rows)} rows to {best}; left out: " in capsys.readouterr().err
+    whole = [each for each in shown(capsys, run, "--steps", "1-4", "--number", "99") if each["finish"] == "stop"]
+    assert {row["prompt"] for row in rows} == {each["prompt"] for each in whole} and len(rows) > 3
+    for row in rows:
+        assert row["score"] == max(each["score"] for each in whole if each["prompt"] == row["prompt"])
+        place = [row[name] for name in ("step", "draw", "index")]
+        (found,) = (each for each in whole if [each[name] for name in ("step", "draw", "index")] == place)
+        assert (row["answer"], row["score"]) == (found["response"], found["score"])
+    learn = [
+        *("train", "sft", f"data.train={best}", f"data.held_out={best}", "data.arithmetic=null"),
+        *("cluster.ranks=1", "actor.update={}", "actor.rollout={}", "trainer.steps=1", "trainer.global_batch_size=4"),
+        *("trainer.mini_batch_size=4", f"tokenizer={{path: {run / 'tokenizer.model'}}}", "model.max_context=24"),
+        f"run_dir={tmp_path / 'learned'}",
+    ]
+    done = fork_ranks(learn, tmp_path, num_ranks=1)
+    assert done.codes == (0,), done.err
+    assert read_metrics(tmp_path / "learned")[0]["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (("--export", "a.jsonl"), "--as"),
+        (("--as", "sft"), "--export"),
+        (("--export", "a.jsonl", "--as", "sft", "--best"), "--best"),
+        (("--export", "a.jsonl", "--as", "sft", "--min-score", "99"), "below --min-score"),
+        (("--export", "nowhere/a.jsonl", "--as", "sft"), "cannot be written"),
+        (("--min-score", "1"), "--export"),
+    ],
+)
+def test_what_cannot_be_exported_is_told(runs, words, told, capsys):
+    assert main(["rollouts", str(runs[0] / "run"), *words]) == (4 if "nowhere" in words[1] else 2)
     assert told in capsys.readouterr().err
 
 

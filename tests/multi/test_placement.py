@@ -16,8 +16,8 @@ from hybridflow.trainer.trainer import train
 from tests.ranks import run_ranks
 
 OF_THE_MACHINE = (
-    *("time", "throughput/", "control/", "reshard/", "checkpoint/"),
-    *("rollout/prefill_share", "rollout/preempted"),
+    *("time", "throughput/", "control/", "reshard/", "checkpoint/", "memory/", "mfu/"),
+    *("rollout/prefill_share", "rollout/preempted", "rollout/latency", "rollout/first_token"),
 )
 """Beginnings of metrics that differ from run to run, or say how the work was shared out."""
 

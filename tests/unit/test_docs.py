@@ -1,6 +1,7 @@
 """What the documentation shows is what the code does: commands, recipes, links, tables, parts made from code."""
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -17,7 +18,7 @@ from hybridflow.config import load_recipe, recipe_for_ranks, recipe_from_dict
 from hybridflow.doctor import command as doctor_command
 from hybridflow.launch.site import load_site
 from hybridflow.observe import status_command
-from hybridflow.trainer.step_metrics import PHASE_OF
+from hybridflow.trainer.step_metrics import COMPUTING, PHASE_OF
 
 ROOT = Path(__file__).parents[2]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("*.md")}
@@ -150,15 +151,28 @@ def test_table_of_metrics_is_what_the_trainer_writes():
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     written = {text for text in texts if re.fullmatch(r"[a-z_]+/[a-z_0-9]+", text)}
-    written |= {f"time/{phase}_s" for phase in {*PHASE_OF.values(), "reshard"}}
+    phases = {*PHASE_OF.values(), "reshard"}
+    written |= {name for phase in phases for name in (f"time/{phase}_s", f"memory/{phase}_bytes")}
+    written |= {name for phase in COMPUTING for name in (f"throughput/{phase}_tokens_per_s", f"mfu/{phase}")}
     rows = re.findall(r"^\| `([a-z_]+/[a-z_0-9]+)` \| (.+?) \| (.+?) \| .+ \|$", PAGES["docs/metrics.md"], flags=re.M)
     told = [name for name, _, _ in rows]
     for name, unit, kind in rows:
         assert kind in ("real", "count"), name
-        assert (unit in ("s", "tokens/s")) == name.endswith("_s"), name
+        assert (unit in ("s", "tokens/s", "FLOP/s")) == name.endswith("_s"), name
         assert (unit == "bytes") == name.endswith("bytes") and (not name.endswith("share") or unit == "share"), name
     # The warm start measures its loss, and no step of the log is there to take it.
     assert sorted(told) == sorted(written - {"warm_start/loss"})
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are():
+    board = json.loads((ROOT / "docs/grafana.json").read_text(encoding="utf-8"))
+    told = re.findall(r"^\| `([a-z_]+/[a-z_0-9]+)` \|", PAGES["docs/metrics.md"], flags=re.M)
+    known = {f"hybridflow_{name.replace('/', '_')}": name for name in told}
+    targets = [target for panel in board["panels"] for target in panel["targets"]]
+    assert len(targets) > 30 and len(board["panels"]) == 12
+    for target in targets:
+        metric = target["expr"].removesuffix('{run=~"$run"}')
+        assert target["legendFormat"] == f"{{{{run}}}} {known[metric]}"
 
 
 @pytest.mark.parametrize("tool", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.name)

@@ -32,6 +32,7 @@ from hybridflow.observe.exporters import (
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.parallel.world import World
 from hybridflow.trainer.record import Record
+from hybridflow.trainer.step_metrics import Share
 from tests.waiting import wait_until
 
 GATEWAY = shutil.which("prometheus-pushgateway")
@@ -201,7 +202,7 @@ def test_a_run_sends_its_steps_with_the_names_of_its_namespace(tmp_path):
         record = Record(recipe, world, 1)
         record.open(None)
         record.begin_step(0, None)
-        record.end_step(1, [({"reward/mean": 0.25, "batch/num_tokens": 8.0}, [])])
+        record.end_step(1, [Share({"reward/mean": 0.25, "batch/num_tokens": 8.0})])
         record.finish(1, is_done=False)
     finally:
         # Ranks that later tests fork have a world of their own.

@@ -71,6 +71,7 @@ LIGHT = [
     *("dataflow.graph", "dataflow.schedule", "dataflow.compiler", "reshard.plan", "reshard.optimizer"),
     *("reshard.report", "reshard.draw"),
     *("observe.metrics", "observe.report", "observe.starts", "observe.timeline", "observe.timeline_file"),
+    *("observe.distribution", "observe.work", "models.flops"),
     *("observe.table", "observe.status", "observe.status_command", "observe.status_file", "observe.status_text"),
     *(
         "data.order",

@@ -23,6 +23,21 @@ def test_a_new_run_is_refused_at_once_where_an_earlier_one_has_a_checkpoint(tmp_
         check_new(tmp_path)
 
 
+def test_a_new_run_is_refused_within_another_and_around_one(tmp_path):
+    """As of a namespace and a run without one that have the same name."""
+    run, other = tmp_path / "search-rl", tmp_path / "other"
+    for folder in (run, other):
+        folder.mkdir()
+        check_new(folder)
+    (run / "starts.jsonl").touch()
+    for folder in (run, other):
+        check_new(folder)
+    with pytest.raises(CheckpointError, match=f"{run} is another run's directory"):
+        check_new(run / "grpo")
+    with pytest.raises(CheckpointError, match=f"{run} is another run's directory"):
+        check_new(tmp_path)
+
+
 def job_of(tmp_path, change=""):
     recipe = load_recipe("quickstart", [f"run_dir={tmp_path}", *SETTINGS, *filter(None, change.split("; "))])
     world = SimpleNamespace(coordinator=lambda ranks: Coordinator(0, (0,), None), rank=0)

@@ -138,7 +138,7 @@ def train(folder: str, settings: dict[str, Any], lines: Path) -> None:
         measured: dict[str, float]
 
         def end_step(self, step: int, shares: Any) -> dict[str, float]:
-            own = [(found, [span for span in spans if span[1] != "train_step"]) for found, spans in shares]
+            own = [each._replace(spans=[span for span in each.spans if span[1] != "train_step"]) for each in shares]
             self.measured = super().end_step(step, own)
             return self.measured
 

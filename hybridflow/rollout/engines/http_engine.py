@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from hybridflow.errors import DataError, EngineError
@@ -120,13 +121,14 @@ class HttpEngine:
 
     def _collect(self, run: _Run, requests: list[Request], progress: Progress | None) -> list[Response]:
         responses: dict[int, Response] = {}
+        began_s = time.monotonic()
         run.start(min(self._max_in_flight, len(requests)))
         while len(responses) < len(requests):
             new = run.wait()
             for number, outcome in new:
                 if isinstance(outcome, BaseException):
                     raise outcome
-                responses[number] = outcome
+                responses[number] = replace(outcome, latency_s=time.monotonic() - began_s)
             _check_hope(responses, min(self._max_in_flight, len(requests)))
             if progress is None:
                 continue

@@ -6,6 +6,8 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -104,6 +106,7 @@ class OwnEngine:
             if reason := self.refusal(request):
                 raise DataError(f"request of draw {request.draw}: {reason}")
         self._module.eval()
+        began_s = perf_counter()
         found: dict[int, Response] = {}
         for numbers in self._batches(requests):
             batch = [requests[number] for number in numbers]
@@ -117,7 +120,8 @@ class OwnEngine:
             sampled = (
                 self._by_generate(batch, purpose) if self._has_generate else self._by_forward(batch, purpose, look)
             )
-            responses = [self._response(*each) for each in zip(batch, sampled, strict=True)]
+            made = (self._response(*each) for each in zip(batch, sampled, strict=True))
+            responses = [replace(each, latency_s=perf_counter() - began_s) for each in made]
             found.update(zip(numbers, responses, strict=True))
             if progress is not None:
                 progress.finished(list(zip(batch, responses, strict=True)))

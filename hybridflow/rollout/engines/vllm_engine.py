@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +181,7 @@ class VllmEngine:
 
     def _run(self, requests: list[Request], responses: dict[int, Response], progress: Progress | None) -> None:
         engine, fresh, num_steps = self._llm.llm_engine, list[int](), 0
+        began_s = time.monotonic()
         while len(responses) < len(requests):
             if progress is not None and num_steps % LOOK_STEPS == 0:
                 _hand_over(requests, responses, fresh, progress)
@@ -190,7 +193,8 @@ class VllmEngine:
             for output in engine.step():
                 if output.finished:
                     number = int(output.request_id)
-                    responses[number] = self._response(requests[number], output)
+                    response = self._response(requests[number], output)
+                    responses[number] = replace(response, latency_s=time.monotonic() - began_s)
                     fresh.append(number)
             num_steps += 1
         if progress is not None:

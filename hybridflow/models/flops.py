@@ -1,0 +1,80 @@
+"""How many floating-point operations a model needs. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hybridflow.families.model import Model
+
+BACKWARD = 2
+"""Of each product of matrices the backward pass has two: for the gradient of the weights, and for that of the input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlops:
+    """Operations of a forward pass, a multiplication and an addition counting as two.
+
+    What is no product of matrices (norms, activations, softmax) is left out, as is usual (arXiv 2204.02311).
+
+    Attributes:
+        per_token: In the layers, but for the two products of attention scores.
+        per_pair: In these, of a token and one that it sees, itself included; of all layers. A window is not taken off.
+        per_output: For the logits of a token, or its value.
+    """
+
+    per_token: int
+    per_pair: int
+    per_output: int
+
+    def forward(self, tokens: float, pairs: float, outputs: float) -> float:
+        """Of so many tokens, pairs of tokens, and tokens whose logits or values are wanted."""
+        return self.per_token * tokens + self.per_pair * pairs + self.per_output * outputs
+
+    def training(self, tokens: float, pairs: float, outputs: float, *, is_frozen: bool = False) -> float:
+        """The same with the backward pass; frozen weights, below adapters, have no gradient. Adapters are left out."""
+        products = 1 + BACKWARD - is_frozen
+        matrices = self.per_token * tokens + self.per_output * outputs
+        return products * matrices + (1 + BACKWARD) * self.per_pair * pairs
+
+
+def model_flops(model: Model, *, vocab_size: int, has_value_head: bool = False) -> ModelFlops:
+    """Of a model of a recipe, whatever its layout.
+
+    Args:
+        model: Its shape.
+        vocab_size: True vocabulary, before padding.
+        has_value_head: Values instead of logits.
+    """
+    hidden, heads = model.hidden_size, model.num_attention_heads * model.head_size
+    attention = hidden * (heads + 2 * model.query_groups * model.head_size) + heads * hidden
+    feed_forward = 3 * hidden * model.ffn_hidden_size
+    if model.num_experts is not None:
+        feed_forward = model.experts_per_token * feed_forward + hidden * model.num_experts
+    return ModelFlops(
+        per_token=2 * model.num_layers * (attention + feed_forward),
+        per_pair=4 * model.num_layers * heads,
+        per_output=2 * hidden * (1 if has_value_head else vocab_size),
+    )
+
+
+def sequence_pairs(length: int, begun: int = 0) -> int:
+    """Pairs of a token and one that it sees, of a sequence of so many tokens, without those of its first ``begun``."""
+    return (length * (length + 1) - begun * (begun + 1)) // 2
+
+
+def sampling_flops(model: ModelFlops, samples: Iterable[tuple[int, int, int]]) -> float:
+    """Of sampling responses with a cache: a prompt is computed once for all of its samples.
+
+    Args:
+        model: Of the sampler.
+        samples: Of each its draw, and the tokens of its prompt and of its response.
+    """
+    prompts: dict[int, int] = {}
+    flops = 0.0
+    for draw, prompt, response in samples:
+        prompts[draw] = prompt
+        # The last token is sampled, and goes through the model no more.
+        length = prompt + max(response - 1, 0)
+        flops += model.forward(length - prompt, sequence_pairs(length, prompt), response)
+    return flops + sum(model.forward(prompt, sequence_pairs(prompt), 0) for prompt in prompts.values())

@@ -1,0 +1,130 @@
+"""Rows for ``data.train`` from what a run has sampled: what to imitate, pairs, or what is wanted and what is not."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from hybridflow.data.tokenizer import Tokenizer
+    from hybridflow.rollout.archive import Archived
+
+KINDS = ("sft", "dpo", "kto")
+Row = dict[str, Any]
+
+
+class Export:
+    """Makes rows of samples, and counts what it leaves out.
+
+    A row's text ends with an end of sequence when it is learned from, so responses that were cut are left out.
+
+    Args:
+        kind: ``sft``: of each prompt the response with the highest score; ``dpo``: of each group the responses with the
+            highest and the lowest, where these differ; ``kto``: every response, which is wanted from ``min_score`` on.
+        tokenizer: Of the run.
+        min_score: Of what is imitated, or the better of a pair, the lowest score; None: any. ``kto`` needs it.
+
+    Attributes:
+        left_out: Reason -> how many samples, or groups.
+
+    Raises:
+        ConfigError: ``kto`` without ``min_score``.
+    """
+
+    def __init__(self, kind: str, tokenizer: Tokenizer, min_score: float | None = None) -> None:
+        if kind == "kto" and min_score is None:
+            raise ConfigError("--as kto: which responses are wanted? give the lowest score of one with --min-score")
+        self.left_out: Counter[str] = Counter()
+        self._kind, self._tokenizer, self._min_score = kind, tokenizer, min_score
+
+    def rows(self, samples: Iterable[Archived]) -> list[Row]:
+        """The rows, in the order of the samples.
+
+        Raises:
+            DataError: There are none; or a prompt's text would be read as other tokens.
+        """
+        usable = self._usable(samples)
+        makers = {"sft": self._to_imitate, "dpo": self._pairs, "kto": self._judged}
+        rows = list(makers[self._kind](usable))
+        if not rows:
+            raise DataError(f"no sample gives a row for --as {self._kind}: {self.told() or 'there are none'}")
+        return rows
+
+    def told(self) -> str:
+        """What was left out, in words; empty: nothing was."""
+        return ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
+
+    def _usable(self, samples: Iterable[Archived]) -> Iterator[Archived]:
+        for sample in samples:
+            if sample.score != sample.score:
+                self.left_out["without a score"] += 1
+            elif sample.finish != "stop":
+                self.left_out["cut at the most tokens"] += 1
+            else:
+                yield sample
+
+    def _to_imitate(self, samples: Iterable[Archived]) -> Iterator[Row]:
+        best: dict[tuple[int, ...], Archived] = {}
+        for sample in samples:
+            known = best.get(tuple(sample.prompt))
+            # Of equal ones the later: it is of weights that have learned more.
+            if known is None or (sample.score, sample.step) > (known.score, known.step):
+                best[tuple(sample.prompt)] = sample
+        for sample in best.values():
+            if self._is_below(sample):
+                self.left_out["prompts whose best is below --min-score"] += 1
+            else:
+                yield {"prompt": self._prompt(sample), "answer": self._text(sample), **_origin(sample)}
+
+    def _pairs(self, samples: Iterable[Archived]) -> Iterator[Row]:
+        groups: dict[tuple[int, int], tuple[Archived, Archived]] = {}
+        for sample in samples:
+            worst, best = groups.get((sample.step, sample.draw), (sample, sample))
+            worst = sample if sample.score < worst.score else worst
+            best = sample if sample.score > best.score else best
+            groups[sample.step, sample.draw] = worst, best
+        for worst, best in groups.values():
+            chosen, rejected = self._text(best), self._text(worst)
+            if best.score == worst.score or chosen == rejected:
+                self.left_out["groups in which nothing is better than the rest"] += 1
+            elif self._is_below(best):
+                self.left_out["groups whose best is below --min-score"] += 1
+            else:
+                texts = {"prompt": self._prompt(best), "chosen": chosen, "rejected": rejected}
+                yield {**texts, "margin": best.score - worst.score, **_origin(best)}
+
+    def _judged(self, samples: Iterable[Archived]) -> Iterator[Row]:
+        for sample in samples:
+            texts = {"prompt": self._prompt(sample), "completion": self._text(sample)}
+            yield {**texts, "wanted": not self._is_below(sample), **_origin(sample)}
+
+    def _is_below(self, sample: Archived) -> bool:
+        return self._min_score is not None and sample.score < self._min_score
+
+    def _prompt(self, sample: Archived) -> str:
+        """Its text, which training must read as the tokens that were answered."""
+        text = self._tokenizer.decode(sample.prompt)
+        begin = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
+        if begin + self._tokenizer.encode(text) != sample.prompt:
+            raise DataError(
+                f"step {sample.step}, draw {sample.draw}: the prompt {text!r:.60} would be read as other tokens than "
+                "were answered, as of a chat template, whose marks no text has; take the tokens from --json"
+            )
+        return text
+
+    def _text(self, sample: Archived) -> str:
+        return self._tokenizer.decode(sample.response)
+
+
+def _origin(sample: Archived) -> Row:
+    """Where a row comes from; training does not read it."""
+    return {"score": sample.score, "step": sample.step, "draw": sample.draw, "index": sample.index}
+
+
+def as_lines(rows: Iterable[Row]) -> Iterator[bytes]:
+    """Of each row a line of JSON."""
+    return (json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n" for row in rows)

@@ -1,0 +1,113 @@
+"""One step's metrics from what ranks say, by hand: phases, operations, what devices could do, memory."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.observe.timeline import Timeline
+from hybridflow.observe.work import add_work
+from hybridflow.trainer.meter import RankMeter, known_peak_flops, peak_flops
+from hybridflow.trainer.step_metrics import Share, step_metrics
+
+METRICS = {"batch/num_tokens": 100.0, "actor/loss": 0.5}
+
+
+def shares(peaks: tuple[float, float] = (1000.0, 3000.0)) -> list[Share]:
+    """Two ranks: both sample, the second alone learns."""
+    return [
+        Share(
+            METRICS,
+            spans=[["call", "actor.sample", 1.0], ["control", "train_step", 0.5], ["phase", "to update", 0.25]],
+            costs=[["call", "actor.sample", 200.0, 8.0, 5000], ["phase", "to update", 0.0, 0.0, 9000]],
+            peak_flops=peaks[0],
+        ),
+        Share(
+            METRICS,
+            spans=[["call", "actor.sample", 2.0], ["call", "actor.update", 1.0], ["call", "trainer.finish_step", 0.5]],
+            costs=[
+                ["call", "actor.sample", 300.0, 12.0, 4000],
+                ["call", "actor.update", 900.0, 30.0, 7000],
+                ["call", "critic.update", 300.0, 30.0, 8000],
+                ["call", "trainer.finish_step", 0.0, 0.0, 10000],
+            ],
+            peak_flops=peaks[1],
+        ),
+    ]
+
+
+def test_what_phases_computed_by_hand():
+    found = step_metrics(shares(), 4.0)
+    assert found["time/rollout_s"] == 2.0 and found["time/update_s"] == 1.0
+    # 20 tokens in the 2 s of the slower rank; 500 operations of (1000 + 3000) · 2 s.
+    assert found["throughput/rollout_tokens_per_s"] == 10.0 and found["mfu/rollout"] == 500 / 8000
+    # The rank that does not learn is not asked what it could have done.
+    assert found["throughput/update_tokens_per_s"] == 60.0 and found["mfu/update"] == 1200 / 3000
+    assert found["throughput/flop_per_s"] == 1700 / 4 and found["mfu/step"] == 1700 / 4 / 4000
+    memory = {name: value for name, value in found.items() if name.startswith("memory/")}
+    assert memory == {"memory/rollout_bytes": 5000, "memory/reshard_bytes": 9000, "memory/update_bytes": 8000}
+
+
+def test_of_a_device_of_unknown_speed_there_is_no_share():
+    found = step_metrics(shares((0.0, 3000.0)), 4.0)
+    assert "mfu/step" not in found and "mfu/rollout" not in found and found["mfu/update"] == 1200 / 3000
+    assert found["throughput/flop_per_s"] == 1700 / 4
+
+
+def test_nothing_is_made_up_where_nothing_was_measured():
+    found = step_metrics([Share(METRICS)], 4.0)
+    assert not any(name.startswith(("memory/", "mfu/", "rollout/latency", "reward/")) for name in found)
+    assert found["throughput/tokens_per_s"] == 25.0
+
+
+@pytest.mark.parametrize(
+    "name, tflops",
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA GH200 480GB", 989.5),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_gpus_are_known_by_their_whole_names(name: str, tflops: float | None):
+    assert known_peak_flops(name) == (None if tflops is None else tflops * 1e12)
+
+
+def test_a_cpu_is_measured_quickly_and_about_right():
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    found = peak_flops(torch.device("cpu"), torch.float32)
+    assert time.perf_counter() - began < 1.0
+    one = np.full((512, 512), 0.5, np.float32)
+    taken = []
+    for _ in range(5):
+        start = time.perf_counter()
+        one @ one
+        taken.append(time.perf_counter() - start)
+    # Another library, on a machine that others use too.
+    assert 0.1 < found / (2 * 512**3 / min(taken)) < 10
+
+
+def test_a_meter_tells_the_peak_of_each_piece_of_work_and_what_it_computed():
+    timeline = Timeline()
+    timeline.meter = RankMeter(torch.device("cpu"))
+    for name, num_bytes in (("large", 256 << 20), ("small", 1 << 20)):
+        with timeline.span("call", name):
+            add_work(3.0, 2.0)
+            np.ones(num_bytes, np.uint8)
+    with timeline.span("call", "small"):
+        add_work(1.0, 0.5)
+    with timeline.span("control", "not metered"):
+        add_work(100.0, 100.0)
+    large, small = timeline.costs
+    assert large[:4] == ("call", "large", 3.0, 2.0) and small[:4] == ("call", "small", 4.0, 2.5)
+    if large.peak_bytes:  # else this system does not tell
+        assert 200 << 20 < large.peak_bytes - small.peak_bytes < 300 << 20
+    timeline.reset()
+    assert timeline.costs == []

@@ -71,6 +71,7 @@ class HybridOutput:
             labels. While the actor learns, ``backward()`` leaves gradients for ``HybridActor.step``.
         log_probs: Log-probability of each label at its own place, ``[rows, tokens]`` fp32 in host memory, equal on all
             ranks; 0 where none counts. None without labels.
+        logits: See there; None where this rank has none.
     """
 
     def __init__(self, loss: Tensor | None, log_probs: Tensor | None, logits: Tensor | None) -> None:
@@ -162,11 +163,11 @@ class HybridActor:
         *,
         tokenizer: str | Path | None = None,
     ) -> HybridActor:
-        """The model of a directory; see the class."""
+        """The model of the directory ``path``; see the class."""
         return cls(path, hybrid_config, tokenizer=tokenizer)
 
     def set_device_mesh(self, tp: int = 1, pp: int = 1) -> NoReturn:
-        """Raises ConfigError: the layout is chosen when the model is read."""
+        """Raises ConfigError, with what to set in the place of ``tp`` and ``pp``: the layout is chosen at the reading."""
         refuse_mesh(tp, pp)
 
     @property

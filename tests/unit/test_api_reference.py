@@ -45,12 +45,15 @@ def arguments_of(found: Any) -> list[str]:
         return []
     if dataclasses.is_dataclass(found):
         return [field.name for field in dataclasses.fields(found) if field.init]
-    return [name for name in inspect.signature(found).parameters if name not in ("self", "cls", "args", "kwargs")]
+    names = inspect.signature(found).parameters
+    return [name for name in names if name not in ("self", "cls", "args", "kwargs") and not name.startswith("_")]
 
 
 def raises_itself(found: Any) -> bool:
     """Whether its own body raises an error of ours."""
     target = found.fget if isinstance(found, property) else found.__init__ if inspect.isclass(found) else found
+    if not getattr(target, "__module__", "").startswith("hybridflow"):
+        return False
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(target)))
     except (OSError, TypeError):

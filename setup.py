@@ -61,14 +61,17 @@ setup(
         # Apex is not listed: PyPI's package of that name is another one. The docs give NVIDIA's git address.
         "gpu": ["transformer-engine[pytorch]"],
         "hf": ["tokenizers", "transformers>=5", "datasets", "pyarrow"],
+        "data": ["datasets", "fsspec", "jinja2", "pyarrow"],
+        "s3": ["fsspec", "s3fs"],
         "vllm": ["vllm"],
         "prometheus": ["prometheus_client"],
         "wandb": ["wandb"],
         "math": ["math-verify"],
         "docs": ["pdoc"],
         "dev": [
-            *("hypothesis", "math-verify", "mpich", "mypy", "pdoc", "peft", "prometheus_client", "pytest", "ruff"),
-            *("scipy", "transformers>=5", "types-PyYAML", "wandb"),
+            *("datasets", "fsspec", "hypothesis", "jinja2", "math-verify", "moto[server]", "mpich", "mypy", "pdoc", "peft"),
+            *("prometheus_client", "pyarrow", "pytest", "ruff", "s3fs", "scipy", "transformers>=5", "types-PyYAML"),
+            "wandb",
         ],
     },
 )

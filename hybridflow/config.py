@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -45,6 +45,7 @@ KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 LoRATarget = Literal[
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"
 ]
+FileFormat = Literal["jsonl", "parquet", "hdf5", "datasets"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Algorithm = Literal[tuple(PRESETS)]  # type: ignore[valid-type]
 
@@ -98,36 +99,106 @@ class Arithmetic:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """One of several sources that training draws from, each in epochs of its own.
+
+    Attributes:
+        path: As ``data.train``.
+        weight: How often it is drawn from, in proportion to the others; None, of all of them: as often as it has rows,
+            so that together they have epochs as one file.
+        file_format: As ``data.file_format``, of this source alone; None: that one.
+    """
+
+    path: str
+    weight: Positive | None = None
+    file_format: FileFormat | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spool:
+    """A directory into which other programs rename JSONL files while the job runs; each row is used once, in order.
+
+    Attributes:
+        path: The directory; of this run alone.
+        deadline_s: Longest wait for the next row.
+        poll_s: How often the lowest rank looks for new files.
+    """
+
+    path: str
+    deadline_s: Positive = 900.0
+    poll_s: Positive = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Data:
     """Where prompts come from.
 
     Attributes:
-        train: JSONL file with one problem on each line, or one preference.
-        held_out: JSONL file of problems, or preferences, for validation.
-        prompt_field: Field that holds the prompt.
-        answer_field: Field that holds the right answer.
+        train: File with one problem on each line, or one preference; or a directory that ``datasets`` has saved. A
+            pattern with ``*`` means the files of such names in their order, and an address such as ``s3://…`` is read
+            by fsspec.
+        mixture: Several such, in the place of ``train``.
+        spool: A directory that is filled while the job runs, in the place of ``train``.
+        held_out: File of problems, or preferences, for validation; as ``train``.
+        file_format: What files are; None: what their names tell, ``.parquet``, ``.h5`` or ``.hdf5``, and else JSONL.
+        prompt_field: Field that holds the prompt: text, or messages as ``messages_field`` holds.
+        answer_field: Field that holds the right answer; None: rows have none, the reward needs none.
         solution_field: Field that holds the text to imitate in the warm start; rows without it give their answer. A
             list of texts is a conversation with an environment: what to write, what is then observed, what to write, …
+        messages_field: Field that holds a conversation, of rows without a prompt: a list of messages with ``role`` and
+            ``content``, or that list as JSON text. A last one of the assistant is the solution, and the answer where
+            there is no other.
         chosen_field: Of preferences: field that holds the better of two responses.
         rejected_field: Field that holds the other.
         margin_field: Field that holds by how much the first is better, a number; rows without it have 0. Read by
             ``reward-model``.
         completion_field: Of ``kto``: field that holds a response, of rows that have one and not two.
         wanted_field: Field that tells whether it is wanted, true or false.
+        chat_template: File of the jinja template that messages become text by; None: the tokenizer's own.
+        prompt_as_message: Whether a prompt that is text is put into that template too, as what the user says.
+        max_prompt_tokens: Rows with a longer prompt are left out; None: none are, one that is too long is a bad row.
+        on_bad_row: What becomes of a row that cannot be used: the training stops with its place, or goes on without it
+            and tells how many were skipped.
+        max_row_bytes: Longest line of JSONL.
+        num_workers: Processes of each rank that prepare the rows of large files.
+        cache_dir: Where prepared rows are kept, for runs that share them; None: in ``run_dir``.
         arithmetic: Make the two files, when they are absent, from these numbers.
     """
 
-    train: str
+    train: str | None = None
+    mixture: tuple[DataSource, ...] = ()
+    spool: Spool | None = None
     held_out: str
+    file_format: FileFormat | None = None
     prompt_field: str = "prompt"
-    answer_field: str = "answer"
+    answer_field: str | None = "answer"
     solution_field: str = "solution"
+    messages_field: str = "messages"
     chosen_field: str = "chosen"
     rejected_field: str = "rejected"
     margin_field: str = "margin"
     completion_field: str = "completion"
     wanted_field: str = "wanted"
+    chat_template: str | None = None
+    prompt_as_message: bool = False
+    max_prompt_tokens: Count | None = None
+    on_bad_row: Literal["error", "skip"] = "error"
+    max_row_bytes: Count = 16777216
+    num_workers: Count = 1
+    cache_dir: str | None = None
     arithmetic: Arithmetic | None = None
+
+    @property
+    def sources(self) -> tuple[DataSource, ...]:
+        """What training draws from, also where it is one."""
+        if self.train is None:
+            return tuple(replace(each, file_format=each.file_format or self.file_format) for each in self.mixture)
+        return (DataSource(path=self.train, file_format=self.file_format),)
+
+    @property
+    def title(self) -> str:
+        """What messages call that."""
+        return ", ".join(source.path for source in self.sources) if self.spool is None else self.spool.path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1268,6 +1339,8 @@ def check_recipe(recipe: Recipe, given: Mapping[str, Settings] | None = None) ->
             raise ConfigError(f"{key}.dtype=fp16: is for generating alone, since gradients underflow; set bf16 or fp32")
     _check_contexts(recipe)
     _check_uncut(recipe, given)
+    check_data(recipe.data)
+    _check_spool(recipe)
     _check_placement(recipe)
     _check_split(recipe)
     _check_carry_over(recipe)
@@ -1390,6 +1463,37 @@ def _check_pattern(pattern: str, key: str) -> int:
         return re.compile(pattern).groups
     except re.error as error:
         raise ConfigError(f"{key}={pattern!r}: is no regular expression: {error}; mend it") from None
+
+
+def check_data(data: Data) -> None:
+    """Refuse data that is nowhere, or in two places.
+
+    Raises:
+        ConfigError: It is, or what would make it has no place to go.
+    """
+    given = [name for name in ("train", "mixture", "spool") if getattr(data, name) not in (None, ())]
+    if len(given) != 1:
+        found = "missing" if not given else f"there are data.{' and data.'.join(given)}"
+        raise ConfigError(f"data.train: {found}; give one of data.train, data.mixture and data.spool")
+    if len({source.weight is None for source in data.mixture}) > 1:
+        raise ConfigError("data.mixture: some sources have a weight and some have none; give one to all, or to none")
+    if data.arithmetic is not None and data.train is None:
+        raise ConfigError("data.arithmetic: is written to data.train, which is missing; give it, or remove the section")
+
+
+def _check_spool(recipe: Recipe) -> None:
+    spool, deadline_s = recipe.data.spool, recipe.cluster.deadline_s
+    if spool is None:
+        return
+    if spool.deadline_s >= deadline_s:
+        raise ConfigError(
+            f"data.spool.deadline_s={spool.deadline_s:g}: ranks wait for each other for cluster.deadline_s="
+            f"{deadline_s:g} and would give up first; lower the first or raise the second"
+        )
+    if recipe.tokenizer.path is None and recipe.model.path is None:
+        raise ConfigError("tokenizer.path: missing; data.spool has no text yet to train a tokenizer on")
+    if recipe.data.file_format not in (None, "jsonl"):
+        raise ConfigError(f"data.file_format={recipe.data.file_format}: data.spool takes JSONL; remove the key")
 
 
 def _check_contexts(recipe: Recipe) -> None:

@@ -24,6 +24,7 @@ from hybridflow.errors import ConfigError, DataError
 from hybridflow.exit_status import REQUEUE
 from hybridflow.models.given import given_settings
 from hybridflow.observe.exporters import Exporter
+from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.world import World
 from hybridflow.roles.job import Job, Problems, ReadProblems
 from hybridflow.roles.pretrained import align_ends
@@ -31,8 +32,8 @@ from hybridflow.trainer.open import check_vocabularies, tokenizer_path
 from hybridflow.trainer.plan import JobPlan
 from hybridflow.trainer.trainer import make_trainer
 
-MakeProblems = Callable[[Tokenizer, Recipe], Problems]
-"""From tokenizer and recipe to what is learned from."""
+MakeProblems = Callable[[Tokenizer, Recipe, Coordinator], Problems]
+"""From tokenizer and recipe to what is learned from, on all ranks at once."""
 
 _TOKENIZER = "tokenizer"
 
@@ -218,7 +219,8 @@ class Session:
                 f"algorithm={recipe.algorithm} samples more than once in a step; give a data_provider, from which it "
                 "draws, in the place of batches"
             )
-        problems = Feed(tokenizer, room) if make is None else make(tokenizer, recipe)
+        everyone = world.coordinator(plan.meshes["job"].ranks)
+        problems = Feed(tokenizer, room) if make is None else make(tokenizer, recipe, everyone)
         job = Job(
             world=world,
             recipe=recipe,
@@ -236,14 +238,14 @@ def problems_of(prompts: Any) -> MakeProblems:
     """How prompts that a program has all at once become problems.
 
     Args:
-        prompts: As ``feed.given_prompts`` takes them; or an object with ``problems(tokenizer, recipe)``.
+        prompts: As ``feed.given_prompts`` takes them; or an object with ``problems(tokenizer, recipe, everyone)``.
     """
     if hasattr(prompts, "problems"):
         made: MakeProblems = prompts.problems
         return made
     given = given_prompts(prompts)
 
-    def make(tokenizer: Tokenizer, recipe: Recipe) -> Problems:
+    def make(tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator) -> Problems:
         feed = Feed(tokenizer, recipe.model.max_context - recipe.rollout.max_new_tokens)
         draws = feed.add(given, 0)
         examples: tuple[Example, ...] = tuple(feed.example(draw) for draw in draws)

@@ -1,4 +1,4 @@
-"""Preferences from JSONL files: two responses to a prompt of which one is better, or one and whether it is wanted."""
+"""Preferences: two responses to a prompt of which one is better, or one and whether it is wanted."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hybridflow.data.prompts import (
     check_length,
     prompt_of,
     prompt_tokens,
-    read_rows,
     solution_of,
     text_of,
 )
+from hybridflow.data.rows import Row
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 
@@ -39,22 +39,23 @@ class Response(NamedTuple):
     margin: float
 
 
-def read_preferences(path: str | Path, data: Data, *, is_paired: bool) -> tuple[Example, ...]:
-    """The preferences of a JSONL file, in its order.
+def preferences_of(row: Row, place: str, data: Data, *, is_paired: bool) -> tuple[Example, ...]:
+    """The preferences of a row.
 
     Args:
-        path: The file.
+        row: As JSON has it.
+        place: File and line, for messages.
         data: Names the fields.
-        is_paired: Every row must have two responses. Else a row may have one and whether it is wanted, and one with two
+        is_paired: The row must have two responses. Else it may have one and whether it is wanted, and one with two
             gives two examples.
 
     Raises:
-        DataError: As ``read_rows``; or a line lacks a field, or has something else there than it should.
+        DataError: It lacks a field, or has something else there than it should.
     """
-    examples = [_preference(row, place, data, is_paired=is_paired) for row, place in read_rows(path, data)]
+    example = _preference(row, place, data, is_paired=is_paired)
     if is_paired:
-        return tuple(examples)
-    return tuple(replace(each, responses=(judged,)) for each in examples for judged in each.responses)
+        return (example,)
+    return tuple(replace(example, responses=(judged,)) for judged in example.responses)
 
 
 def encode_responses(
@@ -104,21 +105,21 @@ def pairs_of(encoded: Sequence[tuple[Response, ...]], path: str | Path) -> tuple
     return pairs
 
 
-def check_imitable(examples: Sequence[Example], data: Data) -> None:
-    """Refuse a warm start on a response that is not wanted.
+def check_imitable(example: Example, data: Data) -> None:
+    """Refuse a warm start on a response that is not wanted, or on nothing.
 
     Raises:
-        DataError: A row has such a response alone, and no solution; names it.
+        DataError: There is such a response alone, or no answer, and no solution; names the row.
     """
-    for example in examples:
-        if example.solution is None and not example.answer and not any(each.is_wanted for each in example.responses):
-            raise DataError(
-                f"{example.place}: warm_start has nothing to imitate: the response is not wanted, and there is no "
-                f"field {data.solution_field!r}; add it, or remove warm_start"
-            )
+    if example.solution is None and not example.answer and not any(each.is_wanted for each in example.responses):
+        found = "the response is not wanted" if example.responses else "the answer is empty"
+        raise DataError(
+            f"{example.place}: warm_start has nothing to imitate: {found}, and there is no field "
+            f"{data.solution_field!r}; add it, or remove warm_start"
+        )
 
 
-def _preference(row: dict[str, object], place: str, data: Data, *, is_paired: bool) -> Example:
+def _preference(row: Row, place: str, data: Data, *, is_paired: bool) -> Example:
     prompt, solution = prompt_of(row, place, data), solution_of(row, place, data)
     if not is_paired and data.completion_field in row:
         strangers = [name for name in (data.chosen_field, data.rejected_field) if name in row]
@@ -134,6 +135,7 @@ def _preference(row: dict[str, object], place: str, data: Data, *, is_paired: bo
             solution=solution,
             responses=(Judged(text, is_wanted),),
             place=place,
+            row=row,
         )
     if not is_paired and data.chosen_field not in row:
         raise DataError(
@@ -153,17 +155,18 @@ def _preference(row: dict[str, object], place: str, data: Data, *, is_paired: bo
         responses=(Judged(chosen, True), Judged(rejected, False)),
         margin=_margin(row, data.margin_field, place),
         place=place,
+        row=row,
     )
 
 
-def _wanted(row: dict[str, object], name: str, place: str) -> bool:
+def _wanted(row: Row, name: str, place: str) -> bool:
     found = row.get(name)
     if not isinstance(found, bool):
         raise DataError(f"{place}: field {name!r}: expected true or false, found {found!r:.60}; set it to one of them")
     return found
 
 
-def _margin(row: dict[str, object], name: str, place: str) -> float:
+def _margin(row: Row, name: str, place: str) -> float:
     found = row.get(name, 0.0)
     if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
         raise DataError(f"{place}: field {name!r}: expected a finite number, found {found!r:.60}; mend or remove it")

@@ -1,17 +1,17 @@
-"""Prompts from JSONL files, their tokens, and the order in which training draws them."""
+"""Problems, their tokens, and the order in which training draws them."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from hybridflow.config import Data
 from hybridflow.data.order import permuted
+from hybridflow.data.rows import Row
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 
@@ -39,7 +39,9 @@ class Example:
             is then observed, what to write, …
         responses: Of preferences: the better and the other, or one.
         margin: Of preferences: by how much the first is better.
-        place: File and line, for messages.
+        begins: Whether the prompt's text has the beginning of a sequence in it, as a chat template writes it.
+        place: File and line, or row, for messages.
+        row: All that the data says of it.
     """
 
     prompt: str
@@ -47,7 +49,14 @@ class Example:
     solution: str | tuple[str, ...] | None = None
     responses: tuple[Judged, ...] = ()
     margin: float = 0.0
+    begins: bool = False
     place: str
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def content(self) -> list[Any]:
+        """What makes it another problem where it differs; JSON."""
+        return [self.prompt, self.answer, self.solution, *([self.responses, self.margin] if self.responses else [])]
 
     @property
     def turns(self) -> tuple[str, ...]:
@@ -89,11 +98,7 @@ class PromptSource:
     @functools.cached_property
     def sha256(self) -> str:
         """Of the problems in their order, which with the seed decide what each draw is."""
-        rows = [
-            [each.prompt, each.answer, each.solution, *([each.responses, each.margin] if each.responses else [])]
-            for each in self.examples
-        ]
-        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([each.content for each in self.examples]).encode()).hexdigest()
 
     def row(self, draw: int) -> int:
         """Index into ``examples`` of a draw, counted from 0 over all epochs."""
@@ -105,39 +110,24 @@ class PromptSource:
         return self.examples[self.row(draw)]
 
 
-def read_examples(path: str | Path, data: Data) -> tuple[Example, ...]:
-    """The problems of a JSONL file, in its order; blank lines are skipped.
+def example_of(row: Row, place: str, data: Data) -> Example:
+    """The problem of a row.
 
     Args:
-        path: The file.
+        row: As JSON has it.
+        place: File and line, for messages.
         data: Names the fields.
 
     Raises:
-        DataError: The file is missing or empty, or a line is not UTF-8, not a JSON object, or lacks a field of text.
+        DataError: It lacks a field, or has something else there than text.
     """
-    return tuple(_example(row, place, data) for row, place in read_rows(path, data))
-
-
-def read_rows(path: str | Path, data: Data) -> Iterator[tuple[dict[str, object], str]]:
-    """The rows of a JSONL file with the place of each, file and line; blank lines are skipped.
-
-    Args:
-        path: The file.
-        data: Names the field of the prompt, for messages.
-
-    Raises:
-        DataError: The file is missing or empty, or a line is not UTF-8 or not a JSON object.
-    """
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; set data.train and data.held_out") from error
-    if not any(line.strip() for line in lines):
-        raise DataError(f"{path}: holds no rows; expected one JSON object with {data.prompt_field!r} on each line")
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            place = f"{path}:{number}"
-            yield _row(line, place), place
+    return Example(
+        prompt=prompt_of(row, place, data),
+        answer="" if data.answer_field is None else text_of(row, data.answer_field, place),
+        solution=solution_of(row, place, data),
+        place=place,
+        row=row,
+    )
 
 
 def encode_prompts(
@@ -208,32 +198,11 @@ def check_length(example: Example, num_prompt: int, what: str, num_tokens: int, 
 
 def prompt_tokens(example: Example, tokenizer: Tokenizer) -> tuple[int, ...]:
     """A prompt's token ids, after the beginning-of-sequence token where the tokenizer has one."""
-    begin = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
+    begin = () if tokenizer.bos_id is None or example.begins else (tokenizer.bos_id,)
     return (*begin, *tokenizer.encode(example.prompt))
 
 
-def _row(line: bytes, place: str) -> dict[str, object]:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8: {error.reason} at byte {error.start}; save the file as UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: not valid JSON: {error}; expected one object on each line") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: expected a JSON object, found {type(row).__name__} {row!r:.60}")
-    return row
-
-
-def _example(row: dict[str, object], place: str, data: Data) -> Example:
-    return Example(
-        prompt=prompt_of(row, place, data),
-        answer=text_of(row, data.answer_field, place),
-        solution=solution_of(row, place, data),
-        place=place,
-    )
-
-
-def prompt_of(row: dict[str, object], place: str, data: Data) -> str:
+def prompt_of(row: Row, place: str, data: Data) -> str:
     """A row's prompt. Raises DataError: it is missing, empty, or no text."""
     prompt = text_of(row, data.prompt_field, place)
     if prompt == "":
@@ -241,12 +210,12 @@ def prompt_of(row: dict[str, object], place: str, data: Data) -> str:
     return prompt
 
 
-def solution_of(row: dict[str, object], place: str, data: Data) -> str | tuple[str, ...] | None:
+def solution_of(row: Row, place: str, data: Data) -> str | tuple[str, ...] | None:
     """A row's text to imitate, or texts; None: it has none. Raises DataError: it is something else."""
     return _solution(row, data.solution_field, place) if data.solution_field in row else None
 
 
-def _solution(row: dict[str, object], name: str, place: str) -> str | tuple[str, ...]:
+def _solution(row: Row, name: str, place: str) -> str | tuple[str, ...]:
     texts = row[name]
     if not isinstance(texts, list):
         return text_of(row, name, place)
@@ -258,7 +227,7 @@ def _solution(row: dict[str, object], name: str, place: str) -> str | tuple[str,
     return tuple(text_of({f"{name}[{index}]": text}, f"{name}[{index}]", place) for index, text in enumerate(texts))
 
 
-def text_of(row: dict[str, object], name: str, place: str) -> str:
+def text_of(row: Row, name: str, place: str) -> str:
     """A row's field of text. Raises DataError: it is missing, or no text."""
     if name not in row:
         raise DataError(

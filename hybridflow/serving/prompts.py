@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridflow.data.chat import chat_template, read_messages, render_chat
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
-from hybridflow.serving.chat import chat_template, read_messages, render_chat
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
 
 HDF5_SUFFIXES = (".h5", ".hdf5")

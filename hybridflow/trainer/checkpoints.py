@@ -71,7 +71,7 @@ _MAY_DIFFER = (
     ),
     *(f"{role}.model.vocab_divisible_by" for role in ("reward", "cost", "teacher")),
     *("actor.lora.path", "rollout.max_concurrent", "rollout.archive"),
-    "rollout.cache_memory",
+    *("rollout.cache_memory", "data.num_workers", "data.cache_dir", "data.spool.deadline_s", "data.spool.poll_s"),
 )
 """What of these may change all the same: where state and padding lie, what only a first start uses, and the rate, which
 people lower half-way. All else that the above does not name may change too: ranks, layouts, offload, deadlines, …"""
@@ -369,7 +369,7 @@ def _check_problems(job: Job, checkpoint: Checkpoint) -> None:
     found, expected = job.train.sha256, checkpoint.state.get("problems_sha256")
     if expected not in (found, None):
         raise CheckpointError(
-            f"{job.recipe.data.train}: holds other problems than when {checkpoint.path} was written: found sha256 "
+            f"{job.recipe.data.title}: holds other problems than when {checkpoint.path} was written: found sha256 "
             f"{found}, expected {expected}; restore the file, or start another run_dir"
         )
 

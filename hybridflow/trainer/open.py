@@ -1,26 +1,31 @@
-"""From a recipe to a job: data and tokenizer made if absent, read by every rank, checked before a model is built."""
+"""From a recipe to a job: data and tokenizer made if absent, the data prepared, all checked before a model is built."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hybridflow.checkpoint.store import latest_step
-from hybridflow.config import Recipe
+from hybridflow.config import DataSource, Recipe
 from hybridflow.data.arithmetic import ensure_files
 from hybridflow.data.pieces import train_tokenizer
-from hybridflow.data.preferences import check_imitable, encode_responses, pairs_of, read_preferences
-from hybridflow.data.prompts import Example, PromptSource, encode_prompts, encode_solutions, read_examples
+from hybridflow.data.preferences import Response, encode_responses, pairs_of
+from hybridflow.data.problems import FOLDER, example_in, open_problems, open_stores, shape_of
+from hybridflow.data.prompts import Example, prompt_tokens
+from hybridflow.data.shaping import read_examples
+from hybridflow.data.spool import open_spool
 from hybridflow.data.tokenizer import Tokenizer, check_same_pieces, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.world import World
-from hybridflow.roles.job import READERS, Job, ReadProblems
+from hybridflow.roles.job import READERS, Job
 from hybridflow.trainer.plan import JobPlan
 
 TOKENIZER_FILE = "tokenizer.model"
 
 
 def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
-    """Read what the job needs. The lowest rank makes files that are absent, while the others wait.
+    """Prepare and open what the job needs. The lowest rank makes files that are absent, while the others wait.
 
     Collective: all ranks.
 
@@ -29,50 +34,43 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
         ConfigError: A model's vocabulary is smaller than the tokenizer's, or the model has no tokenizer.
         DeadlineError: A rank did not come.
     """
-    data = recipe.data
+    data, has_preferences = recipe.data, recipe.preset.has_preferences
     path = tokenizer_path(recipe)
     if world.rank == 0:
         if data.arithmetic is not None:
-            has_preferences = recipe.preset.has_preferences
+            assert data.train is not None, "check_data refuses it"
             ensure_files(data.arithmetic, train=data.train, held_out=data.held_out, has_preferences=has_preferences)
         # Before the first checkpoint, what is there may have been trained for another run.
         if path is None and latest_step(Path(recipe.run_dir)) is None:
             _train(recipe)
-    world.coordinator(plan.meshes["job"].ranks).barrier("data and tokenizer")
+    everyone = world.coordinator(plan.meshes["job"].ranks)
+    everyone.barrier("data and tokenizer")
     tokenizer = open_tokenizer(_trained_tokenizer(recipe) if path is None else path)
     check_vocabularies(recipe, tokenizer)
-    train, held_out = _examples(recipe, data.train), _examples(recipe, data.held_out)
-    context, has_preferences = recipe.model.max_context, recipe.preset.has_preferences
-    is_imitating = recipe.warm_start is not None or recipe.algorithm == "sft"
-    if has_preferences and is_imitating:
-        check_imitable(train, data)
-    judged = [encode_responses(each, tokenizer, max_context=context) for each in (train, held_out)]
+    shape, folder = shape_of(recipe, tokenizer), Path(recipe.run_dir) / FOLDER
+    if data.spool is None:
+        train = open_problems(data.sources, shape, tokenizer, folder, seed=recipe.seed, everyone=everyone)
+    else:
+        train = open_spool(data.spool, shape, tokenizer, folder, everyone=everyone)
+    # Nothing of it is imitated.
+    shape = replace(shape, is_imitating=False)
+    source = DataSource(path=data.held_out, file_format=data.file_format)
+    (store,) = open_stores([source], shape, folder, everyone=everyone)
+    held_out = [example_in(store[row], shape) for row in range(len(store))]
     return Job(
         world=world,
         recipe=recipe,
         meshes=plan.meshes,
         tokenizer=tokenizer,
-        train=ReadProblems(
-            source=PromptSource(examples=train, seed=recipe.seed),
-            prompts=_prompts(recipe, tokenizer, train),
-            solutions=encode_solutions(train, tokenizer, max_context=context) if is_imitating else (),
-            all_responses=judged[0],
-        ),
-        held_out=() if has_preferences else tuple(zip(held_out, _prompts(recipe, tokenizer, held_out), strict=True)),
-        held_out_pairs=pairs_of(judged[1], data.held_out) if has_preferences else (),
+        train=train,
+        held_out=() if has_preferences else tuple((each, prompt_tokens(each, tokenizer)) for each in held_out),
+        held_out_pairs=_pairs(recipe, tokenizer, held_out) if has_preferences else (),
     )
 
 
-def _examples(recipe: Recipe, path: str) -> tuple[Example, ...]:
-    if recipe.preset.has_preferences:
-        return read_preferences(path, recipe.data, is_paired=recipe.preset.is_paired)
-    return read_examples(path, recipe.data)
-
-
-def _prompts(recipe: Recipe, tokenizer: Tokenizer, examples: tuple[Example, ...]) -> tuple[tuple[int, ...], ...]:
-    return encode_prompts(
-        examples, tokenizer, max_new_tokens=recipe.rollout.max_new_tokens, max_context=recipe.model.max_context
-    )
+def _pairs(recipe: Recipe, tokenizer: Tokenizer, held_out: Sequence[Example]) -> tuple[tuple[Response, Response], ...]:
+    encoded = encode_responses(held_out, tokenizer, max_context=recipe.model.max_context)
+    return pairs_of(encoded, recipe.data.held_out)
 
 
 def tokenizer_path(recipe: Recipe) -> Path | None:
@@ -118,9 +116,9 @@ def _trained_tokenizer(recipe: Recipe) -> Path:
 
 
 def _train(recipe: Recipe) -> None:
-    examples = _examples(recipe, recipe.data.train)
-    texts = [(*example.turns, *(judged.text for judged in example.responses)) for example in examples]
-    lines = ["".join((example.prompt, *text)) for example, text in zip(examples, texts, strict=True)]
+    shape = shape_of(recipe, None)
+    examples = (example for source in recipe.data.sources for example in read_examples(source, shape))
+    texts = ((each.prompt, *each.turns, *(judged.text for judged in each.responses)) for each in examples)
     path = _trained_tokenizer(recipe)
     path.parent.mkdir(parents=True, exist_ok=True)
-    train_tokenizer(lines, path=path, vocab_size=recipe.tokenizer.vocab_size)
+    train_tokenizer(map("".join, texts), path=path, vocab_size=recipe.tokenizer.vocab_size)

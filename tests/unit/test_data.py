@@ -14,9 +14,10 @@ from hybridflow.config import Arithmetic, Data
 from hybridflow.data.arithmetic import ensure_files, make_problems, wrong_carry
 from hybridflow.data.order import permuted
 from hybridflow.data.pieces import PieceTokenizer, train_tokenizer
-from hybridflow.data.prompts import Example, PromptSource, encode_prompts, encode_solutions, read_examples
+from hybridflow.data.prompts import Example, PromptSource, encode_prompts, encode_solutions
 from hybridflow.errors import DataError
 from hybridflow.rollout.calculator import Calculator
+from tests.row_files import examples_of_file
 
 ROOT = Path(__file__).parents[2]
 DATA = Data(train="train.jsonl", held_out="held_out.jsonl")
@@ -168,7 +169,7 @@ def test_rows_are_read_in_order_with_their_place(tmp_path):
     with path.open("a") as file:
         file.write('{"q": "3+3=", "answer": "6", "solution": ["[3+3]", "6;", "6"]}\n')
     data = Data(train="", held_out="", prompt_field="q")
-    assert read_examples(path, data) == (
+    assert examples_of_file(path, data) == (
         Example(prompt="1+1=", answer="2", solution="3", place=f"{path}:1"),
         Example(prompt="2+2=", answer="4", place=f"{path}:3"),
         Example(prompt="3+3=", answer="6", solution=("[3+3]", "6;", "6"), place=f"{path}:4"),
@@ -204,7 +205,7 @@ def test_bad_row_is_named_by_file_and_line(tmp_path, content, says):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError) as caught:
-        read_examples(path, DATA)
+        examples_of_file(path, DATA)
     assert says in str(caught.value)
 
 

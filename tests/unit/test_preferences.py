@@ -12,11 +12,11 @@ from hybridflow.data.preferences import (
     check_imitable,
     encode_responses,
     pairs_of,
-    read_preferences,
 )
 from hybridflow.data.prompts import Example, Judged, PromptSource
 from hybridflow.errors import DataError
 from hybridflow.models.microbatch import split_by_tokens
+from tests.row_files import examples_of_file
 
 DATA = Data(train="train.jsonl", held_out="held_out.jsonl")
 SPEC = Arithmetic(num_train=300, num_held_out=50, mistake_share=0.5)
@@ -39,7 +39,7 @@ def test_pairs_are_read_with_their_margin_and_place(tmp_path):
     path = write(tmp_path / "rows.jsonl", {"q": "1+1=", "good": "2", "bad": "12"}, named)
     fields = dict(prompt_field="q", chosen_field="good", rejected_field="bad", margin_field="gap")
     data = Data(train="", held_out="", **fields)
-    assert read_preferences(path, data, is_paired=True) == (
+    assert examples_of_file(path, data, "pairs") == (
         Example(
             prompt="1+1=",
             answer="2",
@@ -61,7 +61,7 @@ def test_pairs_are_read_with_their_margin_and_place(tmp_path):
 def test_a_row_is_one_response_or_gives_two(tmp_path):
     single = {"prompt": "3+3=", "completion": "16", "wanted": False}
     path = write(tmp_path / "rows.jsonl", PAIR, single)
-    found = read_preferences(path, DATA, is_paired=False)
+    found = examples_of_file(path, DATA, "preferences")
     assert [(each.prompt, each.responses, each.place) for each in found] == [
         ("1+1=", (Judged("2", True),), f"{path}:1"),
         ("1+1=", (Judged("12", False),), f"{path}:1"),
@@ -69,9 +69,10 @@ def test_a_row_is_one_response_or_gives_two(tmp_path):
     ]
     # What the warm start imitates of a pair is the better response, whichever of the two is drawn.
     assert [each.turns for each in found[:2]] == [("2",), ("2",)]
-    check_imitable(found[:2], DATA)
+    check_imitable(found[0], DATA)
+    check_imitable(found[1], DATA)
     with pytest.raises(DataError, match=r"rows\.jsonl:2: warm_start has nothing to imitate.*'solution'"):
-        check_imitable(found, DATA)
+        check_imitable(found[2], DATA)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_a_row_is_one_response_or_gives_two(tmp_path):
 def test_bad_row_is_named_by_file_and_line(tmp_path, row, is_paired, says):
     path = write(tmp_path / "rows.jsonl", PAIR, row)
     with pytest.raises(DataError) as caught:
-        read_preferences(path, DATA, is_paired=is_paired)
+        examples_of_file(path, DATA, "pairs" if is_paired else "preferences")
     assert says in str(caught.value)
 
 
@@ -135,8 +136,8 @@ def test_made_up_preferences_have_the_right_answer_and_the_slip(tmp_path):
     assert len({row["prompt"] for row in train} & {row["prompt"] for row in held_out}) == 0
     paths = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
     ensure_files(SPEC, train=paths[0], held_out=paths[1], has_preferences=True)
-    assert len(read_preferences(paths[0], DATA, is_paired=True)) == 300
-    assert len(read_preferences(paths[1], DATA, is_paired=False)) == 2 * 50
+    assert len(examples_of_file(paths[0], DATA, "pairs")) == 300
+    assert len(examples_of_file(paths[1], DATA, "preferences")) == 2 * 50
     with pytest.raises(DataError, match="is not what data.arithmetic describes"):
         ensure_files(SPEC, train=paths[0], held_out=paths[1])
 
@@ -146,7 +147,7 @@ def test_what_was_preferred_is_part_of_the_data(tmp_path):
 
     def sha256(*rows):
         path = write(tmp_path / "rows.jsonl", *rows)
-        return PromptSource(examples=read_preferences(path, DATA, is_paired=True), seed=1).sha256
+        return PromptSource(examples=examples_of_file(path, DATA, "pairs"), seed=1).sha256
 
     first = sha256(PAIR)
     assert first == sha256(PAIR) == sha256({**PAIR, "margin": 0})

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from hybridflow.data.chat import chat_template, render_chat
 from hybridflow.errors import ConfigError, DataError, WriteError
 from hybridflow.rollout.texts import Texts, Watch, settled_text, text_before_stop
 from hybridflow.serving.api import ApiError, Sample, Served, completion, read_ask
-from hybridflow.serving.chat import chat_template, render_chat
 from hybridflow.serving.options import check_together, read_options
 from hybridflow.serving.prompts import deal, read_prompts
 from hybridflow.serving.results import ResultLog, Results

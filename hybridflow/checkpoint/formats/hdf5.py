@@ -1,4 +1,4 @@
-"""HDF5 files that plain h5py reads: the one door to ``h5py``.
+"""Checkpoints and arrays in HDF5 files that plain h5py reads.
 
     OUT.h5                        everything in one file; or
     OUT/model.h5                  virtual datasets over the files beside it, by relative names
@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import h5py
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,6 +31,7 @@ from hybridflow.checkpoint.formats.sharded import ShardedTarget
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry, versions
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, Entry, bytes_of
+from hybridflow.data.hdf5 import h5py
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.model import Model
 from hybridflow.models.shapes import model_spec, shape_of

@@ -1,0 +1,203 @@
+"""Conversations as text, by the template that a tokenizer brings or a user gives. No torch.
+
+A template is a program that came with weights or data. It runs in jinja's sandbox, which lets it change nothing, in a
+process of its own, which has so much memory and time; see ``chat_process``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import selectors
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.data.tokenizer import Tokenizer, read_object
+from hybridflow.errors import DataError
+
+FILE = "chat_template.jinja"
+_MOST_CHARACTERS = 1 << 20
+_START_S, _RENDER_S = 60.0, 5.0
+_MEMORY_BYTES = 1 << 29
+_LENGTH = struct.Struct("<I")
+_BLOCK_BYTES = 1 << 16
+
+
+def chat_template(tokenizer: Tokenizer) -> str | None:
+    """The template beside a tokenizer; None: it has none.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    folder = tokenizer.path.parent
+    try:
+        return (folder / FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder / FILE}: cannot be read: {error}; copy it anew") from error
+    found = read_object(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(found, list):  # several, by name
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, Mapping)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """What a template may call ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token``."""
+    settings = read_object(tokenizer.path.parent / "tokenizer_config.json")
+    pieces = {name: _piece(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    return {name: piece for name, piece in pieces.items() if piece is not None}
+
+
+def render_chat(template: str, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
+    """A conversation as the text that the assistant's answer goes on from; see ``Chat.render``.
+
+    Args:
+        template: From ``chat_template``.
+        tokenizer: Whose special tokens the template may name.
+        messages: With ``role`` and ``content`` each.
+    """
+    return _shared(os.getpid(), template, json.dumps(special_tokens(tokenizer))).render(messages)
+
+
+@functools.lru_cache(maxsize=4)
+def _shared(process: int, template: str, special: str) -> Chat:
+    """One for all who ask in this process; a fork would write into the pipes of the other."""
+    return Chat(template, json.loads(special))
+
+
+class Chat:
+    """A template in a process of its own, begun when it is first needed and ended with this object.
+
+    Args:
+        template: Text of jinja.
+        special: What it may name beside the messages.
+    """
+
+    def __init__(self, template: str, special: Mapping[str, str]) -> None:
+        self._first = json.dumps({"template": template, "special": dict(special), "most": _MOST_CHARACTERS}).encode()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """A conversation as the text that the assistant's answer goes on from.
+
+        Args:
+            messages: With ``role`` and ``content`` each.
+
+        Raises:
+            DataError: jinja2 is not installed, or the template refuses the conversation, fails, reaches for what is
+                not its own, takes more than 5 s or 512 MiB, or makes more than 2^20 characters.
+        """
+        with self._lock:
+            try:
+                answer = self._ask(json.dumps(list(messages)).encode())
+            except (OSError, EOFError, TimeoutError) as error:
+                self.close()
+                raise DataError(
+                    f"the chat template was stopped, it takes more than {_RENDER_S:g} s or {_MEMORY_BYTES >> 20} MiB "
+                    f"({type(error).__name__}: {error}); mend it, or send the text itself"
+                ) from error
+        if "error" in answer:
+            raise DataError(answer["error"])
+        return str(answer["text"])
+
+    def close(self) -> None:
+        """End the process; the next ``render`` begins another."""
+        process, self._process = self._process, None
+        # A fork of this process has the object too, and not the child.
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _ask(self, messages: bytes) -> dict[str, Any]:
+        if self._process is None:
+            self._process = _start()
+            self._exchange(self._first, _START_S)
+        answer: dict[str, Any] = json.loads(self._exchange(messages, _RENDER_S))
+        return answer
+
+    def _exchange(self, payload: bytes, within_s: float) -> bytes:
+        """Send one message, and have one back. Raises OSError, EOFError or TimeoutError."""
+        process, end_s = self._process, time.monotonic() + within_s
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        left, got = memoryview(_LENGTH.pack(len(payload)) + payload), bytearray()
+        with selectors.DefaultSelector() as ready:
+            ready.register(process.stdin, selectors.EVENT_WRITE)
+            ready.register(process.stdout, selectors.EVENT_READ)
+            while len(got) < _LENGTH.size or len(got) < _LENGTH.size + _LENGTH.unpack_from(got)[0]:
+                events = ready.select(max(0.0, end_s - time.monotonic()))
+                if not events:
+                    raise TimeoutError(f"no answer within {within_s:g} s")
+                for key, _ in events:
+                    if key.fileobj is process.stdin:
+                        left = left[os.write(key.fd, left[:_BLOCK_BYTES]) :]
+                        if not left:
+                            ready.unregister(process.stdin)
+                        continue
+                    block = os.read(key.fd, _BLOCK_BYTES)
+                    if not block:
+                        raise EOFError("its process ended")
+                    got += block
+        return bytes(got[_LENGTH.size :])
+
+
+def read_messages(value: Any, where: str) -> list[dict[str, str]]:
+    """The messages of a conversation, from JSON; their content as text.
+
+    Raises:
+        DataError: It is no such list.
+    """
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: found {value!r:.60}, expected a list of messages, at least one")
+    return [_message(each, f"{where}[{index}]") for index, each in enumerate(value)]
+
+
+def _start() -> subprocess.Popen[bytes]:
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    process = subprocess.Popen(
+        [sys.executable, "-B", "-m", "hybridflow.data.chat_process", str(_MEMORY_BYTES), str(int(_RENDER_S))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        os.set_blocking(pipe.fileno(), False)
+    return process
+
+
+def _message(value: Any, where: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise DataError(f"{where}: found {value!r:.60}, expected an object with role and content")
+    content = value.get("content")
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+    ):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise DataError(f"{where}: content: found {content!r:.60}, expected text, or a list of parts of type text")
+    others = {name: text for name, text in value.items() if isinstance(text, str)}
+    return {**others, "content": content}
+
+
+def _piece(value: Any) -> str | None:
+    value = value.get("content") if isinstance(value, Mapping) else value
+    return value if isinstance(value, str) else None

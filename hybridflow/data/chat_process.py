@@ -1,0 +1,105 @@
+"""The process in which a chat template runs: the one door to ``jinja2``. It has nothing else of hybridflow.
+
+    python -m hybridflow.data.chat_process MEMORY_BYTES RENDER_S
+
+The first message on its standard input is the template, each further one a conversation; each is answered. A message is
+four bytes that tell its length, and JSON. It ends when its input does.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import struct
+import sys
+from typing import Any, BinaryIO
+
+_LENGTH = struct.Struct("<I")
+
+
+def main() -> int:
+    """Answer until the input ends."""
+    memory_bytes, render_s = int(sys.argv[1]), int(sys.argv[2])
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    # What it may do is reckon: no more memory than this, no file written, no process begun.
+    for limit, value in (
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NPROC, 0),
+    ):
+        _, most = resource.getrlimit(limit)
+        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(limit, (value, value))
+    first = _receive(source)
+    if first is None:
+        return 0
+    _send(target, {})
+    template: Any = None
+    while (messages := _receive(source)) is not None:
+        _limit_time(2 * render_s)
+        try:
+            if template is None:
+                template = _compiled(first["template"])
+            text = template.render(messages=messages, add_generation_prompt=True, **first["special"])
+            answer = {"text": text}
+            if len(text) > first["most"]:
+                answer = {"error": f"the chat template made {len(text)} characters, more than {first['most']}"}
+        except _Refused as error:
+            answer = {"error": f"the chat template refuses the messages: {error}"}
+        except ImportError:
+            answer = {
+                "error": "a conversation needs the package jinja2, which is not installed; pip install jinja2, or send "
+                "the text"
+            }
+        # A template may do whatever a small program can do wrong.
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error)[:500]}"
+            answer = {"error": f"the chat template fails: {reason}; mend it, or send the text itself"}
+        _send(target, answer)
+    return 0
+
+
+class _Refused(Exception):
+    """What a template raises by ``raise_exception``."""
+
+
+def _compiled(template: str) -> Any:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _refuse
+    return environment.from_string(template)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> None:
+    raise _Refused(message)
+
+
+def _limit_time(seconds: int) -> None:
+    """End this process when it has reckoned for so long again, also where nobody is left to end it."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + seconds, most))
+
+
+def _receive(source: BinaryIO) -> Any:
+    head = source.read(_LENGTH.size)
+    return json.loads(source.read(_LENGTH.unpack(head)[0])) if len(head) == _LENGTH.size else None
+
+
+def _send(target: BinaryIO, answer: dict[str, Any]) -> None:
+    payload = json.dumps(answer).encode()
+    target.write(_LENGTH.pack(len(payload)) + payload)
+    target.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Files by path or address, on this machine or wherever fsspec reaches: the one door to ``fsspec``."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import gzip
+import io
+import os
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from hybridflow.errors import DataError
+
+_BUFFER_BYTES = 1 << 20
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_PATTERN = re.compile(r"[*?[]")
+
+
+class File(NamedTuple):
+    """A file, and what tells whether it is still the same.
+
+    Attributes:
+        path: Path or address.
+        num_bytes: Its size.
+        version: Changes when the content does: the time of the last change, or what an object store goes by.
+    """
+
+    path: str
+    num_bytes: int
+    version: str
+
+
+def find_files(path: str) -> tuple[File, ...]:
+    """What a path or an address means, or a pattern with ``*``, ``?`` or ``[``, in the order of the names.
+
+    Raises:
+        DataError: There is nothing, or it cannot be looked at.
+    """
+    files = _far(path) if is_address(path) else _near(path)
+    if not files:
+        raise DataError(f"{path}: no file has such a name; set data.train and data.held_out to files that are there")
+    return files
+
+
+def is_address(path: str) -> bool:
+    """Whether it begins as ``s3://`` does."""
+    return _ADDRESS.match(path) is not None
+
+
+def open_file(path: str) -> BinaryIO:
+    """Open a file to be read, as it is on disk.
+
+    Raises:
+        DataError: It cannot be.
+    """
+    if is_address(path):
+        system, name = _system(path)
+        with _told(path):
+            # Not all of them can read a line of a limited length.
+            return io.BufferedReader(system.open(name, "rb"), _BUFFER_BYTES)
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; set data.train and data.held_out") from error
+
+
+@contextlib.contextmanager
+def opened_text(path: str) -> Iterator[BinaryIO]:
+    """A file to be read, uncompressed where its name ends in ``.gz``. Raises DataError."""
+    with open_file(path) as file:
+        if not is_gzip(path):
+            yield file
+            return
+        with gzip.GzipFile(fileobj=file) as inner:
+            yield cast(BinaryIO, inner)
+
+
+def is_gzip(path: str) -> bool:
+    """Whether the name says that it is compressed, so that it can only be read from its beginning."""
+    return path.endswith(".gz")
+
+
+def _near(path: str) -> tuple[File, ...]:
+    is_pattern = _PATTERN.search(path) is not None and not os.path.exists(path)
+    names = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
+    files = []
+    for name in names:
+        try:
+            found = os.stat(name)
+        except OSError as error:
+            raise DataError(f"{name}: cannot be read: {error.strerror}; set data.train and data.held_out") from error
+        files.append(File(name, found.st_size, str(found.st_mtime_ns)))
+    return tuple(files)
+
+
+def _far(address: str) -> tuple[File, ...]:
+    system, root = _system(address)
+    with _told(address):
+        names = sorted(system.glob(root)) if _PATTERN.search(root) else [root]
+        return tuple(
+            File(system.unstrip_protocol(name), int(system.info(name)["size"] or 0), system.ukey(name))
+            for name in names
+        )
+
+
+def _system(address: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise DataError(
+            f"{address}: reading it takes the package fsspec, which is not installed; pip install 'hybridflow[s3]'"
+        ) from error
+    with _told(address):
+        system, root = fsspec.core.url_to_fs(address)
+        return system, root
+
+
+@contextlib.contextmanager
+def _told(address: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise DataError(
+            f"{address}: a package for such addresses is not installed: {error}; for s3:// pip install 'hybridflow[s3]'"
+        ) from error
+    # Each store has exceptions of its own.
+    except Exception as error:
+        raise DataError(
+            f"{address}: cannot be read: {type(error).__name__}: {error}; look at the address, and at what the "
+            "environment says of the store and its keys"
+        ) from error

@@ -1,0 +1,43 @@
+"""Which source each draw of a mixture comes from: a pure function, in exact proportion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+
+def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """The smallest whole numbers in the proportion of the weights as they are written: (0.7, 0.3) gives (7, 3).
+
+    Args:
+        weights: Above 0.
+    """
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * scale) for weight in exact]
+    divisor = math.gcd(*whole)
+    return tuple(weight // divisor for weight in whole)
+
+
+def source_of(draw: int, weights: Sequence[int]) -> tuple[int, int]:
+    """The source of a draw, and how many draws before it came from that source.
+
+    The sources are halved, and halved again. Of the n draws that a half with the weights ``a`` and ``b`` has had, its
+    first half had the whole part of ``n a / (a + b)``. So among the first n draws each source has had its share to
+    within 1 for each halving, and any window of draws has it to within twice that.
+
+    Args:
+        draw: From 0.
+        weights: From ``whole_weights``.
+    """
+    low, high, count = 0, len(weights), draw
+    while high - low > 1:
+        middle = (low + high) // 2
+        first, both = sum(weights[low:middle]), sum(weights[low:high])
+        before = count * first // both
+        if (count + 1) * first // both > before:
+            high, count = middle, before
+        else:
+            low, count = middle, count - before
+    return low, count

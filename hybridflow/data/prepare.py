@@ -1,0 +1,542 @@
+"""One pass over what training draws from: rows are checked, rendered and put into a store, where each has a number.
+
+The files are cut into pieces, and the pieces dealt to all ranks and their processes, so that nobody reads what another
+reads; of each run of pieces comes a part of the store. A store is kept under a name made of what it was made from, so
+a run that goes on, or another with the same data, finds it.
+
+    python -m hybridflow.data.prepare FOLDER PART     what a process of a rank does
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from hybridflow.config import DataSource
+from hybridflow.data.files import File, find_files
+from hybridflow.data.readers import Piece, cut, format_of, place_of, read
+from hybridflow.data.row_store import FORMAT, MANIFEST, RowStore, RowWriter, encode_row, rows_written
+from hybridflow.data.rows import HERE, Row, plain_row
+from hybridflow.data.shaping import Shape, Shaper, shaped_row
+from hybridflow.data.tokenizer import read_object
+from hybridflow.errors import DataError, HybridflowError
+from hybridflow.observe.files import replace_file, sync_path
+from hybridflow.sections import read_section, to_dict
+
+_FILES = "files.json"
+_MOST_PARTS = 64
+_SHOWN, _REASONS = 5, 20
+_STALLED_S = 600.0
+_TELL_S = 10.0
+_LEFTOVER_S = 3600.0
+
+
+class Everyone(Protocol):
+    """The ranks that prepare and share a store; ``parallel.coordinator.Coordinator`` is one."""
+
+    rank: int
+    ranks: tuple[int, ...]
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is the first of the ranks."""
+
+    def decide(self, name: str, value: Any) -> Any:
+        """The lead's JSON value on every rank."""
+
+    def gather(self, value: Any, name: str = "gather") -> list[Any]:
+        """Every rank's JSON value, on every rank."""
+
+
+class Alone:
+    """A process that shares with nobody."""
+
+    rank: int = 0
+    ranks: tuple[int, ...] = (0,)
+    is_lead: bool = True
+
+    def decide(self, name: str, value: Any) -> Any:
+        """The value."""
+        return value
+
+    def gather(self, value: Any, name: str = "gather") -> list[Any]:
+        """The value alone."""
+        return [value]
+
+
+class Given(NamedTuple):
+    """Rows that a program has in memory, in the place of files.
+
+    Attributes:
+        rows: Mappings; read once.
+        title: What messages call them.
+        weight: As in ``DataSource``.
+    """
+
+    rows: Iterable[Any]
+    title: str
+    weight: float | None = None
+
+
+def agree(everyone: Everyone, name: str, act: Callable[[], Any]) -> Any:
+    """What the lead's act gives, JSON, on every rank. Collective: ``everyone``.
+
+    Args:
+        everyone: The ranks.
+        name: What they wait for, in errors.
+        act: Called on the lead.
+
+    Raises:
+        DataError: On every rank: the act raised an error of ours or of the file system, with its message.
+    """
+    told: dict[str, Any] = {}
+    if everyone.is_lead:
+        try:
+            told = {"value": act()}
+        except (HybridflowError, OSError) as error:
+            told = {"problem": str(error)}
+    told = everyone.decide(name, told)
+    if "problem" in told:
+        raise DataError(told["problem"])
+    return told["value"]
+
+
+def prepare(
+    source: DataSource | Given,
+    shape: Shape,
+    folder: Path,
+    *,
+    everyone: Everyone | None = None,
+    num_workers: int = 1,
+    say: Callable[[str], None] = print,
+) -> RowStore:
+    """The store of a source's rows: the one that is there already, or else made now, by all.
+
+    Collective: ``everyone``.
+
+    Args:
+        source: Files, or rows of which the lead's are taken.
+        shape: What rows have to be.
+        folder: Where stores are kept; shared by all.
+        everyone: The ranks; None: this process alone.
+        num_workers: Processes of each rank, where there is work for several.
+        say: Told by the lead of long work, and of rows that are left out.
+
+    Raises:
+        DataError: A file cannot be read; a row cannot be used, and ``on_bad_row`` is ``error``; no row is left.
+    """
+    everyone = Alone() if everyone is None else everyone
+    most = min(_MOST_PARTS, len(everyone.ranks) * num_workers)
+    plan = agree(everyone, "what to read", lambda: _plan(source, shape, folder, most))
+    final = Path(plan["final"])
+    if plan["aside"] is not None:
+        aside = Path(plan["aside"])
+        try:
+            _work(aside, plan["num_parts"], everyone, num_workers, source if isinstance(source, Given) else None, say)
+            agree(everyone, "rows prepared", lambda: _join(aside, final, plan, shape))
+        except DataError:
+            if everyone.is_lead:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+    store = RowStore(final)
+    if everyone.is_lead:
+        _tell_left_out(store, say)
+    return store
+
+
+def _plan(source: DataSource | Given, shape: Shape, folder: Path, most: int) -> dict[str, Any]:
+    """Where the store is or will be, and what each part of it is to be made from."""
+    runs: list[list[Piece]] = [[]]
+    files: tuple[File, ...] = ()
+    if isinstance(source, Given):
+        title, told = source.title, [getattr(source.rows, "_fingerprint", secrets.token_hex(8))]
+    else:
+        title, files = source.path, find_files(source.path)
+        told = [[list(file), format_of(file.path, source.file_format)] for file in files]
+    final = folder / _key(told, shape)
+    if (final / MANIFEST).is_file():
+        return {"final": str(final), "aside": None}
+    _make_folder(folder)
+    if not isinstance(source, Given):
+        pieces = [piece for file in files for piece in cut(file, format_of(file.path, source.file_format))]
+        runs = _deal(pieces, most)
+    aside = folder / f".{final.name}.{secrets.token_hex(4)}.tmp"
+    aside.mkdir()
+    (aside / _FILES).write_text(json.dumps(files), encoding="utf-8")
+    for number, run in enumerate(runs):
+        order = {"pieces": run, "shape": to_dict(shape)}
+        (aside / f"{_name(number)}.order").write_text(json.dumps(order), encoding="utf-8")
+    return {"final": str(final), "aside": str(aside), "num_parts": len(runs), "title": title}
+
+
+def _key(told: list[Any], shape: Shape) -> str:
+    """Of all that decides what the store holds."""
+    # None of these changes a row.
+    data = replace(shape.data, train=None, mixture=(), spool=None, held_out="", arithmetic=None)
+    data = replace(data, num_workers=1, cache_dir=None)
+    whole = [FORMAT, told, to_dict(replace(shape, data=data, tokenizer=None))]
+    if shape.tokenizer is not None:
+        file = Path(shape.tokenizer)
+        whole += [hashlib.sha256(file.read_bytes()).hexdigest(), read_object(file.with_name("tokenizer_config.json"))]
+    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:16]
+
+
+def _make_folder(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob(".*.tmp"):
+        # Of a job that was killed; one that lives writes all the time.
+        newest = max((each.stat().st_mtime for each in path.glob("*")), default=path.stat().st_mtime)
+        if time.time() - newest > _LEFTOVER_S:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _deal(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:
+    """The pieces in order, in at most so many runs of equal length or one less."""
+    count = max(1, min(most, len(pieces)))
+    ends = [len(pieces) * number // count for number in range(count + 1)]
+    return [list(pieces[start:stop]) for start, stop in itertools.pairwise(ends)]
+
+
+def _work(
+    aside: Path, num_parts: int, everyone: Everyone, num_workers: int, given: Given | None, say: Callable[[str], None]
+) -> None:
+    """Have all parts made; each rank its own, while all watch."""
+    mine = range(everyone.ranks.index(everyone.rank), num_parts, len(everyone.ranks))
+    crew = _Crew(aside, mine, num_workers, is_inside=num_parts == 1, given=given)
+    begin_s = told_s = time.monotonic()
+    pause_s = 0.005
+    try:
+        while True:
+            states = everyone.gather(crew.look(), "preparing rows")
+            problems = [state["problem"] for state in states if state["problem"] is not None]
+            if problems:
+                raise DataError(problems[0])
+            if all(state["is_done"] for state in states):
+                return
+            now_s = time.monotonic()
+            if everyone.is_lead and now_s - told_s > _TELL_S:
+                told_s, count = now_s, sum(state["num_rows"] for state in states)
+                say(f"data: {count} rows prepared, {count / (now_s - begin_s):.0f} rows/s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.5)
+    finally:
+        crew.stop()
+
+
+class _Crew:
+    """What makes a rank's parts: processes, or for one small part a thread."""
+
+    def __init__(
+        self, aside: Path, parts: Iterable[int], num_workers: int, *, is_inside: bool, given: Given | None
+    ) -> None:
+        self._aside, self._given, self._is_inside = aside, given, is_inside
+        self._waiting, self._num_workers = list(parts), num_workers
+        self._all = tuple(self._waiting)
+        self._running: dict[int, subprocess.Popen[bytes] | threading.Thread] = {}
+        self._num_rows, self._moved_s = -1, time.monotonic()
+
+    def look(self) -> dict[str, Any]:
+        """Begin what can be begun; how far it is, and what went wrong."""
+        problem = None
+        for number, worker in list(self._running.items()):
+            if isinstance(worker, threading.Thread):
+                worker.join(0.005)
+                is_over = not worker.is_alive()
+            else:
+                is_over = worker.poll() is not None
+            if is_over:
+                self._end(self._running.pop(number))
+                problem = self._problem(number) if problem is None else problem
+        while self._waiting and len(self._running) < self._num_workers:
+            number = self._waiting.pop(0)
+            try:
+                self._running[number] = self._start(number)
+            except OSError as error:
+                problem = f"{self._aside}: no process can be begun there: {error}; lower data.num_workers"
+                break
+        num_rows = sum(rows_written(self._aside / _name(number)) for number in self._all)
+        if num_rows != self._num_rows:
+            self._num_rows, self._moved_s = num_rows, time.monotonic()
+        if self._running and time.monotonic() - self._moved_s > _STALLED_S and problem is None:
+            problem = f"{self._aside}: no row in {_STALLED_S:g} s; look at the file system, or at who holds the store"
+        is_done = not (self._running or self._waiting)
+        return {"num_rows": num_rows, "is_done": is_done, "problem": problem}
+
+    def stop(self) -> None:
+        """End what still runs."""
+        for worker in self._running.values():
+            self._end(worker)
+
+    @staticmethod
+    def _end(worker: subprocess.Popen[bytes] | threading.Thread) -> None:
+        if isinstance(worker, subprocess.Popen):
+            worker.kill()
+            worker.wait()
+            assert worker.stdin is not None, "it is a pipe"
+            worker.stdin.close()
+
+    def _start(self, number: int) -> subprocess.Popen[bytes] | threading.Thread:
+        if self._is_inside:
+            thread = threading.Thread(target=_carry_out, args=(self._aside, number, self._given), daemon=True)
+            thread.start()
+            return thread
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        with (self._aside / f"{_name(number)}.log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "hybridflow.data.prepare", str(self._aside), str(number)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+
+    def _problem(self, number: int) -> str | None:
+        """What kept a part from being made; None: it is made."""
+        stem = self._aside / _name(number)
+        if stem.with_suffix(".json").is_file():
+            return None
+        try:
+            return stem.with_suffix(".error").read_text(encoding="utf-8")
+        except OSError:
+            pass
+        try:
+            log = stem.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        except OSError:
+            log = []
+        return f"{stem}: the process that prepares it died: {log[-1] if log else 'it was killed'}; look at its memory"
+
+
+def _name(number: int) -> str:
+    return f"part-{number:05d}"
+
+
+def make_part(folder: Path, number: int, shape: Shape, pieces: Sequence[Piece | Given]) -> dict[str, Any]:
+    """Write a part of a store.
+
+    Args:
+        folder: Where it goes; what is there of that number is replaced.
+        number: Of the part.
+        shape: What rows have to be.
+        pieces: What it is made from.
+
+    Returns:
+        Its ``name``, ``num_rows`` and ``num_bytes``; what is told of its ``pieces``; how many rows are ``bad`` by
+        reason, the first messages ``shown``, and ``num_long``, those with a prompt longer than asked for.
+
+    Raises:
+        DataError: A piece cannot be read; a row cannot be used, and ``on_bad_row`` is ``error``.
+        OSError: The file system refuses.
+    """
+    return _Part(shape, folder / _name(number)).write(pieces)
+
+
+def _carry_out(aside: Path, number: int, given: Given | None = None) -> None:
+    """Make a part as was ordered, and a file that says what is in it, or one that says what went wrong."""
+    stem = aside / _name(number)
+    try:
+        order = json.loads(stem.with_suffix(".order").read_text(encoding="utf-8"))
+        shape = read_section(Shape, order["shape"], source=str(stem))
+        pieces = [Piece(*piece) for piece in order["pieces"]]
+        told = make_part(aside, number, shape, pieces if given is None else [given])
+        replace_file(stem.with_suffix(".json"), json.dumps(told).encode())
+    except HybridflowError as error:
+        _say_why(stem, str(error))
+    except OSError as error:
+        _say_why(stem, f"{aside}: cannot be written: {error}; make room, or set data.cache_dir")
+    # A thread would print it and be silent to who waits for it.
+    except Exception as error:
+        _say_why(stem, f"{stem}: {type(error).__name__}: {error}")
+
+
+def _say_why(stem: Path, problem: str) -> None:
+    replace_file(stem.with_suffix(".error"), problem.encode())
+
+
+class _Part:
+    """Writes the rows of some pieces, and keeps count of those that are left out."""
+
+    def __init__(self, shape: Shape, stem: Path) -> None:
+        self._shape, self._stem = shape, stem
+        self._bad: dict[str, int] = {}
+        self._shown: list[str] = []
+        self._num_long = 0
+
+    def write(self, pieces: Sequence[Piece | Given]) -> dict[str, Any]:
+        """What is told of the part: its pieces, and what was left out."""
+        shaper = Shaper(self._shape)
+        try:
+            with RowWriter(self._stem) as writer:
+                told = [self._piece(piece, shaper, writer) for piece in pieces]
+        finally:
+            shaper.close()
+        return {
+            "name": self._stem.name,
+            "num_rows": writer.num_rows,
+            "num_bytes": self._stem.with_suffix(".rows").stat().st_size,
+            "pieces": told,
+            "bad": self._bad,
+            "shown": self._shown,
+            "num_long": self._num_long,
+        }
+
+    def _piece(self, piece: Piece | Given, shaper: Shaper, writer: RowWriter) -> dict[str, Any]:
+        digest, before, number = hashlib.sha256(b"["), writer.num_rows, -1
+        if isinstance(piece, Given):
+            rows: Iterable[Row | DataError | None] = (plain_row(row) for row in piece.rows)
+        else:
+            rows = read(piece, max_row_bytes=self._shape.data.max_row_bytes)
+        for number, row in enumerate(rows):
+            try:
+                draws = _draws_of(row, number, shaper)
+            except DataError as error:
+                self._leave_out(error, piece, number)
+                continue
+            self._num_long += row is not None and not draws
+            for content, line in draws:
+                # As json.dumps writes the list of all of them.
+                digest.update(content if writer.num_rows == before else b", " + content)
+                writer.add(line)
+        digest.update(b"]")
+        is_lines = isinstance(piece, Piece) and piece.format == "jsonl"
+        return {
+            "path": piece.title if isinstance(piece, Given) else piece.path,
+            "is_lines": is_lines,
+            "start": 0 if isinstance(piece, Given) else piece.start,
+            "num_read": number + 1,
+            "num_rows": writer.num_rows - before,
+            "sha256": digest.hexdigest(),
+        }
+
+    def _leave_out(self, error: DataError, piece: Piece | Given, number: int) -> None:
+        message = str(error)
+        is_fatal = self._shape.data.on_bad_row == "error"
+        if is_fatal or len(self._shown) < _SHOWN:
+            place = f"{piece.title}: row {number}" if isinstance(piece, Given) else place_of(piece, number)
+            self._shown.append(message.replace(HERE, place, 1))
+        if is_fatal:
+            raise DataError(self._shown[-1])
+        reason = re.sub(r"\d+", "N", message.removeprefix(f"{HERE}: ").partition(";")[0])[:80]
+        reason = reason if reason in self._bad or len(self._bad) < _REASONS else "other reasons"
+        self._bad[reason] = self._bad.get(reason, 0) + 1
+
+
+def _draws_of(row: Row | DataError | None, number: int, shaper: Shaper) -> list[tuple[bytes, bytes]]:
+    """Of each draw that a row makes its content and its line in the store; none of a blank line or a long prompt."""
+    shaped = shaped_row(row, shaper)
+    if shaped is None:
+        return []
+    try:
+        return [
+            (json.dumps(content).encode(), encode_row(number, which, shaped.begins, shaped.row))
+            for which, content in enumerate(shaped.contents)
+        ]
+    except RecursionError as error:
+        raise DataError(f"{HERE}: is nested too deeply; flatten it") from error
+
+
+def _join(aside: Path, final: Path, plan: dict[str, Any], shape: Shape) -> None:
+    """Make one store of the parts, and give it its name."""
+    for path, *facts in json.loads((aside / _FILES).read_text(encoding="utf-8")):
+        (now,) = find_files(path)
+        if [*now[1:]] != facts:
+            raise DataError(f"{path}: was changed while it was read; let nothing write there, and start again")
+    parts = [json.loads((aside / f"{_name(number)}.json").read_text()) for number in range(plan["num_parts"])]
+    pieces = [piece for part in parts for piece in part.pop("pieces")]
+    bad: dict[str, int] = {}
+    for part in parts:
+        for reason, count in part.pop("bad").items():
+            bad[reason] = bad.get(reason, 0) + count
+    facts = {
+        "format": FORMAT,
+        "title": plan["title"],
+        "sha256": _whole_sha256([piece.pop("sha256") for piece in pieces if piece["num_rows"]]),
+        "num_read": sum(piece["num_read"] for piece in pieces),
+        "num_bad": sum(bad.values()),
+        "num_long": sum(part.pop("num_long") for part in parts),
+        "bad": bad,
+        "shown": [message for part in parts for message in part.pop("shown")][:_SHOWN],
+        "parts": parts,
+        "pieces": _numbered(pieces),
+    }
+    if sum(part["num_rows"] for part in parts) == 0:
+        raise DataError(_why_empty(facts, shape))
+    for path in aside.iterdir():
+        if path.suffix not in (".rows", ".places"):
+            path.unlink()
+    replace_file(aside / MANIFEST, json.dumps(facts, indent=1).encode())
+    try:
+        aside.rename(final)
+    except OSError:
+        # Another job was first; what it has made is the same.
+        if not (final / MANIFEST).is_file():
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+    sync_path(final.parent)
+
+
+def _numbered(pieces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The pieces with the number of the first row in the store, and of the first line or row in the file."""
+    found, first_row = [], 0
+    lines: dict[str, int] = {}
+    for piece in pieces:
+        path, is_lines = piece["path"], piece["is_lines"]
+        first_number = lines.get(path, 1) if is_lines else piece["start"]
+        lines[path] = first_number + piece["num_read"]
+        if piece["num_rows"]:
+            found.append({"path": path, "is_lines": is_lines, "first_row": first_row, "first_number": first_number})
+        first_row += piece["num_rows"]
+    return found
+
+
+def _whole_sha256(digests: Sequence[str]) -> str:
+    """Of one piece its own, which is that of the list of its rows as JSON; of several that of theirs."""
+    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def _why_empty(facts: dict[str, Any], shape: Shape) -> str:
+    title, data = facts["title"], shape.data
+    if facts["num_bad"]:
+        return f"{title}: none of its rows can be used, {facts['num_bad']} are bad; the first: {facts['shown'][0]}"
+    if facts["num_long"]:
+        return (
+            f"{title}: the prompts of all its {facts['num_long']} rows are longer than data.max_prompt_tokens="
+            f"{data.max_prompt_tokens}; raise it"
+        )
+    return (
+        f"{title}: holds no rows; expected one JSON object with {data.prompt_field!r} on each line, or rows of columns"
+    )
+
+
+def _tell_left_out(store: RowStore, say: Callable[[str], None]) -> None:
+    facts = store.facts
+    if facts["num_long"]:
+        say(f"data: {facts['title']}: {facts['num_long']} rows left out, whose prompts are longer than asked for")
+    if facts["num_bad"]:
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in facts["bad"].items())
+        say(f"data: {facts['title']}: {facts['num_bad']} bad rows skipped: {reasons}; the first: {facts['shown'][0]}")
+
+
+def _end_with_parent() -> None:
+    """Its input ends when the rank that has begun this process does, in whatever way."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _carry_out(Path(sys.argv[1]), int(sys.argv[2]))

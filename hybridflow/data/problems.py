@@ -1,0 +1,283 @@
+"""Problems in the order in which training draws them, read from prepared stores when they are drawn.
+
+A draw is a function of its serial number, the seed and the sources, so all that a checkpoint keeps of the data is one
+integer, which means the same to any number of ranks; and a rank reads the rows that it draws alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from hybridflow.config import Data, DataSource, Recipe
+from hybridflow.data.chat import chat_template
+from hybridflow.data.mixture import source_of, whole_weights
+from hybridflow.data.order import permuted
+from hybridflow.data.preferences import Response, encode_responses
+from hybridflow.data.prepare import Everyone, Given, prepare
+from hybridflow.data.prompts import Example, Solution, encode_solutions, prompt_tokens
+from hybridflow.data.row_store import RowStore, Stored
+from hybridflow.data.shaping import Shape, examples_of
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.errors import DataError
+
+FOLDER = "rows"
+"""Where stores are kept in a run's directory."""
+
+_KEPT_BYTES = 4 << 20
+
+
+class Order:
+    """Which row of which store each draw is: each store in epochs of its own, shuffled anew in each.
+
+    Args:
+        sizes: Rows of each store.
+        weights: How often each is drawn from, in proportion; None: as often as it has rows, so that ``sum(sizes)``
+            draws are all the rows.
+        seed: Of the order.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float | None], seed: int) -> None:
+        self._sizes, self._seed = tuple(sizes), seed
+        self.weights = whole_weights([w if w is not None else size for w, size in zip(weights, sizes, strict=True)])
+
+    def __call__(self, draw: int) -> tuple[int, int]:
+        """The store and the row of a draw, counted from 0 over all epochs."""
+        source, count = source_of(draw, self.weights)
+        epoch, index = divmod(count, self._sizes[source])
+        # Of a single source the order is that of ``prompts.PromptSource``.
+        key = (self._seed, epoch) if len(self._sizes) == 1 else (self._seed, epoch, source)
+        return source, permuted(index, size=self._sizes[source], key=key)
+
+    def sha256(self, stores: Sequence[RowStore]) -> str:
+        """Of the rows in their order and of the weights, which with the seed decide what each draw is."""
+        if len(stores) == 1:
+            return stores[0].sha256
+        told = [[store.sha256, weight] for store, weight in zip(stores, self.weights, strict=True)]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+class _Drawn(NamedTuple):
+    """A row with all that is asked of it."""
+
+    example: Example
+    prompt: tuple[int, ...]
+    solution: Solution | None
+    responses: tuple[Response, ...]
+
+
+class Drawable(Protocol):
+    """Rows by the serial number of a draw."""
+
+    @property
+    def sha256(self) -> str:
+        """Of all that decides what each draw is."""
+
+    def place(self, draw: int) -> tuple[int, int]:
+        """What the draw's row is known by: the same for every draw of it."""
+
+    def stored(self, place: tuple[int, int]) -> Stored:
+        """The row that is known by this. Raises DataError: it cannot be read."""
+
+
+class Stores:
+    """The rows of stores, as ``Order`` has them.
+
+    Args:
+        stores: One for each source.
+        weights: Of the sources; see ``Order``.
+        seed: Of the order.
+
+    Attributes:
+        num_rows: In all of them.
+    """
+
+    def __init__(self, stores: Sequence[RowStore], weights: Sequence[float | None], seed: int) -> None:
+        self._stores = tuple(stores)
+        self.num_rows = sum(map(len, stores))
+        self._order = Order([len(store) for store in stores], weights, seed)
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of the rows in their order and of the weights, which with the seed decide what each draw is."""
+        return self._order.sha256(self._stores)
+
+    def place(self, draw: int) -> tuple[int, int]:
+        """The store and the row of a draw."""
+        return self._order(draw)
+
+    def stored(self, place: tuple[int, int]) -> Stored:
+        """The row there."""
+        return self._stores[place[0]][place[1]]
+
+    def close(self) -> None:
+        """Close the stores' files."""
+        for store in self._stores:
+            store.close()
+
+
+class StoredProblems:
+    """Problems by the serial number of a draw; see ``roles.job.Problems``.
+
+    Attributes:
+        num_rows: In all sources; None: it is not known, more may come.
+
+    Args:
+        rows: By the draw.
+        shape: What the rows were prepared as.
+        tokenizer: Gives the tokens.
+    """
+
+    def __init__(self, rows: Drawable, shape: Shape, tokenizer: Tokenizer) -> None:
+        self._rows = rows
+        self._shape, self._tokenizer = shape, tokenizer
+        self.num_rows: int | None = getattr(rows, "num_rows", None)
+        # What was read last: a row is asked for several times in a step, and small files stay in memory as a whole.
+        self._kept: OrderedDict[tuple[int, int], tuple[_Drawn, int]] = OrderedDict()
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def sha256(self) -> str:
+        """Of all that decides what each draw is."""
+        return self._rows.sha256
+
+    def example(self, draw: int) -> Example:
+        """The example of a draw. Raises DataError: its row cannot be read; as all methods here."""
+        return self._drawn(draw).example
+
+    def prompt(self, draw: int) -> tuple[int, ...]:
+        """Token ids of its prompt."""
+        return self._drawn(draw).prompt
+
+    def solution(self, draw: int) -> Solution:
+        """What to imitate of it."""
+        found = self._drawn(draw).solution
+        assert found is not None, "solutions are asked for where is_imitating says so"
+        return found
+
+    def responses(self, draw: int) -> tuple[Response, ...]:
+        """Of a preference: the better and the other, or one."""
+        return self._drawn(draw).responses
+
+    def _drawn(self, draw: int) -> _Drawn:
+        place = self._rows.place(draw)
+        with self._lock:
+            if place in self._kept:
+                self._kept.move_to_end(place)
+                return self._kept[place][0]
+        stored = self._rows.stored(place)
+        drawn = self._encoded(stored)
+        with self._lock:
+            self._kept_bytes += stored.num_bytes - self._kept.pop(place, (None, 0))[1]
+            self._kept[place] = drawn, stored.num_bytes
+            while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= self._kept.popitem(last=False)[1][1]
+        return drawn
+
+    def _encoded(self, stored: Stored) -> _Drawn:
+        example = example_in(stored, self._shape)
+        most = self._shape.max_context
+        # Checked when it was prepared; without a context any length will do.
+        context = 2**62 if most is None else most
+        is_imitating = self._shape.is_imitating
+        solutions = encode_solutions([example], self._tokenizer, max_context=context) if is_imitating else ()
+        return _Drawn(
+            example,
+            prompt_tokens(example, self._tokenizer),
+            solutions[0] if solutions else None,
+            encode_responses([example], self._tokenizer, max_context=context)[0],
+        )
+
+
+def example_in(stored: Stored, shape: Shape) -> Example:
+    """The example of a row that was read from a store."""
+    return examples_of(stored.row, stored.place, stored.begins, shape)[stored.which]
+
+
+def shape_of(recipe: Recipe, tokenizer: Tokenizer | None) -> Shape:
+    """What the rows of a recipe's data have to be.
+
+    Args:
+        recipe: What is run.
+        tokenizer: Its tokenizer; None: it is yet to be trained, and lengths are not looked at.
+
+    Raises:
+        DataError: The file of the chat template cannot be read.
+    """
+    preset = recipe.preset
+    return Shape(
+        data=recipe.data,
+        kind=("pairs" if preset.is_paired else "preferences") if preset.has_preferences else "problems",
+        is_imitating=recipe.warm_start is not None or recipe.algorithm == "sft",
+        template=template_of(recipe.data, tokenizer),
+        tokenizer=None if tokenizer is None else str(tokenizer.path),
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        max_context=recipe.model.max_context,
+    )
+
+
+def template_of(data: Data, tokenizer: Tokenizer | None) -> str | None:
+    """The text of the chat template: of the file that is named, or of the tokenizer; None: there is none.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    if data.chat_template is None:
+        return None if tokenizer is None else chat_template(tokenizer)
+    try:
+        return Path(data.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"data.chat_template={data.chat_template!r}: cannot be read: {error}; name a file of jinja text"
+        ) from error
+
+
+def open_problems(
+    sources: Sequence[DataSource | Given],
+    shape: Shape,
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    seed: int,
+    everyone: Everyone | None = None,
+    say: Callable[[str], None] = print,
+) -> StoredProblems:
+    """Prepare what training draws from, or find it prepared. Collective: ``everyone``.
+
+    Args:
+        sources: What it draws from.
+        shape: What rows have to be.
+        tokenizer: Gives the tokens.
+        folder: Where stores are kept, but for ``data.cache_dir``.
+        seed: Of the order.
+        everyone: The ranks; None: this process alone.
+        say: As for ``prepare``.
+
+    Raises:
+        DataError: As ``prepare``.
+    """
+    stores = open_stores(sources, shape, folder, everyone=everyone, say=say)
+    return StoredProblems(Stores(stores, [each.weight for each in sources], seed), shape, tokenizer)
+
+
+def open_stores(
+    sources: Sequence[DataSource | Given],
+    shape: Shape,
+    folder: Path,
+    *,
+    everyone: Everyone | None = None,
+    say: Callable[[str], None] = print,
+) -> list[RowStore]:
+    """The stores of sources; see ``open_problems``."""
+    data = shape.data
+    where = folder if data.cache_dir is None else Path(data.cache_dir)
+    return [
+        prepare(source, shape, where, everyone=everyone, num_workers=data.num_workers, say=say) for source in sources
+    ]

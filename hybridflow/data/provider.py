@@ -1,0 +1,303 @@
+"""``DataProvider``: rows of files, of a mixture of them, or of a data set in memory, for a program of a user's own."""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from hybridflow.config import Data, DataSource, FileFormat, Recipe, check_data
+from hybridflow.data.prepare import Everyone, Given
+from hybridflow.data.problems import FOLDER, StoredProblems, Stores, open_problems, open_stores, shape_of, template_of
+from hybridflow.data.prompts import Example, prompt_tokens
+from hybridflow.data.shaping import Shape
+from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.sections import read_section
+
+_DEADLINE_S = 600.0
+_LOOK_S = 0.2
+
+Batch = list[dict[str, Any]]
+
+
+class DataProvider:
+    """Rows in a shuffled order that one integer remembers; given to a trainer, its source of problems.
+
+    At the first use the rows are checked, rendered and put into a store on disk, by several processes where there is
+    much to do; then any row is read by its number, in memory that does not grow. The order depends on ``seed`` and the
+    rows alone: ranks take turns in it, so a run that goes on with another ``dp_size`` repeats and skips nothing.
+
+    Iterating gives this rank's batches, lists of rows (``dict``), from where the one before has ended. With a
+    ``tokenizer`` each row has its prompt's token ids as ``prompt_ids``.
+
+    Args:
+        data_path: A file, a pattern with ``*``, an address such as ``s3://…``, a directory that ``datasets`` has
+            saved; several of them; or rows in memory: a ``datasets.Dataset``, or any iterable of mappings.
+        file_format: ``jsonl``, ``parquet``, ``hdf5`` or ``datasets``; None: what the name tells.
+        batch_size: Rows of a batch, of each rank.
+        seed: Of the order; None: 1, or that of the trainer.
+        dp_rank: Of this rank among those that share the data.
+        dp_size: How many share it.
+        weights: Of several paths: how often each is drawn from; None: as often as it has rows.
+        tokenizer: A tokenizer, or the path of one.
+        chat_template: File of the jinja template for rows with ``messages``; None: the tokenizer's own.
+        max_prompt_tokens: Rows with a longer prompt are left out.
+        on_bad_row: ``error``, or ``skip``.
+        num_epochs: How often each row is given; None: without end.
+        prefetch_factor: Batches that are read ahead; 0: none.
+        num_workers: Processes that prepare the rows of large files.
+        cache_dir: Where prepared rows stay for the next run; None: they are removed with this object.
+        fields: Other keys of a recipe's section ``data``, such as ``prompt_field``.
+
+    Raises:
+        ConfigError: An argument is none of these.
+        DataError: At the first use: a file cannot be read, or a row cannot be used.
+    """
+
+    def __init__(
+        self,
+        data_path: Any,
+        file_format: FileFormat | None = None,
+        *,
+        batch_size: int = 1,
+        seed: int | None = None,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        weights: Sequence[float] | None = None,
+        tokenizer: Tokenizer | str | Path | None = None,
+        chat_template: str | Path | None = None,
+        max_prompt_tokens: int | None = None,
+        on_bad_row: str = "error",
+        num_epochs: int | None = None,
+        prefetch_factor: int = 4,
+        num_workers: int = 8,
+        cache_dir: str | Path | None = None,
+        **fields: Any,
+    ) -> None:
+        for name, value, least in (
+            *(("batch_size", batch_size, 1), ("dp_size", dp_size, 1), ("num_epochs", num_epochs, 1)),
+            *(("dp_rank", dp_rank, 0), ("prefetch_factor", prefetch_factor, 0)),
+        ):
+            if value is not None and (type(value) is not int or value < least):
+                raise ConfigError(f"DataProvider: {name}={value!r}; give an integer of at least {least}")
+        if dp_rank >= dp_size:
+            raise ConfigError(f"DataProvider: dp_rank={dp_rank} of dp_size={dp_size}; ranks are counted from 0")
+        if max_prompt_tokens is not None and tokenizer is None:
+            raise ConfigError("DataProvider: max_prompt_tokens counts tokens; give the tokenizer too")
+        if num_epochs is not None and weights is not None:
+            raise ConfigError("DataProvider: with weights each source has epochs of its own; leave num_epochs out")
+        self._sources = _sources(data_path, file_format, weights)
+        self._data = _section(
+            chat_template=chat_template,
+            max_prompt_tokens=max_prompt_tokens,
+            on_bad_row=on_bad_row,
+            num_workers=num_workers,
+            cache_dir=cache_dir,
+            **fields,
+        )
+        self._tokenizer = open_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+        self._seed, self._batch_size, self._num_epochs = seed, batch_size, num_epochs
+        self._dp_rank, self._dp_size, self._prefetch = dp_rank, dp_size, prefetch_factor
+        self._next_draw = 0
+        self._rows: _Rows | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """In all sources, without those that are left out."""
+        return self._opened().num_rows
+
+    @property
+    def sha256(self) -> str:
+        """Of the rows in their order."""
+        return self._opened().sha256
+
+    def __iter__(self) -> Iterator[Batch]:
+        """This rank's batches from here on; what was read ahead and not taken is given again."""
+        rows = self._opened()
+        if self._prefetch == 0:
+            turns: Iterator[tuple[Batch, int]] = self._turns(rows, self._next_draw)
+        else:
+            turns = _ahead(self._turns(rows, self._next_draw), self._prefetch)
+        for batch, after in turns:
+            self._next_draw = after
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the order stands, the same on all ranks that have taken as many batches; JSON."""
+        return {"next_draw": self._next_draw, "sha256": self.sha256}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; with any ``dp_size``, ``dp_rank`` and ``batch_size``.
+
+        Raises:
+            DataError: It is of other rows, or none.
+        """
+        draw, sha256 = state.get("next_draw"), state.get("sha256")
+        if type(draw) is not int or draw < 0:
+            raise DataError(f"DataProvider: next_draw={draw!r} is no state of one; give what state_dict gave")
+        if sha256 != self.sha256:
+            raise DataError(
+                f"DataProvider: the state is of other rows: sha256 {sha256}, these have {self.sha256}; restore the "
+                "files, or begin anew"
+            )
+        self._next_draw = draw
+
+    def problems(self, tokenizer: Tokenizer, recipe: Recipe, everyone: Everyone | None = None) -> StoredProblems:
+        """What a trainer learns from; see ``roles.job.Problems``. Collective: ``everyone``.
+
+        Args:
+            tokenizer: The trainer's.
+            recipe: What it runs: the kind of rows, and how long they may be.
+            everyone: Its ranks.
+
+        Raises:
+            DataError: A row is none of that kind, or too long, and ``on_bad_row`` is ``error``.
+        """
+        shape = shape_of(replace(recipe, data=self._data), tokenizer)
+        folder = Path(recipe.run_dir) / FOLDER
+        seed = recipe.seed if self._seed is None else self._seed
+        return open_problems(self._sources, shape, tokenizer, folder, seed=seed, everyone=everyone)
+
+    def close(self) -> None:
+        """Remove what was prepared, where there is no ``cache_dir``; the next use prepares it again."""
+        if self._rows is not None:
+            self._rows.close()
+        self._rows = None
+
+    def __enter__(self) -> DataProvider:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _opened(self) -> _Rows:
+        if self._rows is None:
+            tokenizer = self._tokenizer
+            shape = Shape(
+                data=self._data,
+                kind="rows",
+                template=template_of(self._data, tokenizer),
+                tokenizer=None if tokenizer is None else str(tokenizer.path),
+            )
+            self._rows = _Rows(self._sources, shape, tokenizer, 1 if self._seed is None else self._seed)
+        return self._rows
+
+    def _turns(self, rows: _Rows, draw: int) -> Iterator[tuple[Batch, int]]:
+        """This rank's part of each turn of all ranks, with the draw that comes after the turn."""
+        end = None if self._num_epochs is None else self._num_epochs * rows.num_rows
+        while end is None or draw < end:
+            whole = self._batch_size * self._dp_size
+            count = whole if end is None else min(whole, end - draw)
+            first, last = (draw + count * rank // self._dp_size for rank in (self._dp_rank, self._dp_rank + 1))
+            draw += count
+            yield [rows[each] for each in range(first, last)], draw
+
+
+class _Rows:
+    """The rows of a provider by the serial number of a draw."""
+
+    def __init__(
+        self, sources: Sequence[DataSource | Given], shape: Shape, tokenizer: Tokenizer | None, seed: int
+    ) -> None:
+        self._shape, self._tokenizer = shape, tokenizer
+        folder = tempfile.mkdtemp(prefix="hybridflow-rows-")
+        # Also where nobody closes it.
+        self._remove = weakref.finalize(self, rmtree, folder, ignore_errors=True)
+        stores = open_stores(sources, shape, Path(folder))
+        self._stores = Stores(stores, [source.weight for source in sources], seed)
+        self.num_rows, self.sha256 = self._stores.num_rows, self._stores.sha256
+
+    def __getitem__(self, draw: int) -> dict[str, Any]:
+        stored = self._stores.stored(self._stores.place(draw))
+        if self._tokenizer is None or not isinstance(stored.row.get(self._shape.data.prompt_field), str):
+            return stored.row
+        prompt = stored.row[self._shape.data.prompt_field]
+        example = Example(prompt=prompt, answer="", begins=stored.begins, place=stored.place)
+        return {**stored.row, "prompt_ids": list(prompt_tokens(example, self._tokenizer))}
+
+    def close(self) -> None:
+        """Close the stores, and remove those that are this object's own."""
+        self._stores.close()
+        self._remove()
+
+
+def _ahead(turns: Iterator[tuple[Batch, int]], most: int) -> Iterator[tuple[Batch, int]]:
+    """The same, read ahead by a thread, which ends when who iterates does."""
+    ready: queue.Queue[tuple[Batch, int] | BaseException | None] = queue.Queue(maxsize=most)
+    is_over = threading.Event()
+
+    def put(item: tuple[Batch, int] | BaseException | None) -> None:
+        while not is_over.is_set():
+            try:
+                ready.put(item, timeout=_LOOK_S)
+                return
+            except queue.Full:
+                continue
+
+    def fetch() -> None:
+        try:
+            for turn in turns:
+                put(turn)
+                if is_over.is_set():
+                    return
+            put(None)
+        # Whatever it is, who waits is to have it.
+        except BaseException as error:
+            put(error)
+
+    thread = threading.Thread(target=fetch, name="DataProvider", daemon=True)
+    thread.start()
+    try:
+        while True:
+            try:
+                item = ready.get(timeout=_DEADLINE_S)
+            except queue.Empty as error:
+                raise DataError(f"DataProvider: no row within {_DEADLINE_S:g} s; look at the file system") from error
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        is_over.set()
+        thread.join(_DEADLINE_S)
+
+
+def _sources(
+    data_path: Any, file_format: FileFormat | None, weights: Sequence[float] | None
+) -> tuple[DataSource | Given, ...]:
+    is_path = isinstance(data_path, str | Path)
+    is_several = isinstance(data_path, list | tuple) and all(isinstance(each, str | Path) for each in data_path)
+    if is_several and not data_path:
+        raise ConfigError("DataProvider: data_path is an empty list; name at least one file")
+    if not is_path and not is_several:
+        if not hasattr(data_path, "__iter__") or isinstance(data_path, Mapping):
+            raise ConfigError(
+                f"DataProvider: data_path is {type(data_path).__name__}; give a path, several, or an iterable of rows"
+            )
+        if weights is not None or file_format is not None:
+            raise ConfigError("DataProvider: weights and file_format are for files; leave them out for rows in memory")
+        return (Given(data_path, "the rows given"),)
+    paths = [data_path] if is_path else list(data_path)
+    if weights is not None and len(weights) != len(paths):
+        raise ConfigError(f"DataProvider: {len(weights)} weights for {len(paths)} paths; give one for each")
+    values = [None] * len(paths) if weights is None else list(weights)
+    sources = [
+        {"path": str(path), "weight": weight, "file_format": file_format}
+        for path, weight in zip(paths, values, strict=True)
+    ]
+    return tuple(read_section(DataSource, source, source="DataProvider") for source in sources)
+
+
+def _section(**values: Any) -> Data:
+    as_text = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    data = read_section(Data, {"train": "given", "held_out": "none", **as_text}, source="DataProvider")
+    check_data(data)
+    return data

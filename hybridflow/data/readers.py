@@ -1,0 +1,187 @@
+"""Rows of files, whatever their format, one at a time: JSONL, Parquet, HDF5, and what ``datasets`` has saved.
+
+A file is cut into pieces, which depend on the file alone, so that several processes can share it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple
+
+from hybridflow.config import FileFormat
+from hybridflow.data.files import File, is_address, is_gzip, opened_text
+from hybridflow.data.rows import HERE, Row, object_of, plain_row
+from hybridflow.errors import DataError
+
+_ENDINGS: dict[str, FileFormat] = {".parquet": "parquet", ".pq": "parquet", ".h5": "hdf5", ".hdf5": "hdf5"}
+_PIECE_BYTES = 64 << 20
+_PIECE_ROWS = 1 << 16
+_BLOCK_BYTES = 1 << 20
+
+
+class Piece(NamedTuple):
+    """A stretch of a file.
+
+    Attributes:
+        path: The file.
+        format: Its format.
+        start: Of JSONL, the byte with which the stretch begins; else the row. Lines belong to where they begin.
+        stop: Where it ends; None: at the end.
+    """
+
+    path: str
+    format: FileFormat
+    start: int
+    stop: int | None
+
+
+def format_of(path: str, named: FileFormat | None) -> FileFormat:
+    """A file's format: the one that is named, or else what its name or kind tells."""
+    if named is not None:
+        return named
+    if not is_address(path) and os.path.isdir(path):
+        return "datasets"
+    return _ENDINGS.get(os.path.splitext(path)[1].lower(), "jsonl")
+
+
+def cut(file: File, file_format: FileFormat) -> list[Piece]:
+    """The pieces of a file, in order; of one without rows none, or an empty one.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    path = file.path
+    if file_format == "jsonl":
+        if is_gzip(path):
+            return [Piece(path, file_format, 0, None)]
+        starts = range(0, max(1, file.num_bytes), _PIECE_BYTES)
+        return [Piece(path, file_format, start, min(start + _PIECE_BYTES, file.num_bytes)) for start in starts]
+    if file_format == "parquet":
+        from hybridflow.data.parquet import count_rows_of_groups
+
+        stops = _stops(count_rows_of_groups(path))
+    elif file_format == "hdf5":
+        from hybridflow.data.hdf5 import count_rows
+
+        stops = _stops_of(count_rows(path))
+    else:
+        from hybridflow.data.saved import count_saved_rows
+
+        stops = _stops_of(count_saved_rows(path))
+    return [Piece(path, file_format, start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+
+
+def read(piece: Piece, *, max_row_bytes: int) -> Iterator[Row | DataError | None]:
+    """The rows of a piece in their order; of JSONL one for each line. Memory does not grow with the file.
+
+    Args:
+        piece: From ``cut``.
+        max_row_bytes: Longest line of JSONL.
+
+    Yields:
+        The row, what is wrong with it (at ``HERE``), or None for a blank line.
+
+    Raises:
+        DataError: The file cannot be read on.
+    """
+    if piece.format == "jsonl":
+        yield from _read_lines(piece, max_row_bytes)
+        return
+    assert piece.stop is not None, "only compressed files have no known end"
+    rows: Iterable[Mapping[str, Any] | DataError]
+    if piece.format == "parquet":
+        from hybridflow.data.parquet import read_parquet
+
+        rows = read_parquet(piece.path, piece.start, piece.stop)
+    elif piece.format == "hdf5":
+        from hybridflow.data.hdf5 import read_hdf5
+
+        rows = read_hdf5(piece.path, piece.start, piece.stop)
+    else:
+        from hybridflow.data.saved import read_saved
+
+        rows = read_saved(piece.path, piece.start, piece.stop)
+    for row in rows:
+        yield row if isinstance(row, DataError) else plain_row(row)
+
+
+def place_of(piece: Piece, index: int) -> str:
+    """Where a row of a piece stands: file and line counted from 1, or file and row counted from 0."""
+    if piece.format != "jsonl":
+        return f"{piece.path}: row {piece.start + index}"
+    before = _lines_before(piece.path, piece.start) if piece.start else 0
+    return f"{piece.path}:{before + index + 1}"
+
+
+def _read_lines(piece: Piece, most: int) -> Iterator[Row | DataError | None]:
+    try:
+        with opened_text(piece.path) as file:
+            for line in _lines(file, piece.start, piece.stop, most):
+                if line is None:
+                    yield DataError(
+                        f"{HERE}: longer than data.max_row_bytes={most}; shorten it, raise the key, or end lines with "
+                        "a line feed"
+                    )
+                else:
+                    yield object_of(line) if line.strip() else None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{piece.path}: cannot be read to its end: {error}; copy it anew") from error
+
+
+def _lines(file: BinaryIO, start: int, stop: int | None, most: int) -> Iterator[bytes | None]:
+    """The lines that begin in a stretch of a file; None in the place of one that is too long to be kept in memory."""
+    at = start
+    if start > 0:
+        # A line that begins before is another piece's, and so is one that ends with the byte before.
+        file.seek(start - 1)
+        at = start - 1 + _skip_line(file)
+    while stop is None or at < stop:
+        line = file.readline(most + 1)
+        if not line:
+            return
+        at += len(line)
+        if len(line) > most and not line.endswith(b"\n"):
+            at += _skip_line(file)
+            yield None
+        else:
+            yield line.rstrip(b"\n")
+
+
+def _skip_line(file: BinaryIO) -> int:
+    """Read to the end of the line; how many bytes it had."""
+    count = 0
+    while True:
+        part = file.readline(_BLOCK_BYTES)
+        count += len(part)
+        if len(part) < _BLOCK_BYTES or part.endswith(b"\n"):
+            return count
+
+
+@functools.lru_cache(maxsize=64)
+def _lines_before(path: str, start: int) -> int:
+    """How many lines begin before a byte."""
+    count, left, last = 0, start, b"\n"
+    with opened_text(path) as file:
+        while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):
+            count += block.count(b"\n")
+            left -= len(block)
+            last = block[-1:]
+    return count + (last != b"\n")
+
+
+def _stops(counts: Iterable[int]) -> list[int]:
+    """Where pieces end that are groups of rows which belong together, of some size at least."""
+    stops, begin, end = [], 0, 0
+    for count in counts:
+        end += count
+        if end - begin >= _PIECE_ROWS:
+            stops.append(end)
+            begin = end
+    return [*stops, end] if end > begin else stops
+
+
+def _stops_of(num_rows: int) -> list[int]:
+    return [min(start + _PIECE_ROWS, num_rows) for start in range(0, num_rows, _PIECE_ROWS)]

@@ -1,0 +1,57 @@
+"""Rows as JSON has them, whatever they were read from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hybridflow.errors import DataError
+
+Row = dict[str, Any]
+
+HERE = "<here>"
+"""Stands in messages for the place of a row, which is looked up when somebody is to read it."""
+
+
+def object_of(line: bytes) -> Row | DataError:
+    """The row of a line of JSON, or what is wrong with it."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return DataError(f"{HERE}: not UTF-8: {error.reason} at byte {error.start}; save the file as UTF-8")
+    except (ValueError, RecursionError) as error:
+        return DataError(f"{HERE}: not valid JSON: {error}; expected one object on each line")
+    if not isinstance(row, dict):
+        return DataError(f"{HERE}: expected a JSON object, found {type(row).__name__} {row!r:.60}")
+    return row
+
+
+def plain_row(row: object) -> Row | DataError:
+    """A row as JSON has it: times become text, bytes of UTF-8 too; a column that is null is absent."""
+    if not isinstance(row, Mapping):
+        return DataError(f"{HERE}: expected a row of named fields, found {type(row).__name__} {row!r:.60}")
+    try:
+        return {str(name): _plain(value) for name, value in row.items() if value is not None}
+    except UnicodeDecodeError as error:
+        return DataError(f"{HERE}: not UTF-8: {error.reason} at byte {error.start}; write the text as UTF-8")
+    except (TypeError, ValueError, RecursionError) as error:
+        return DataError(f"{HERE}: has what cannot be written as JSON: {error}; convert or remove that column")
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, bytes | bytearray):
+        return value.decode("utf-8")
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if hasattr(value, "tolist"):  # of numpy and torch, which are not imported for this
+        return _plain(value.tolist())
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    if type(value).__name__ in ("Decimal", "UUID"):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} {value!r:.40}")

@@ -1,0 +1,52 @@
+"""Rows of directories that ``save_to_disk`` has written: the one door to ``datasets``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybridflow.errors import DataError
+
+_ROWS_AT_ONCE = 1024
+
+
+def count_saved_rows(path: str) -> int:
+    """How many rows a directory holds. Raises DataError: it is no such directory."""
+    return len(_loaded(path))
+
+
+def read_saved(path: str, start: int, stop: int) -> Iterator[Mapping[str, Any]]:
+    """The rows from ``start`` to ``stop``.
+
+    Raises:
+        DataError: The directory is damaged.
+    """
+    rows = _loaded(path)
+    for first in range(start, stop, _ROWS_AT_ONCE):
+        try:
+            block = rows[first : min(first + _ROWS_AT_ONCE, stop)]
+        # The package raises what Arrow does, and what it does itself.
+        except Exception as error:
+            raise DataError(f"{path}: row {first} or after: {type(error).__name__}: {error}; copy it anew") from error
+        for values in zip(*block.values(), strict=True):
+            yield dict(zip(block, values, strict=True))
+
+
+def _loaded(path: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"{path}: reading it takes the package datasets, which is not installed; pip install 'hybridflow[data]'"
+        ) from error
+    try:
+        found = datasets.load_from_disk(path)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"{path}: is no directory that datasets has saved: {type(error).__name__}: {reason:.200}; name a file, or "
+            "what save_to_disk has written"
+        ) from error
+    if isinstance(found, datasets.DatasetDict):
+        raise DataError(f"{path}: holds the splits {', '.join(found)}; name one of them: {path.rstrip('/')}/SPLIT")
+    return found.with_format(None)

@@ -1,0 +1,231 @@
+"""From a row as it was read to what training draws: rendered, checked, and cut to what fits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from hybridflow.config import Data, DataSource
+from hybridflow.data.chat import Chat, read_messages, special_tokens
+from hybridflow.data.files import find_files
+from hybridflow.data.preferences import check_imitable, encode_responses, preferences_of
+from hybridflow.data.prompts import Example, encode_prompts, encode_solutions, example_of, prompt_tokens, text_of
+from hybridflow.data.readers import cut, format_of, place_of, read
+from hybridflow.data.rows import HERE, Row
+from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
+from hybridflow.errors import DataError
+
+Kind = Literal["rows", "problems", "pairs", "preferences"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What rows have to be; as JSON it goes to the processes that prepare them.
+
+    Attributes:
+        data: Names the fields, and says what becomes of bad rows and long ones.
+        kind: Rows of any fields; or problems; or preferences, of pairs alone or of single responses too.
+        is_imitating: Whether solutions are imitated.
+        template: Text of the chat template; None: there is none.
+        tokenizer: File of the tokenizer; None: nothing is counted in tokens.
+        max_new_tokens: Longest response.
+        max_context: Longest sequence; None: any.
+    """
+
+    data: Data
+    kind: Kind
+    is_imitating: bool = False
+    template: str | None = None
+    tokenizer: str | None = None
+    max_new_tokens: int = 0
+    max_context: int | None = None
+
+
+class Shaped(NamedTuple):
+    """A row that can be used.
+
+    Attributes:
+        row: Its fields, the prompt as text.
+        begins: Whether that text has the beginning of a sequence in it.
+        contents: Of what is drawn of it, one or two: what makes it another where it differs; JSON.
+    """
+
+    row: Row
+    begins: bool
+    contents: tuple[Any, ...]
+
+
+def examples_of(row: Row, place: str, begins: bool, shape: Shape) -> tuple[Example, ...]:
+    """The problem of a row whose prompt is text, or its preferences.
+
+    Raises:
+        DataError: It lacks a field, or has something else there than it should.
+    """
+    if shape.kind in ("rows", "problems"):
+        found: tuple[Example, ...] = (example_of(row, place, shape.data),)
+    else:
+        found = preferences_of(row, place, shape.data, is_paired=shape.kind == "pairs")
+    return tuple(replace(each, begins=True) for each in found) if begins else found
+
+
+def read_examples(source: DataSource, shape: Shape) -> Iterator[Example]:
+    """The examples of files, one at a time, without a store; rows are shaped as ``shape`` says, bad ones as it says.
+
+    Raises:
+        DataError: A file cannot be read; a row cannot be used, and ``on_bad_row`` is ``error``; there are no rows.
+    """
+    shaper, num_rows = Shaper(shape), 0
+    try:
+        for file in find_files(source.path):
+            for piece in cut(file, format_of(file.path, source.file_format)):
+                for number, row in enumerate(read(piece, max_row_bytes=shape.data.max_row_bytes)):
+                    num_rows += row is not None
+                    try:
+                        shaped = shaped_row(row, shaper)
+                    except DataError as error:
+                        if shape.data.on_bad_row == "error":
+                            raise DataError(str(error).replace(HERE, place_of(piece, number), 1)) from error
+                        continue
+                    if shaped is not None:
+                        yield from examples_of(shaped.row, place_of(piece, number), shaped.begins, shape)
+    finally:
+        shaper.close()
+    if num_rows == 0:
+        raise DataError(no_rows(source.path, shape))
+
+
+def no_rows(title: str, shape: Shape) -> str:
+    """What is said of a source that is empty."""
+    return f"{title}: holds no rows; expected one JSON object with {shape.data.prompt_field!r} on each line"
+
+
+def shaped_row(row: Row | DataError | None, shaper: Shaper) -> Shaped | None:
+    """What a reader gave, shaped; None: a blank line, or a prompt that is longer than asked for.
+
+    Raises:
+        DataError: It cannot be used; the message begins with ``HERE``.
+    """
+    if isinstance(row, DataError):
+        raise row
+    return None if row is None else shaper(row, HERE)
+
+
+class Shaper:
+    """Shapes one row after the other.
+
+    Args:
+        shape: What rows have to be.
+
+    Raises:
+        DataError: The tokenizer cannot be read.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._tokenizer: Tokenizer | None = None if shape.tokenizer is None else open_tokenizer(shape.tokenizer)
+        special = {} if self._tokenizer is None else special_tokens(self._tokenizer)
+        self._chat = None if shape.template is None else Chat(shape.template, special)
+
+    def close(self) -> None:
+        """End the process of the chat template."""
+        if self._chat is not None:
+            self._chat.close()
+
+    def __call__(self, row: Row, place: str) -> Shaped | None:
+        """A row that can be used; None: its prompt is longer than is asked for.
+
+        Raises:
+            DataError: It cannot be used; the message begins with ``place``.
+        """
+        shape = self._shape
+        row, begins = self._rendered(row, place)
+        if shape.kind == "rows":
+            is_kept = self._is_kept(row, place, begins)
+            return Shaped(row, begins, (row,)) if is_kept else None
+        examples = examples_of(row, place, begins, shape)
+        if not self._is_short(examples[0]):
+            return None
+        self._check(examples)
+        return Shaped(row, begins, tuple(example.content for example in examples))
+
+    def _is_kept(self, row: Row, place: str, begins: bool) -> bool:
+        if self._shape.data.max_prompt_tokens is None:
+            return True
+        prompt = text_of(row, self._shape.data.prompt_field, place)
+        return self._is_short(Example(prompt=prompt, answer="", begins=begins, place=place))
+
+    def _is_short(self, example: Example) -> bool:
+        most = self._shape.data.max_prompt_tokens
+        return most is None or self._tokenizer is None or len(prompt_tokens(example, self._tokenizer)) <= most
+
+    def _check(self, examples: tuple[Example, ...]) -> None:
+        shape, tokenizer = self._shape, self._tokenizer
+        if shape.is_imitating and (shape.kind != "problems" or shape.data.answer_field is None):
+            for example in examples:
+                check_imitable(example, shape.data)
+        if tokenizer is None or shape.max_context is None:
+            return
+        context = shape.max_context
+        encode_prompts(examples[:1], tokenizer, max_new_tokens=shape.max_new_tokens, max_context=context)
+        if shape.is_imitating:
+            encode_solutions(examples[:1], tokenizer, max_context=context)
+        encode_responses(examples, tokenizer, max_context=context)
+
+    def _rendered(self, row: Row, place: str) -> tuple[Row, bool]:
+        """The row with its conversation as text, and whether it has one."""
+        data = self._shape.data
+        found = _conversation(row, place, data)
+        if found is None:
+            return row, False
+        messages = read_messages(*found)
+        given: dict[str, str] = {}
+        if messages[-1]["role"] == "assistant":
+            *messages, last = messages
+            if not messages:
+                raise DataError(f"{found[1]}: the assistant's message is the only one; put what it answers before it")
+            given[data.solution_field] = last["content"]
+            if data.answer_field is not None:
+                given[data.answer_field] = last["content"]
+        if self._chat is None:
+            raise DataError(
+                f"{place}: holds messages, and the tokenizer has no chat template; set data.chat_template to a file "
+                "with one, or give the prompt as text"
+            )
+        try:
+            text = self._chat.render(messages)
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error
+        answers = {
+            name: _last_said(row[name], f"{place}: field {name!r}")
+            for name in (data.chosen_field, data.rejected_field, data.completion_field)
+            if isinstance(row.get(name), list)
+        }
+        return {**given, **row, data.prompt_field: text, **answers}, True
+
+
+def _conversation(row: Row, place: str, data: Data) -> tuple[Any, str] | None:
+    """A row's messages, with what errors call them; None: its prompt is text, or missing."""
+    prompt = row.get(data.prompt_field)
+    if isinstance(prompt, str):
+        return ([{"role": "user", "content": prompt}], f"{place}: prompt") if data.prompt_as_message else None
+    if isinstance(prompt, list):
+        return prompt, f"{place}: field {data.prompt_field!r}"
+    if prompt is not None or data.messages_field not in row:
+        return None
+    messages, where = row[data.messages_field], f"{place}: field {data.messages_field!r}"
+    if isinstance(messages, str):
+        try:
+            messages = json.loads(messages)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: not valid JSON: {error}; give a list of messages") from error
+    return messages, where
+
+
+def _last_said(value: Any, where: str) -> str:
+    """A response that is given as messages: what the assistant says in the last of them."""
+    message: Mapping[str, str] = read_messages(value, where)[-1]
+    if message["role"] != "assistant":
+        raise DataError(f"{where}: ends with a message of {message['role']!r}; a response is what the assistant says")
+    return message["content"]

@@ -1,0 +1,156 @@
+"""Training on data of every kind: as on the same rows in JSONL, mixed, and going on at another number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+from hybridflow import Actor, GRPOTrainer
+from hybridflow.api.world import use_world
+from hybridflow.config import Arithmetic
+from hybridflow.data import problems as problems_module
+from hybridflow.data.arithmetic import make_problems
+from hybridflow.data.pieces import train_tokenizer
+from hybridflow.data.provider import DataProvider
+from tests.e2e.commands import RECIPE, fork_ranks, lasting_metrics, write_recipe
+from tests.ranks import run_ranks
+from tests.row_files import write_rows
+
+SPEC = Arithmetic(num_train=60, num_held_out=8, mistake_share=0.5)
+SETTINGS = ["data.arithmetic=null", "trainer.save_every=1", "trainer.keep_last=9"]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    train, held_out = make_problems(SPEC)
+    return [dict(row) for row in train], [dict(row) for row in held_out]
+
+
+def learned(folder: Path) -> list[dict[str, float]]:
+    """What each step measured, without times."""
+    names = ("actor/loss", "reward/mean", "response/length_mean")
+    return [{name: row[name] for name in names if name in row} for row in lasting_metrics(folder / "run")]
+
+
+def trained(folder: Path, rows, file_format: str, *settings: str, num_ranks: int = 2) -> list[dict[str, float]]:
+    folder.mkdir(exist_ok=True)
+    write_recipe(folder)
+    files = [f"data.train={write_rows(folder / 'train', rows[0], file_format)}"]
+    files += [f"data.held_out={write_rows(folder / 'held_out', rows[1], file_format)}"]
+    done = fork_ranks(["train", "tiny.yaml", *SETTINGS, *files, *settings], folder, num_ranks=num_ranks, within_s=180)
+    assert set(done.codes) == {0} and done.err == "", done.err
+    return learned(folder)
+
+
+def test_the_format_of_the_files_changes_nothing(tmp_path, rows):
+    expected = trained(tmp_path / "jsonl", rows, "jsonl")
+    assert len(expected) == 2 and all(step.keys() == expected[0].keys() != set() for step in expected)
+    assert trained(tmp_path / "parquet", rows, "parquet") == expected
+
+
+def test_a_mixture_goes_on_at_another_number_of_ranks_where_it_was(tmp_path, rows):
+    train, held_out = rows
+    one, other = write_rows(tmp_path / "one", train[:40], "parquet"), write_rows(tmp_path / "other", train[40:], "hdf5")
+    write_rows(tmp_path / "held_out", held_out, "jsonl")
+    recipe = RECIPE.replace("  train: data/train.jsonl\n", "").replace("data/held_out", f"{tmp_path}/held_out")
+    mixture = f"data.mixture=[{{path: {one}, weight: 3}}, {{path: {other}, weight: 1}}]"
+    command = ["train", "tiny.yaml", *SETTINGS, mixture]
+    folders = tmp_path / "whole", tmp_path / "cut"
+    for folder in folders:
+        folder.mkdir()
+        write_recipe(folder, recipe)
+
+    def run(folder, *settings, num_ranks=2):
+        done = fork_ranks([*command, *settings], folder, num_ranks=num_ranks, within_s=180)
+        assert set(done.codes) == {0} and done.err == "", done.err
+
+    run(folders[0], "trainer.steps=3")
+    run(folders[1], "trainer.steps=1")
+    stores = sorted((folders[1] / "run" / problems_module.FOLDER).iterdir())
+    assert len(stores) == 3, "two sources, and what is held out"
+    before = [(store / "manifest.json").stat().st_mtime_ns for store in stores]
+    run(
+        folders[1], "trainer.steps=3", "cluster.ranks=1", "actor.update={}", "actor.rollout={}", "--resume", num_ranks=1
+    )
+
+    whole, cut = (lasting_metrics(folder / "run") for folder in folders)
+    assert len(whole) == len(cut) == 3
+    for name in ("reward/mean", "response/length_mean"):
+        assert [row[name] for row in cut] == pytest.approx([row[name] for row in whole])
+    assert [(store / "manifest.json").stat().st_mtime_ns for store in stores] == before, "nothing is prepared again"
+
+
+def test_a_bad_row_is_one_message_or_skipped(tmp_path, rows):
+    train, held_out = rows
+    write_recipe(tmp_path)
+    path = write_rows(tmp_path / "train", train, "jsonl")
+    write_rows(tmp_path / "held_out", held_out, "jsonl")
+    path.write_text(path.read_text().replace('"answer"', '"anwser"', 1))
+    command = ["train", "tiny.yaml", *SETTINGS, f"data.train={path}", "data.held_out=held_out.jsonl"]
+    fork_ranks(command, tmp_path, within_s=180).complains_once("train.jsonl:1: no field 'answer'")
+
+    done = fork_ranks([*command, "data.on_bad_row=skip"], tmp_path, within_s=180)
+
+    assert done.codes == (0, 0) and done.err == "", done.err
+    assert done.out.count("1 bad rows skipped: 1 x no field 'answer'") == 1
+
+
+def test_a_spool_is_waited_for_and_gone_on_with(tmp_path, rows):
+    train, held_out = rows
+    write_recipe(tmp_path)
+    write_rows(tmp_path / "held_out", held_out, "jsonl")
+    texts = [row["prompt"] + row["answer"] for row in train]
+    train_tokenizer(texts, path=tmp_path / "tokenizer.model", vocab_size=64)
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    command = ["train", "tiny.yaml", *SETTINGS, "data.train=null", "data.held_out=held_out.jsonl", "trainer.steps=3"]
+    command += ["tokenizer.path=tokenizer.model", "warm_start=null", "data.spool={path: spool, deadline_s: 2}"]
+    # A step takes 4 prompts.
+    write_rows(tmp_path / "a", train[:8], "jsonl").rename(spool / "a.jsonl")
+
+    done = fork_ranks(command, tmp_path, within_s=180)
+
+    done.complains_once("did not come within data.spool.deadline_s=2; 8 rows were taken so far")
+    assert len(lasting_metrics(tmp_path / "run")) == 2
+
+    write_rows(tmp_path / "b", train[8:12], "jsonl").rename(spool / "b.jsonl")
+    done = fork_ranks([*command, "--resume"], tmp_path, within_s=180)
+
+    assert done.codes == (0, 0) and done.err == "", done.err
+    assert len(lasting_metrics(tmp_path / "run")) == 3
+    assert sorted(path.name for path in (spool / "taken").iterdir()) == ["a.jsonl", "b.jsonl"]
+
+
+def digits(prompt: str, response: str, answer: str) -> float:
+    """The share of digits."""
+    return sum(letter.isdigit() for letter in response) / 4
+
+
+def provided(world, folder: str, source: str) -> list[dict[str, float]]:
+    """Steps of a program on rows in a list, or by a provider of their file."""
+    use_world(world)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    data = rows if source == "list" else DataProvider(f"{folder}/rows.jsonl")
+    model = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 32, "num_attention_heads": 2, "max_context": 16}
+    settings = {"run_dir": f"{folder}/{source}", "max_new_tokens": 4, "lr": 1e-3, "batch_size": 8, "group_size": 2}
+    if world.rank == 0:
+        write_rows(Path(folder) / "rows", rows, "jsonl")
+    try:
+        actor = Actor(model, f"{folder}/tokenizer.model")
+        with GRPOTrainer(settings, actor_model=actor, reward=digits, data_provider=data) as trainer:
+            return trainer.train(5)
+    finally:
+        use_world(None)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_provider_is_what_a_program_trains_on(tmp_path, size):
+    train_tokenizer(["0123456789+="], path=tmp_path / "tokenizer.model", vocab_size=32)
+    of_list = run_ranks(provided, size, str(tmp_path), "list")
+    of_provider = run_ranks(provided, size, str(tmp_path), "provider")
+    names = ("reward/mean", "actor/grad_norm")
+    for one, other in zip(of_list, of_provider, strict=True):
+        assert [[step[name] for name in names] for step in one] == [[step[name] for name in names] for step in other]

@@ -24,6 +24,7 @@ _API = {
     "api.session": ("Rollout",),
     "api.trainers": ("GRPOTrainer", "OnlineTrainer", "PPOTrainer"),
     "api.world": ("find_world", "use_world"),
+    "data.provider": ("DataProvider",),
     "dataflow.batch": ("Batch", "Ragged"),
     "models.own": ("ActorModel", "CriticModel"),
     "observe.exporters": ("MetricsExporter",),

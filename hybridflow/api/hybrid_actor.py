@@ -167,7 +167,7 @@ class HybridActor:
         return cls(path, hybrid_config, tokenizer=tokenizer)
 
     def set_device_mesh(self, tp: int = 1, pp: int = 1) -> NoReturn:
-        """Raises ConfigError, with what to set in the place of ``tp`` and ``pp``: the layout is chosen at the reading."""
+        """Raises ConfigError, with what to set in the place of ``tp`` and ``pp``: it is chosen at the reading."""
         refuse_mesh(tp, pp)
 
     @property

@@ -22,6 +22,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.models.given import GivenModel, given_settings
 from hybridflow.presets import PRESETS
+from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.roles.job import ReadProblems
 
 Row = Mapping[str, Any]
@@ -153,7 +154,7 @@ class OfflineTrainer:
             place=place,
         )
 
-    def _problems(self, tokenizer: Tokenizer, recipe: Recipe) -> ReadProblems:
+    def _problems(self, tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator) -> ReadProblems:
         context = recipe.model.max_context
         read: Callable[[list[Example]], Any] = (
             (lambda each: encode_responses(each, tokenizer, max_context=context))

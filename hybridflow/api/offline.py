@@ -21,8 +21,8 @@ from hybridflow.data.prompts import Example, Judged, PromptSource, encode_soluti
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.models.given import GivenModel, given_settings
-from hybridflow.presets import PRESETS
 from hybridflow.parallel.coordinator import Coordinator
+from hybridflow.presets import PRESETS
 from hybridflow.roles.job import ReadProblems
 
 Row = Mapping[str, Any]

@@ -1511,7 +1511,7 @@ def _check_uncut(recipe: Recipe, given: Mapping[str, Settings]) -> None:
     whole = {key.rpartition(".")[0] or "actor" for key, settings in given.items() if not settings.is_cut}
     if "actor" in whole:
         whole.add("reference")
-    for name, mesh in _meshes_as_given(recipe).items():
+    for name, mesh in _meshes_as_given(recipe).items() if whole else ():
         key = name if name in ("actor.update", "actor.rollout") else f"{name}.layout"
         for axis in ("tp", "pp"):
             if name.partition(".")[0] in whole and getattr(mesh.layout, axis) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import GlobalMemoryBuffer
 
+from hybridflow.api.trainers import PPOTrainer
+from hybridflow.api.world import use_world
 from hybridflow.config import recipe_from_dict
 from hybridflow.dataflow.batch import Batch
 from hybridflow.errors import ConfigError
@@ -38,7 +41,7 @@ from tests.multi.models import TINY, VOCAB, place
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
-from tests.hf_models import write_model  # noqa: E402
+from tests.hf_models import write_model, write_tokenizer  # noqa: E402
 
 LAYOUTS = [ParallelLayout(), ParallelLayout(tp=2, pp=2)]
 MIXTURE = {"num_experts_per_tok": 2}
@@ -289,3 +292,31 @@ def test_a_recipe_that_says_otherwise_than_the_model_is_refused(models):
     values["model"] = {"path": "somewhere"}
     with pytest.raises(ConfigError, match=r"model\.path='somewhere': would not be read"):
         recipe_from_dict(values, given=given)
+
+
+def ppo_losses(world: World, folder: Path, name: str, roles: dict[str, Any], other: dict[str, Any]) -> Any:
+    use_world(world)
+    config = {"rollout_batch_size": 4, "max_new_tokens": 5, "lr": 1e-3, "kl_coef": 0.1, "run_dir": str(folder / name)}
+    models = {"actor_model": roles["actor"], "critic_model": roles["critic"], "reward": roles["reward"]}
+    with PPOTrainer({**config, **other}, **models, tokenizer=str(folder / "actor")) as trainer:
+        metrics = [trainer.step(["1+1=", "2+2=", "3+4=", "10+5="]) for _ in range(2)]
+        trainer.save_checkpoint(folder / f"{name}-out")
+    return [(each["loss"], each["critic/loss"], each["reward/mean"], each["kl/ref"]) for each in metrics]
+
+
+@pytest.mark.parametrize("other", [{"actor": {"tp_size": 2}}, {"lora_rank": 2}], ids=["tp2", "lora"])
+def test_training_is_the_same_from_memory_as_from_directories(tmp_path, other):
+    memory = {
+        "actor": write_model(tmp_path / "actor", "Qwen2", seed=1),
+        "critic": write_model(tmp_path / "critic", "Llama", seed=2),
+        "reward": write_model(tmp_path / "reward", "Llama", "ForSequenceClassification", seed=3),
+    }
+    write_tokenizer(tmp_path / "actor")
+    before = memory["actor"].state_dict()["model.norm.weight"].clone()
+    expected = run_ranks(ppo_losses, 2, tmp_path, "paths", {name: tmp_path / name for name in memory}, other)
+    assert run_ranks(ppo_losses, 2, tmp_path, "memory", memory, other) == expected
+    assert torch.equal(memory["actor"].state_dict()["model.norm.weight"], before)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    one, two = (load(tmp_path / f"{name}-out") for name in ("paths", "memory"))
+    assert type(two) is type(memory["actor"])
+    assert all(torch.equal(one.state_dict()[name], each) for name, each in two.state_dict().items())

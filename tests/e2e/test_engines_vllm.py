@@ -196,17 +196,22 @@ def _link_package(folder: Path) -> None:
             (folder / part.name).symlink_to(part)
 
 
-@pytest.mark.parametrize("trained", [(), ("actor.lora.rank=4",)], ids=["weights", "adapters"])
-def test_the_actor_and_vllm_in_one_process(trained, tmp_path):
-    """What vLLM samples has the log-probabilities of weights that have just been trained in another layout."""
-    extra = tmp_path / "extra"
+def both_environments(folder: Path) -> Path:
+    """A directory with the package, and with what vLLM's environment lacks, such as megatron-core, from ours."""
+    extra = folder / "extra"
     extra.mkdir()
     theirs = Path(_said("import sysconfig; print(sysconfig.get_path('purelib'))"))
-    # What vLLM's environment lacks, such as megatron-core, is taken from ours, behind its own.
     for each in Path(sysconfig.get_path("purelib")).iterdir():
         if each.suffix not in (".dist-info", ".pth") and each.name[:2] != "__" and not (theirs / each.name).exists():
             (extra / each.name).symlink_to(each)
     _link_package(extra / "hybridflow")
+    return extra
+
+
+@pytest.mark.parametrize("trained", [(), ("actor.lora.rank=4",)], ids=["weights", "adapters"])
+def test_the_actor_and_vllm_in_one_process(trained, tmp_path):
+    """What vLLM samples has the log-probabilities of weights that have just been trained in another layout."""
+    extra = both_environments(tmp_path)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     done = subprocess.run(
         [PYTHON, "-m", "hybridflow", "train", "recipe.yaml", *trained],
@@ -226,10 +231,10 @@ def test_the_actor_and_vllm_in_one_process(trained, tmp_path):
     assert any(step["actor/kl_to_old"] > 1e-3 for step in steps), "the weights are to move"
 
 
-def test_a_worker_on_vllm_generates_what_one_on_our_engine_does_and_follows_new_weights():
+def test_a_worker_on_vllm_generates_what_one_on_our_engine_does_and_follows_new_weights(tmp_path):
     done = subprocess.run(
         [PYTHON, ROOT / "tests/e2e/vllm_worker.py"],
-        env=environ(ROOT),
+        env=environ(both_environments(tmp_path)),
         capture_output=True,
         text=True,
         timeout=400,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridflow.errors import HybridflowError
 from hybridflow.models.own import said
 from hybridflow.rollout.request import Request, SamplingParams, expand
 from hybridflow.testing.subject import Fail, Subject, largest, sequences
@@ -150,7 +151,10 @@ def check_engine(engine: Any, vocab_size: int, max_new_tokens: int, seed: int, f
             for draw, prompt in enumerate(sequences(vocab_size, seed))
             for each in expand(Request(prompt=prompt, params=params, draw=draw), 2)
         ]
-        responses = list(engine.generate(requests))
+        try:
+            responses = list(engine.generate(requests))
+        except HybridflowError as error:
+            fail("response", str(error), "a response to each request", "see what the engine says")
         if len(responses) != len(requests):
             fail(
                 "length", f"found {len(responses)} responses", f"{len(requests)}", "answer each request once, in order"

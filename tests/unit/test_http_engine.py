@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -17,10 +18,11 @@ import pytest
 import torch
 
 from hybridflow.config import SamplingEngine
-from hybridflow.errors import ConfigError, DataError, EngineError
+from hybridflow.errors import ConfigError, ContractError, DataError, EngineError
 from hybridflow.roles.sampling_engine import server_engine
 from hybridflow.rollout.engines import http_engine, wire
 from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
+from hybridflow.testing import check_actor
 from tests.http_server import Server
 
 VOCAB, STOP = 50, 7
@@ -448,3 +450,28 @@ def test_tgi(serve):
     with pytest.raises(DataError, match="not read as the same tokens"):
         made.generate([unreadable])
     assert len(server.asked) == sent
+
+
+def by_prompt(asked, number):
+    """As a model would: the likeliest at temperature 0, ended by what ends it."""
+    drawn = random.Random(f"{asked['prompt']}:{0 if asked['temperature'] == 0 else asked['seed']}")
+    tokens = [drawn.randrange(10, 36) for _ in range(asked["max_tokens"])]
+    ends = [at for at, token in enumerate(tokens) if token in asked.get("stop_token_ids", [])]
+    if ends:
+        return ok(asked, tokens=tokens[: ends[0] + 1], finish_reason="stop")
+    return ok(asked, tokens=tokens)
+
+
+def test_a_server_is_looked_at_by_the_contract_tests_of_actors(serve):
+    check_actor(engine(serve(by_prompt)), vocab_size=VOCAB)
+    seen = itertools.count()
+
+    def restless(asked, number):
+        return ok(asked, tokens=[10 + next(seen) % 20] * asked["max_tokens"])
+
+    with pytest.raises(ContractError, match="HttpEngine: determinism: "):
+        check_actor(engine(serve(restless)), vocab_size=VOCAB)
+    with pytest.raises(ContractError, match=r"HttpEngine: tokens: found \[49, 49.*expected ids from 0 to 39"):
+        check_actor(engine(serve(lambda asked, number: ok(asked, tokens=[49] * asked["max_tokens"]))), vocab_size=40)
+    with pytest.raises(ContractError, match="HttpEngine: response: all of the first"):
+        check_actor(engine(serve(lambda asked, number: (500, {}, b"no"))), vocab_size=VOCAB)

@@ -18,19 +18,18 @@ import contextlib
 import ctypes
 import json
 import os
-import platform
 import re
 import resource
 import selectors
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from typing import Any, NoReturn
 
 FOLDER = "/box"
 """Where the program is, the one place where it may write."""
+_ROOT = "/tmp"
+"""Where the program's root directory is built, over what is there."""
 NOBODY = 65534
 _LOOK_S = 0.05
 
@@ -56,20 +55,21 @@ def main() -> int:
     """Run what standard input says, and tell on standard output what came of it."""
     spec = json.loads(sys.stdin.buffer.read())
     _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    folder = None if spec["is_protected"] else tempfile.mkdtemp(prefix="hybridflow-")
     try:
-        if folder is None:
+        if spec["is_protected"]:
             _enter_namespaces()
             # Forgotten where rights change.
             _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+            outcome = _keep(spec, None)
         else:
+            # It takes as long to import as all else.
+            import tempfile
+
             _prctl(_BE_SUBREAPER, 1)
-        outcome = _keep(spec, folder)
+            with tempfile.TemporaryDirectory(prefix="hybridflow-", ignore_cleanup_errors=True) as folder:
+                outcome = _keep(spec, folder)
     except (Refused, OSError) as error:
         outcome = {"error": str(error)}
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
     sys.stdout.write(json.dumps(outcome))
     return 0
 
@@ -270,7 +270,7 @@ def _make_root(spec: dict[str, Any]) -> None:
     sources = [(path, os.open(path, os.O_PATH)) for path in spec["readable"] if not os.path.islink(path)]
     devices = [(path, os.open(path, os.O_PATH)) for path in map("/dev/{}".format, _DEVICES) if os.path.exists(path)]
     links = [(path, os.readlink(path)) for path in spec["readable"] if os.path.islink(path)]
-    root = tempfile.gettempdir()
+    root = _ROOT
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
     for path, source in sources:
         _bind(source, root + path)
@@ -285,9 +285,9 @@ def _make_root(spec: dict[str, Any]) -> None:
     os.mkdir(box)
     _mount("tmpfs", box, "tmpfs", _NOSUID | _NODEV, f"size={spec['files_bytes']},nr_inodes=10000,mode=777")
     os.chdir(root)
-    number = _PIVOT_ROOT.get(platform.machine())
+    number = _PIVOT_ROOT.get(os.uname().machine)
     if number is None:
-        raise Refused(f"the root directory cannot be changed on {platform.machine()}, whose system calls are not known")
+        raise Refused(f"the root directory cannot be changed on {os.uname().machine}, whose system calls are not known")
     _call("syscall", ctypes.c_long(number), b".", b".", what="the root directory cannot be changed")
     _call("umount2", b".", ctypes.c_int(_DETACH), what="the system's files cannot be let go")
     os.chdir("/")
@@ -372,7 +372,7 @@ def _limit(spec: dict[str, Any], most_processes: int) -> None:
 
 def _counts_processes() -> bool:
     """Whether the system counts a user's processes within the namespace alone: since Linux 5.14."""
-    version = platform.release().split(".")
+    version = os.uname().release.split(".")
     return (int(version[0]), int(version[1].split("-")[0])) >= (5, 14)
 
 

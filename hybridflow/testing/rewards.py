@@ -79,9 +79,7 @@ def _ask_scores(reward: Any) -> Callable[[Rows], Any]:
         raise ContractError(str(error)) from error
 
     def ask(rows: Rows) -> Any:
-        samples = [
-            Sample(prompt=prompt, response=response, answer=answer, place="") for prompt, response, answer in rows
-        ]
+        samples = [Sample(*row, place="") for row in rows]
         calls = [samples] if function.is_batched else [[each] for each in samples]
         found = [function.call(each) for each in calls]
         if function.is_async:

@@ -49,7 +49,7 @@ def noting(rank: int) -> None:
         found = score(self, batch, decided)
         draws, scores = batch.columns["draws"].tolist(), found.columns["scores"].tolist()
         step, is_greedy = decided["train_step"]["step"], decided["fill"]["is_greedy"]
-        rows = [self._job.train.source.row(draw) for draw in draws]
+        rows = [int(self._job.train.example(draw).place.rpartition(":")[2]) - 1 for draw in draws]
         for each in zip(batch.ids.tolist(), draws, scores, rows, strict=True):
             write(Path(f"scored-{rank}"), [step, is_greedy, *each])
         return found

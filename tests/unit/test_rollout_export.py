@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from hybridflow.config import Data
-from hybridflow.data.preferences import read_preferences
-from hybridflow.data.prompts import read_examples
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.rollout.archive import Archived
 from hybridflow.rollout.export import Export, as_lines
+from tests.row_files import examples_of_file
 
 
 class Letters:
@@ -101,13 +100,13 @@ def test_every_response_is_wanted_or_not():
 
 def test_training_reads_the_rows(tmp_path: Path):
     path, data = tmp_path / "rows.jsonl", Data(train="a", held_out="b")
-    for kind, is_paired in (("sft", None), ("dpo", True), ("kto", False)):
+    for kind, read_as in (("sft", "problems"), ("dpo", "pairs"), ("kto", "preferences")):
         path.write_bytes(b"".join(as_lines(Export(kind, Letters(), 0.5).rows(SAMPLES))))
-        if is_paired is None:
-            assert [each.answer for each in read_examples(path, data)] == ["better", "same"]
+        found = examples_of_file(path, data, read_as)
+        if kind == "sft":
+            assert [each.answer for each in found] == ["better", "same"]
         else:
-            found = read_preferences(path, data, is_paired=is_paired)
-            assert [each.margin for each in found] == ([1.0, 2.0] if is_paired else [0.0] * 6)
+            assert [each.margin for each in found] == ([1.0, 2.0] if kind == "dpo" else [0.0] * 6)
 
 
 def test_what_gives_no_row_is_told():

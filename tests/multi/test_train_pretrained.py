@@ -96,7 +96,9 @@ def first_and_train(world: World, values: dict[str, Any]) -> tuple[dict[str, Any
     trainer = Trainer(job, plan, begin(job, resume=False), Stopping(world), Record(made, world, 1))
     trainer._read_weights()
     trainer._spread_weights()
-    found: dict[str, Any] = {"prompt": list(trainer.job.train.prompts[0])}
+    problems = trainer.job.train
+    first = next(draw for draw in range(problems.num_rows) if problems.example(draw).place.endswith(":1"))
+    found: dict[str, Any] = {"prompt": list(problems.prompt(first))}
     calls = {"actor": "log_probs", "reference": "log_probs", "critic": "values", "reward": "score"}
     for role, call in calls.items():
         if role in trainer.roles and (role != "reward" or made.reward.model is not None):

@@ -169,7 +169,9 @@ def train(folder: str, settings: dict[str, Any], lines: Path) -> None:
                 times = {name: value for name, value in measured.items() if name.startswith("time/")}
                 # With what comes behind a step's own clock: writing down its metrics.
                 times["time/control_s"] += step_s - times.pop("time/step_s")
-                num_tokens = int(measured["batch/num_tokens"]) - sum(map(len, self.job.train.prompts)) * GROUP_SIZE
+                train = self.job.train
+                num_prompt_tokens = sum(len(train.prompt(draw)) for draw in range(train.num_rows))
+                num_tokens = int(measured["batch/num_tokens"]) - num_prompt_tokens * GROUP_SIZE
                 cpu_s = sum(self._everyone.gather(time.process_time() - self.began_cpu_s, "processor time"))
                 return {"step_s": step_s, "cpu_s": cpu_s, "num_tokens": num_tokens, "times": times}
             return {"versions": {"torch": torch.__version__, "megatron-core": megatron.core.__version__}}

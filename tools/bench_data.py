@@ -41,7 +41,7 @@ BOUND_MIB = 64.0
 """What ten times the rows may take more in any process."""
 
 _WRITTEN_AT_ONCE = 50_000
-_MOST_DRAWS = 200_000
+_MOST_DRAWS = 50_000
 _STEPS = 4
 
 

@@ -30,7 +30,9 @@ from hybridflow.errors import DataError
 FOLDER = "rows"
 """Where stores are kept in a run's directory."""
 
-_KEPT_BYTES = 4 << 20
+_KEPT_BYTES = 16 << 20
+_ENTRY_BYTES, _BYTES_PER_BYTE = 1024, 8
+"""What a row takes in memory, about: its objects, and its texts and tokens for each byte on disk."""
 
 
 class Order:
@@ -175,8 +177,9 @@ class StoredProblems:
         stored = self._rows.stored(place)
         drawn = self._encoded(stored)
         with self._lock:
-            self._kept_bytes += stored.num_bytes - self._kept.pop(place, (None, 0))[1]
-            self._kept[place] = drawn, stored.num_bytes
+            num_bytes = _ENTRY_BYTES + _BYTES_PER_BYTE * stored.num_bytes
+            self._kept_bytes += num_bytes - self._kept.pop(place, (None, 0))[1]
+            self._kept[place] = drawn, num_bytes
             while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
                 self._kept_bytes -= self._kept.popitem(last=False)[1][1]
         return drawn

@@ -274,12 +274,12 @@ def test_small_files_stay_in_memory_and_large_ones_do_not(tmp_path, monkeypatch)
     for draw in [*range(120)]:
         problems.prompt(draw)
     assert len(read) == 60
-    monkeypatch.setattr("hybridflow.data.problems._KEPT_BYTES", 500)
+    monkeypatch.setattr("hybridflow.data.problems._KEPT_BYTES", 8000)
     again = StoredProblems(Stores([store], [None], 5), SHAPE, tokenizer)
     read.clear()
     for draw in range(120):
         assert again.prompt(draw) == problems.prompt(draw)
-    assert len(read) > 100 and again._kept_bytes <= 500
+    assert len(read) > 100 and again._kept_bytes <= 8000
 
 
 def _counted(inner, read):

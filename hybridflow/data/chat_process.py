@@ -8,6 +8,8 @@ four bytes that tell its length, and JSON. It ends when its input does.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import resource
 import struct
@@ -34,6 +36,9 @@ def main() -> int:
     first = _receive(source)
     if first is None:
         return 0
+    # The package is slow to come where the machine is busy, which is no fault of the template.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("jinja2.sandbox")
     _send(target, {})
     template: Any = None
     while (messages := _receive(source)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from hybridflow.data.preferences import Response
 from hybridflow.data.prompts import Example, Solution, prompt_tokens
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
+from hybridflow.parallel.coordinator import Coordinator
 
 _KEPT = 16
 """Batches whose rows are remembered, for the updates that are still to come on them."""
@@ -44,6 +46,9 @@ def given_prompts(batch: Any, place: str = "prompts") -> list[GivenPrompt]:
     """
     if isinstance(batch, Tensor):
         batch = {"input_ids": batch}
+    if hasattr(batch, "column_names"):
+        # A data set of the package datasets.
+        batch = [dict(row) for row in batch]
     if isinstance(batch, Mapping) or hasattr(batch, "keys"):
         found = _of_columns(dict(batch), place)
     elif isinstance(batch, Sequence) and not isinstance(batch, str):
@@ -71,6 +76,11 @@ def _of_row(row: Any, place: str) -> GivenPrompt:
 def _of_columns(columns: dict[str, Any], place: str) -> list[GivenPrompt]:
     if "input_ids" not in columns:
         names = [name for name in ("prompt", "answer") if name in columns]
+        if any(isinstance(columns[name], str) for name in names) or "prompt" not in names:
+            raise DataError(f"{place}: found {sorted(columns)}; expected lists of texts as 'prompt' and 'answer'")
+        lengths = {name: len(columns[name]) for name in names}
+        if len(set(lengths.values())) > 1:
+            raise DataError(f"{place}: columns of unequal length, {lengths}; give a value for each prompt")
         rows = zip(*(columns[name] for name in names), strict=True)
         return [_of_row(dict(zip(names, row, strict=True)), f"{place}[{index}]") for index, row in enumerate(rows)]
     ids = torch.as_tensor(columns["input_ids"])
@@ -83,15 +93,41 @@ def _of_columns(columns: dict[str, Any], place: str) -> list[GivenPrompt]:
         raise DataError(
             f"{place}: attention_mask {list(mask.shape)} for input_ids {list(ids.shape)}; give equal shapes"
         )
+    if len(ids) and int(ids.min()) < 0:
+        raise DataError(f"{place}: input_ids have the negative id {int(ids.min())}; give ids of the tokenizer")
     answers = columns.get("answer", [""] * len(ids))
+    if len(answers) != len(ids):
+        raise DataError(f"{place}: {len(answers)} answers to {len(ids)} prompts; give one to each")
     found = []
     for index, (row, kept, answer) in enumerate(zip(ids, mask, answers, strict=True)):
         tokens = tuple(row[kept].tolist())
         if not tokens:
             raise DataError(f"{place}[{index}]: no token that attention_mask keeps; a prompt needs at least one")
+        if not isinstance(answer, str):
+            raise DataError(f"{place}[{index}]: 'answer' is {answer!r:.60}; expected text, put it in quotes")
         example = Example(prompt="", answer=answer, place=f"{place}[{index}]")
         found.append(GivenPrompt(example=example, tokens=tokens))
     return found
+
+
+def check_same(given: Sequence[GivenPrompt], everyone: Coordinator) -> None:
+    """Refuse prompts that are not the same on all ranks. Collective: all ranks.
+
+    Raises:
+        DataError: They are not; names the first that differs.
+    """
+    rows = [(each.example.prompt, each.example.answer, each.tokens) for each in given]
+    digests = [hashlib.blake2b(repr(row).encode(), digest_size=8).hexdigest() for row in rows]
+    whole = hashlib.blake2b("".join(digests).encode()).hexdigest()
+    if len(set(everyone.gather(whole, "whether all ranks have the same prompts"))) == 1:
+        return
+    shares = everyone.gather(digests, "which prompts differ")
+    shortest = min(map(len, shares))
+    index = next((at for at in range(shortest) if len({share[at] for share in shares}) > 1), shortest)
+    raise DataError(
+        f"prompts: number {index} is another on some ranks than on others; every rank gives the same batch, in the "
+        "same order: seed what shuffles, and sort what is a set"
+    )
 
 
 class Feed:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import secrets
+import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.api.feed import Feed, given_prompts
+from hybridflow.api.feed import Feed, check_same, given_prompts
 from hybridflow.api.settings import finish_recipe
 from hybridflow.api.world import find_world
 from hybridflow.config import Recipe
@@ -124,6 +126,8 @@ class Session:
         self.trainer = make_trainer(self.recipe, self._world, resume=resume, flow=flow, open_job=self._open)
         self.trainer.begin()
         self._next_draw = self.trainer.next_draw
+        self._everyone = self._world.coordinator(self.trainer.job.meshes["job"].ranks)
+        self._has_warned = False
 
     @property
     def step(self) -> int:
@@ -139,7 +143,7 @@ class Session:
             batch: Prompts, as ``feed.given_prompts`` takes them; None: the next ones of the session's own source.
 
         Raises:
-            DataError: The batch has another number of prompts than a step of this recipe.
+            DataError: The batch has another number of prompts than a step of this recipe, or others on another rank.
         """
         problems, wanted = self.trainer.job.train, self.trainer.num_prompts
         if batch is not None:
@@ -152,6 +156,7 @@ class Session:
                     f"{self.recipe.trainer.global_batch_size} over {self.recipe.samples_per_draw} samples of each): "
                     "give so many, or set rollout_batch_size"
                 )
+            check_same(given, self._everyone)
             problems.add(given, self._next_draw)
         elif isinstance(problems, Feed):
             raise DataError("rollout: no prompts; give a batch, or make the trainer with a data_provider")
@@ -168,16 +173,23 @@ class Session:
         return Rollout(about=about, scope=scope, tokenizer=self.trainer.job.tokenizer)
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
-        """Update on a rollout. Collective: all ranks. Returns the step's metrics."""
+        """Update on a rollout. Collective: all ranks. Returns the step's metrics.
+
+        Of one that updates have come after, ``rollout/staleness_max`` tells how many.
+        """
+        behind = self.trainer.step - rollout.about["version"]
+        if behind > 0:
+            self._tell_stale(behind)
         # Several rollouts may be made before the first update: the step is the one that learns.
         metrics = self.trainer.learn(rollout.scope, {**rollout.about, "step": self.trainer.step + 1})
         self._next_draw = max(self._next_draw, self.trainer.next_draw)
         return metrics
 
     def run(self, steps: int | None) -> list[dict[str, float]]:
-        """So many steps on the session's own prompts; None: as many as use each once."""
+        """So many steps on the session's own prompts; None: up to where each has been used equally often."""
         if steps is None:
-            steps = max(1, getattr(self.trainer.job.train, "num_rows", 1) // self.trainer.num_prompts)
+            whole = max(1, getattr(self.trainer.job.train, "num_rows", 1) // self.trainer.num_prompts)
+            steps = whole - self.step % whole
         return [self.learn(self.rollout()) for _ in range(steps)]
 
     def add_exporter(self, name: str, exporter: Exporter) -> None:
@@ -190,7 +202,9 @@ class Session:
         return Path(self.recipe.run_dir)
 
     def close(self) -> None:
-        """End the job. Collective: all ranks."""
+        """End the job, what it has learned saved. Collective: all ranks."""
+        if self.step > 0:
+            self.trainer.save_now()
         self.trainer.end()
 
     def __enter__(self) -> Session:
@@ -200,6 +214,18 @@ class Session:
         # After a failure others may be gone.
         if kind is None:
             self.close()
+
+    def _tell_stale(self, behind: int) -> None:
+        actor = self.trainer.roles["actor"]
+        actor.metrics["rollout/staleness_max"] = max(float(behind), actor.metrics.get("rollout/staleness_max", 0.0))
+        if self.recipe.correction_kind == "none" and not self._has_warned and self._world.rank == 0:
+            print(
+                f"hybridflow: update {self.step + 1} is on a rollout that {behind} update(s) have come after, and "
+                "nothing corrects for that; take a new rollout before each update, or set correction: {kind: truncate}",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._has_warned = True
 
     def _stop_if_asked(self) -> None:
         if self.trainer.stop_if_asked() is not None:
@@ -246,6 +272,7 @@ def problems_of(prompts: Any) -> MakeProblems:
     given = given_prompts(prompts)
 
     def make(tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator) -> Problems:
+        check_same(given, everyone)
         feed = Feed(tokenizer, recipe.model.max_context - recipe.rollout.max_new_tokens)
         draws = feed.add(given, 0)
         examples: tuple[Example, ...] = tuple(feed.example(draw) for draw in draws)
@@ -260,9 +287,9 @@ def _new_run_dir(world: World, namespace: str | None) -> str:
     """A directory that is not there yet, the same on all ranks."""
     everyone = tuple(range(world.size))
     world.make_groups([everyone])
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    name = world.coordinator(everyone).decide("run_dir", name if world.rank == 0 else None)
-    return str(Path("runs") / ("python" if namespace is None else namespace) / name)
+    folder = Path("runs") / ("python" if namespace is None else namespace)
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    return str(folder / world.coordinator(everyone).decide("run_dir", name if world.rank == 0 else None))
 
 
 def _tokenizer_place(tokenizer: Any, run_dir: str, world: World) -> str:
@@ -281,6 +308,8 @@ def _tokenizer_place(tokenizer: Any, run_dir: str, world: World) -> str:
     world.make_groups([everyone])
     if world.rank == 0:
         aside = folder.with_name(f"{_TOKENIZER}.tmp")
+        for left in (aside, folder):
+            shutil.rmtree(left, ignore_errors=True)
         tokenizer.save_pretrained(aside)
         aside.rename(folder)
     world.coordinator(everyone).barrier("the tokenizer")

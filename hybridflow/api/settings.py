@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.api.switches import REPLACED, in_our_words
-from hybridflow.checkpoint.settings import Settings
+from hybridflow.checkpoint.settings import Settings, read_settings
 from hybridflow.config import Recipe, recipe_from_dict
 from hybridflow.errors import ConfigError
 from hybridflow.presets import PRESETS
@@ -70,9 +70,9 @@ _SIZES = {
 }
 _ROLES = ("actor", "critic", "reference", "reward")
 _PLACES = {"actor": "update", "critic": "layout", "reference": "layout", "reward": "layout"}
+_NEW_TOKENS = 128
 _DEFAULTS: Mapping[str, Any] = {
     "trainer.steps": 1_000_000,
-    "rollout.max_new_tokens": 128,
     "actor.optimizer.lr": 1e-6,
     "critic.optimizer.lr": 1e-5,
 }
@@ -109,6 +109,10 @@ def recipe_values(config: Any, *, algorithm: str, num_ranks: int) -> dict[str, A
     Raises:
         ConfigError: A key is none of these, or says what another one says.
     """
+    if algorithm not in PRESETS:
+        near = difflib.get_close_matches(algorithm, list(PRESETS), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ";"
+        raise ConfigError(f"algorithm={algorithm!r}: unknown{hint} there are {', '.join(PRESETS)}")
     given = in_our_words(read_config(config))
     values: dict[str, Any] = {"algorithm": algorithm, "cluster": {"ranks": num_ranks}}
     values["data"] = {"train": "given by the program", "held_out": "given by the program"}
@@ -148,6 +152,9 @@ def finish_recipe(
     for key, value in _DEFAULTS.items():
         if _is_read(key, algorithm):
             _put_under(values, key, value)
+    context = _context(values, {} if given is None else given)
+    # What the program has not asked for is not to fill a small model's context.
+    _put_under(values, "rollout.max_new_tokens", _NEW_TOKENS if context is None else min(_NEW_TOKENS, context // 2))
     num_ranks = values["cluster"]["ranks"]
     _put_under(values, "actor.update", {"dp": num_ranks})
     if "critic" in PRESETS[algorithm].reads:
@@ -160,6 +167,17 @@ def finish_recipe(
             raise ConfigError("rollout_batch_size: missing; give the samples of a step, or batch_size")
         trainer["global_batch_size"] = size
     return recipe_from_dict(values, source="config", given=given)
+
+
+def _context(values: Mapping[str, Any], given: Mapping[str, Settings]) -> int | None:
+    """The longest sequence of the actor, if it can be told."""
+    model = values.get("model", {})
+    if "max_context" in model:
+        return int(model["max_context"])
+    if "model" in given:
+        return given["model"].model.max_context
+    path = model.get("path")
+    return None if path is None or not Path(path).is_dir() else read_settings(Path(path)).model.max_context
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
@@ -205,13 +223,15 @@ def _put_under(values: dict[str, Any], key: str, value: Any) -> None:
 def _role(values: dict[str, Any], role: str, section: dict[str, Any], num_ranks: int) -> dict[str, Any]:
     """A role's section as a recipe has it; what of it belongs to the model goes there."""
     name = section.pop("model_name", None)
-    if name is not None:
-        put(values, "model.path" if role == "actor" else f"{role}.model.path", str(name))
-        if role == "reference":
+    if name is not None and role == "reference":
+        actor = values.get("model", {}).get("path")
+        if str(name) != actor:
             raise ConfigError(
-                "reference.model_name: the reference is the actor as it begins; remove it (to learn from another "
-                "model, see the algorithm distill)"
+                f"reference.model_name={str(name)!r}: the reference is the actor as it begins, {actor!r}; remove it "
+                "(to learn from another model, see the algorithm distill)"
             )
+    elif name is not None:
+        put(values, "model.path" if role == "actor" else f"{role}.model.path", str(name))
     device = section.pop("device", None)
     devices = section.pop("devices", device)
     if device is not None and devices != device:

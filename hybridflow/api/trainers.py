@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hybridflow.api.algorithms import BaseAlgorithm
 from hybridflow.api.checkpoints import export_actor, keep_checkpoint
@@ -16,6 +16,7 @@ from hybridflow.api.roles import Actor, Critic, Reward
 from hybridflow.api.session import Rollout, Session, problems_of
 from hybridflow.api.settings import merge, read_config, recipe_values
 from hybridflow.api.world import find_world
+from hybridflow.checkpoint.store import latest_step
 from hybridflow.errors import ConfigError
 from hybridflow.observe.exporters import Exporter
 
@@ -78,7 +79,7 @@ class OnlineTrainer:
                 parts.append(algorithm.critic)
             self.algorithm = algorithm.name
         elif algorithm is not None:
-            self.algorithm = algorithm
+            self.algorithm = str(algorithm) if isinstance(algorithm, str) else _no_algorithm(algorithm)
         given = read_config(config)
         if namespace is not None:
             given["namespace"] = namespace
@@ -91,16 +92,22 @@ class OnlineTrainer:
         self._resume = resume
         self._exporters: list[tuple[str, Exporter]] = []
         self._session: Session | None = None
+        self._closed: tuple[Path, int] | None = None
 
     @property
     def global_step(self) -> int:
-        """Updates done."""
-        return 0 if self._session is None else self._session.step
+        """Updates done, those that a resumed run goes on from included."""
+        if self._closed is not None:
+            return self._closed[1]
+        if self._session is not None:
+            return self._session.step
+        place = self._values.get("run_dir")
+        return (latest_step(Path(place)) or 0) if self._resume and place is not None else 0
 
     @property
     def run_dir(self) -> Path:
         """Where the run keeps its files."""
-        return Path(self.session().recipe.run_dir)
+        return self._closed[0] if self._closed is not None else Path(self.session().recipe.run_dir)
 
     def rollout(self, batch: Any = None) -> Rollout:
         """Sample responses to prompts, and score them. Collective: all ranks, with the same batch.
@@ -156,7 +163,7 @@ class OnlineTrainer:
             self._session.add_exporter(name, exporter)
 
     def save_checkpoint(self, path: str | Path, save_optimizer: bool = False) -> None:
-        """Save what was trained. Collective: all ranks. What is at ``path`` must not be there yet.
+        """Save what was trained, also after ``close``. Collective: all ranks. Nothing is at ``path`` yet.
 
         Args:
             path: Without the optimizer a directory as transformers reads it, with the actor's weights. With it a run
@@ -167,14 +174,17 @@ class OnlineTrainer:
             CheckpointError: ``path`` is there.
             WriteError: The file system refuses.
         """
-        run_dir = self.session().save()
+        if self._closed is not None and self._closed[1] == 0:
+            raise ConfigError("save_checkpoint: the trainer is closed, and has learned nothing that could be saved")
+        run_dir = self.session().save() if self._closed is None else self._closed[0]
         keep = keep_checkpoint if save_optimizer else export_actor
         keep(run_dir, Path(path), find_world())
 
     def close(self) -> None:
-        """End the job. Collective: all ranks."""
+        """End the job, its last checkpoint in ``run_dir``. Collective: all ranks."""
         if self._session is not None:
             self._session.close()
+            self._closed = Path(self._session.recipe.run_dir), self._session.step
             self._session = None
 
     def __enter__(self) -> OnlineTrainer:
@@ -185,7 +195,12 @@ class OnlineTrainer:
             self.close()
 
     def session(self, batch: Any = None) -> Session:
-        """The job; made at the first call, for batches like ``batch``."""
+        """The job; made at the first call, for batches like ``batch``. Raises ConfigError: it is closed."""
+        if self._closed is not None:
+            raise ConfigError(
+                f"the trainer is closed, after {self._closed[1]} step(s); make a new one, with resume=True and run_dir="
+                f"{str(self._closed[0])!r} to go on"
+            )
         if self._session is None:
             num_prompts = None if batch is None else len(given_prompts(batch))
             self._session = Session(
@@ -212,6 +227,13 @@ class GRPOTrainer(OnlineTrainer):
     """GRPO: samples are judged against those of their group; see ``OnlineTrainer``."""
 
     algorithm = "grpo"
+
+
+def _no_algorithm(algorithm: object) -> NoReturn:
+    raise ConfigError(
+        f"algorithm: found {algorithm!r:.80}; give the name of one, such as 'grpo', or an object of a subclass of "
+        "BaseAlgorithm, such as Mine(lr=1e-5)"
+    )
 
 
 def as_reward(reward: Any) -> Part:

@@ -352,7 +352,7 @@ def check_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: They differ in what decides what is learned.
     """
-    now, saved = (dict(_keys("", each)) for each in (to_dict(recipe), checkpoint.state["recipe"]))
+    now, saved = (_without_place(dict(_keys("", each))) for each in (to_dict(recipe), checkpoint.state["recipe"]))
     for key in dict.fromkeys([*saved, *now]):
         is_held = any(f"{key}.".startswith(f"{held}.") for held in _MUST_MATCH)
         # A key that one of the two versions of hybridflow does not know says nothing.
@@ -362,6 +362,14 @@ def check_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:
             f"{recipe.run_dir}: the checkpoint was written with {key}={saved[key]}, the recipe now has {now[key]}; "
             "resume with the same, or start another run_dir"
         )
+
+
+def _without_place(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys where a tokenizer within the run's directory is the same wherever that lies."""
+    path, run_dir = keys.get("tokenizer.path"), keys.get("run_dir")
+    if path is not None and run_dir is not None and Path(path).is_relative_to(run_dir):
+        keys["tokenizer.path"] = str(Path(path).relative_to(run_dir))
+    return keys
 
 
 def _check_problems(job: Job, checkpoint: Checkpoint) -> None:

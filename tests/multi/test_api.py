@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import hybridflow
 from hybridflow import (
@@ -22,6 +23,7 @@ from hybridflow import (
     Reward,
     RewardModel,
     RLTrainer,
+    find_world,
     node,
 )
 from hybridflow.api.settings import finish_recipe, recipe_values
@@ -30,6 +32,7 @@ from hybridflow.config import role_meshes
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.errors import CheckpointError, ConfigError, DataError, GraphError
 from hybridflow.mapping.memory import check_memory
+from tests.hf_models import write_tokenizer
 from tests.ranks import run_ranks
 
 MODEL = {
@@ -67,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(name: str, size: int, folder: Path):
     place = folder / f"{name}-{size}"
-    place.mkdir()
+    place.mkdir(exist_ok=True)
     (place / "tokenizer.model").write_bytes((folder / "tokenizer.model").read_bytes())
     return run_ranks(scenario, size, name, str(place))
 
@@ -87,9 +90,9 @@ def a_flow(folder: Path):
 
 
 def lasting(steps):
-    """Without what the clock says."""
-    clock = ("time/", "control/", "rollout/tokens_per_s", "throughput/")
-    return [{name: step[name] for name in step if not name.startswith(clock)} for step in steps]
+    """What is learned, without what the clock says."""
+    learned = ("actor/", "critic/", "reward/mean", "kl/", "response/")
+    return [{name: step[name] for name in step if name.startswith(learned)} for step in steps]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -157,8 +160,6 @@ def test_ppo_trainer(folder: Path, size: int) -> None:
         (1, True),
         (2, True),
     ]
-    import transformers
-
     loaded = transformers.AutoModelForCausalLM.from_pretrained(place / "weights")
     assert loaded.config.hidden_size == 32
     assert (place / "whole" / "checkpoints" / "latest").read_text().strip() == "step_000002"
@@ -183,6 +184,85 @@ def a_resumed_trainer(folder: Path):
 def test_a_saved_checkpoint_is_gone_on_with(folder: Path) -> None:
     ((losses, begun, last),) = run("a_resumed_trainer", 1, folder)
     assert begun == 2 and last == losses[2]
+
+
+def a_closed_trainer(folder: Path):
+    given = {**settings(folder, batch_size=8)}
+    with GRPOTrainer(given, actor_model=actor(folder), reward=digits) as trainer:
+        trainer.step(PROMPTS[:8])
+        trainer.save_checkpoint(folder / "before")
+    trainer.save_checkpoint(folder / "after")
+    try:
+        trainer.step(PROMPTS[:8])
+    except ConfigError as error:
+        return trainer.global_step, str(error), GRPOTrainer(given, reward=digits, resume=True).global_step
+    return None
+
+
+def test_a_closed_trainer_keeps_what_it_has_learned(folder: Path) -> None:
+    ((step, refused, resumed),) = run("a_closed_trainer", 1, folder)
+    place = folder / "a_closed_trainer-1"
+    assert step == resumed == 1 and "closed, after 1 step" in refused
+    before, after = (place / name / "model.safetensors" for name in ("before", "after"))
+    assert before.read_bytes() == after.read_bytes()
+    assert (place / "run" / "checkpoints" / "latest").read_text().strip() == "step_000001"
+
+
+def rollouts_ahead(folder: Path):
+    with GRPOTrainer(settings(folder, batch_size=8), actor_model=actor(folder), reward=digits) as trainer:
+        made = [trainer.rollout(PROMPTS[:8]) for _ in range(3)]
+        return [trainer.update(each).get("rollout/staleness_max", 0.0) for each in made]
+
+
+def test_rollouts_made_ahead_are_known_as_old(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("rollouts_ahead", 1, folder) == [[0.0, 1.0, 2.0]]
+    assert capfd.readouterr().err.count("nothing corrects for that") == 1
+
+
+def different_batches(folder: Path):
+    rows = list(PROMPTS[:8])
+    if find_world().rank == 1:
+        rows[2], rows[3] = rows[3], rows[2]
+    trainer = GRPOTrainer(settings(folder, batch_size=8), actor_model=actor(folder), reward=digits)
+    found = []
+    flow = actor(folder).sample() >> Reward(digits).score() >> GRPO(batch_size=8).update()
+    for ask in (trainer.rollout, flow.run):
+        try:
+            ask(rows)
+        except DataError as error:
+            found.append(str(error))
+    return found
+
+
+def test_batches_that_differ_between_ranks(folder: Path) -> None:
+    for messages in run("different_batches", 2, folder):
+        assert len(messages) == 2 and all("number 2 is another" in message for message in messages)
+
+
+def a_tokenizer_object(folder: Path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
+
+    def trainer(place, **more):
+        given = {**settings(folder, batch_size=4), "run_dir": str(folder / place), "model": MODEL | {"max_context": 32}}
+        return GRPOTrainer(given, tokenizer=tokenizer, reward=digits, **more)
+
+    with trainer("run") as first:
+        first.step(PROMPTS[:4])
+        first.save_checkpoint(folder / "kept", save_optimizer=True)
+    steps = []
+    for place in ("run", "kept"):
+        with trainer(place, resume=True) as again:
+            again.step(PROMPTS[:4])
+            steps.append(again.global_step)
+    return steps
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_with_a_tokenizer_object_is_gone_on_with(folder: Path, size: int) -> None:
+    place = folder / f"a_tokenizer_object-{size}"
+    write_tokenizer(place / "hf")
+    found = run("a_tokenizer_object", size, folder)
+    assert found == [[2, 2]] * size
 
 
 def role_sections(folder: Path):
@@ -345,6 +425,7 @@ def test_wrong_batches(folder: Path) -> None:
         ({"actor": {"devices": ["gpu0"]}}, ("'gpu0'", "'cuda:0'")),
         ({"hybrid_engine": {"enable_reshard": True}}, ("hybrid_engine.enable_reshard", "enable_resharding?")),
         ({"reference": {"model_name": "x"}}, ("reference.model_name", "remove it")),
+        ({"actor": {"model_name": "x"}, "reference": {"model_name": "y"}}, ("'x'; remove it",)),
         (7, ("found int",)),
         ("/nowhere/config.yaml", ("cannot be read",)),
     ],
@@ -359,6 +440,19 @@ def test_settings_refused(config, words) -> None:
 def test_settings_that_an_algorithm_does_not_read() -> None:
     with pytest.raises(ConfigError, match="critic_lr: algorithm=grpo has no critic"):
         recipe_values({"critic_lr": 1e-3}, algorithm="grpo", num_ranks=1)
+
+
+def test_the_reference_may_be_named_as_the_actor() -> None:
+    sections = {role: {"model_name": "models/actor"} for role in ("actor", "critic", "reference", "reward")}
+    values = recipe_values(sections, algorithm="ppo", num_ranks=1)
+    assert values["model"] == {"path": "models/actor"} and "model" not in values["reference"]
+
+
+def test_an_unknown_algorithm() -> None:
+    with pytest.raises(ConfigError, match="did you mean grpo"):
+        recipe_values({}, algorithm="grop", num_ranks=1)
+    with pytest.raises(ConfigError, match="an object of a subclass"):
+        GRPOTrainer(algorithm=MeanOfOthers)
 
 
 def test_short_settings() -> None:

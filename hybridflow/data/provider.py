@@ -136,6 +136,9 @@ class DataProvider:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; with any ``dp_size``, ``dp_rank`` and ``batch_size``.
 
+        Args:
+            state: From ``state_dict``.
+
         Raises:
             DataError: It is of other rows, or none.
         """

@@ -63,11 +63,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 from hybridflow.config import load_recipe
 from hybridflow.trainer.record import Record
 
 recipe = load_recipe("quickstart", [f"run_dir={sys.argv[1]}", "profile.steps=[3]", "profile.ranks=[1]"])
-record = Record(recipe, SimpleNamespace(rank=1, size=2), 1)
+record = Record(recipe, SimpleNamespace(rank=1, size=2, device=torch.device("cpu")), 1)
 record.begin_step(2, None)
 record.finish(2, is_done=False)
 """

@@ -66,6 +66,9 @@ from types import SimpleNamespace
 import torch
 
 from hybridflow.config import load_recipe
+from hybridflow.parallel.rank import silence_libraries
+
+silence_libraries()
 from hybridflow.trainer.record import Record
 
 recipe = load_recipe("quickstart", [f"run_dir={sys.argv[1]}", "profile.steps=[3]", "profile.ranks=[1]"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridflow.api.device_mesh import DeviceMesh
 from hybridflow.api.parts import Part
+from hybridflow.api.token_rows import token_rows
 from hybridflow.api.worker_engines import Options, OurWorker, OwnWorker, VllmWorker, WorkerEngine
 from hybridflow.api.world import find_world
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
@@ -92,6 +93,7 @@ class RolloutWorker:
         self._everyone = tuple(range(self._world.size))
         self._world.make_groups([*rank_sets([self._mesh], self._world.size), self._everyone])
         self._version = 0
+        self._next_draw = 0
         options = Options(max_context, dtype, max_concurrent, seed, self.tokenizer)
         self._worker: WorkerEngine
         if is_own(model):
@@ -105,7 +107,7 @@ class RolloutWorker:
 
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]] | Tensor,
+        prompts: Sequence[str] | Sequence[Sequence[int]] | Tensor | Mapping[str, Any],
         max_new_tokens: int = 128,
         temperature: float = 1.0,
         *,
@@ -120,7 +122,8 @@ class RolloutWorker:
         """Responses to prompts. Collective: all ranks, with the same arguments.
 
         Args:
-            prompts: Texts, or token ids of each, at least one.
+            prompts: Texts, or token ids of each, at least one; or ``input_ids`` with their ``attention_mask``, as a
+                tokenizer of ``transformers`` gives them.
             max_new_tokens: Most tokens of a response.
             temperature: Divides the logits.
             do_sample: Whether to sample; else the likeliest token is taken.
@@ -129,7 +132,8 @@ class RolloutWorker:
             top_p: Sample among the likeliest tokens that together reach this probability.
             stop: Texts that end a response, too.
             stop_ids: Tokens that end a response; None: the tokenizer's.
-            seed: In the place of the worker's own.
+            seed: In the place of the worker's own: each call with it gives the same responses. None: each call gives
+                others.
 
         Returns:
             The responses in the order of the prompts, ``num_samples`` of each, on all ranks.
@@ -149,12 +153,16 @@ class RolloutWorker:
             greedy=not do_sample,
             seed=seed,
         )
+        encoded = self._encoded(prompts)
+        first_draw = self._next_draw if seed is None else 0
         requests = [
             each
-            for draw, prompt in enumerate(self._encoded(prompts))
+            for draw, prompt in enumerate(encoded, first_draw)
             for each in expand(Request(prompt=prompt, params=params, draw=draw), num_samples)
         ]
-        self._check(requests)
+        self._check(requests, first_draw)
+        if seed is None:
+            self._next_draw += len(encoded)
         share: list[Any] = []
         if self._world.rank in self._mesh:
             place = self._mesh.coordinate(self._world.rank)
@@ -167,8 +175,8 @@ class RolloutWorker:
         found = sorted((row for each in told for row in each), key=lambda row: (row[0], row[1]))
         for draw, _, _, _, finish, error in found:
             if finish == "failed":
-                raise EngineError(f"RolloutWorker.generate: prompt {draw}: {error}")
-        return [self._generated(*row) for row in found]
+                raise EngineError(f"RolloutWorker.generate: prompt {draw - first_draw}: {error}")
+        return [self._generated(draw - first_draw, *row) for draw, *row in found]
 
     def update_weights(self, model: Any) -> None:
         """Generate with other weights of the same shape from now on. Collective: all ranks.
@@ -188,7 +196,7 @@ class RolloutWorker:
             self._worker.engine.version = self._version
             self._worker.engine.weights_changed()
 
-    def _check(self, requests: list[Request]) -> None:
+    def _check(self, requests: list[Request], first_draw: int) -> None:
         """Refuse, alike on all ranks, what an engine would refuse on those that are to meet it."""
         for request in requests:
             num_prompt, params = len(request.prompt), request.params
@@ -201,9 +209,18 @@ class RolloutWorker:
             elif params.has_texts and self.tokenizer is None:
                 reason = "stop texts need a tokenizer; give tokenizer=…, or stop_ids"
             if reason is not None:
-                raise DataError(f"RolloutWorker.generate: prompt {request.draw}: {reason}")
+                raise DataError(f"RolloutWorker.generate: prompt {request.draw - first_draw}: {reason}")
 
     def _encoded(self, prompts: Any) -> list[Tensor]:
+        if isinstance(prompts, Mapping) and "input_ids" in prompts:
+            # Which ids there are the engine knows.
+            limits = {"vocab_size": torch.iinfo(torch.int64).max, "most_tokens": self._worker.max_context}
+            return token_rows(prompts["input_ids"], prompts.get("attention_mask"), **limits).sequences
+        if isinstance(prompts, str | Mapping):
+            raise DataError(
+                f"RolloutWorker.generate: found one {type(prompts).__name__}, expected a list of prompts; give "
+                '["…"], token ids of each, or input_ids with their attention_mask'
+            )
         rows = []
         for number, prompt in enumerate(prompts):
             if isinstance(prompt, str):

@@ -104,6 +104,8 @@ def _check_own_actor(job: Job) -> None:
     rollout = recipe.rollout
     refused = {
         "actor.lora": recipe.actor.lora is not None,
+        # The class that learns is the one that generates: no other weights stay behind.
+        "actor.reshard_every": recipe.actor.reshard_every > 1,
         "actor.rollout_ranks": recipe.actor.rollout_ranks is not None,
         "rollout.environment": rollout.environment is not None,
         "rollout.carry_over": rollout.carry_over,

@@ -278,6 +278,7 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     r"actor\.update\.tp=2: a class of your own is not cut": (LayoutError, {"actor": {"tp_size": 2}}),
     r"actor\.lora: cannot be had": (ConfigError, {"lora_rank": 4}),
     r"rollout\.stop: cannot be had": (ConfigError, {"rollout": {"stop": ["x"]}}),
+    r"actor\.reshard_every: cannot be had": (ConfigError, {"hybrid_engine": {"resharding_interval": 2}}),
     r"rollout\.carry_over: cannot be had": (ConfigError, {"rollout": {"carry_over": True}}),
 }
 

@@ -142,6 +142,36 @@ def test_a_class_of_ones_own_generates_too(folder):
         assert found == wanted
 
 
+def drawn(world: World, folder: Path) -> Any:
+    use_world(world)
+    path = str(folder / "model-1")
+    worker = RolloutWorker(path)
+    how: dict[str, Any] = {"max_new_tokens": 8, "num_samples": 2}
+    calls = [worker.generate(PROMPTS, **how) for _ in range(2)]
+    calls += [worker.generate(PROMPTS, seed=seed, **how) for seed in (0, 5, 5)]
+    worker.update_weights(path)
+    calls.append(worker.generate(PROMPTS, **how))
+    assert all([each.prompt for each in found] == [0, 0, 1, 1, 2, 2] for found in calls)
+    try:
+        worker.generate([[3], [3] * 70], max_new_tokens=6)
+    except DataError as error:
+        assert "prompt 1:" in str(error)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, padding_side="left")
+    tokenizer.pad_token = tokenizer.eos_token
+    rows = tokenizer(PROMPTS, padding=True, add_special_tokens=False, return_tensors="pt")
+    likeliest = [worker.generate(each, max_new_tokens=6, do_sample=False) for each in (rows, PROMPTS)]
+    return [[each.tokens.tolist() for each in found] for found in (*calls, *likeliest)]
+
+
+def test_noise_is_of_each_call_but_for_a_seed_and_padded_ids_are_prompts(folder):
+    ranks = run_ranks(drawn, 2, folder)
+    assert ranks[0] == ranks[1]
+    first, second, as_the_first, five, again, later, of_rows, of_texts = ranks[0]
+    assert len({str(each) for each in (first, second, five, later)}) == 4
+    assert first == as_the_first and five == again
+    assert of_rows == of_texts
+
+
 def refusals(world: World, folder: Path) -> list[str]:
     use_world(world)
     path = str(folder / "model-1")
@@ -153,6 +183,9 @@ def refusals(world: World, folder: Path) -> list[str]:
         (DataError, lambda: bare.generate([[]])),
         (ConfigError, lambda: bare.update_weights(other_shape())),
         (DataError, lambda: bare.generate([[1] * 70])),
+        (DataError, lambda: bare.generate("1+1=")),
+        (DataError, lambda: bare.generate({"prompt": "1+1="})),
+        (DataError, lambda: bare.generate({"input_ids": [[3, 4]], "attention_mask": [[0, 0]]})),
     ]
     found = []
     for kind, call in cases:
@@ -178,6 +211,9 @@ def test_what_cannot_be_done_is_refused(folder):
         "at least one",
         "num_layers=3",
         "70 tokens",
+        "found one str, expected a list",
+        "found one dict, expected a list",
+        "attention_mask keeps",
     )
     assert len(found) == len(words)
     for message, word in zip(found, words, strict=True):

@@ -26,7 +26,7 @@ from hybridflow.algorithms.lagrange import adapt_multiplier, lagrangian_advantag
 from hybridflow.algorithms.shaping import overlong_penalty
 from hybridflow.config import Recipe
 from hybridflow.dataflow.batch import Batch, Ragged
-from hybridflow.errors import RewardError
+from hybridflow.errors import ConfigError, RewardError
 from hybridflow.models.training import sum_over
 from hybridflow.observe.rank_log import say
 from hybridflow.roles.dropped import kept, spread
@@ -100,6 +100,29 @@ def shaped(recipe: Recipe, scores: Tensor, lengths: Tensor) -> Tensor:
         buffer_tokens=settings.overlong_buffer,
         factor=settings.overlong_factor,
     )
+
+
+def own_advantages(algorithm: Any, scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+    """The advantage of each sample by a program's own algorithm, ``[samples]`` as all arguments.
+
+    Raises:
+        ConfigError: It gave something else.
+    """
+    found = algorithm.advantages(scores, groups, lengths)
+    where = f"{type(algorithm).__name__}.advantages"
+    if not isinstance(found, Tensor) or found.shape != scores.shape:
+        told = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise ConfigError(
+            f"{where}: found {told}, expected a tensor of shape {list(scores.shape)}; return one number for each sample"
+        )
+    wrong = (~found.isfinite()).nonzero()[:, 0].tolist()
+    if wrong:
+        raise ConfigError(
+            f"{where}: found {float(found[wrong[0]])} at sample {wrong[0]}, of score {float(scores[wrong[0]]):g}, "
+            f"expected finite numbers ({len(wrong)} of {len(found)} are not); look for a division by zero, as by the "
+            "deviation of a group whose scores are equal"
+        )
+    return found
 
 
 Method = Callable[["Advantage", Batch, Mapping[str, Any]], Batch]
@@ -204,7 +227,11 @@ class Advantage:
     def own(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages``: of scores, groups and lengths by a program's own algorithm. Collective: dp."""
         algorithm = self._job.objects["algorithm"]
-        return self._columns(batch, advantages=self._of_groups(batch, algorithm.advantages, with_lengths=True))
+
+        def judge(scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+            return own_advantages(algorithm, scores, groups, lengths)
+
+        return self._columns(batch, advantages=self._of_groups(batch, judge, with_lengths=True))
 
     @of_kept
     def rloo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:

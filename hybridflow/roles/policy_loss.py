@@ -11,6 +11,7 @@ from hybridflow.algorithms.correction import Weights, correction_weights, kept_t
 from hybridflow.algorithms.kl import kl_penalty, sequence_means
 from hybridflow.algorithms.losses import ClipStats, Totals, aggregate, cispo_loss, gspo_loss, policy_loss
 from hybridflow.config import Recipe
+from hybridflow.errors import ConfigError
 from hybridflow.roles.advantage import KLCoefficient
 
 LOSS_MASK = "loss_mask"
@@ -125,7 +126,7 @@ class PolicyLoss:
         """The loss of each token, of the kind that the recipe names."""
         settings = self._settings
         if self._own_loss is not None:
-            per_token = self._own_loss(log_probs, old, advantages, mask)
+            per_token = own_loss_of(self._own_loss, log_probs, old, advantages, mask)
             nowhere = torch.zeros_like(mask, dtype=torch.bool)
             return per_token, ClipStats(
                 ratio=(log_probs - old).detach().exp(), is_clipped=nowhere, is_dual_clipped=nowhere
@@ -149,3 +150,22 @@ class PolicyLoss:
             low=settings.low,
             high=settings.high,
         )
+
+
+def own_loss_of(loss: OwnLoss, log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """A program's own loss of each token, ``[samples, tokens]`` as all arguments.
+
+    Raises:
+        ConfigError: It gave something else, or what cannot be learned from.
+    """
+    found = loss(log_probs, old, advantages, mask)
+    where = f"{type(getattr(loss, '__self__', loss)).__name__}.loss"
+    if not isinstance(found, Tensor) or found.shape != mask.shape:
+        told = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise ConfigError(
+            f"{where}: found {told}, expected a tensor of shape {list(mask.shape)}; return the loss of each token, "
+            "which is averaged as loss.aggregation says"
+        )
+    if log_probs.requires_grad and not found.requires_grad:
+        raise ConfigError(f"{where}: found no gradient, expected one to log_probs; do not detach() them")
+    return found

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from hybridflow.api.checkpoints import check_free, export_actor
 from hybridflow.api.parts import Part
-from hybridflow.api.roles import Actor, Critic
+from hybridflow.api.roles import Actor, Critic, Reward
 from hybridflow.api.settings import merge
 from hybridflow.api.trainers import OnlineTrainer, as_reward
+from hybridflow.api.world import find_world
 from hybridflow.errors import ConfigError
+from hybridflow.rewards.total import total_of
 
 
 class DataPipeline:
@@ -17,7 +21,8 @@ class DataPipeline:
 
     Args:
         actors: The policy: one.
-        reward_models: What scores: functions, models or ``Reward``; of several functions the scores are added.
+        reward_models: What scores: functions, their names, models or ``Reward``. The scores of several functions are
+            added; as ``Reward`` they have the same settings.
         critics: The value model: one, and the algorithm is PPO; none, and it is GRPO.
         rollout_config: Keys of a recipe's ``rollout``, and ``max_length`` for its ``max_new_tokens``.
         train_config: Short names and sections as ``PPOTrainer`` takes them; ``num_epochs`` is how often the prompts are
@@ -25,7 +30,8 @@ class DataPipeline:
         data: Prompts, as ``PPOTrainer.rollout`` takes them, or a ``DataProvider``.
 
     Raises:
-        ConfigError: There is not one actor, more than one critic, or no reward.
+        ConfigError: There is not one actor, more than one critic, no reward, several that cannot be added up, or
+            ``num_epochs`` is no count.
     """
 
     def __init__(
@@ -50,6 +56,11 @@ class DataPipeline:
         self.data = data
         self.train_config = dict(train_config or {})
         self.num_epochs = self.train_config.pop("num_epochs", 1)
+        if not isinstance(self.num_epochs, int) or isinstance(self.num_epochs, bool) or self.num_epochs < 1:
+            raise ConfigError(
+                f"DataPipeline: train_config.num_epochs={self.num_epochs!r}, expected an integer of at least 1; give "
+                "how often the prompts are gone through"
+            )
         self.settings = merge([{"rollout": rollout}, self.train_config])
 
 
@@ -77,17 +88,38 @@ class RLTrainer:
             data_provider=prompts,
             algorithm="grpo" if pipeline.critic is None else "ppo",
         )
+        self._has_run = False
 
-    def run(self) -> list[dict[str, float]]:
-        """Train on all prompts, ``num_epochs`` times. Collective: all ranks.
+    def run(self, output_dir: str | Path | None = None) -> list[dict[str, float]]:
+        """Train on all prompts, ``num_epochs`` times. Once, and collective: all ranks.
+
+        A checkpoint of all that training goes on from is in ``run_dir`` when it ends.
+
+        Args:
+            output_dir: Where to write the actor as transformers reads it; None: it is not written.
 
         Returns:
             The metrics of each step.
+
+        Raises:
+            ConfigError: It has run.
+            CheckpointError: ``output_dir`` is there.
         """
+        if self._has_run:
+            raise ConfigError(
+                "RLTrainer.run: has run, and would begin again with the model that it began with; raise "
+                "train_config.num_epochs, or make another RLTrainer with what output_dir has as its actor"
+            )
+        if output_dir is not None:
+            check_free(Path(output_dir), find_world())
+        self._has_run = True
         with self.trainer as trainer:
             found: list[dict[str, float]] = []
             for _ in range(self.pipeline.num_epochs):
                 found += trainer.train()
+            run_dir = trainer.session().save()
+            if output_dir is not None:
+                export_actor(run_dir, Path(output_dir), find_world())
             return found
 
 
@@ -97,17 +129,24 @@ def _sum_of(rewards: Sequence[Any]) -> Part:
     parts = [as_reward(reward) for reward in rewards]
     if len(parts) == 1:
         return parts[0]
-    functions = [part.objects.get("reward") for part in parts]
-    if not all(callable(function) for function in functions):
+    given, settings = zip(*(_function_of(part, index) for index, part in enumerate(parts)), strict=True)
+    for index, each in enumerate(settings):
+        if each != settings[0]:
+            raise ConfigError(
+                f"DataPipeline: reward_models[0] has the settings {settings[0]}, reward_models[{index}] {each}; they "
+                "are asked as one: give the same to each, as Reward(function, …)"
+            )
+    return Reward(total_of(given, "DataPipeline: reward_models"), **settings[0])
+
+
+def _function_of(part: Part, index: int) -> tuple[Any, dict[str, Any]]:
+    """What of a reward is called, or its name; and its settings."""
+    settings = dict(part.settings.get("reward", {}))
+    name = settings.pop("function", None)
+    given = part.objects.get("reward", name)
+    if given is None or (hasattr(given, "state_dict") and not hasattr(given, "scores")):
         raise ConfigError(
-            "DataPipeline: several reward_models, of which one is no function; call the models in a function of your "
-            "own, and give that"
+            f"DataPipeline: reward_models[{index}] is a model, and the scores of models are not added up; give it "
+            "alone, or call it in a function of your own, and give that"
         )
-    return as_reward(_total(functions))
-
-
-def _total(functions: Sequence[Any]) -> Callable[[str, str, str], float]:
-    def total(prompt: str, response: str, answer: str) -> float:
-        return sum(float(function(prompt, response, answer)) for function in functions)
-
-    return total
+    return given, settings

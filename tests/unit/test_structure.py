@@ -109,6 +109,7 @@ LIGHT = [
         "rewards",
         "rewards.sample",
         "rewards.functions",
+        "rewards.total",
         "rewards.runners",
         "rewards.scorer",
         "rewards.service",

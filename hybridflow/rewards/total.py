@@ -1,0 +1,102 @@
+"""Several reward functions as one, which gives the sum of their scores. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybridflow.errors import ConfigError
+from hybridflow.rewards.functions import Function, as_function, batched, find_function
+from hybridflow.rewards.sample import Sample, Unscored, as_scores
+
+
+def total_of(given: Sequence[Any], key: str) -> Callable[..., Any]:
+    """The sum of several rewards, as a reward function: of many samples, or asynchronous, where one of them is.
+
+    Args:
+        given: Functions, objects with ``scores``, names of functions that are built in, ``module:function``.
+        key: Where they were given, for messages.
+
+    Returns:
+        The function. A call of it fails as a whole where one of the functions does.
+
+    Raises:
+        ConfigError: One is none of these, or runs in processes of its own.
+    """
+    functions = [as_function(_named(each, f"{key}[{index}]"), f"{key}[{index}]") for index, each in enumerate(given)]
+    make = _awaited if any(function.is_async for function in functions) else _at_once
+    total = make(functions)
+    # What messages call it.
+    total.__qualname__ = " + ".join(_name(each) for each in given)
+    return total
+
+
+def _named(given: Any, key: str) -> Any:
+    if not isinstance(given, str):
+        return given
+    found = find_function(given, key)
+    if found is None:
+        raise ConfigError(
+            f"{key}={given!r}: has settings and processes of its own, and cannot be added to others; give it alone, or "
+            "call what it does in a function of your own"
+        )
+    return found
+
+
+def _name(given: Any) -> str:
+    return given if isinstance(given, str) else getattr(given, "__qualname__", type(given).__qualname__)
+
+
+def _at_once(functions: Sequence[Function]) -> Callable[..., Any]:
+    def total(prompts: Any, responses: Any, answers: Any) -> list[float]:
+        samples = _samples(prompts, responses, answers)
+        return _sums([[_checked(each.call(part), part) for part in _calls(each, samples)] for each in functions])
+
+    def total_of_one(prompt: str, response: str, answer: str) -> float:
+        return total([prompt], [response], [answer])[0]
+
+    return batched(total) if any(function.is_batched for function in functions) else total_of_one
+
+
+def _awaited(functions: Sequence[Function]) -> Callable[..., Any]:
+    async def scores(function: Function, samples: Sequence[Sample]) -> list[list[float]]:
+        found = []
+        for part in _calls(function, samples):
+            given = function.call(part)
+            found.append(_checked(await given if function.is_async else given, part))
+        return found
+
+    async def total(prompts: Any, responses: Any, answers: Any) -> list[float]:
+        samples = _samples(prompts, responses, answers)
+        return _sums(await asyncio.gather(*(scores(function, samples) for function in functions)))
+
+    async def total_of_one(prompt: str, response: str, answer: str) -> float:
+        return (await total([prompt], [response], [answer]))[0]
+
+    return batched(total) if any(function.is_batched for function in functions) else total_of_one
+
+
+def _samples(prompts: Any, responses: Any, answers: Any) -> list[Sample]:
+    # Which of them failed the caller says.
+    return [Sample(*texts, place="") for texts in zip(prompts, responses, answers, strict=True)]
+
+
+def _calls(function: Function, samples: Sequence[Sample]) -> list[list[Sample]]:
+    return [list(samples)] if function.is_batched else [[sample] for sample in samples]
+
+
+def _checked(value: Any, samples: Sequence[Sample]) -> list[float]:
+    """The scores of a call. Raises Unscored: one is none, so that their sum would be none either."""
+    scores = []
+    for outcome in as_scores(value, len(samples)):
+        if isinstance(outcome, Unscored):
+            raise outcome
+        scores.append(outcome)
+    return scores
+
+
+def _sums(of_functions: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """The sum for each sample, of each function's scores in calls."""
+    rows = [[score for call in calls for score in call] for calls in of_functions]
+    return [sum(column) for column in zip(*rows, strict=True)]

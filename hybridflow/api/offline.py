@@ -27,6 +27,13 @@ from hybridflow.roles.job import ReadProblems
 
 Row = Mapping[str, Any]
 
+_SAID_BY_TRAIN = (
+    ("trainer", "steps", "give train(max_steps=…)"),
+    ("trainer", "global_batch_size", "give train(per_device_train_batch_size=…, gradient_accumulation_steps=…)"),
+    ("rollout", "max_new_tokens", "nothing is sampled: give max_length=… to the class, for prompt and response"),
+)
+"""Section, key, and what says it."""
+
 
 class OfflineTrainer:
     """Learns from rows of text that are there. Collective: all ranks, with the same arguments.
@@ -66,6 +73,13 @@ class OfflineTrainer:
             raise ConfigError(f"{type(self).__name__}: no dataset; give rows with {' and '.join(self._columns())}")
         if too_long not in ("error", "drop"):
             raise ConfigError(f"{type(self).__name__}: too_long={too_long!r}; give error or drop")
+        if not hasattr(type(dataset), "num_rows") and not (
+            hasattr(dataset, "__len__") and hasattr(dataset, "__iter__")
+        ):
+            raise DataError(
+                f"{type(self).__name__}: dataset: found {type(dataset).__name__}, expected rows that can be counted; "
+                "give list(dataset), a datasets.Dataset, or a DataProvider"
+            )
         self._actor = model if isinstance(model, Actor) else Actor(model, tokenizer, lora=lora)
         self._tokenizer = self._actor.tokenizer if tokenizer is None else tokenizer
         self._objects = dict(self._actor.objects)
@@ -73,6 +87,7 @@ class OfflineTrainer:
             self._objects["reference"] = _in_memory(ref_model)
         self._dataset, self._max_length, self._drops = dataset, max_length, too_long == "drop"
         self._settings = merge([settings, {} if device_mesh is None else device_mesh.settings])
+        self._run_dir: str | None = None
 
     def train(
         self,
@@ -86,10 +101,11 @@ class OfflineTrainer:
         resume: bool = False,
         **settings: Any,
     ) -> list[dict[str, float]]:
-        """Train. Collective: all ranks.
+        """Train. Collective: all ranks. A second call goes on from ``run_dir``, with ``resume``, or not at all.
 
         A step learns from ``per_device_train_batch_size`` x ``gradient_accumulation_steps`` rows on each replica of the
-        model; how they are cut into micro-batches, ``micro_batch_tokens`` decides.
+        model; how they are cut into micro-batches, ``micro_batch_tokens`` decides. When it ends ``run_dir`` has a
+        checkpoint of all that training goes on from.
 
         Args:
             num_train_epochs: How often the rows are gone through, in an order that ``seed`` decides; the last step is
@@ -107,13 +123,24 @@ class OfflineTrainer:
             The metrics of each step (docs/metrics.md), equal on all ranks, and ``loss``.
 
         Raises:
+            ConfigError: A number of rows, epochs or steps is none, or settings say another one; or it was called
+                before, and would begin with the initial model again.
             DataError: A row lacks a column, or is too long; names it.
             CheckpointError: ``output_dir`` is there.
         """
+        self._check_count("per_device_train_batch_size", per_device_train_batch_size)
+        self._check_count("gradient_accumulation_steps", gradient_accumulation_steps)
+        if max_steps is not None:
+            self._check_count("max_steps", max_steps)
+        elif not isinstance(num_train_epochs, int | float) or not 0 < num_train_epochs < math.inf:
+            raise ConfigError(
+                f"{type(self).__name__}.train: num_train_epochs={num_train_epochs!r}, expected a number above 0"
+            )
         if output_dir is not None:
             check_free(Path(output_dir), find_world())
         given = merge([self._actor.settings, self._settings, settings, {"lr": learning_rate}])
         values = recipe_values(given, algorithm=self.algorithm, num_ranks=find_world().size)
+        self._check_settings(values)
         rows = per_device_train_batch_size * gradient_accumulation_steps * self._replicas(values)
         steps = math.ceil(num_train_epochs * self._num_rows() / rows) if max_steps is None else max_steps
         values.setdefault("model", {}).setdefault("max_context", self._context(values))
@@ -123,6 +150,7 @@ class OfflineTrainer:
         values["trainer"] = {**values.get("trainer", {}), "steps": steps, "global_batch_size": rows * per_row}
         if output_dir is not None:
             values.setdefault("run_dir", f"{output_dir}-run")
+        self._check_again(values.get("run_dir") if resume else None)
         with Session(
             values,
             tokenizer=self._tokenizer,
@@ -130,10 +158,32 @@ class OfflineTrainer:
             make_problems=getattr(self._dataset, "problems", self._problems),
             resume=resume,
         ) as session:
+            self._run_dir = session.recipe.run_dir
             metrics = [session.learn(session.rollout()) for _ in range(session.step, steps)]
+            run_dir = session.save()
             if output_dir is not None:
-                export_actor(session.save(), Path(output_dir), find_world())
+                export_actor(run_dir, Path(output_dir), find_world())
         return [{**step, "loss": step["actor/loss"]} for step in metrics]
+
+    def _check_count(self, name: str, value: Any) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{type(self).__name__}.train: {name}={value!r}, expected an integer of at least 1")
+
+    def _check_settings(self, values: Mapping[str, Any]) -> None:
+        """Refuse settings of what the arguments of ``train`` say."""
+        for section, key, remedy in _SAID_BY_TRAIN:
+            if key in values.get(section, {}):
+                raise ConfigError(
+                    f"{type(self).__name__}: {section}.{key}={values[section][key]!r} is not read here; {remedy}"
+                )
+
+    def _check_again(self, resumed: Any) -> None:
+        """Refuse a second training that would not go on with the first."""
+        if self._run_dir is not None and str(resumed) != self._run_dir:
+            raise ConfigError(
+                f"{type(self).__name__}.train: was called before, and would begin with the initial model again; go on "
+                f"with resume=True, run_dir={self._run_dir!r} and more epochs or steps, or make another trainer"
+            )
 
     @classmethod
     def _columns(cls) -> tuple[str, ...]:

@@ -248,6 +248,65 @@ def refusals(folder: Path, size: int):
     return found, len(kept.train(max_steps=2, run_dir=str(folder / "kept")))
 
 
+ARGUMENTS: list[tuple[type[Exception], dict[str, Any], dict[str, Any], str]] = [
+    (ConfigError, {"steps": 2}, {}, "DPOTrainer: trainer.steps=2 is not read here; give train(max_steps=…)"),
+    (ConfigError, {"rollout_batch_size": 4}, {}, "trainer.global_batch_size=4 is not read here; give train(per_device"),
+    (ConfigError, {}, {"global_batch_size": 4}, "trainer.global_batch_size=4 is not read"),
+    (ConfigError, {"max_new_tokens": 4}, {}, "max_length=…"),
+    (ConfigError, {}, {"per_device_train_batch_size": 0}, "per_device_train_batch_size=0, expected an integer of at"),
+    (ConfigError, {}, {"per_device_train_batch_size": 1.5}, "per_device_train_batch_size=1.5, expected an integer"),
+    (ConfigError, {}, {"gradient_accumulation_steps": True}, "gradient_accumulation_steps=True, expected"),
+    (ConfigError, {}, {"max_steps": 0}, "max_steps=0, expected an integer of at least 1"),
+    (ConfigError, {}, {"num_train_epochs": 0}, "num_train_epochs=0, expected a number above 0"),
+    (ConfigError, {}, {"num_train_epochs": "two"}, "num_train_epochs='two', expected a number"),
+    (DataError, {"dataset": iter(PAIRS)}, {}, "found list_iterator, expected rows that can be counted"),
+    (DataError, {"dataset": 3}, {}, "found int, expected rows"),
+]
+
+
+def told(folder: Path, size: int):
+    found = []
+    for kind, settings, arguments, _ in ARGUMENTS:
+        try:
+            DPOTrainer(folder / "policy", **{"dataset": PAIRS, **settings}).train(**arguments)
+            found.append("")
+        except kind as error:
+            found.append(str(error))
+    return found
+
+
+def test_arguments_that_say_nothing_are_refused(folder: Path) -> None:
+    (found,) = run("told", 1, folder)
+    for message, (_, _, _, words) in zip(found, ARGUMENTS, strict=True):
+        assert words in message
+
+
+def again(folder: Path, size: int):
+    run_dir = str(folder / f"again-{size}")
+    trainer = SFTTrainer(folder / "policy", dataset=SOLUTIONS, seed=4)
+    how: dict[str, Any] = {"per_device_train_batch_size": 4 // size, "learning_rate": LR, "run_dir": run_dir}
+    first = trainer.train(max_steps=1, **how)
+    refused = []
+    for more in ({"run_dir": run_dir + "-other"}, {"run_dir": run_dir + "-other", "resume": True}, {}):
+        try:
+            trainer.train(max_steps=STEPS, **{**how, **more})
+        except ConfigError as error:
+            refused.append(str(error))
+    rest = trainer.train(max_steps=STEPS, resume=True, **how)
+    return [step["loss"] for step in (*first, *rest)], refused
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_second_training_goes_on_or_is_refused(folder: Path, size: int) -> None:
+    """Without ``output_dir``, too, there is what it goes on from."""
+    ranks = run("again", size, folder)
+    model = load(folder / "policy")
+    expected = steps_of(model, lambda: sft_loss(model, folder))
+    for losses, refused in ranks:
+        assert losses == pytest.approx(expected, abs=1e-5)
+        assert len(refused) == 3 and all("SFTTrainer.train: was called before" in each for each in refused)
+
+
 def test_refusals(folder: Path) -> None:
     ((found, num_steps),) = run("refusals", 1, folder)
     expected = (

@@ -160,9 +160,8 @@ class OfflineTrainer:
         ) as session:
             self._run_dir = session.recipe.run_dir
             metrics = [session.learn(session.rollout()) for _ in range(session.step, steps)]
-            run_dir = session.save()
             if output_dir is not None:
-                export_actor(run_dir, Path(output_dir), find_world())
+                export_actor(session.save(), Path(output_dir), find_world())
         return [{**step, "loss": step["actor/loss"]} for step in metrics]
 
     def _check_count(self, name: str, value: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.api.checkpoints import check_free, export_actor
+from hybridflow.api.checkpoints import check_free
 from hybridflow.api.parts import Part
 from hybridflow.api.roles import Actor, Critic, Reward
 from hybridflow.api.settings import merge
@@ -117,9 +117,8 @@ class RLTrainer:
             found: list[dict[str, float]] = []
             for _ in range(self.pipeline.num_epochs):
                 found += trainer.train()
-            run_dir = trainer.session().save()
             if output_dir is not None:
-                export_actor(run_dir, Path(output_dir), find_world())
+                trainer.save_checkpoint(output_dir)
             return found
 
 

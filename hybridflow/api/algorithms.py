@@ -39,7 +39,7 @@ class BaseAlgorithm(Part):
         """The advantage of each sample of the global batch, ``[samples]``; all its response tokens have it.
 
         Args:
-            scores: ``[samples]`` fp64, less the KL penalty where it is paid in the reward.
+            scores: ``[samples]``, less the KL penalty where it is paid in the reward.
             groups: Number of each sample's prompt, ``[samples]``: equal numbers are one group.
             lengths: Response tokens of each, ``[samples]``.
         """

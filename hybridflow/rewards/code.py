@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hybridflow.config import Sandbox
@@ -15,14 +16,15 @@ from hybridflow.rewards.sandbox import Ended, run_confined
 _FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py")
 _NAME = "answer.py"
-_ARGUMENTS = ["-I", "-B", _NAME]
+_ASSERTS = Path(__file__).with_name("asserts.py")
 
 
 class CodeTests:
     """1 if the program passes all tests, else 0.
 
     An answer is either Python that is run behind the program, with asserts, or a JSON list of ``{"input", "output"}``:
-    what the program is given on standard input, and what it must print then, but for spaces at the ends of lines.
+    what the program is given on standard input, and what it must print then, but for spaces at the ends of lines. Only
+    the latter are judged where the program cannot reach.
 
     Args:
         settings: What a program may do.
@@ -42,18 +44,17 @@ class CodeTests:
         return [float(all(self._prints(program, *case) for case in cases))]
 
     def _passes_asserts(self, program: str, tests: str) -> bool:
-        # A program that ends before its tests has not passed them.
-        token = secrets.token_hex(16)
-        ended = self._run(f"{program}\n\n{tests}\n\nprint('\\n{token}')\n", "")
-        return ended.status == 0 and ended.stdout.splitlines()[-1:] == [token]
+        # A process more, which holds the tests while the program runs.
+        limits = replace(self._settings, processes=self._settings.processes + 1)
+        return self._run(["-c", _ASSERTS.read_text(encoding="utf-8")], program, tests, limits).status == 0
 
     def _prints(self, program: str, given: str, expected: str) -> bool:
-        ended = self._run(program, given)
+        ended = self._run([_NAME], program, given, self._settings)
         return ended.status == 0 and _stripped(ended.stdout) == _stripped(expected)
 
-    def _run(self, program: str, given: str) -> Ended:
+    def _run(self, arguments: list[str], program: str, given: str, limits: Sandbox) -> Ended:
         files = {_NAME: program}
-        return run_confined(_ARGUMENTS, self._settings, files=files, stdin=given, is_protected=self._is_protected)
+        return run_confined(["-I", "-B", *arguments], limits, files=files, stdin=given, is_protected=self._is_protected)
 
 
 def program_of(response: str) -> str:

@@ -447,6 +447,60 @@ def test_programs_and_their_tests(response, answer, score):
     assert made([Sample(prompt="", response=response, answer=answer, place="")]) == [score]
 
 
+LOOKS_FOR_TESTS = """
+import gc, os, sys
+found = [open(name).read() for name in os.listdir(".")]
+try:
+    found.append(os.pread(0, 10000, 0).decode())
+except OSError:
+    found.append(sys.stdin.read())
+frame = sys._getframe()
+while frame is not None:
+    found += map(repr, frame.f_locals.values())
+    frame = frame.f_back
+found += [repr(each) for each in gc.get_objects() if type(each) in (dict, list, tuple) and len(each) < 100]
+found += sys.argv + list(os.environ.values())
+print(any(" ".join(("of", "their", "own", "accord")) in each for each in found), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_program_does_not_find_its_tests_where_it_looks(monkeypatch):
+    seen = []
+
+    def told(*arguments, **keywords):
+        seen.append(run_confined(*arguments, **keywords))
+        return seen[-1]
+
+    monkeypatch.setattr("hybridflow.rewards.code.run_confined", told)
+    made = CodeTests(SMALL, is_protected=True)
+    answer = "text = 'of their own accord'\nassert add(1, 2) == 3"
+    assert made([Sample(prompt="", response=LOOKS_FOR_TESTS, answer=answer, place="")]) == [0]
+    assert seen[0].stdout == "False\n", seen
+    # The program that looks sees them once they are where it can: nothing else hid them.
+    assert made([Sample(prompt="", response=f"text = 'of their own accord'{LOOKS_FOR_TESTS}", answer=answer, place="")])
+    assert seen[1].stdout == "True\n", seen
+
+
+def test_tests_see_the_program_as_their_own_module():
+    program = """
+from __future__ import annotations
+import dataclasses, pickle, sys, threading
+@dataclasses.dataclass
+class Point:
+    x: int
+if __name__ == "__main__":
+    ready = sys.stdin.read() == "" and len(sys.argv) == 1
+threading.Thread(target=threading.Event().wait).start()
+"""
+    tests = "assert ready and pickle.loads(pickle.dumps(Point(1))) == Point(1)\n" + f"# {'x' * 200000}"
+    made = CodeTests(SMALL, is_protected=True)
+    assert made([Sample(prompt="", response=program, answer=tests, place="")]) == [1]
+    assert made([Sample(prompt="", response=program, answer=f"{tests}\nassert not ready", place="")]) == [0]
+    alone = CodeTests(replace(SMALL, processes=1), is_protected=True)
+    assert alone([Sample(prompt="", response=ADD, answer=ASSERTS, place="")]) == [1]
+
+
 def test_what_stands_between_fences():
     assert program_of("no fence") == "no fence" and program_of("```\nx\n```") == "x\n"
     assert program_of("```python\nx\n```\n```bash\nls\n```") == "x\n"

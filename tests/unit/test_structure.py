@@ -115,6 +115,7 @@ LIGHT = [
         "rewards.service",
         "rewards.sandbox",
         "rewards.confine",
+        "rewards.asserts",
         "rewards.code",
         "rewards.maths",
         "rewards.kinds",
@@ -244,7 +245,9 @@ def test_no_pickle_no_eval_no_shell():
         assert not pickles or name == "checkpoint.formats.unpickle", name
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
-                assert not (isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec")), (name, node.lineno)
+                # One runs programs that nobody has read, which is what the sandbox around it is for.
+                runs = isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec")
+                assert not runs or name == "rewards.asserts", (name, node.lineno)
                 assert not any(keyword.arg == "shell" for keyword in node.keywords), (name, node.lineno)
                 torch_pickle = ast.unparse(node.func) in ("torch.save", "torch.load")
                 assert not torch_pickle, (name, node.lineno)

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import re
 import resource
 import selectors
 import signal
+import struct
 import sys
 import time
 from typing import Any, NoReturn
@@ -40,9 +42,59 @@ _DETACH = 2
 _KEPT = {1: 1, 2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 _SET_DEATH_SIGNAL, _DROP_BOUND, _NO_NEW_PRIVILEGES, _BE_SUBREAPER = 1, 24, 38, 36
 _CAPABILITY_VERSION = 0x20080522
-# The one call that C libraries do not have.
-_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41, "ppc64le": 203, "s390x": 217}
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_SET_SECCOMP, _SECCOMP_FILTER, _JOIN_SESSION_KEYRING = 22, 2, 1
+# Not "zero": a shared mapping of it is memory that is of no process.
+_DEVICES = ("null", "full", "random", "urandom")
+
+# Numbers of system calls: on x86_64, and on all that came after it took one list.
+_NUMBERS = {
+    # Memory that is of no process, so that no limit of one counts it.
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    # Keys of the user who runs the job.
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    # Namespaces and mounts, with which one has rights again.
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "open_tree_attr": (467, 467),
+    # Other processes, such as the one that holds the tests.
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    # Much of the kernel, for what no program needs.
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+}
+_CLONE, _CLONE3, _MMAP, _X32 = (56, 220), (435, 435), (9, 222), 0x40000000
+_NEW_ANY = _NEWNS | _NEWUTS | _NEWIPC | _NEWUSER | _NEWPID | _NEWNET | 0x2000000
+_SHARED_ANONYMOUS = 0x21
+# Of each machine: its column above, and what the kernel calls it where it tells of a call.
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7), "riscv64": (1, 0xC00000F3)}
+# Of the small programs that look at a call: its number, its machine, the lower halves of its arguments 0 and 3.
+_AT_NUMBER, _AT_MACHINE, _AT_FIRST, _AT_FOURTH = 0, 4, 16, 40
+_LOAD, _AND, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
+_KILL, _FAIL, _ALLOW = 0x80000000, 0x50000, 0x7FFF0000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -55,6 +107,7 @@ def main() -> int:
     """Run what standard input says, and tell on standard output what came of it."""
     spec = json.loads(sys.stdin.buffer.read())
     _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    _leave_keys()
     try:
         if spec["is_protected"]:
             _enter_namespaces()
@@ -72,6 +125,12 @@ def main() -> int:
         outcome = {"error": str(error)}
     sys.stdout.write(json.dumps(outcome))
     return 0
+
+
+def _leave_keys() -> None:
+    """Take a session keyring that has no key of the user's. Where there is no such thing, nothing need be done."""
+    if os.uname().machine in _MACHINES:
+        _libc.syscall(ctypes.c_long(_number("keyctl")), ctypes.c_long(_JOIN_SESSION_KEYRING), None)
 
 
 def _enter_namespaces() -> None:
@@ -239,6 +298,9 @@ def _be_first(spec: dict[str, Any], folder: str | None, writers: dict[str, int],
         for reader in readers:
             os.close(reader)
         if folder is None:
+            # Where it may not be written, the filter of calls holds alone.
+            with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as file:
+                file.write("0")
             _make_root(spec)
             folder = FOLDER
         for name, text in spec["files"].items():
@@ -285,10 +347,8 @@ def _make_root(spec: dict[str, Any]) -> None:
     os.mkdir(box)
     _mount("tmpfs", box, "tmpfs", _NOSUID | _NODEV, f"size={spec['files_bytes']},nr_inodes=10000,mode=777")
     os.chdir(root)
-    number = _PIVOT_ROOT.get(os.uname().machine)
-    if number is None:
-        raise Refused(f"the root directory cannot be changed on {os.uname().machine}, whose system calls are not known")
-    _call("syscall", ctypes.c_long(number), b".", b".", what="the root directory cannot be changed")
+    # C libraries do not have it.
+    _call("syscall", ctypes.c_long(_number("pivot_root")), b".", b".", what="the root directory cannot be changed")
     _call("umount2", b".", ctypes.c_int(_DETACH), what="the system's files cannot be let go")
     os.chdir("/")
     _mount("none", "/", "", _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
@@ -352,6 +412,41 @@ def _drop_rights() -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     _call("capset", header, (ctypes.c_uint32 * 6)(), what="rights cannot be given up")
     _prctl(_NO_NEW_PRIVILEGES, 1)
+    _filter_calls()
+
+
+def _filter_calls() -> None:
+    """Have the system refuse this process, and all that comes of it, what no program needs."""
+    column, machine = _machine()
+    refused, no_such = (_FAIL | errno.EPERM,), (_FAIL | errno.ENOSYS,)
+    steps = [
+        *((_LOAD, 0, 0, _AT_MACHINE), (_IF_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _KILL)),
+        *((_LOAD, 0, 0, _AT_NUMBER), (_IF_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, *no_such)),
+    ]
+    for numbers in _NUMBERS.values():
+        steps += [(_IF_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, *refused)]
+    # Its arguments lie where no filter sees them; C libraries then take the older call.
+    steps += [(_IF_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, *no_such)]
+    steps += [(_IF_EQUAL, 0, 4, _CLONE[column]), (_LOAD, 0, 0, _AT_FIRST), (_IF_ANY, 0, 1, _NEW_ANY)]
+    steps += [(_RETURN, 0, 0, *refused), (_RETURN, 0, 0, _ALLOW)]
+    # Of what is shared and of no file, pages that a process lets go stay, and count for nobody.
+    steps += [(_IF_EQUAL, 0, 4, _MMAP[column]), (_LOAD, 0, 0, _AT_FOURTH), (_AND, 0, 0, _SHARED_ANONYMOUS)]
+    steps += [(_IF_EQUAL, 0, 1, _SHARED_ANONYMOUS), (_RETURN, 0, 0, *refused), (_RETURN, 0, 0, _ALLOW)]
+    code = b"".join(struct.pack("HBBI", *step) for step in steps)
+    held = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HP", len(steps), ctypes.addressof(held))
+    _call("prctl", _SET_SECCOMP, ctypes.c_ulong(_SECCOMP_FILTER), program, what="system calls cannot be filtered here")
+
+
+def _number(name: str) -> int:
+    return _NUMBERS[name][_machine()[0]]
+
+
+def _machine() -> tuple[int, int]:
+    machine = os.uname().machine
+    if machine not in _MACHINES:
+        raise Refused(f"the system calls of {machine} are not known; expected one of {', '.join(_MACHINES)}")
+    return _MACHINES[machine]
 
 
 def _limit(spec: dict[str, Any], most_processes: int) -> None:

@@ -1,15 +1,17 @@
 """Runs one program apart from everything else, within limits. A script, of Python's own library alone.
 
 Read as JSON on standard input: ``argv``, ``files`` (name → text, in its folder), ``stdin``, ``environ``, ``readable``
-(directories that it sees, for reading), ``is_protected``, and the limits ``wall_s``, ``cpu_s``, ``memory_bytes``,
-``processes``, ``files_bytes``, ``output_bytes``. Written as JSON: ``error``, why it could not be run; or ``status``
-(negative: a signal's number; None: it was stopped), ``stopped`` (by which limit), ``stdout`` and ``stderr``.
+(directories and files that it sees, for reading, and in a link's place what it leads to), ``is_protected``, and the
+limits ``wall_s``, ``cpu_s``, ``memory_bytes``, ``processes``, ``files_bytes``, ``output_bytes``. Written as JSON:
+``error``, why it could not be run; or ``status`` (negative: a signal's number; None: it was stopped), ``stopped`` (by
+which limit), ``stdout`` and ``stderr``.
 
 Three processes. This one, the keeper, goes into namespaces of its own (users, processes, network, IPC, host name),
 looks after time, memory and output, and kills. The first is process 1 of them: it builds a root directory in which
 only what is readable stands, without a home, ``/proc`` or devices that matter, and collects orphans; with it the system
 kills all others. The program has no capabilities, no way to new ones, and a user that owns none of what it sees.
-Of a keeper that dies the first process dies too.
+Of a keeper that dies the first process dies too. Where programs are not kept apart the keeper alone knows what is
+left of one, so that it is asked to end, and takes all along.
 """
 
 from __future__ import annotations
@@ -118,6 +120,8 @@ def main() -> int:
             # It takes as long to import as all else.
             import tempfile
 
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+            _prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
             _prctl(_BE_SUBREAPER, 1)
             with tempfile.TemporaryDirectory(prefix="hybridflow-", ignore_cleanup_errors=True) as folder:
                 outcome = _keep(spec, folder)
@@ -191,10 +195,12 @@ def _keep(spec: dict[str, Any], folder: str | None) -> dict[str, Any]:
     watched = _Watched({name: ends[0] for name, ends in pipes.items()}, spec["output_bytes"])
     end_s = time.monotonic() + spec["wall_s"]
     stopped = None
-    while "told" in watched.open and stopped is None:
-        watched.read(min(_LOOK_S, max(end_s - time.monotonic(), 0.0)))
-        stopped = watched.excess or ("wall_s" if time.monotonic() > end_s else _excess(first, spec))
-    _kill_all(first, is_alone=folder is None)
+    try:
+        while "told" in watched.open and stopped is None:
+            watched.read(min(_LOOK_S, max(end_s - time.monotonic(), 0.0)))
+            stopped = watched.excess or ("wall_s" if time.monotonic() > end_s else _excess(first, spec))
+    finally:
+        _kill_all(first, is_alone=folder is None)
     watched.read_rest()
     told: dict[str, Any] = json.loads(watched.texts["told"].splitlines()[0]) if watched.texts["told"] else {}
     if "error" in told:
@@ -241,8 +247,8 @@ class _Watched:
 
 
 def _excess(first: int, spec: dict[str, Any]) -> str | None:
-    """Which limit the processes pass together."""
-    pids = _descendants(first)
+    """Which limit the processes pass together, those that have lost their parents too."""
+    pids = [pid for pid in _descendants(os.getpid()) if pid != first]
     if len(pids) > spec["processes"]:
         return "processes"
     used = 0
@@ -294,6 +300,7 @@ def _be_first(spec: dict[str, Any], folder: str | None, writers: dict[str, int],
     """Be the first process: make the program's surroundings, begin it, wait for it, tell how it ended."""
     told = writers["told"]
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         for reader in readers:
             os.close(reader)
@@ -329,9 +336,8 @@ def _make_root(spec: dict[str, Any]) -> None:
     _call("unshare", ctypes.c_int(_NEWNS), what="mounts of its own are not allowed here")
     _mount("none", "/", "", _REC | _PRIVATE)
     # Before the new root covers some of them.
-    sources = [(path, os.open(path, os.O_PATH)) for path in spec["readable"] if not os.path.islink(path)]
+    sources = [(path, os.open(path, os.O_PATH)) for path in spec["readable"]]
     devices = [(path, os.open(path, os.O_PATH)) for path in map("/dev/{}".format, _DEVICES) if os.path.exists(path)]
-    links = [(path, os.readlink(path)) for path in spec["readable"] if os.path.islink(path)]
     root = _ROOT
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
     for path, source in sources:
@@ -339,10 +345,6 @@ def _make_root(spec: dict[str, Any]) -> None:
         _make_read_only(root + path)
     for path, source in devices:
         _bind(source, root + path)
-    for path, target in links:
-        if not os.path.lexists(root + path):
-            os.makedirs(os.path.dirname(root + path), exist_ok=True)
-            os.symlink(target, root + path)
     box = root + FOLDER
     os.mkdir(box)
     _mount("tmpfs", box, "tmpfs", _NOSUID | _NODEV, f"size={spec['files_bytes']},nr_inodes=10000,mode=777")

@@ -115,8 +115,12 @@ def check_sandbox(settings: Sandbox, key: str) -> bool:
     """Whether programs are kept apart.
 
     Raises:
-        ConfigError: The machine cannot, and the recipe does not allow to go without.
+        ConfigError: The machine cannot, and the recipe does not allow to go without; or what programs are to read is
+            not there.
     """
+    for path in settings.readable:
+        if not os.path.exists(path):
+            raise ConfigError(f"{key}.readable: {path} is not there; expected a directory or file of this machine")
     problem = sandbox_problem()
     if problem is not None and not settings.allow_unprotected:
         raise ConfigError(
@@ -138,6 +142,8 @@ def _environ() -> dict[str, str]:
 
 def _readable(settings: Sandbox) -> list[str]:
     """Directories and files that programs see, none of which is within another."""
-    asked = [*_SYSTEM, os.path.realpath(sys.base_prefix), *map(os.path.abspath, settings.readable)]
+    # Where a link within another directory leads to, too.
+    given = [named(path) for path in settings.readable for named in (os.path.abspath, os.path.realpath)]
+    asked = [*_SYSTEM, os.path.realpath(sys.base_prefix), *given]
     found = dict.fromkeys(path for path in asked if os.path.exists(path))
     return [path for path in found if not any(path.startswith(f"{other}/") for other in found)]

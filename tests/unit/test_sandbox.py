@@ -456,22 +456,69 @@ def test_without_protection_limits_hold_all_the_same():
     assert run("import os; print('API_TOKEN' in os.environ)", is_protected=False).stdout == "False\n"
 
 
-def test_who_dies_takes_its_program_along():
+ORPHANS = """
+import os, time
+for _ in range(COUNT):
+    if os.fork() == 0:
+        if os.fork() == 0:
+            data = b"x" * (SIZE << 20)
+            time.sleep(100)
+        os._exit(0)
+    os.wait()
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(("count", "size", "limit"), [(20, 0, "processes"), (6, 100, "memory_mib")])
+@pytest.mark.parametrize("is_protected", [True, False])
+def test_processes_that_lose_their_parents_count(count, size, limit, is_protected):
+    code = ORPHANS.replace("COUNT", str(count)).replace("SIZE", str(size))
+    ended = Ours()(code, is_protected=is_protected, limits=replace(SMALL, wall_s=20.0))
+    # A system that counts processes itself begins no more.
+    assert ended.stopped == limit or (limit == "processes" and "BlockingIOError" in ended.stderr), ended
+
+
+@pytest.mark.parametrize("is_protected", [True, False])
+def test_who_dies_takes_its_program_along(is_protected):
     marker = secrets.token_hex(8)
+    program = "import os, time; os.fork(); os.fork(); time.sleep(100)"
     code = f"""
 from hybridflow.config import Sandbox
 from hybridflow.rewards.sandbox import run_confined
-run_confined(["-I", "-c", "import time; time.sleep(100)", {marker!r}], Sandbox(wall_s=100.0), files={{}})
+arguments = ["-I", "-c", {program!r}, {marker!r}]
+run_confined(arguments, Sandbox(wall_s=100.0), files={{}}, is_protected={is_protected})
 """
     child = subprocess.Popen([sys.executable, "-c", code])
     end_s = time.monotonic() + 20
-    while not any(marker.encode() in words and b"time.sleep(100)\0" in words for words in command_lines(child.pid)):
+    while sum(marker.encode() in words and b"sleep(100)\0" in words for words in command_lines(child.pid)) < 4:
         assert time.monotonic() < end_s and child.poll() is None
         time.sleep(0.05)
     child.kill()
     child.wait()
-    time.sleep(0.5)
+    time.sleep(1.0)
     assert_none_is_left(marker)
+
+
+def test_what_a_link_leads_to_may_be_read(tmp_path):
+    for folder in ("real", "deep", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "data.txt").write_text(folder)
+    (tmp_path / "link").symlink_to("second")
+    (tmp_path / "second").symlink_to(tmp_path / "real")
+    (tmp_path / "deep" / "out").symlink_to("../elsewhere")
+    asked = (str(tmp_path / "link"), str(tmp_path / "deep"), str(tmp_path / "deep" / "out"))
+    code = f"print(*(open(path + '/data.txt').read() for path in {asked!r}))"
+    code += f"\nimport os; print(os.access({asked[0]!r}, os.W_OK), os.path.exists({str(tmp_path / 'second')!r}))"
+    ended = Ours()(code, limits=replace(SMALL, readable=asked))
+    assert ended.stdout == "real deep elsewhere\nFalse False\n", ended
+
+
+def test_what_is_to_be_read_must_be_there(tmp_path):
+    (tmp_path / "link").symlink_to("nothing")
+    for path in (tmp_path / "none", tmp_path / "link"):
+        settings = Reward(function="code", sandbox=Sandbox(readable=(str(path),)))
+        with pytest.raises(ConfigError, match=rf"reward\.sandbox\.readable: {path} is not there"):
+            make_kind(settings, "reward")
 
 
 def command_lines(other_than):

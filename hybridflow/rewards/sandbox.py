@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc
 """What any program needs to be begun."""
 _GRACE_S = 20.0
 """So long after its time a program must have been ended, with all around it."""
+_TRIES = 3
+_BETWEEN_TRIES_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,20 @@ def run_confined(
 
 @functools.cache
 def sandbox_problem() -> str | None:
-    """Why this machine cannot keep a program apart; None: it can. Tried once."""
+    """Why this machine cannot keep a program apart; None: it can.
+
+    Found out once, in several tries: a machine that is short of memory or late for a moment can keep programs apart.
+    """
+    problem = _problem()
+    for _ in range(_TRIES - 1):
+        if problem is None:
+            break
+        time.sleep(_BETWEEN_TRIES_S)
+        problem = _problem()
+    return problem
+
+
+def _problem() -> str | None:
     try:
         ended = run_confined(["-I", "-S", "-c", "print('here')"], Sandbox(), files={})
     except Unscored as problem:
@@ -112,7 +128,7 @@ def sandbox_problem() -> str | None:
 
 
 def check_sandbox(settings: Sandbox, key: str) -> bool:
-    """Whether programs are kept apart.
+    """Whether programs are kept apart; where they are not, that is said on standard error.
 
     Raises:
         ConfigError: The machine cannot, and the recipe does not allow to go without; or what programs are to read is
@@ -128,7 +144,17 @@ def check_sandbox(settings: Sandbox, key: str) -> bool:
             f"this container (user.max_user_namespaces), or set {key}.allow_unprotected=true to run them all the same, "
             "with the rights of the job"
         )
+    if problem is not None:
+        _warn(key, problem)
     return problem is None
+
+
+@functools.cache
+def _warn(key: str, problem: str) -> None:
+    """Say it once in a process."""
+    where = f"{key}.allow_unprotected=true: on {os.uname().nodename}"
+    what = "programs run with the rights of the job, and read and write what it may"
+    print(f"hybridflow: {where} {what}: {problem}", file=sys.stderr, flush=True)
 
 
 def _environ() -> dict[str, str]:

@@ -637,7 +637,24 @@ def test_tests_that_are_none_are_a_failure_of_their_sample(answer):
     assert "d:2" in made.counts.first_failure and "the answer is" in made.counts.first_failure
 
 
-def test_where_the_means_are_lacking_it_is_refused(monkeypatch):
+def test_one_failure_that_passes_leaves_no_program_unprotected(monkeypatch):
+    failures = [Unscored("the sandbox ended without a word")] * 2
+
+    def late(*arguments, **keywords):
+        if failures:
+            raise failures.pop()
+        return run_confined(*arguments, **keywords)
+
+    monkeypatch.setattr(sandbox, "run_confined", late)
+    monkeypatch.setattr(sandbox, "_BETWEEN_TRIES_S", 0.0)
+    # Not the one that is cached for all tests.
+    assert sandbox_problem.__wrapped__() is None and failures == []
+    failures += [Unscored("not allowed")] * 4
+    assert sandbox_problem.__wrapped__() == "not allowed"
+
+
+def test_where_the_means_are_lacking_it_is_refused(monkeypatch, capfd):
+    sandbox._warn.cache_clear()
     monkeypatch.setattr(sandbox, "sandbox_problem", lambda: "no namespaces")
     with pytest.raises(ConfigError, match=r"reward\.sandbox: .*no namespaces.*reward\.sandbox\.allow_unprotected=true"):
         kinds.make_kind(Reward(function="code"), "reward")
@@ -645,3 +662,6 @@ def test_where_the_means_are_lacking_it_is_refused(monkeypatch):
     settings = Reward(function="code", sandbox=Sandbox(allow_unprotected=True))
     made = Scorer(kinds.make_kind(settings, "reward"), settings, "reward")
     assert made.scores([Sample(prompt="", response=ADD, answer=ASSERTS, place="")]) == [1]
+    said = capfd.readouterr().err
+    assert said.count("run with the rights of the job") == 1 and os.uname().nodename in said, said
+    assert said.startswith("hybridflow: reward.sandbox.allow_unprotected=true: ") and "no namespaces" in said, said

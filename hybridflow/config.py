@@ -416,7 +416,7 @@ class Sandbox:
     """Limits of a program that a response is, and what it may see.
 
     Attributes:
-        wall_s: Longest time.
+        wall_s: Longest time, from when it is begun, waiting for a core included.
         cpu_s: Longest time of each of its processes on a core.
         memory_mib: Most memory, of each of its processes and of all together.
         processes: Most processes and threads.
@@ -465,7 +465,7 @@ class Reward:
         failure_score: With ``on_failure=score``.
         cache: Scores that each rank keeps, by prompt, response and answer, so as not to ask twice; 0: none.
         max_in_flight: Calls that a rank has under way together; None: 64, one of a function without ``timeout_s``, and
-            of ``maths`` and ``code`` as many as there are cores.
+            of ``maths`` and ``code`` its share of the node's cores.
     """
 
     function: str | None = None

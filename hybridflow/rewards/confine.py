@@ -36,6 +36,8 @@ _ROOT = "/tmp"
 """Where the program's root directory is built, over what is there."""
 NOBODY = 65534
 _LOOK_S = 0.05
+_BEGIN_S = 10.0
+"""So long after its keeper a program is begun, or the machine is at fault and not the program."""
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
@@ -193,20 +195,37 @@ def _keep(spec: dict[str, Any], folder: str | None) -> dict[str, Any]:
     for _, writer in pipes.values():
         os.close(writer)
     watched = _Watched({name: ends[0] for name, ends in pipes.items()}, spec["output_bytes"])
-    end_s = time.monotonic() + spec["wall_s"]
-    stopped = None
     try:
-        while "told" in watched.open and stopped is None:
-            watched.read(min(_LOOK_S, max(end_s - time.monotonic(), 0.0)))
-            stopped = watched.excess or ("wall_s" if time.monotonic() > end_s else _excess(first, spec))
+        stopped = _look_after(first, watched, spec)
     finally:
         _kill_all(first, is_alone=folder is None)
     watched.read_rest()
-    told: dict[str, Any] = json.loads(watched.texts["told"].splitlines()[0]) if watched.texts["told"] else {}
+    told: dict[str, Any] = {}
+    # What came first counts: who cannot become the program says so, and then ends like one.
+    for line in reversed(watched.texts["told"].splitlines()):
+        told |= json.loads(line)
     if "error" in told:
         return {"error": told["error"]}
     texts = {name: watched.texts[name].decode("utf-8", "replace") for name in ("stdout", "stderr")}
     return {"error": None, "status": told.get("status") if stopped is None else None, "stopped": stopped, **texts}
+
+
+def _look_after(first: int, watched: _Watched, spec: dict[str, Any]) -> str | None:
+    """Wait for the end of the program, or until it passes a limit: which one. Its time is from when it is begun.
+
+    Raises:
+        Refused: It is not begun in time.
+    """
+    is_begun, end_s = False, time.monotonic() + _BEGIN_S
+    stopped = None
+    while "told" in watched.open and stopped is None:
+        watched.read(min(_LOOK_S, max(end_s - time.monotonic(), 0.0)))
+        if not is_begun and watched.texts["told"]:
+            is_begun, end_s = True, time.monotonic() + spec["wall_s"]
+        if time.monotonic() > end_s and not is_begun:
+            raise Refused(f"the program was not begun within {_BEGIN_S:g} s; is the machine overloaded?")
+        stopped = watched.excess or ("wall_s" if time.monotonic() > end_s else _excess(first, spec))
+    return stopped
 
 
 class _Watched:
@@ -396,6 +415,7 @@ def _be_program(spec: dict[str, Any], writers: dict[str, int]) -> NoReturn:
             _drop_rights()
         _limit(spec, spec["processes"] + others)
         folder = os.getcwd()
+        os.write(writers["told"], b'{"begun": true}\n')
         os.execve(spec["argv"][0], spec["argv"], {**spec["environ"], "HOME": folder, "TMPDIR": folder})
     except BaseException as error:
         os.write(writers["told"], json.dumps({"error": f"{spec['argv'][0]}: {error}"}).encode() + b"\n")

@@ -24,13 +24,14 @@ _MATHS_S = 10.0
 _GRACE_S = 1.0
 
 
-def make_kind(settings: Reward, key: str, given: Any = None) -> Kind:
+def make_kind(settings: Reward, key: str, given: Any = None, *, sharing: int = 1) -> Kind:
     """How samples are scored.
 
     Args:
         settings: The recipe's section, which names no model.
         key: Of the section: ``reward`` or ``cost``.
         given: A function, or an object with ``scores``, in the place of what the section names; None: that counts.
+        sharing: Ranks that score on this node, and share its cores.
 
     Raises:
         ConfigError: It cannot be found, made or asked, or the section has keys that it would ignore.
@@ -56,18 +57,18 @@ def make_kind(settings: Reward, key: str, given: Any = None) -> Kind:
             runner=_asking(settings, timeout_s + settings.judge.connect_timeout_s),
             close=endpoint.close,
         )
-    return _of_name("exact_match" if settings.function is None else settings.function, settings, key)
+    return _of_name("exact_match" if settings.function is None else settings.function, settings, key, sharing)
 
 
-def _of_name(name: str, settings: Reward, key: str) -> Kind:
+def _of_name(name: str, settings: Reward, key: str, sharing: int) -> Kind:
     if name == "maths":
         timeout_s = _MATHS_S if settings.timeout_s is None else settings.timeout_s
         maths = Maths(timeout_s, f"{key}.function")
-        return Kind(name=name, call=maths, runner=_processes(settings), close=maths.close)
+        return Kind(name=name, call=maths, runner=_processes(settings, sharing), close=maths.close)
     if name == "code":
         sandbox = Sandbox() if settings.sandbox is None else settings.sandbox
         is_protected = check_sandbox(sandbox, f"{key}.sandbox")
-        return Kind(name=name, call=CodeTests(sandbox, is_protected=is_protected), runner=_processes(settings))
+        return Kind(name=name, call=CodeTests(sandbox, is_protected=is_protected), runner=_processes(settings, sharing))
     if name == "regex":
         assert settings.pattern is not None, "checked with the recipe"
         return _sure(name, regex(settings.pattern), settings, key)
@@ -111,7 +112,7 @@ def _asking(settings: Reward, longest_s: float) -> Calls:
     return Calls(longest_s + _GRACE_S, settings.max_in_flight)
 
 
-def _processes(settings: Reward) -> Calls:
+def _processes(settings: Reward, sharing: int) -> Calls:
     """For calls that wait for a process each, which is ended in time."""
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = max(len(os.sched_getaffinity(0)) // sharing, 1)
     return Calls(math.inf, num_cores if settings.max_in_flight is None else settings.max_in_flight)

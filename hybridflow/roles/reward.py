@@ -58,7 +58,10 @@ class Reward:
         if given is None and settings.kind is None and job.recipe.rollout.environment is not None:
             _check_no_policy(settings, role)
         elif job.world.rank in job.meshes[role]:
-            self._scorer = Scorer(make_kind(settings, role, given), settings, role)
+            mesh = job.meshes[role]
+            node = job.world.rank // mesh.ranks_per_node
+            sharing = sum(rank // mesh.ranks_per_node == node for rank in mesh.ranks)
+            self._scorer = Scorer(make_kind(settings, role, given, sharing=sharing), settings, role)
 
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``scores``, or ``costs``, of responses to training problems; NaN of those that are to be left out.

@@ -513,6 +513,47 @@ def test_what_a_link_leads_to_may_be_read(tmp_path):
     assert ended.stdout == "real deep elsewhere\nFalse False\n", ended
 
 
+SLOW = """
+import sys, time
+sys.path.append(FOLDER)
+import confine
+make_root = confine._make_root
+def slow(spec):
+    time.sleep(1.0)
+    make_root(spec)
+confine._make_root = slow
+confine._BEGIN_S = MOST
+confine.main()
+"""
+
+
+@pytest.mark.parametrize(("begin_s", "outcome"), [(10.0, "done"), (0.3, "not begun")])
+def test_the_time_of_a_program_is_its_own(begin_s, outcome, tmp_path, monkeypatch):
+    """A root directory that takes longer to build than the program may takes nothing from it."""
+    folder = str(sandbox._CONFINE.parent)
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW.replace("FOLDER", repr(folder)).replace("MOST", str(begin_s)))
+    monkeypatch.setattr(sandbox, "_CONFINE", script)
+    limits = replace(SMALL, wall_s=0.8)
+    if outcome == "done":
+        assert Ours()("print('done')", limits=limits).stdout == "done\n"
+    else:
+        with pytest.raises(Unscored, match="not begun within 0.3 s"):
+            Ours()("print('done')", limits=limits)
+
+
+@pytest.mark.parametrize("name", ["code", "maths"])
+def test_ranks_of_a_node_share_its_cores(name, monkeypatch):
+    if name == "maths":
+        pytest.importorskip("math_verify")
+    for cores, sharing, together in ((8, 1, 8), (8, 4, 2), (8, 3, 2), (2, 8, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        made = make_kind(Reward(function=name), "reward", sharing=sharing)
+        assert made.runner._most_together == together
+        made.close()
+    assert make_kind(Reward(function=name, max_in_flight=5), "reward", sharing=4).runner._most_together == 5
+
+
 def test_what_is_to_be_read_must_be_there(tmp_path):
     (tmp_path / "link").symlink_to("nothing")
     for path in (tmp_path / "none", tmp_path / "link"):

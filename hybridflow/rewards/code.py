@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,11 +30,17 @@ class CodeTests:
     Args:
         settings: What a program may do.
         is_protected: Whether it is kept apart.
+
+    Attributes:
+        idle_stops: Programs that ``wall_s`` stopped and that had used less than half of it on cores: they slept, or
+            the machine had no core for them.
     """
 
     def __init__(self, settings: Sandbox, *, is_protected: bool) -> None:
         self._settings = settings
         self._is_protected = is_protected
+        self.idle_stops = 0
+        self._lock = threading.Lock()
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """The score of one sample. Raises Unscored: the tests are none, or the sandbox fails."""
@@ -54,7 +61,12 @@ class CodeTests:
 
     def _run(self, arguments: list[str], program: str, given: str, limits: Sandbox) -> Ended:
         files = {_NAME: program}
-        return run_confined(["-I", "-B", *arguments], limits, files=files, stdin=given, is_protected=self._is_protected)
+        whole = ["-I", "-B", *arguments]
+        ended = run_confined(whole, limits, files=files, stdin=given, is_protected=self._is_protected)
+        if ended.stopped == "wall_s" and ended.cpu_s < limits.wall_s / 2:
+            with self._lock:
+                self.idle_stops += 1
+        return ended
 
 
 def program_of(response: str) -> str:

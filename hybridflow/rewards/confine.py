@@ -4,7 +4,7 @@ Read as JSON on standard input: ``argv``, ``files`` (name → text, in its folde
 (directories and files that it sees, for reading, and in a link's place what it leads to), ``is_protected``, and the
 limits ``wall_s``, ``cpu_s``, ``memory_bytes``, ``processes``, ``files_bytes``, ``output_bytes``. Written as JSON:
 ``error``, why it could not be run; or ``status`` (negative: a signal's number; None: it was stopped), ``stopped`` (by
-which limit), ``stdout`` and ``stderr``.
+which limit), ``cpu_s`` (what all its processes used of cores), ``stdout`` and ``stderr``.
 
 Three processes. This one, the keeper, goes into namespaces of its own (users, processes, network, IPC, host name),
 looks after time, memory and output, and kills. The first is process 1 of them: it builds a root directory in which
@@ -197,6 +197,7 @@ def _keep(spec: dict[str, Any], folder: str | None) -> dict[str, Any]:
     watched = _Watched({name: ends[0] for name, ends in pipes.items()}, spec["output_bytes"])
     try:
         stopped = _look_after(first, watched, spec)
+        cpu_s = _cpu_s()
     finally:
         _kill_all(first, is_alone=folder is None)
     watched.read_rest()
@@ -207,7 +208,8 @@ def _keep(spec: dict[str, Any], folder: str | None) -> dict[str, Any]:
     if "error" in told:
         return {"error": told["error"]}
     texts = {name: watched.texts[name].decode("utf-8", "replace") for name in ("stdout", "stderr")}
-    return {"error": None, "status": told.get("status") if stopped is None else None, "stopped": stopped, **texts}
+    status = told.get("status") if stopped is None else None
+    return {"error": None, "status": status, "stopped": stopped, "cpu_s": cpu_s, **texts}
 
 
 def _look_after(first: int, watched: _Watched, spec: dict[str, Any]) -> str | None:
@@ -278,6 +280,16 @@ def _excess(first: int, spec: dict[str, Any]) -> str | None:
         except (OSError, IndexError):
             continue
     return "memory_mib" if used > spec["memory_bytes"] else None
+
+
+def _cpu_s() -> float:
+    """Seconds of cores that all processes have used, those that have ended and were waited for too."""
+    ticks = 0
+    for pid in _descendants(os.getpid()):
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
+            # Behind the name, which may have anything in it: from the state on, so that field 14 is number 11.
+            ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _descendants(pid: int) -> list[int]:

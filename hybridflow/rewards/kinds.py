@@ -68,7 +68,8 @@ def _of_name(name: str, settings: Reward, key: str, sharing: int) -> Kind:
     if name == "code":
         sandbox = Sandbox() if settings.sandbox is None else settings.sandbox
         is_protected = check_sandbox(sandbox, f"{key}.sandbox")
-        return Kind(name=name, call=CodeTests(sandbox, is_protected=is_protected), runner=_processes(settings, sharing))
+        tests = CodeTests(sandbox, is_protected=is_protected)
+        return Kind(name=name, call=tests, runner=_processes(settings, sharing), idle_stops=lambda: tests.idle_stops)
     if name == "regex":
         assert settings.pattern is not None, "checked with the recipe"
         return _sure(name, regex(settings.pattern), settings, key)

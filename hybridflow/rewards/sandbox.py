@@ -35,12 +35,14 @@ class Ended:
     Attributes:
         status: Its exit status, negative: the number of the signal that ended it; None: it was stopped.
         stopped: The key of the limit that it passed; None: none, but for those that end it by a signal or an error.
+        cpu_s: Seconds of cores that it used, and the sandbox for it.
         stdout: What it printed, as far as ``output_kib``.
         stderr: What it complained of, as far as that.
     """
 
     status: int | None
     stopped: str | None
+    cpu_s: float
     stdout: str
     stderr: str
 
@@ -99,7 +101,8 @@ def run_confined(
         raise Unscored("the sandbox ended without a word; is the node out of memory?") from None
     if told["error"] is not None:
         raise Unscored(f"the sandbox cannot run a program: {told['error']}")
-    return Ended(status=told["status"], stopped=told["stopped"], stdout=told["stdout"], stderr=told["stderr"])
+    del told["error"]
+    return Ended(**told)
 
 
 @functools.cache

@@ -41,6 +41,7 @@ class Kind:
         is_async: Whether ``call`` gives an awaitable.
         most_samples: Of one call; None: any number.
         close: Ends what it has begun.
+        idle_stops: How many programs it has stopped that used little of their time on cores.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Kind:
     is_async: bool = False
     most_samples: int | None = 1
     close: Callable[[], None] = lambda: None
+    idle_stops: Callable[[], int] = lambda: 0
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Counts:
         calls: All calls.
         calls_s: Their times together.
         longest_s: The longest.
+        idle_stops: Programs that were stopped and had used little of their time on cores.
         first_failure: What became of one that failed; empty: none did.
     """
 
@@ -73,6 +76,7 @@ class Counts:
     calls: int = 0
     calls_s: float = 0.0
     longest_s: float = 0.0
+    idle_stops: int = 0
     first_failure: str = ""
 
     def __add__(self, other: Counts) -> Counts:
@@ -85,6 +89,7 @@ class Counts:
             calls=self.calls + other.calls,
             calls_s=self.calls_s + other.calls_s,
             longest_s=max(self.longest_s, other.longest_s),
+            idle_stops=self.idle_stops + other.idle_stops,
             first_failure=self.first_failure or other.first_failure,
         )
 
@@ -128,6 +133,7 @@ class Scorer:
             RewardError: One failed, and the policy is to end with an error; names it.
         """
         self.counts = Counts(samples=len(samples))
+        idle_before = self.kind.idle_stops()
         same = self._same(samples)
         found: dict[Any, float] = {key: self._known[key] for key in same if key in self._known}
         self.counts.cached = len(samples) - sum(len(same[key]) for key in same if key not in found)
@@ -141,6 +147,7 @@ class Scorer:
                 else:
                     found[key] = outcome
                     self._remember(key, outcome)
+        self.counts.idle_stops = self.kind.idle_stops() - idle_before
         scores = [math.nan] * len(samples)
         for key, places in same.items():
             for place in places:

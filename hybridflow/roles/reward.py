@@ -27,8 +27,14 @@ SCORES = {"reward": "scores", "cost": "costs"}
 """Role -> the column that it writes."""
 
 METRICS = {
-    "reward": ("reward/failed", "reward/retried", "reward/cached", "reward/call_s", "reward/call_longest_s"),
-    "cost": ("cost/failed", "cost/retried", "cost/cached", "cost/call_s", "cost/call_longest_s"),
+    "reward": (
+        *("reward/failed", "reward/retried", "reward/cached", "reward/call_s", "reward/call_longest_s"),
+        "reward/idle_stops",
+    ),
+    "cost": (
+        *("cost/failed", "cost/retried", "cost/cached", "cost/call_s", "cost/call_longest_s"),
+        "cost/idle_stops",
+    ),
 }
 """Role -> what is told of its calls."""
 
@@ -137,6 +143,7 @@ class Reward:
             totals.cached / max(totals.samples, 1),
             totals.calls_s / max(totals.calls, 1),
             totals.longest_s,
+            float(totals.idle_stops),
         )
         self.metrics |= zip(names, told, strict=True)
 

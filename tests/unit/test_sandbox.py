@@ -661,6 +661,27 @@ threading.Thread(target=threading.Event().wait).start()
     assert alone([Sample(prompt="", response=ADD, answer=ASSERTS, place="")]) == [1]
 
 
+def test_programs_that_are_stopped_idle_are_counted():
+    limits = replace(SMALL, wall_s=1.0, cpu_s=3)
+    settings = Reward(function="code", sandbox=limits, max_in_flight=1)
+    made = Scorer(make_kind(settings, "reward"), settings, "reward")
+    sleeps = "import time\ntime.sleep(100)"
+
+    def idle_stops(*responses):
+        asked = [Sample(prompt="", response=each, answer=CASES, place="") for each in responses]
+        assert made.scores(asked) == [float(each == SUM) for each in responses]
+        return made.counts.idle_stops
+
+    assert idle_stops(sleeps, SUM, sleeps) == 2
+    assert idle_stops(SUM) == 0
+
+
+def test_work_on_cores_is_measured():
+    code = "import time\nwhile time.process_time() < 0.7: pass\ntime.sleep(100)"
+    ended = Ours()(code, limits=replace(SMALL, wall_s=4.0))
+    assert ended.stopped == "wall_s" and 0.6 < ended.cpu_s < 3.0, ended
+
+
 def test_what_stands_between_fences():
     assert program_of("no fence") == "no fence" and program_of("```\nx\n```") == "x\n"
     assert program_of("```python\nx\n```\n```bash\nls\n```") == "x\n"

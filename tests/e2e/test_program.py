@@ -86,7 +86,7 @@ def wait(children: list[subprocess.Popen[str]], within_s: float = 120.0) -> Done
     )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_program(folder: Path, num_ranks: int) -> None:
     done = wait(start(folder, num_ranks=num_ranks))
     assert done.codes == (0,) * num_ranks, done.err

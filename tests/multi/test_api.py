@@ -95,7 +95,7 @@ def lasting(steps):
     return [{name: step[name] for name in step if name.startswith(learned)} for step in steps]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_flow(folder: Path, size: int) -> None:
     found = run("a_flow", size, folder)
     assert all(lasting(each) == lasting(found[0]) for each in found)
@@ -115,7 +115,7 @@ def a_flow_with_a_node(folder: Path):
     return plain[0]["reward/mean"], other[0]["reward/mean"]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_node_is_added_and_nothing_else_changes(folder: Path, size: int) -> None:
     (plain, halved), *others = run("a_flow_with_a_node", size, folder)
     assert halved == pytest.approx(plain / 2) and plain > 0
@@ -147,7 +147,7 @@ def a_ppo_trainer(folder: Path):
     return texts, scores, out, again, step, refused, seen
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ppo_trainer(folder: Path, size: int) -> None:
     found = run("a_ppo_trainer", size, folder)
     place = folder / f"a_ppo_trainer-{size}"
@@ -257,7 +257,7 @@ def a_tokenizer_object(folder: Path):
     return steps
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_with_a_tokenizer_object_is_gone_on_with(folder: Path, size: int) -> None:
     place = folder / f"a_tokenizer_object-{size}"
     write_tokenizer(place / "hf")
@@ -298,7 +298,7 @@ def stale_rollouts(folder: Path):
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_stale_rollouts(folder: Path, size: int) -> None:
     """The sampler's log-probabilities are those of the step that its weights are said to be of."""
     found = run("stale_rollouts", size, folder)[0]
@@ -351,7 +351,7 @@ def own_algorithm(folder: Path):
         return found, trainer.train(2)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_own_algorithm(folder: Path, size: int) -> None:
     for own, theirs in run("own_algorithm", size, folder):
         for name in ("reward/mean", "actor/loss", "actor/grad_norm"):
@@ -371,7 +371,7 @@ def a_pipeline(folder: Path):
     return RLTrainer(pipeline=pipeline).run()
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_pipeline(folder: Path, size: int) -> None:
     found = run("a_pipeline", size, folder)
     assert len(found[0]) == 4 and all(step["reward/mean"] >= 1 for step in found[0])

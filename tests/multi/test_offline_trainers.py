@@ -113,7 +113,7 @@ def preferences(folder: Path, size: int):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="datasets is not installed")
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_dpo(folder: Path, size: int) -> None:
     ranks = run("preferences", size, folder)
     policy, reference = load(folder / "policy"), load(folder / "reference").requires_grad_(False)
@@ -152,7 +152,7 @@ def sft_loss(model: Any, folder: Path) -> torch.Tensor:
     return -sum(log_prob(model, *pair) for pair in pairs) / sum(len(response) for _, response in pairs)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sft(folder: Path, size: int) -> None:
     ranks = run("solutions", size, folder)
     model = load(folder / "policy")
@@ -296,7 +296,7 @@ def again(folder: Path, size: int):
     return [step["loss"] for step in (*first, *rest)], refused
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_second_training_goes_on_or_is_refused(folder: Path, size: int) -> None:
     """Without ``output_dir``, too, there is what it goes on from."""
     ranks = run("again", size, folder)

@@ -78,7 +78,7 @@ def refusals(world: World, folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_an_own_algorithm_gives_is_checked(folder: Path, size: int) -> None:
     for found in run_ranks(refusals, size, folder):
         for message, (_, expected) in zip(found, REFUSED, strict=True):

@@ -66,7 +66,7 @@ def trained(world: World, folder: Path) -> list[float]:
     return [step["reward/mean"] for step in (*metrics, *policy)]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_rewards_are_added_and_the_actor_is_written(folder: Path, size: int) -> None:
     for *steps, failed in run_ranks(trained, size, folder):
         assert len(steps) == 2 and all(110 <= score <= 110 + 1 + 3 * 40 for score in steps)

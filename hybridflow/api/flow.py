@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.api.parts import Part
+from hybridflow.api.parts import Part, objects_of, tokenizer_of
 from hybridflow.api.session import Session, problems_of
 from hybridflow.api.settings import merge, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.dataflow.batch import Batch, Column
 from hybridflow.dataflow.graph import Flow, Node
 from hybridflow.errors import ConfigError, GraphError
+from hybridflow.trainer.roles import NODE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +68,10 @@ class RoleFlow:
         if steps is not None:
             merged["trainer"] = {"steps": steps, **merged.get("trainer", {})}
         values = recipe_values(merged, algorithm=self.algorithm, num_ranks=find_world().size)
-        tokenizers = [part.tokenizer for part in self.parts if part.tokenizer is not None]
         return Session(
             values,
-            tokenizer=tokenizers[0] if tokenizers else None,
-            objects={role: each for part in self.parts for role, each in part.objects.items()},
+            tokenizer=tokenizer_of(self.parts),
+            objects=objects_of(self.parts),
             flow=self.flow,
             make_problems=problems_of(prompts),
         )
@@ -104,4 +104,4 @@ def node(
     """
     name = getattr(function, "__name__", "function")
     made = Node(name=name, role=name, call="call", mesh="actor.update", reads=reads, writes=writes)
-    return RoleFlow(flow=Flow(elements=(made,)), parts=(Part({}, {f"node {name}": _Called(function)}),))
+    return RoleFlow(flow=Flow(elements=(made,)), parts=(Part({}, {f"{NODE}{name}": _Called(function)}),))

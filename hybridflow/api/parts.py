@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -19,3 +19,13 @@ class Part:
         self.settings = dict(settings)
         self.objects = {} if objects is None else dict(objects)
         self.tokenizer: Any = None
+
+
+def objects_of(parts: Iterable[Part]) -> dict[str, Any]:
+    """Role -> model or function, of all parts."""
+    return {role: each for part in parts for role, each in part.objects.items()}
+
+
+def tokenizer_of(parts: Iterable[Part]) -> Any:
+    """The first that a part has; None: none has one."""
+    return next((part.tokenizer for part in parts if part.tokenizer is not None), None)

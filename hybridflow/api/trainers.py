@@ -11,7 +11,7 @@ from hybridflow.api.checkpoints import export_actor, keep_checkpoint
 from hybridflow.api.device_mesh import DeviceMesh
 from hybridflow.api.feed import given_prompts
 from hybridflow.api.flow import RoleFlow
-from hybridflow.api.parts import Part
+from hybridflow.api.parts import Part, objects_of, tokenizer_of
 from hybridflow.api.roles import Actor, Critic, Reward
 from hybridflow.api.session import Rollout, Session, problems_of
 from hybridflow.api.settings import merge, read_config, recipe_values
@@ -85,9 +85,8 @@ class OnlineTrainer:
             given["namespace"] = namespace
         merged = merge([*(part.settings for part in parts), given])
         self._values = recipe_values(merged, algorithm=self.algorithm, num_ranks=find_world().size)
-        self._objects = {role: each for part in parts for role, each in part.objects.items()}
-        tokenizers = [part.tokenizer for part in parts if part.tokenizer is not None]
-        self._tokenizer = tokenizers[0] if tokenizer is None and tokenizers else tokenizer
+        self._objects = objects_of(parts)
+        self._tokenizer = tokenizer_of(parts) if tokenizer is None else tokenizer
         self._data = data_provider
         self._resume = resume
         self._exporters: list[tuple[str, Exporter]] = []

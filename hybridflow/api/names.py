@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from hybridflow.api.roles import Actor
@@ -70,18 +69,18 @@ class vLLMActor(Actor):
     """A policy whose responses vLLM samples, in this process, with the weights that are trained.
 
     Args:
-        llm: Its directory. vLLM is made by us, since weights have to find their way into it.
+        llm: The model, as ``Actor`` takes it. vLLM is made by us, since weights have to find their way into it.
         tokenizer: As of ``Actor``.
         lora: As of ``Actor``.
         settings: As of ``Actor``.
 
     Raises:
-        ConfigError: ``llm`` is a ``vllm.LLM``, which has read weights of its own.
+        ConfigError: ``llm`` is a ``vllm.LLM``, which has read weights of its own; or as of ``Actor``.
     """
 
     def __init__(self, llm: Any, tokenizer: Any = None, *, lora: LoRA | None = None, **settings: Any) -> None:
-        if not isinstance(llm, str | Path):
-            path = getattr(getattr(llm, "model_config", None), "model", None)
+        path = getattr(getattr(llm, "model_config", None), "model", None)
+        if path is not None or type(llm).__module__.partition(".")[0] == "vllm":
             raise ConfigError(
                 f"vLLMActor: found {type(llm).__name__}, whose weights nothing could bring up to date while the policy "
                 f"is trained; give the model's directory: vLLMActor({path or 'models/policy'!r})"

@@ -247,3 +247,33 @@ def test_a_worker_on_vllm_generates_what_one_on_our_engine_does_and_follows_new_
         pairs = zip(sum(our_log_probs, []), sum(their_log_probs, []), strict=True)
         assert max(abs(one - other) for one, other in pairs) < TOLERANCE
     assert found["vllm"][0] != found["vllm"][1]
+
+
+def test_a_policy_of_a_program_is_sampled_from_by_vllm(tmp_path):
+    """What vLLM samples has the log-probabilities of the policy, while that leaves the reference behind."""
+    write_model(tmp_path / "model", seed=4, hidden_size=128, intermediate_size=96, head_dim=32)
+    write_tokenizer(tmp_path / "model")
+    done = subprocess.run(
+        [PYTHON, ROOT / "tests/e2e/vllm_actor.py", tmp_path / "model"],
+        env=environ(both_environments(tmp_path)),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name in ("trainer", "in_memory", "adapters"):
+        steps = found[name]
+        assert len(steps) == 3
+        for step in steps:
+            assert 0 < step["rollout/logprob_abs_diff_max"] < TOLERANCE
+            # Told only of what others sampled: ours need no correction.
+            assert step["correction/bounded_share"] == 0 and step["correction/effective_share"] > 0.999
+        assert steps[0]["kl/ref"] == 0 and all(step["kl/ref"] > 1e-3 for step in steps[1:]), "the weights are to move"
+    deciding = ("reward/mean", "kl/ref", "actor/grad_norm")
+    assert [[step[name] for name in deciding] for step in found["trainer"]] == [
+        [step[name] for name in deciding] for step in found["in_memory"]
+    ]
+    assert "found LLM" in found["refusal"] and f"vLLMActor({str(tmp_path / 'model')!r})" in found["refusal"]

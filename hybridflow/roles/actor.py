@@ -17,6 +17,7 @@ from hybridflow.models.training import LossFunction, Trainable, sum_over
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.given import told_of
 from hybridflow.roles.job import Job
 from hybridflow.roles.own import OwnModel, place_model
 from hybridflow.roles.peft import check_targets
@@ -265,10 +266,9 @@ class Actor:
         assert warm is not None, "a warm start was scheduled without its section"
         problems, step = self._job.train, decided["warm_step"]["step"]
         draws = range(step * warm.batch_size, (step + 1) * warm.batch_size)
-        rows = [problems.solution(draw) for draw in draws]
-        num_tokens = sum(sum(each.is_written) for each in rows)
+        num_tokens = sum(told_of(self._job, draws, lambda draw: sum(problems.solution(draw).is_written)))
         layout, place = self.model.mesh.layout, self.model.mesh.coordinate(self._job.world.rank)
-        solutions = rows[place.dp :: layout.dp]
+        solutions = [problems.solution(draw) for draw in draws[place.dp :: layout.dp]]
         self.trainable.set_learning_rate(warm.lr)
         kept, _ = self._imitate(
             [torch.tensor(each.prompt + each.tokens) for each in solutions],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from hybridflow.roles.placed import mini_batch_size
 class Given:
     """Sources of samples that are read and not sampled. What a step has is a function of its number.
 
-    Every rank knows the whole batch, so no message is needed to deal it out by tokens. An id is the sample's place
-    among all that are ever drawn: the two responses of a pair stand next to each other, the better one first, and go to
-    the same replica.
+    A rank reads the rows that its replica learns from, and for the dealing, which is by tokens, its share of the
+    others. An id is the sample's place among all that are ever drawn: the two responses of a pair stand next to each
+    other, the better one first, and go to the same replica. Collective: the update mesh.
 
     Attributes:
         metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
@@ -35,22 +35,23 @@ class Given:
     def solutions(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Solutions to imitate: ``response_mask`` is 1 on what is to be written, 0 on what is observed."""
         problems, draws = self._job.train, _draws(decided)
-        rows = [problems.solution(draw) for draw in draws]
-        chosen = self._dealt([_length(each) for each in rows], mini_batch_size(self._job))
-        self._measure(rows)
-        is_written = [rows[index].is_written for index in chosen]
-        return _batch([((rows[index],), draws[index]) for index in chosen]).with_columns(
-            {"response_mask": Ragged.from_list(is_written, torch.float32)}
+        lengths = self._lengths(draws, lambda draw: (problems.solution(draw),))
+        dealt = [draws[index] for index in self._dealt(lengths, mini_batch_size(self._job))]
+        rows = [problems.solution(draw) for draw in dealt]
+        return _batch([((row,), draw) for row, draw in zip(rows, dealt, strict=True)]).with_columns(
+            {"response_mask": Ragged.from_list([row.is_written for row in rows], torch.float32)}
         )
 
     def pairs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """The responses of pairs; ``margins`` are their pair's."""
         problems, draws = self._job.train, _draws(decided)
-        pairs = [problems.responses(draw) for draw in draws]
-        self._measure([each for pair in pairs for each in pair])
-        dealt = self._pairs(pairs, draws, mini_batch_size(self._job) // 2)
-        margins = [each.margin for pair, _ in dealt for each in pair]
-        return _batch(dealt).with_columns({"margins": torch.tensor(margins, dtype=torch.float32)})
+        lengths = self._lengths(draws, problems.responses)
+        dealt = [draws[index] for index in self._dealt(lengths, mini_batch_size(self._job) // 2)]
+        pairs = [problems.responses(draw) for draw in dealt]
+        margins = [each.margin for pair in pairs for each in pair]
+        return _batch(list(zip(pairs, dealt, strict=True))).with_columns(
+            {"margins": torch.tensor(margins, dtype=torch.float32)}
+        )
 
     def completions(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Responses, ``wanted`` or not, and each prompt with the completion of the sample before it in its mini-batch.
@@ -58,16 +59,16 @@ class Given:
         These ``mismatched_tokens`` are cut where they exceed the model's context.
         """
         problems, draws, size = self._job.train, _draws(decided), mini_batch_size(self._job)
-        rows = [problems.responses(draw)[0] for draw in draws]
-        before = [rows[index - 1 if index % size else index + size - 1] for index in range(len(rows))]
-        self._measure(rows)
-        chosen = self._dealt([_length(each) for each in rows], size)
+        chosen = self._dealt(self._lengths(draws, problems.responses), size)
+        rows = [problems.responses(draws[index])[0] for index in chosen]
+        before = [
+            problems.responses(draws[index - 1 if index % size else index + size - 1])[0].tokens for index in chosen
+        ]
         context = self._job.recipe.model.max_context
-        rotated = [(rows[index].prompt + before[index].tokens)[:context] for index in chosen]
-        wanted = [float(rows[index].is_wanted) for index in chosen]
-        return _batch([((rows[index],), draws[index]) for index in chosen]).with_columns(
+        rotated = [(row.prompt + tokens)[:context] for row, tokens in zip(rows, before, strict=True)]
+        return _batch([((row,), draws[index]) for row, index in zip(rows, chosen, strict=True)]).with_columns(
             {
-                "wanted": torch.tensor(wanted, dtype=torch.float32),
+                "wanted": torch.tensor([float(row.is_wanted) for row in rows], dtype=torch.float32),
                 "mismatched_tokens": Ragged.from_list(rotated, torch.int64),
             }
         )
@@ -75,13 +76,21 @@ class Given:
     def held_out_pairs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """The responses of the held-out pairs, or of the first of them."""
         pairs = self._job.held_out_pairs[: self._job.recipe.trainer.num_validation]
-        return _batch(self._pairs(pairs, range(len(pairs)), len(pairs)))
+        lengths = [sum(map(sum, map(_sizes, pair))) for pair in pairs]
+        return _batch([(pairs[index], index) for index in self._dealt(lengths, len(pairs))])
 
-    def _pairs(
-        self, pairs: Sequence[tuple[Response, ...]], draws: Sequence[int], chunk: int
-    ) -> list[tuple[tuple[Response, ...], int]]:
-        lengths = [sum(map(_length, pair)) for pair in pairs]
-        return [(pairs[index], draws[index]) for index in self._dealt(lengths, chunk)]
+    def _lengths(self, draws: range, read: Callable[[int], Sequence[Response | Solution]]) -> list[int]:
+        """Tokens of each draw, prompts and responses, which are measured too."""
+        sizes = told_of(self._job, draws, lambda draw: [_sizes(each) for each in read(draw)])
+        responses = [length for row in sizes for _, length in row]
+        lengths = [sum(map(sum, row)) for row in sizes]
+        self.metrics |= {
+            "batch/num_tokens": float(sum(lengths)),
+            "response/length_mean": sum(responses) / len(responses),
+        }
+        if self._job.world.rank == min(self._job.meshes["actor.update"].ranks):
+            self.told = {"length": [float(length) for length in responses]}
+        return lengths
 
     def _dealt(self, lengths: Sequence[int], chunk: int) -> list[int]:
         """What of so many tokens each goes to this rank's replica, in order."""
@@ -90,13 +99,25 @@ class Given:
         dp = mesh.coordinate(self._job.world.rank).dp
         return [index for index, part in enumerate(parts) if part == dp]
 
-    def _measure(self, rows: Sequence[Response | Solution]) -> None:
-        self.metrics |= {
-            "batch/num_tokens": float(sum(map(_length, rows))),
-            "response/length_mean": sum(len(each.tokens) for each in rows) / len(rows),
-        }
-        if self._job.world.rank == min(self._job.meshes["actor.update"].ranks):
-            self.told = {"length": [float(len(each.tokens)) for each in rows]}
+
+def told_of(job: Job, draws: range, tell: Callable[[int], Any]) -> list[Any]:
+    """What is told of each draw's row; of several replicas each rank reads its share of the rows for it.
+
+    Collective: the update mesh.
+
+    Args:
+        job: The job.
+        draws: Serial numbers.
+        tell: From one of them to JSON.
+    """
+    mesh = job.meshes["actor.update"]
+    if mesh.layout.dp == 1:
+        # Every rank learns from every row.
+        return [tell(draw) for draw in draws]
+    ranks = tuple(sorted(mesh.ranks))
+    mine = [tell(draw) for draw in draws[ranks.index(job.world.rank) :: len(ranks)]]
+    shares = job.world.coordinator(ranks).gather(mine, "the lengths of rows")
+    return [shares[place % len(ranks)][place // len(ranks)] for place in range(len(draws))]
 
 
 def _draws(decided: Mapping[str, Any]) -> range:
@@ -104,8 +125,8 @@ def _draws(decided: Mapping[str, Any]) -> range:
     return range(about["first_draw"], about["first_draw"] + about["num_prompts"])
 
 
-def _length(row: Response | Solution) -> int:
-    return len(row.prompt) + len(row.tokens)
+def _sizes(row: Response | Solution) -> tuple[int, int]:
+    return len(row.prompt), len(row.tokens)
 
 
 def _batch(dealt: Sequence[tuple[tuple[Response | Solution, ...], int]]) -> Batch:

@@ -21,7 +21,7 @@ from hybridflow.data.preferences import Response
 from hybridflow.data.prompts import Example, PromptSource, Solution
 from hybridflow.dataflow import schedule
 from hybridflow.dataflow.batch import Batch
-from hybridflow.dataflow.move import Mover
+from hybridflow.dataflow.move import Mover, balance
 from hybridflow.dataflow.run import Executor
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.weights import local_shards
@@ -227,11 +227,10 @@ class Plain:
             for each in (trained, "reference")
         )
         order = source()
-        per_draw = 1 if name in ("sft", "kto") else 2
-        first = BATCH // per_draw
+        first = BATCH // per_draw(name)
         rows = rows_of(name)
         self.rows = [rows[order.row(draw)] for draw in range(first, 2 * first)]
-        size = MINI_BATCH // per_draw
+        size = MINI_BATCH // per_draw(name)
         self.mini_batches = [self.rows[:size], self.rows[size:]]
 
     def states(self, weights: dict[str, Tensor], tokens: tuple[int, ...]) -> Tensor:
@@ -368,6 +367,59 @@ def check_gradients(case: Case, shares: list[dict[str, Any]], expected: dict[str
             seen[name] = seen.get(name, 0) + found.size
     assert seen.keys() == expected.keys()
     assert all(count % expected[name].numel() == 0 for name, count in seen.items())
+
+
+class Read(ReadProblems):
+    """Problems that note which draws are read."""
+
+    def solution(self, draw: int) -> Solution:
+        noted.add(draw)
+        return super().solution(draw)
+
+    def responses(self, draw: int) -> tuple[Response, ...]:
+        noted.add(draw)
+        return super().responses(draw)
+
+
+noted: set[int] = set()
+
+
+def reading(world: World, name: str, layout: str) -> dict[str, Any]:
+    """What a source of samples gives this rank, and which draws it read for that."""
+    recipe = recipe_of(Case(name=name, layout=ParallelLayout.parse(layout), micro_batch_tokens=4096))
+    job, plan = make_job(world, recipe)
+    rows = tuple(rows_of(name))
+    solutions, responses = (rows, ()) if name == "sft" else ((), rows)
+    given = Given(replace(job, train=Read(source=source(), prompts=(), solutions=solutions, all_responses=responses)))
+    call = {"sft": given.solutions, "kto": given.completions, "dpo": given.pairs}[name]
+    noted.clear()
+    batch = call(Batch.empty(), {"train_step": {"step": 1, "first_draw": 0, "num_prompts": BATCH // per_draw(name)}})
+    return {
+        "dp": job.meshes["actor.update"].coordinate(world.rank).dp,
+        "draws": sorted({int(each) // per_draw(name) for each in batch.ids}),
+        "read": sorted(noted),
+        "metrics": given.metrics,
+    }
+
+
+def per_draw(name: str) -> int:
+    return 1 if name in ("sft", "kto") else 2
+
+
+@pytest.mark.parametrize("layout", ["tp1.pp1.dp4", "tp2.pp1.dp2"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
+def test_a_rank_reads_what_it_learns_from_and_its_share_of_the_lengths(name, layout):
+    ranks = run_ranks(reading, 4, name, layout)
+    count, size = BATCH // per_draw(name), MINI_BATCH // per_draw(name)
+    rows = [(row,) if name == "sft" else row for row in (rows_of(name)[source().row(draw)] for draw in range(count))]
+    lengths = [sum(len(each.prompt) + len(each.tokens) for each in row) for row in rows]
+    dealt = balance(lengths, ParallelLayout.parse(layout).dp, size)
+    for rank, found in enumerate(ranks):
+        mine = {draw for draw, dp in enumerate(dealt) if dp == found["dp"]}
+        assert found["draws"] == sorted(mine)
+        before = {draw - 1 if draw % size else draw + size - 1 for draw in mine} if name == "kto" else set()
+        assert found["read"] == sorted(mine | before | {*range(count)[rank::4]}) and len(found["read"]) < count
+        assert found["metrics"]["batch/num_tokens"] == sum(lengths)
 
 
 def check_counts(name: str, shares: list[dict[str, Any]], rows: list[Any]) -> None:

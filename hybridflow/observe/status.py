@@ -19,10 +19,7 @@ from hybridflow.observe.files import json_objects
 from hybridflow.observe.metrics import METRICS_FILE, phase_seconds
 from hybridflow.observe.report import SUMMARY_FILE
 from hybridflow.observe.starts import STARTS_FILE, StartRecord, read_starts
-from hybridflow.observe.status_file import STATUS_FILE, WRITE_EVERY_S
-
-SILENT_AFTER_S = 6 * WRITE_EVERY_S
-"""A running job has written its ``status.json`` six times meanwhile."""
+from hybridflow.observe.status_file import SILENT_AFTER_S, STATUS_FILE
 
 _RECENT_STEPS = 20
 _TAIL_BYTES = 2**18

@@ -20,6 +20,8 @@ from hybridflow.observe import doing
 
 STATUS_FILE = "status.json"
 WRITE_EVERY_S = 5.0
+SILENT_AFTER_S = 6 * WRITE_EVERY_S
+"""A run that has given no sign of life for so long is taken for dead."""
 
 
 class StatusFile:
@@ -67,3 +69,53 @@ class StatusFile:
         with contextlib.suppress(OSError):
             aside.write_text(json.dumps({**self._facts, **now, **work}, indent=1) + "\n", encoding="utf-8")
             os.replace(aside, self._path)
+
+
+def living_writer(run_dir: Path, began_s: float) -> str | None:
+    """Which other process keeps ``status.json`` of a run; waits for it to write again.
+
+    Of this host a process that is gone is known at once, and so is one that has been silent for long. Else only a sign
+    of life that comes while we look is proof.
+
+    Args:
+        run_dir: Of the run.
+        began_s: When its last start began, Unix time in seconds; what was written before is no sign of it.
+
+    Returns:
+        The process, for a message; None: there is none.
+    """
+    first = _kept(run_dir)
+    told_s = first.get("time_s", 0.0)
+    if told_s < max(began_s, time.time() - SILENT_AFTER_S) or _is_gone(first):
+        return None
+    end_s = time.monotonic() + 2 * WRITE_EVERY_S
+    while time.monotonic() < end_s:
+        now = _kept(run_dir)
+        if now.get("time_s", 0.0) > told_s:
+            job = f" of Slurm's job {now['job_id']}" if now.get("job_id") else ""
+            return f"process {now.get('pid')} on {now.get('host')}{job}"
+        time.sleep(0.1)
+    return None
+
+
+def _kept(run_dir: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((run_dir / STATUS_FILE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    has_time = isinstance(found, dict) and isinstance(found.get("time_s"), int | float)
+    return found if has_time else {}
+
+
+def _is_gone(kept: Mapping[str, Any]) -> bool:
+    """Whether a process is one of this host, and either ended or ourselves."""
+    pid = kept.get("pid")
+    if kept.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return pid == os.getpid()

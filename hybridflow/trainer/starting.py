@@ -1,4 +1,4 @@
-"""Each start of a run is noted, and one too many of those that get nowhere is refused."""
+"""Each start of a run is noted; refused is one beside another, and one too many of those that get nowhere."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hybridflow.checkpoint.store import latest_step
 from hybridflow.config import Recipe
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_starts, read_starts
+from hybridflow.observe.status_file import living_writer
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.trainer.ahead import WORKING_AHEAD
@@ -40,7 +41,8 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
     """Add this start to the run's. Collective: all ranks.
 
     Raises:
-        ConfigError: Slurm has begun this job again and again from the same checkpoint. On all ranks.
+        ConfigError: Another job writes this run; or Slurm has begun this one again and again from the same checkpoint.
+            On all ranks.
         CheckpointError: ``latest`` does not hold the name of a checkpoint. On all ranks.
         OSError: The file system refuses. On all ranks.
     """
@@ -50,6 +52,7 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
         run_dir = Path(recipe.run_dir)
         try:
             earlier = read_starts(run_dir)
+            _check_alone(run_dir, earlier)
             record = _record(recipe, meshes, hosts, earlier, latest_step(run_dir))
             _check_progress(recipe, record, earlier)
             add_start(run_dir, record)
@@ -95,6 +98,18 @@ def _record(
         # Slurm leaves it out on the first run.
         restart_count=int(count) if job_id is not None and count.isdigit() else None,
     )
+
+
+def _check_alone(run_dir: Path, earlier: list[StartRecord]) -> None:
+    """Refuse a second job on a run: each would write over the other's checkpoints."""
+    if not earlier or earlier[-1].outcome is not None:
+        return
+    other = living_writer(run_dir, earlier[-1].began_s)
+    if other is not None:
+        raise ConfigError(
+            f"{run_dir}: start {earlier[-1].number} of this run is still at work, {other}; wait for its end or end it "
+            "(scancel), or give this job another run_dir"
+        )
 
 
 def _check_progress(recipe: Recipe, record: StartRecord, earlier: list[StartRecord]) -> None:

@@ -1,20 +1,26 @@
 """When a job's time is up, by what saving and a step were measured to take; and starts that get nowhere."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from hybridflow.config import load_recipe
-from hybridflow.errors import HybridflowError
+from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import FAILURE, REQUEST, SOURCE
+from hybridflow.observe import status_file
 from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_starts, read_starts
 from hybridflow.parallel.cause import cause_of
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.trainer import stopping
 from hybridflow.trainer.starting import note_failure, note_start
 from hybridflow.trainer.stopping import Stopping
+from tests.waiting import wait_until
 
 
 class Clock:
@@ -161,3 +167,46 @@ def test_what_keeps_a_start_from_being_noted_has_its_own_status(tmp_path, monkey
     for number in (1, 2, 3):
         assert note_start(recipe, {}, alone).number == number
     assert status() == REQUEST
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from hybridflow.observe import status_file
+from hybridflow.observe.starts import StartRecord, add_start
+run_dir = Path(sys.argv[1])
+add_start(run_dir, StartRecord(number=1, began_s=time.time(), step=None, ranks=1))
+status_file.WRITE_EVERY_S = 0.1
+status_file.StatusFile(run_dir, facts={})
+time.sleep(60)
+"""
+
+
+def test_a_run_that_another_job_writes_is_left_to_it(tmp_path, monkeypatch):
+    alone, run_dir = Coordinator(0, (0,), None), tmp_path / "run"
+    recipe = load_recipe("quickstart", [f"run_dir={run_dir}"])
+    monkeypatch.setattr(status_file, "WRITE_EVERY_S", 0.5)
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, run_dir], env={**os.environ, "SLURM_JOB_ID": "12"})
+    try:
+        wait_until((run_dir / "status.json").is_file)
+        with pytest.raises(ConfigError, match=f"start 1 .*process {writer.pid} on .* of Slurm's job 12; .*scancel"):
+            note_start(recipe, {}, alone)
+    finally:
+        writer.kill()
+        writer.wait()
+    assert len(read_starts(run_dir)) == 1
+
+    began_s = time.monotonic()
+    kept = json.loads((run_dir / "status.json").read_text())
+    (run_dir / "status.json").write_text(json.dumps({**kept, "host": "another"}))
+    assert note_start(recipe, {}, alone).number == 2
+    assert time.monotonic() - began_s >= 1.0, "of another host silence is the only proof"
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"time_s": "now"}', b"\xff", b'{"time_s": 1e300, "pid": -1}'])
+def test_a_status_that_says_nothing_stops_no_start(content, tmp_path, monkeypatch):
+    monkeypatch.setattr(status_file, "WRITE_EVERY_S", 0.05)
+    recipe = load_recipe("quickstart", [f"run_dir={tmp_path}"])
+    (tmp_path / "status.json").write_bytes(content)
+    for number in (1, 2):
+        assert note_start(recipe, {}, Coordinator(0, (0,), None)).number == number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -105,10 +106,14 @@ def scatter(spec: TensorSpec, whole: np.ndarray, mesh: DeviceMesh) -> dict[int, 
     }
 
 
-def whole_arrays(model: ModelSpec) -> list[np.ndarray]:
-    """Arrays of whole numbers, each different from every other in its tensor."""
+@functools.lru_cache(maxsize=2)
+def whole_arrays(model: ModelSpec) -> tuple[np.ndarray, ...]:
+    """Arrays of whole numbers, each different from every other in its tensor; the same to all, so not to be written."""
     random = np.random.default_rng(0)
-    return [random.permutation(int(np.prod(spec.shape))).reshape(spec.shape) for spec in model.tensors]
+    arrays = [random.permutation(int(np.prod(spec.shape))).reshape(spec.shape) for spec in model.tensors]
+    for array in arrays:
+        array.flags.writeable = False
+    return tuple(arrays)
 
 
 @dataclass(frozen=True, kw_only=True)

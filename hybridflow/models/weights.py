@@ -29,6 +29,8 @@ def describe_model(
 ) -> ModelSpec:
     """How every tensor of a model is cut, without communication and the same on every rank.
 
+    Found by building the model without memory, once for each that differs in this process.
+
     Args:
         world: Gives this rank's group of one.
         model: The model's shape.
@@ -36,6 +38,17 @@ def describe_model(
         has_value_head: Values instead of logits.
         lora: Its adapters.
     """
+    key = (model, vocab_size, has_value_head, lora)
+    found = _described.get(key)
+    if found is None:
+        found = _described[key] = _describe(world, model, vocab_size, has_value_head, lora)
+    return found
+
+
+_described: dict[tuple[Model, int, bool, LoRA | None], ModelSpec] = {}
+
+
+def _describe(world: World, model: Model, vocab_size: int, has_value_head: bool, lora: LoRA | None) -> ModelSpec:
     alone = DeviceMesh(
         name="whole model", layout=ParallelLayout(), ranks=(world.rank,), ranks_per_node=world.ranks_per_node
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from hybridflow.families.model import Model, RotaryScaling
@@ -13,7 +15,7 @@ from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 
 TINY = Model(
-    num_layers=8,
+    num_layers=4,
     hidden_size=64,
     ffn_hidden_size=96,
     num_attention_heads=8,
@@ -21,6 +23,8 @@ TINY = Model(
     vocab_divisible_by=4,
     qkv_bias=True,
 )
+# For eight stages.
+DEEP = replace(TINY, num_layers=8)
 # What Gemma 2 has and Llama has not, with windows and caps small enough to matter, and a stretched rotary embedding.
 CAPPED = Model(
     num_layers=4,

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,13 +25,22 @@ from hybridflow.reshard.plan import aliases, bucket_bytes, held_bytes, participa
 from hybridflow.reshard.spec import ModelSpec, num_elements
 from tests.multi.test_reshard import Mesh, assert_same, given, make_resharder, over, overwrite, padded_with, shards
 from tests.ranks import run_ranks
-from tests.reshard_cases import make_large_model, make_mesh, make_model
+from tests.reshard_cases import make_large_model, make_mesh, make_model, whole_arrays
 
 PAIRS = [
     (over("tp4", 0, 1, 2, 3), over("tp2.dp2", 0, 1, 2, 3)),
     (over("tp2.pp2", 0, 1, 2, 3), over("dp4", 0, 1, 2, 3)),
     (over("pp4", 0, 1, 2, 3), over("tp4", 0, 1, 2, 3)),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def made_once() -> Iterator[None]:
+    """The numbers of the large models are there before the ranks are."""
+    for dtype in ("fp32", "bf16"):
+        whole_arrays(make_large_model(dtype))
+    yield
+    whole_arrays.cache_clear()
 
 
 def meshes(world: World, pair: tuple[Mesh, Mesh]) -> tuple[DeviceMesh, DeviceMesh]:

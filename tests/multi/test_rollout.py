@@ -13,7 +13,7 @@ from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.rollout.engine import LOOK_STEPS, MegatronEngine
 from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
 from hybridflow.rollout.sampling import gumbel_noise, row_keys, sequence_key
-from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, layouts_of, make_model
+from tests.multi.models import CAPPED, DEEP, MIXTURE, TINY, VOCAB, layouts_of, make_model
 from tests.ranks import run_ranks
 
 PARAMS = {
@@ -22,6 +22,7 @@ PARAMS = {
     "greedy": SamplingParams(max_new_tokens=8, greedy=True, stop_ids=(2,)),
 }
 SEED = 11
+EIGHT = ParallelLayout(pp=8)
 
 
 def requests(params: SamplingParams = PARAMS["plain"]) -> list[Request]:
@@ -79,16 +80,16 @@ def merged(
     return found
 
 
-def logits_at(world, sequence: list[int]) -> torch.Tensor:
+def logits_at(world, sequence: list[int], shape: Model) -> torch.Tensor:
     """The next token's logits by one rank: what a margin is measured in."""
-    model, *_ = make_model(world, ParallelLayout())
+    model, *_ = make_model(world, ParallelLayout(), model=shape)
     batch = pack([0], [torch.tensor([*sequence, 0])], [len(sequence)], world.device)
     return model(batch.tokens, batch.attention, batch.rows)[0].detach()
 
 
-def margin(sequence: list[int], draw: int, index: int, params: SamplingParams) -> float:
+def margin(sequence: list[int], draw: int, index: int, params: SamplingParams, shape: Model) -> float:
     """How far the decision was from another one: the perturbed top-two gap, or the distance to the nucleus edge."""
-    logits = run_ranks(logits_at, 1, sequence)[0][:VOCAB] / params.temperature
+    logits = run_ranks(logits_at, 1, sequence, shape)[0][:VOCAB] / params.temperature
     if params.greedy:
         top = logits.topk(2).values
         return float(top[0] - top[1])
@@ -99,30 +100,41 @@ def margin(sequence: list[int], draw: int, index: int, params: SamplingParams) -
     return min(float(top[0] - top[1]), edge)
 
 
+def assert_same_text(found: dict, by_request: dict, shape: Model = TINY) -> None:
+    """The reference's tokens but where rounding decides, and the log-probabilities of training."""
+    for (layout, kind, draw, index), (tokens, sampled, trained) in found.items():
+        where = (layout, kind, draw, index)
+        difference = (torch.tensor(sampled) - torch.tensor(trained)).abs().max().item()
+        assert difference <= 1e-5, (where, difference)
+        expected = by_request[kind, draw, index][0]
+        if tokens != expected:
+            pairs = enumerate(zip(tokens, expected, strict=False))
+            first = next(place for place, (token, other) in pairs if token != other)
+            prompt = next(ask.prompt.tolist() for ask in requests() if ask.draw == draw)
+            gap = margin([*prompt, *tokens[:first]], draw, index, PARAMS[kind], shape)
+            assert gap < 1e-4, (where, first, gap)
+
+
 def test_same_text_in_every_layout_and_batching_and_the_log_probs_of_training():
     reference = merged(1, [ParallelLayout()], 256)
     by_request = {key[1:]: value for key, value in reference.items()}
     assert len(by_request) == len(PARAMS) * 15
     assert len({tuple(tokens) for tokens, _, _ in by_request.values()}) > 20, "samples are all alike"
     assert {len(tokens) for tokens, _, _ in by_request.values()} > {8}, "some must stop early, some must not"
+    assert_same_text(reference, by_request)
     # A wave of 5 cuts the 15 requests differently from one of 256. Eight ranks, being slow here, sample one kind.
-    cases = [(reference, 1), (merged(2, layouts_of(2), 5), 2), (merged(4, layouts_of(4), 256), 4)]
-    cases += [(merged(8, layouts_of(8), 256, ("cut",)), 8)]
-    num_texts = 0
-    for found, size in cases:
-        for (layout, kind, draw, index), (tokens, sampled, trained) in found.items():
-            where = (size, layout, kind, draw, index)
-            num_texts += 1
-            difference = (torch.tensor(sampled) - torch.tensor(trained)).abs().max().item()
-            assert difference <= 1e-5, (where, difference)
-            expected = by_request[kind, draw, index][0]
-            if tokens != expected:
-                pairs = enumerate(zip(tokens, expected, strict=False))
-                first = next(place for place, (token, other) in pairs if token != other)
-                prompt = next(ask.prompt.tolist() for ask in requests() if ask.draw == draw)
-                gap = margin([*prompt, *tokens[:first]], draw, index, PARAMS[kind])
-                assert gap < 1e-4, (where, first, gap)
-    assert num_texts == 45 * (1 + len(layouts_of(2)) + len(layouts_of(4))) + 15 * len(layouts_of(8))
+    for size, wave, kinds in ((2, 5, tuple(PARAMS)), (4, 256, tuple(PARAMS)), (8, 256, ("cut",))):
+        layouts = layouts_of(size)
+        found = merged(size, layouts, wave, kinds)
+        assert len(found) == 15 * len(kinds) * len(layouts)
+        assert_same_text(found, by_request)
+
+
+def test_same_text_in_eight_stages():
+    reference, found = (merged(each.world_size, [each], 256, ("cut",), DEEP) for each in (ParallelLayout(), EIGHT))
+    assert {str(each) for each in layouts_of(8, DEEP)} - {str(each) for each in layouts_of(8)} == {str(EIGHT)}
+    assert len(found) == len(reference) == 15
+    assert_same_text(found, {key[1:]: value for key, value in reference.items()}, DEEP)
 
 
 @pytest.mark.parametrize("shape", [CAPPED, MIXTURE], ids=["capped", "mixture"])

@@ -19,15 +19,18 @@ TEMPLATE = (
 )
 
 
+ENDLESS = "more than 1 s or 512 MiB"
+
+
 @pytest.mark.parametrize(
     ("template", "found"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 5 s or 512 MiB"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", ENDLESS),
         ("{{ 'a' * 10**10 }}", "MemoryError"),
         ("{{ 'a' | center(10**10) }}", "MemoryError"),
         ("{{ '%09999999999d' | format(1) }}", "fails: "),
         ("{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "Error"),
-        ("{{ 9**(9**(9**9)) }}", "more than 5 s or 512 MiB"),
+        ("{{ 9**(9**(9**9)) }}", ENDLESS),
         ("{{ 'a' * 2000000 }}", "made 2000000 characters, more than 1048576"),
         ("{{ range(10**9) | list }}", "OverflowError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
@@ -43,6 +46,8 @@ TEMPLATE = (
 )
 def test_hostile_templates(template, found, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if found == ENDLESS:
+        monkeypatch.setattr(chat, "_RENDER_S", 1.0)
     one = Chat(template, {})
     begin_s = time.monotonic()
     with pytest.raises(DataError, match=found):

@@ -302,6 +302,8 @@ def test_it_reaches_no_network_and_no_other_process(run):
     local = socket.socket(socket.AF_UNIX)
     local.bind(abstract)
     local.listen()
+    # Of the program's own user, who might end it.
+    other = subprocess.Popen(["sleep", "100"], user=NOBODY if os.geteuid() == 0 else None)
     code = f"""
 import os, signal, socket
 for family, where in ((socket.AF_INET, ("127.0.0.1", {server.getsockname()[1]})), (socket.AF_INET, ("8.8.8.8", 53)),
@@ -316,17 +318,19 @@ try:
     print("resolved")
 except OSError:
     pass
-for pid in ({os.getpid()}, {os.getppid()}):
-    try:
-        os.kill(pid, 0)
-        print("sees", pid)
-    except OSError:
-        pass
+try:
+    os.kill({other.pid}, signal.SIGKILL)
+    print("killed")
+except OSError:
+    pass
 """
-    ended = run(code)
-    assert (ended.status, ended.stdout) == (0, ""), ended
-    server.close()
-    local.close()
+    with server, local, other:
+        try:
+            ended = run(code)
+            assert (ended.status, ended.stdout) == (0, ""), ended
+            assert other.poll() is None
+        finally:
+            other.kill()
 
 
 @run_by_all
@@ -464,7 +468,8 @@ for _ in range(COUNT):
             data = b"x" * (SIZE << 20)
             time.sleep(100)
         os._exit(0)
-    os.wait()
+    if os.wait()[1] != 0:
+        raise SystemExit("no more of them")
 time.sleep(100)
 """
 

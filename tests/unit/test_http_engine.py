@@ -307,7 +307,7 @@ def test_a_server_that_drips_is_ended_at_the_deadline():
     listener, is_over = socket.create_server(("127.0.0.1", 0)), threading.Event()
 
     def drip(connection):
-        with contextlib.suppress(OSError):
+        with connection, contextlib.suppress(OSError):
             connection.recv(1 << 16)
             connection.sendall(b"HTTP/1.1 200 OK\r\n")
             while not is_over.wait(0.02):

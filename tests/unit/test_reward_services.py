@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import socket
@@ -33,8 +34,19 @@ def serve(monkeypatch):
         return open_[-1]
 
     yield start
+    while SCORERS:
+        SCORERS.pop().close()
     for each in open_:
         each.close()
+
+
+SCORERS = []
+"""Made by a test, to be closed when it is over."""
+
+
+def scorer_of(settings):
+    SCORERS.append(Scorer(make_kind(settings, "reward"), settings, "reward"))
+    return SCORERS[-1]
 
 
 def samples(responses):
@@ -47,14 +59,14 @@ def samples(responses):
 def service(*servers, path="/score", made=None, **settings):
     urls = tuple(f"{server.url}{path}" for server in servers)
     settings = Reward(service=RewardService(urls=urls, **(made or {})), **{"timeout_s": 20.0, **settings})
-    return Scorer(make_kind(settings, "reward"), settings, "reward")
+    return scorer_of(settings)
 
 
 def judge(*servers, made=None, **settings):
     urls = tuple(server.url for server in servers)
     made = {"template": TEMPLATE, **(made or {})}
     settings = Reward(judge=Judge(urls=urls, **made), **{"timeout_s": 20.0, **settings})
-    return Scorer(make_kind(settings, "reward"), settings, "reward")
+    return scorer_of(settings)
 
 
 def ok(body):
@@ -174,8 +186,7 @@ def test_a_service_that_is_not_there_or_comes_back(serve):
     gone = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{gone.getsockname()[1]}"
     gone.close()
-    settings = Reward(service=RewardService(urls=(url,)), retries=1, on_failure="drop")
-    made = Scorer(make_kind(settings, "reward"), settings, "reward")
+    made = scorer_of(Reward(service=RewardService(urls=(url,)), retries=1, on_failure="drop"))
     assert math.isnan(made.scores(samples(["a"]))[0]) and "ConnectionRefusedError" in made.counts.first_failure
     server = serve(lambda asked, number: (503, {}, b"") if number < 2 else ok({"scores": lengths(asked)}))
     back = service(server, retries=2)
@@ -188,13 +199,11 @@ def test_a_service_that_drips_is_left_in_time():
 
     def drip():
         connection, _ = listener.accept()
-        try:
+        with connection, contextlib.suppress(OSError):
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
             while True:
                 connection.sendall(b" ")
                 time.sleep(0.05)
-        except OSError:
-            pass
 
     threading.Thread(target=drip, daemon=True).start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -203,6 +212,7 @@ def test_a_service_that_drips_is_left_in_time():
     begin_s = time.monotonic()
     assert math.isnan(made.scores(samples(["a"]))[0]) and time.monotonic() - begin_s < 5
     assert "no answer within 0.5 s" in made.counts.first_failure
+    made.close()
     listener.close()
 
 

@@ -166,13 +166,14 @@ class Line:
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
         connection.request(method, f"{self._parts.path.rstrip('/')}{path}", body=content, headers=headers)
-        answer = connection.getresponse()
-        body = answer.read(most_bytes + 1)
-        if len(body) > most_bytes:
-            self.hang_up()
-            raise BadAnswer(f"{self.url}{path}: answered with more than {most_bytes} bytes")
-        if answer.length:
-            raise http.client.IncompleteRead(body, answer.length)
+        # What is left unread would keep the socket open.
+        with connection.getresponse() as answer:
+            body = answer.read(most_bytes + 1)
+            if len(body) > most_bytes:
+                self.hang_up()
+                raise BadAnswer(f"{self.url}{path}: answered with more than {most_bytes} bytes")
+            if answer.length:
+                raise http.client.IncompleteRead(body, answer.length)
         self._was_used = not answer.will_close
         if answer.will_close:
             self.hang_up()

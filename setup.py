@@ -63,6 +63,7 @@ setup(
         "hf": ["tokenizers", "transformers>=5", "datasets", "pyarrow"],
         "data": ["datasets", "fsspec", "jinja2", "pyarrow"],
         "s3": ["fsspec", "s3fs"],
+        "kafka": ["confluent-kafka"],
         "vllm": ["vllm"],
         "prometheus": ["prometheus_client"],
         "wandb": ["wandb"],
@@ -70,6 +71,7 @@ setup(
         "docs": ["pdoc"],
         "dev": [
             *(
+                "confluent-kafka",
                 "datasets",
                 "fsspec",
                 "hypothesis",

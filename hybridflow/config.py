@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,6 +39,7 @@ Name = Annotated[str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
 Plugin = Annotated[str, re.compile(r"[\w.]+:\w+")]
 Variable = Annotated[str, re.compile(r"[A-Za-z_][A-Za-z0-9_]*")]
 Score = Annotated[float, Bounds(low=-1e30, high=1e30)]
+Server = Annotated[str, re.compile(r"([A-Z_]+://)?[\w.:\[\]-]+")]
 StopText = Annotated[str, re.compile(r"[^\ufffd]{1,1024}", re.DOTALL)]
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
@@ -130,6 +131,32 @@ class Spool:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kafka:
+    """A topic to which other programs write while the job runs, a row of JSON in each message; each is used once.
+
+    Attributes:
+        servers: Brokers to ask first, ``host:port`` each.
+        topic: The topic; a new run begins with the oldest message that the brokers still have.
+        options: Settings of the client, librdkafka, by its own names, such as ``security.protocol``. None that is
+            secret, since a recipe is kept with the run.
+        options_env: Settings of the client that are secret, such as ``sasl.password``: for each the name of the
+            environment variable that holds it.
+        on_lost: What becomes of a run when the brokers have dropped messages before it took them: it stops and says how
+            many, or goes on without them and says so.
+        deadline_s: Longest wait for the next row, also where the brokers are away.
+        poll_s: How long the lowest rank gathers messages before it passes them on.
+    """
+
+    servers: tuple[Server, ...]
+    topic: Annotated[str, re.compile(r"[A-Za-z0-9._-]{1,249}")]
+    options: dict[str, str] = field(default_factory=dict)
+    options_env: dict[str, Variable] = field(default_factory=dict)
+    on_lost: Literal["error", "skip"] = "error"
+    deadline_s: Positive = 900.0
+    poll_s: Positive = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Data:
     """Where prompts come from.
 
@@ -139,6 +166,7 @@ class Data:
             by fsspec.
         mixture: Several such, in the place of ``train``.
         spool: A directory that is filled while the job runs, in the place of ``train``.
+        kafka: A topic that is filled while the job runs, in the place of ``train``.
         held_out: File of problems, or preferences, for validation; as ``train``.
         file_format: What files are; None: what their names tell, ``.parquet``, ``.h5`` or ``.hdf5``, and else JSONL.
         prompt_field: Field that holds the prompt: text, or messages as ``messages_field`` holds.
@@ -168,6 +196,7 @@ class Data:
     train: str | None = None
     mixture: tuple[DataSource, ...] = ()
     spool: Spool | None = None
+    kafka: Kafka | None = None
     held_out: str
     file_format: FileFormat | None = None
     prompt_field: str = "prompt"
@@ -198,6 +227,8 @@ class Data:
     @property
     def title(self) -> str:
         """What messages call that."""
+        if self.kafka is not None:
+            return f"topic {self.kafka.topic}"
         return ", ".join(source.path for source in self.sources) if self.spool is None else self.spool.path
 
 
@@ -1340,7 +1371,7 @@ def check_recipe(recipe: Recipe, given: Mapping[str, Settings] | None = None) ->
     _check_contexts(recipe)
     _check_uncut(recipe, given)
     check_data(recipe.data)
-    _check_spool(recipe)
+    _check_live(recipe)
     _check_placement(recipe)
     _check_split(recipe)
     _check_carry_over(recipe)
@@ -1465,35 +1496,66 @@ def _check_pattern(pattern: str, key: str) -> int:
         raise ConfigError(f"{key}={pattern!r}: is no regular expression: {error}; mend it") from None
 
 
+_PLACES = ("train", "mixture", "spool", "kafka")
+_OWN_OPTIONS = re.compile(
+    r"bootstrap\.servers|metadata\.broker\.list|group\..*|partition\.assignment\.strategy|auto\.offset\.reset|"
+    r"(enable\.)?auto\.(commit|offset\.store).*|enable\.auto\..*|enable\.partition\.eof|offset\.store\..*|.*_cb"
+)
+_SECRET_OPTIONS = re.compile(r"password|passphrase|secret|key\.pem|ssl_key|oauthbearer\.config|private\.key\.pem")
+
+
 def check_data(data: Data) -> None:
     """Refuse data that is nowhere, or in two places.
 
     Raises:
         ConfigError: It is, or what would make it has no place to go.
     """
-    given = [name for name in ("train", "mixture", "spool") if getattr(data, name) not in (None, ())]
+    given = [name for name in _PLACES if getattr(data, name) not in (None, ())]
     if len(given) != 1:
         found = "missing" if not given else f"there are data.{' and data.'.join(given)}"
-        raise ConfigError(f"data.train: {found}; give one of data.train, data.mixture and data.spool")
+        raise ConfigError(f"data.train: {found}; give one of data.{', data.'.join(_PLACES)}")
     if len({source.weight is None for source in data.mixture}) > 1:
         raise ConfigError("data.mixture: some sources have a weight and some have none; give one to all, or to none")
     if data.arithmetic is not None and data.train is None:
         raise ConfigError("data.arithmetic: is written to data.train, which is missing; give it, or remove the section")
+    if data.kafka is not None:
+        _check_kafka(data.kafka)
 
 
-def _check_spool(recipe: Recipe) -> None:
-    spool, deadline_s = recipe.data.spool, recipe.cluster.deadline_s
-    if spool is None:
+def _check_kafka(kafka: Kafka) -> None:
+    if not kafka.servers:
+        raise ConfigError("data.kafka.servers: is empty; give at least one broker, as host:port")
+    for section in ("options", "options_env"):
+        for name in getattr(kafka, section):
+            if _OWN_OPTIONS.fullmatch(name):
+                raise ConfigError(
+                    f"data.kafka.{section}: {name} is not for the recipe: which messages a run takes is kept with the "
+                    "run; remove it, and name brokers by data.kafka.servers"
+                )
+    for name in kafka.options:
+        if _SECRET_OPTIONS.search(name):
+            raise ConfigError(
+                f"data.kafka.options: {name} is secret, and a recipe is kept with the run; put it into an environment "
+                f"variable, and name that: data.kafka.options_env={{{name}: KAFKA_SECRET}}"
+            )
+        if name in kafka.options_env:
+            raise ConfigError(f"data.kafka.options: {name} is in data.kafka.options_env too; remove one")
+
+
+def _check_live(recipe: Recipe) -> None:
+    data = recipe.data
+    name, source = ("spool", data.spool) if data.spool is not None else ("kafka", data.kafka)
+    if source is None:
         return
-    if spool.deadline_s >= deadline_s:
+    if source.deadline_s >= recipe.cluster.deadline_s:
         raise ConfigError(
-            f"data.spool.deadline_s={spool.deadline_s:g}: ranks wait for each other for cluster.deadline_s="
-            f"{deadline_s:g} and would give up first; lower the first or raise the second"
+            f"data.{name}.deadline_s={source.deadline_s:g}: ranks wait for each other for cluster.deadline_s="
+            f"{recipe.cluster.deadline_s:g} and would give up first; lower the first or raise the second"
         )
     if recipe.tokenizer.path is None and recipe.model.path is None:
-        raise ConfigError("tokenizer.path: missing; data.spool has no text yet to train a tokenizer on")
-    if recipe.data.file_format not in (None, "jsonl"):
-        raise ConfigError(f"data.file_format={recipe.data.file_format}: data.spool takes JSONL; remove the key")
+        raise ConfigError(f"tokenizer.path: missing; data.{name} has no text yet to train a tokenizer on")
+    if data.file_format not in (None, "jsonl"):
+        raise ConfigError(f"data.file_format={data.file_format}: data.{name} takes JSONL; remove the key")
 
 
 def _check_contexts(recipe: Recipe) -> None:

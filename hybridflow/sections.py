@@ -1,7 +1,8 @@
 """Typed sections: from YAML and dotted overrides to frozen dataclasses, and back. Knows no recipe.
 
 A section is a dataclass whose fields are ``int``, ``float``, ``str``, ``bool``, a ``Literal``, another section, a tuple
-of any of these, or any of them ``| None``. ``Annotated`` adds ``Bounds`` to a number, a regular expression to text.
+of any of these, or any of them ``| None``; or a ``dict[str, …]`` of texts, for names that others have chosen.
+``Annotated`` adds ``Bounds`` to a number, a regular expression to text.
 """
 
 from __future__ import annotations
@@ -200,6 +201,9 @@ class _Reader:
         if typing.get_origin(kind) is tuple and isinstance(value, Sequence) and not isinstance(value, str):
             (item_kind, _) = typing.get_args(kind)
             return tuple(self.value(item_kind, item, f"{key}[{index}]") for index, item in enumerate(value))
+        if typing.get_origin(kind) is dict and isinstance(value, Mapping):
+            (_, item_kind) = typing.get_args(kind)
+            return {name: self.value(item_kind, item, f"{key}.{name}") for name, item in _flat(value, "").items()}
         if kind is float:
             value = _as_float(value)
         allowed = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
@@ -231,6 +235,18 @@ def _as_float(value: object) -> object:
     return value
 
 
+def _flat(values: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
+    """Names with dots, also where an override has made sections of them; numbers and truth values as text."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            is_plain = isinstance(value, int | float)
+            flat[f"{prefix}{name}"] = str(value).lower() if is_plain else value
+    return flat
+
+
 def _within(value: Any, bound: Bounds | re.Pattern[str]) -> bool:
     return value in bound if isinstance(bound, Bounds) else bool(bound.fullmatch(value))
 
@@ -247,6 +263,8 @@ def describe(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
         (item, _) = typing.get_args(hint)
         return "a list of " + (_PLURALS[item] if item in _PLURALS else describe(item).replace("a section", "sections"))
+    if typing.get_origin(hint) is dict:
+        return f"a mapping of names to {describe(typing.get_args(hint)[1])}"
     if dataclasses.is_dataclass(hint):
         return "a section with keys " + ", ".join(item.name for item in dataclasses.fields(hint))
     return _WORDS[hint]

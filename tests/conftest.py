@@ -2,7 +2,10 @@
 
 import os
 
+import pytest
 from hypothesis import settings
+
+from tests.kafka_broker import is_there, running_broker
 
 # Ranks share few cores; also read by what the tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,3 +15,13 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 # No deadline for an example: machines are shared, and a slow one is not a wrong one.
 settings.register_profile("hybridflow", deadline=None, derandomize=True)
 settings.load_profile("hybridflow")
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory):
+    """A Kafka broker, for the tests of one module."""
+    pytest.importorskip("confluent_kafka")
+    if not is_there():
+        pytest.skip("needs Kafka in .kafka, and java: tests/kafka.sh installs them")
+    with running_broker(tmp_path_factory.mktemp("kafka")) as found:
+        yield found

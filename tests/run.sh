@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv, installs with what the tests need, Slurm and a Pushgateway among it where it can, and runs them. Quick the second time.
+# Makes .venv, installs what the tests need, Slurm, a Pushgateway and Kafka among it where it can, and runs them. Quick the second time.
 #   tests/run.sh [--all] [pytest arguments]      --all: with the tests marked slow, slurm and vllm, the last of which get
 #                                                .venv-vllm, an environment of some GB
 set -euo pipefail
@@ -14,6 +14,7 @@ fi
 "$root/tests/slurm.sh" || echo "Slurm could not be installed, see above: the tests that need it are skipped" >&2
 "$root/tests/apt.sh" prometheus-pushgateway=prometheus-pushgateway ||
     echo "prometheus-pushgateway could not be installed, see above: its test is skipped" >&2
+"$root/tests/kafka.sh" || echo "Kafka could not be installed, see above: the tests that need it are skipped" >&2
 if [ -z "$marks" ]; then
     "$root/tests/vllm.sh" || echo "vLLM could not be installed, see above: the tests that need it are skipped" >&2
 fi

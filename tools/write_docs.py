@@ -129,7 +129,8 @@ def row(kind: type, field: Any, meaning: str, places: list[str]) -> str:
         default = next((text for value, text in defaults.items() if field.default is value), "its own")
     else:
         takes = re.sub(r"like (\S+)", r"like `\1`", describe(hint))
-        default = "required" if field.default is dataclasses.MISSING else f"`{in_yaml(field.default)}`"
+        given = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = "required" if given is dataclasses.MISSING else f"`{in_yaml(given)}`"
     return f"| `{field.name}` | {takes} | {default} | {meaning} |"
 
 

@@ -91,6 +91,18 @@ class Given(NamedTuple):
     weight: float | None = None
 
 
+class ReadRows(NamedTuple):
+    """Rows of JSON that were read elsewhere, in the place of files.
+
+    Attributes:
+        rows: Each, or what is wrong with it, at ``HERE``.
+        place: What messages call one, by its number.
+    """
+
+    rows: Sequence[Row | DataError]
+    place: Callable[[int], str]
+
+
 def agree(everyone: Everyone, name: str, act: Callable[[], Any]) -> Any:
     """What the lead's act gives, JSON, on every rank. Collective: ``everyone``.
 
@@ -185,7 +197,7 @@ def _plan(source: DataSource | Given, shape: Shape, folder: Path, most: int) -> 
 def _key(told: list[Any], shape: Shape) -> str:
     """Of all that decides what the store holds."""
     # None of these changes a row.
-    data = replace(shape.data, train=None, mixture=(), spool=None, held_out="", arithmetic=None)
+    data = replace(shape.data, train=None, mixture=(), spool=None, kafka=None, held_out="", arithmetic=None)
     data = replace(data, num_workers=1, cache_dir=None)
     whole = [FORMAT, told, to_dict(replace(shape, data=data, tokenizer=None))]
     if shape.tokenizer is not None:
@@ -324,7 +336,7 @@ def _name(number: int) -> str:
     return f"part-{number:05d}"
 
 
-def make_part(folder: Path, number: int, shape: Shape, pieces: Sequence[Piece | Given]) -> dict[str, Any]:
+def make_part(folder: Path, number: int, shape: Shape, pieces: Sequence[Piece | Given | ReadRows]) -> dict[str, Any]:
     """Write a part of a store.
 
     Args:
@@ -375,7 +387,7 @@ class _Part:
         self._shown: list[str] = []
         self._num_long = 0
 
-    def write(self, pieces: Sequence[Piece | Given]) -> dict[str, Any]:
+    def write(self, pieces: Sequence[Piece | Given | ReadRows]) -> dict[str, Any]:
         """What is told of the part: its pieces, and what was left out."""
         shaper = Shaper(self._shape)
         try:
@@ -393,10 +405,12 @@ class _Part:
             "num_long": self._num_long,
         }
 
-    def _piece(self, piece: Piece | Given, shaper: Shaper, writer: RowWriter) -> dict[str, Any]:
+    def _piece(self, piece: Piece | Given | ReadRows, shaper: Shaper, writer: RowWriter) -> dict[str, Any]:
         digest, before, number = hashlib.sha256(b"["), writer.num_rows, -1
         if isinstance(piece, Given):
             rows: Iterable[Row | DataError | None] = (plain_row(row) for row in piece.rows)
+        elif isinstance(piece, ReadRows):
+            rows = piece.rows
         else:
             rows = read(piece, max_row_bytes=self._shape.data.max_row_bytes)
         for number, row in enumerate(rows):
@@ -411,27 +425,36 @@ class _Part:
                 digest.update(content if writer.num_rows == before else b", " + content)
                 writer.add(line)
         digest.update(b"]")
-        is_lines = isinstance(piece, Piece) and piece.format == "jsonl"
         return {
-            "path": piece.title if isinstance(piece, Given) else piece.path,
-            "is_lines": is_lines,
-            "start": 0 if isinstance(piece, Given) else piece.start,
+            **_facts_of(piece),
             "num_read": number + 1,
             "num_rows": writer.num_rows - before,
             "sha256": digest.hexdigest(),
         }
 
-    def _leave_out(self, error: DataError, piece: Piece | Given, number: int) -> None:
+    def _leave_out(self, error: DataError, piece: Piece | Given | ReadRows, number: int) -> None:
         message = str(error)
         is_fatal = self._shape.data.on_bad_row == "error"
         if is_fatal or len(self._shown) < _SHOWN:
-            place = f"{piece.title}: row {number}" if isinstance(piece, Given) else place_of(piece, number)
-            self._shown.append(message.replace(HERE, place, 1))
+            self._shown.append(message.replace(HERE, _place_in(piece, number), 1))
         if is_fatal:
             raise DataError(self._shown[-1])
         reason = re.sub(r"\d+", "N", message.removeprefix(f"{HERE}: ").partition(";")[0])[:80]
         reason = reason if reason in self._bad or len(self._bad) < _REASONS else "other reasons"
         self._bad[reason] = self._bad.get(reason, 0) + 1
+
+
+def _facts_of(piece: Piece | Given | ReadRows) -> dict[str, Any]:
+    """What a store keeps of where its rows come from."""
+    if isinstance(piece, Piece):
+        return {"path": piece.path, "is_lines": piece.format == "jsonl", "start": piece.start}
+    return {"path": piece.title if isinstance(piece, Given) else "", "is_lines": False, "start": 0}
+
+
+def _place_in(piece: Piece | Given | ReadRows, number: int) -> str:
+    if isinstance(piece, Given):
+        return f"{piece.title}: row {number}"
+    return piece.place(number) if isinstance(piece, ReadRows) else place_of(piece, number)
 
 
 def _draws_of(row: Row | DataError | None, number: int, shaper: Shaper) -> list[tuple[bytes, bytes]]:

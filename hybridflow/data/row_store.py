@@ -107,6 +107,11 @@ class PartFiles:
         self.folder = folder
         self._files: dict[str, int] = {}
 
+    @property
+    def num_open(self) -> int:
+        """How many files are open."""
+        return len(self._files)
+
     def read(self, name: str, number: int) -> bytes:
         """A line of a part, by its number there. Raises OSError, or ``struct.error`` where the part is cut off."""
         ends = os.pread(self._file(f"{name}.places"), 2 * _PLACE.size, number * _PLACE.size)

@@ -4,128 +4,48 @@
     SPOOL/taken/…                 files that were taken
     SPOOL/.taken-by               the directory of the run that takes from it
 
-    RUN_DIR/rows/spool/journal.jsonl      a line for each file that was taken, in the order of the draws
-    RUN_DIR/rows/spool/part-00000.rows    its rows, as in ``row_store``
-
-The lowest rank takes files in the order of their names into the run's own store, and says so in the journal; every rank
-reads from there, and waits where its draw is not there yet. The journal decides what each draw is, so a run that was
-killed goes on where it was: a file is either in the journal, or still in the spool.
+The lowest rank takes files in the order of their names into the run's own store, see ``live``. A run that was killed
+goes on where it was: a file is either in the journal, or still in the spool.
 """
 
 from __future__ import annotations
 
-import bisect
-import json
-import os
-import secrets
-import struct
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from hybridflow.config import Spool
-from hybridflow.data.prepare import Alone, Everyone, agree, make_part
+from hybridflow.data.live import Journal, Taken, Taker, text_of
+from hybridflow.data.prepare import Alone, Everyone, agree
 from hybridflow.data.problems import StoredProblems
 from hybridflow.data.readers import Piece
-from hybridflow.data.row_store import PartFiles, Stored
 from hybridflow.data.shaping import Shape
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
-from hybridflow.observe.files import json_objects, replace_file, sync_path
 
 FOLDER = "spool"
-_JOURNAL, _PROBLEM, _OWNER, _TAKEN = "journal.jsonl", "problem.txt", ".taken-by", "taken"
-_LOOK_S = 0.2
+_OWNER, _TAKEN = ".taken-by", "taken"
 
 
-class Spooled:
-    """What was taken from a spool, by the serial number of a draw: in the order in which it was taken, each row once.
+def spooled(folder: Path, spool: Path, deadline_s: float) -> Taken:
+    """The rows that were taken from a spool.
 
     Args:
         folder: Of the journal and its parts.
         spool: The directory, for messages.
         deadline_s: Longest wait for a row.
     """
-
-    def __init__(self, folder: Path, spool: Path, deadline_s: float) -> None:
-        self._folder, self._spool, self._deadline_s = folder, spool, deadline_s
-        self._files = PartFiles(folder)
-        self._lock = threading.Lock()
-        self._read_bytes = 0
-        self._token = ""
-        self._entries: list[dict[str, Any]] = []
-        self._starts: list[int] = []
-        self._num_rows = 0
-
-    @property
-    def sha256(self) -> str:
-        """Of the journal: what it begins with, since it grows."""
-        self._wait(lambda: self._token != "", "its journal")
-        return self._token
-
-    def place(self, draw: int) -> tuple[int, int]:
-        """A draw is a row of its own."""
-        return 0, draw
-
-    def stored(self, place: tuple[int, int]) -> Stored:
-        """The row of a draw; waits for it.
-
-        Raises:
-            DataError: It does not come, a file cannot be taken, or the store is damaged.
-        """
-        draw = place[1]
-        self._wait(lambda: draw < self._num_rows, f"prompt {draw}")
-        number = bisect.bisect_right(self._starts, draw) - 1
-        entry = self._entries[number]
-        try:
-            line = self._files.read(entry["part"], draw - self._starts[number])
-            at, which, begins, row = json.loads(line)
-        except (OSError, ValueError, struct.error) as error:
-            raise DataError(f"{self._folder / entry['part']}: row {draw} cannot be read: {error}") from error
-        return Stored(row, f"{entry['path']}:{at + 1}", bool(begins), which, len(line))
-
-    def _wait(self, is_there: Callable[[], bool], what: str) -> None:
-        end_s = time.monotonic() + self._deadline_s
-        while True:
-            with self._lock:
-                self._read_on()
-                if is_there():
-                    return
-            problem = _text_of(self._folder / _PROBLEM)
-            if problem:
-                raise DataError(problem)
-            if time.monotonic() > end_s:
-                raise DataError(
-                    f"{self._spool}: {what} did not come within data.spool.deadline_s={self._deadline_s:g}; "
-                    f"{self._num_rows} rows were taken so far: rename more files into it and resume, or raise the key"
-                )
-            time.sleep(_LOOK_S)
-
-    def _read_on(self) -> None:
-        """What the journal has more, as far as its lines are whole."""
-        try:
-            with (self._folder / _JOURNAL).open("rb") as file:
-                file.seek(self._read_bytes)
-                new = file.read()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise DataError(f"{self._folder / _JOURNAL}: cannot be read: {error}") from error
-        whole = new[: new.rfind(b"\n") + 1]
-        self._read_bytes += len(whole)
-        for entry in json_objects(whole.decode().splitlines()):
-            if "token" in entry:
-                self._token = entry["token"]
-            else:
-                self._entries.append(entry)
-                self._starts.append(self._num_rows)
-                self._num_rows += entry["num_rows"]
+    return Taken(
+        folder,
+        title=str(spool),
+        key="data.spool",
+        more="rename more files into it",
+        place=lambda entry, at: f"{entry['path']}:{at + 1}",
+        deadline_s=deadline_s,
+    )
 
 
-class Taker:
-    """Takes files from a spool into a run's store; one rank does, in a thread.
+class SpoolTaker(Taker):
+    """Takes files from a spool into a run's store.
 
     Args:
         spool: The directory.
@@ -139,29 +59,16 @@ class Taker:
     """
 
     def __init__(self, spool: Path, folder: Path, shape: Shape, poll_s: float, say: Callable[[str], None]) -> None:
-        self._spool, self._folder, self._shape, self._poll_s, self._say = spool, folder, shape, poll_s, say
-        self._is_over = threading.Event()
+        self._spool = spool
         try:
             _own(spool, folder)
-            folder.mkdir(parents=True, exist_ok=True)
+            super().__init__(Journal(folder, shape, say), poll_s)
             (spool / _TAKEN).mkdir(exist_ok=True)
-            (folder / _PROBLEM).unlink(missing_ok=True)
-            self._entries = self._mended()
         except OSError as error:
             raise DataError(
                 f"data.spool.path={str(spool)!r}: cannot be used: {error}; name a directory that the lowest rank may "
                 "write to"
             ) from error
-        self._thread = threading.Thread(target=self._run, name="spool", daemon=True)
-
-    def start(self) -> None:
-        """Begin to take, until ``stop``."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End, after the file in hand."""
-        self._is_over.set()
-        self._thread.join()
 
     def take(self) -> int:
         """Take the files that are there now, in the order of their names; how many.
@@ -177,47 +84,15 @@ class Taker:
             found = path.stat()
             known = [path.name, found.st_size, found.st_mtime_ns]
             # Of a run that was killed between the journal and the move.
-            if known not in [entry["file"] for entry in self._entries]:
-                self._add(path, known)
+            if known not in [entry["file"] for entry in self._journal.entries]:
+                piece = Piece(str(path), "jsonl", 0, found.st_size)
+                try:
+                    self._journal.add([piece], str(path), {"file": known, "path": str(path)})
+                except DataError as error:
+                    raise DataError(f"{error}; mend the file, and resume") from error
                 count += 1
             path.rename(self._spool / _TAKEN / path.name)
         return count
-
-    def _add(self, path: Path, known: list[Any]) -> None:
-        number = len(self._entries)
-        told = make_part(self._folder, number, self._shape, [Piece(str(path), "jsonl", 0, known[1])])
-        sync_path(self._folder)
-        if told["bad"]:
-            self._say(f"data: {path}: {sum(told['bad'].values())} bad rows skipped; the first: {told['shown'][0]}")
-        if told["num_long"]:
-            self._say(f"data: {path}: {told['num_long']} rows left out, whose prompts are longer than asked for")
-        entry = {"file": known, "path": str(path), "part": told["name"], "num_rows": told["num_rows"]}
-        with (self._folder / _JOURNAL).open("ab") as file:
-            file.write(json.dumps(entry).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        self._entries.append(entry)
-
-    def _mended(self) -> list[dict[str, Any]]:
-        """The journal's entries, without a line that a kill has cut short; a new journal where there is none."""
-        path = self._folder / _JOURNAL
-        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-        whole = [line for line in lines if line.endswith(b"\n")]
-        if not whole:
-            whole = [json.dumps({"token": secrets.token_hex(16)}).encode() + b"\n"]
-        if whole != lines:
-            replace_file(path, b"".join(whole))
-        return [entry for entry in json_objects(line.decode() for line in whole) if "token" not in entry]
-
-    def _run(self) -> None:
-        while not self._is_over.is_set():
-            try:
-                self.take()
-            # Who waits for rows has it from there, on every rank; a thread would be silent about it.
-            except Exception as error:
-                replace_file(self._folder / _PROBLEM, f"{error}; mend the file, and resume".encode())
-                return
-            self._is_over.wait(self._poll_s)
 
 
 def open_spool(
@@ -244,8 +119,8 @@ def open_spool(
     """
     everyone = Alone() if everyone is None else everyone
     inner, path = folder / FOLDER, Path(spool.path)
-    agree(everyone, "the spool", lambda: Taker(path, inner, shape, spool.poll_s, say).start())
-    return StoredProblems(Spooled(inner, path, spool.deadline_s), shape, tokenizer)
+    agree(everyone, "the spool", lambda: SpoolTaker(path, inner, shape, spool.poll_s, say).start())
+    return StoredProblems(spooled(inner, path, spool.deadline_s), shape, tokenizer)
 
 
 def _own(spool: Path, folder: Path) -> None:
@@ -255,16 +130,9 @@ def _own(spool: Path, folder: Path) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(mine)
     except FileExistsError:
-        other = _text_of(path)
+        other = text_of(path)
         if other != mine:
             raise DataError(
                 f"data.spool.path={str(spool)!r}: {other!r} takes from it; give each run a directory of its own, or "
                 f"remove {path} if that run is over"
             ) from None
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""

@@ -7,7 +7,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,6 +72,9 @@ _MAY_DIFFER = (
     *(f"{role}.model.vocab_divisible_by" for role in ("reward", "cost", "teacher")),
     *("actor.lora.path", "rollout.max_concurrent", "rollout.archive"),
     *("rollout.cache_memory", "data.num_workers", "data.cache_dir", "data.spool.deadline_s", "data.spool.poll_s"),
+    # What is skipped from here on was no row before: it would have ended the run.
+    "data.on_bad_row",
+    *(f"data.kafka.{key}" for key in ("servers", "options", "options_env", "on_lost", "deadline_s", "poll_s")),
 )
 """What of these may change all the same: where state and padding lie, what only a first start uses, and the rate, which
 people lower half-way. All else that the above does not name may change too: ranks, layouts, offload, deadlines, …"""
@@ -171,7 +174,7 @@ def _fingerprint(job: Job, checkpoint: Checkpoint | None, token: str) -> str:
     told: list[Any] = [
         [key, value]
         for key, value in _keys("", to_dict(recipe))
-        if any(f"{key}.".startswith(f"{held}.") for held in _MUST_MATCH) and (key not in _MAY_DIFFER or key in first)
+        if _is_of(key, _MUST_MATCH) and (not _is_of(key, _MAY_DIFFER) or key in first)
     ]
     told += [job.train.sha256, hashlib.sha256(job.tokenizer.path.read_bytes()).hexdigest()]
     lora = recipe.actor.lora
@@ -354,14 +357,19 @@ def check_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:
     """
     now, saved = (_without_place(dict(_keys("", each))) for each in (to_dict(recipe), checkpoint.state["recipe"]))
     for key in dict.fromkeys([*saved, *now]):
-        is_held = any(f"{key}.".startswith(f"{held}.") for held in _MUST_MATCH)
+        is_held = _is_of(key, _MUST_MATCH) and not _is_of(key, _MAY_DIFFER)
         # A key that one of the two versions of hybridflow does not know says nothing.
-        if not is_held or key in _MAY_DIFFER or key not in saved or key not in now or saved[key] == now[key]:
+        if not is_held or key not in saved or key not in now or saved[key] == now[key]:
             continue
         raise CheckpointError(
             f"{recipe.run_dir}: the checkpoint was written with {key}={saved[key]}, the recipe now has {now[key]}; "
             "resume with the same, or start another run_dir"
         )
+
+
+def _is_of(key: str, held: Sequence[str]) -> bool:
+    """Whether a key is one of these, or below one."""
+    return any(f"{key}.".startswith(f"{each}.") for each in held)
 
 
 def _without_place(keys: dict[str, Any]) -> dict[str, Any]:

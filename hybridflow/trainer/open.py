@@ -9,6 +9,7 @@ from pathlib import Path
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.config import DataSource, Recipe
 from hybridflow.data.arithmetic import ensure_files
+from hybridflow.data.kafka import open_kafka
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.preferences import Response, encode_responses, pairs_of
 from hybridflow.data.problems import FOLDER, example_in, open_problems, open_stores, shape_of
@@ -48,10 +49,12 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
     tokenizer = open_tokenizer(_trained_tokenizer(recipe) if path is None else path)
     check_vocabularies(recipe, tokenizer)
     shape, folder = shape_of(recipe, tokenizer), Path(recipe.run_dir) / FOLDER
-    if data.spool is None:
-        train = open_problems(data.sources, shape, tokenizer, folder, seed=recipe.seed, everyone=everyone)
-    else:
+    if data.spool is not None:
         train = open_spool(data.spool, shape, tokenizer, folder, everyone=everyone)
+    elif data.kafka is not None:
+        train = open_kafka(data.kafka, shape, tokenizer, folder, everyone=everyone)
+    else:
+        train = open_problems(data.sources, shape, tokenizer, folder, seed=recipe.seed, everyone=everyone)
     # Nothing of it is imitated.
     shape = replace(shape, is_imitating=False)
     source = DataSource(path=data.held_out, file_format=data.file_format)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hybridflow.data.arithmetic import make_problems
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.provider import DataProvider
 from tests.e2e.commands import RECIPE, fork_ranks, lasting_metrics, write_recipe
+from tests.kafka_broker import write
 from tests.ranks import run_ranks
 from tests.row_files import write_rows
 
@@ -122,6 +124,39 @@ def test_a_spool_is_waited_for_and_gone_on_with(tmp_path, rows):
     assert done.codes == (0, 0) and done.err == "", done.err
     assert len(lasting_metrics(tmp_path / "run")) == 3
     assert sorted(path.name for path in (spool / "taken").iterdir()) == ["a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_topic_is_waited_for_and_gone_on_with(tmp_path, rows, broker, size):
+    train, held_out = rows
+    write_recipe(tmp_path)
+    write_rows(tmp_path / "held_out", held_out, "jsonl")
+    texts = [row["prompt"] + row["answer"] for row in train]
+    train_tokenizer(texts, path=tmp_path / "tokenizer.model", vocab_size=64)
+    kafka = f"servers: [{broker.server}], topic: train-{size}, deadline_s: 2, poll_s: 0.2"
+    kafka += ", options: {api.version.request: false, broker.version.fallback: 0.9.0.1}"
+    command = ["train", "tiny.yaml", *SETTINGS, "data.train=null", "data.held_out=held_out.jsonl", "trainer.steps=3"]
+    command += ["tokenizer.path=tokenizer.model", "warm_start=null"]
+    if size == 1:
+        command += ["cluster.ranks=1", "actor.update={}", "actor.rollout={}"]
+    messages = [(number % 2, json.dumps(row).encode()) for number, row in enumerate(train[:12])]
+    # A step takes 4 prompts.
+    write(broker.server, f"train-{size}", messages[:8])
+
+    done = fork_ranks([*command, f"data.kafka={{{kafka}}}"], tmp_path, num_ranks=size, within_s=180)
+
+    done.complains_once("did not come within data.kafka.deadline_s=2; 8 rows were taken so far")
+    assert len(lasting_metrics(tmp_path / "run")) == 2
+
+    # A broken message could not be mended, so it may be left out from here on; the brokers may have another address.
+    write(broker.server, f"train-{size}", [(0, b"{"), *messages[8:]])
+    kafka = kafka.replace("127.0.0.1", "localhost").replace("deadline_s: 2", "deadline_s: 20")
+    more = [f"data.kafka={{{kafka}}}", "data.on_bad_row=skip", "--resume"]
+    done = fork_ranks([*command, *more], tmp_path, num_ranks=size, within_s=180)
+
+    assert set(done.codes) == {0} and done.err == "", done.err
+    assert len(lasting_metrics(tmp_path / "run")) == 3
+    assert done.out.count(f"1 bad rows skipped; the first: train-{size}[0]@4: not valid JSON") == 1
 
 
 def digits(prompt: str, response: str, answer: str) -> float:

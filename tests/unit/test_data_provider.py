@@ -179,4 +179,5 @@ def test_the_sections_of_the_documentation_are_valid():
     page = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
     sections = [parse_yaml(text, "docs/data.md") for text in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)]
     found = [read_section(Data, section["data"], source="docs/data.md") for section in sections]
-    assert [len(data.mixture) for data in found] == [2, 0] and found[1].spool is not None
+    assert [len(data.mixture) for data in found] == [2, 0, 0]
+    assert found[1].spool is not None and found[2].kafka is not None

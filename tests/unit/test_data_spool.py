@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.config import Data, Spool, recipe_from_dict
-from hybridflow.data import spool as spool_module
+from hybridflow.data import live
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.shaping import Shape
-from hybridflow.data.spool import Spooled, Taker, open_spool
+from hybridflow.data.spool import SpoolTaker, open_spool, spooled
 from hybridflow.errors import ConfigError, DataError
 from tests.ranks import run_ranks
 
@@ -32,11 +32,11 @@ def put(spool, name, *numbers, answer="answer"):
 
 
 def taker(spool, folder, shape=SHAPE):
-    return Taker(spool, folder, shape, 0.01, lambda text: None)
+    return SpoolTaker(spool, folder, shape, 0.01, lambda text: None)
 
 
 def drawn(folder, spool, count, deadline_s=5.0):
-    rows = Spooled(folder, spool, deadline_s)
+    rows = spooled(folder, spool, deadline_s)
     return [rows.stored(rows.place(draw)).row["prompt"] for draw in range(count)]
 
 
@@ -51,9 +51,9 @@ def test_files_are_taken_in_the_order_of_their_names_with_their_places(tmp_path)
     put(spool, "a.jsonl", 5)
     assert one.take() == 1, "another file of that name"
     assert drawn(folder, spool, 5) == ["1", "2", "3", "4", "5"]
-    assert Spooled(folder, spool, 1.0).stored((0, 3)).place == f"{spool}/b.jsonl:2"
+    assert spooled(folder, spool, 1.0).stored((0, 3)).place == f"{spool}/b.jsonl:2"
     assert sorted(path.name for path in (spool / "taken").iterdir()) == ["a.jsonl", "b.jsonl"]
-    assert Spooled(folder, spool, 1.0).sha256 == Spooled(folder, spool, 1.0).sha256 != ""
+    assert spooled(folder, spool, 1.0).sha256 == spooled(folder, spool, 1.0).sha256 != ""
 
 
 class Killed(BaseException):
@@ -83,7 +83,7 @@ def test_wherever_it_is_killed_each_row_comes_once_and_in_order(turns):
                 with (folder / "journal.jsonl").open("ab") as file:
                     file.write(b'{"file": ["x')
             # What was drawn once stays what it is.
-            known = sum(entry["num_rows"] for entry in taker(spool, folder)._entries)
+            known = sum(entry["num_rows"] for entry in taker(spool, folder)._journal.entries)
             found = drawn(folder, spool, known)
             assert found[: len(seen)] == seen
             seen = found
@@ -98,11 +98,11 @@ def _kill_at(patch, kill, folder):
         raise Killed
 
     if kill == "rows":
-        patch.setattr(spool_module, "sync_path", die)
+        patch.setattr(live, "sync_path", die)
     elif kill == "move":
         patch.setattr(Path, "rename", die)
     elif kill == "journal":
-        # Taker opens the journal to append, and never gets so far.
+        # It opens the journal to append, and never gets so far.
         inner = Path.open
         patch.setattr(Path, "open", lambda self, mode="r", **more: die() if mode == "ab" else inner(self, mode, **more))
 
@@ -136,7 +136,7 @@ def test_a_bad_row_stops_the_job_or_is_skipped(tmp_path):
     assert [path.name for path in spool.glob("*.jsonl")] == ["b.jsonl"]
     said = []
     skipping = replace(SHAPE, data=replace(SHAPE.data, on_bad_row="skip"))
-    again = Taker(spool, folder, skipping, 0.01, said.append)
+    again = SpoolTaker(spool, folder, skipping, 0.01, said.append)
     put(spool, "c.jsonl", 3)
     again.take()
     assert drawn(folder, spool, 2) == ["1", "3"] and "1 bad rows skipped" in said[0]

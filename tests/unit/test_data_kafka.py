@@ -396,6 +396,7 @@ def recipe_values(**kafka):
             {"options_env": {"auto.offset.reset": "X"}},
             "options_env: auto.offset.reset is not for the recipe",
         ),
+        ({"options": {"plugin.library.paths": "x"}}, "plugin.library.paths would run a program"),
         ({"options_env": {"sasl.password": "not a name"}}, "data.kafka.options_env.sasl.password: expected text like"),
         ({"options": {"client.id": "x"}, "options_env": {"client.id": "X"}}, "is in data.kafka.options_env too"),
         ({"options": {"client.id": ["x"]}}, "data.kafka.options.client.id: expected text, found"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -184,3 +186,15 @@ def write(server: str, topic: str, messages: Sequence[tuple[int, bytes | None]])
             topic, value, partition=partition, on_delivery=lambda error, _: problems.append(error) if error else None
         )
     assert producer.flush(30) == 0 and not problems, problems
+
+
+def write_apart(server: str, topic: str, messages: Sequence[tuple[int, bytes | None]]) -> None:
+    """As ``write``, in a process of its own: the client's library does not survive a fork of who has used it."""
+    text = json.dumps([(partition, value and value.decode()) for partition, value in messages])
+    command = [sys.executable, "-m", "tests.kafka_broker", server, topic]
+    subprocess.run(command, input=text, text=True, cwd=Path(__file__).parents[1], timeout=START_S, check=True)
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    write(sys.argv[1], sys.argv[2], [(partition, value and value.encode()) for partition, value in given])

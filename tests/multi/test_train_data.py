@@ -17,7 +17,7 @@ from hybridflow.data.arithmetic import make_problems
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.provider import DataProvider
 from tests.e2e.commands import RECIPE, fork_ranks, lasting_metrics, write_recipe
-from tests.kafka_broker import write
+from tests.kafka_broker import write_apart
 from tests.ranks import run_ranks
 from tests.row_files import write_rows
 
@@ -141,7 +141,7 @@ def test_a_topic_is_waited_for_and_gone_on_with(tmp_path, rows, broker, size):
         command += ["cluster.ranks=1", "actor.update={}", "actor.rollout={}"]
     messages = [(number % 2, json.dumps(row).encode()) for number, row in enumerate(train[:12])]
     # A step takes 4 prompts.
-    write(broker.server, f"train-{size}", messages[:8])
+    write_apart(broker.server, f"train-{size}", messages[:8])
 
     done = fork_ranks([*command, f"data.kafka={{{kafka}}}"], tmp_path, num_ranks=size, within_s=180)
 
@@ -149,7 +149,7 @@ def test_a_topic_is_waited_for_and_gone_on_with(tmp_path, rows, broker, size):
     assert len(lasting_metrics(tmp_path / "run")) == 2
 
     # A broken message could not be mended, so it may be left out from here on; the brokers may have another address.
-    write(broker.server, f"train-{size}", [(0, b"{"), *messages[8:]])
+    write_apart(broker.server, f"train-{size}", [(0, b"{"), *messages[8:]])
     kafka = kafka.replace("127.0.0.1", "localhost").replace("deadline_s: 2", "deadline_s: 20")
     more = [f"data.kafka={{{kafka}}}", "data.on_bad_row=skip", "--resume"]
     done = fork_ranks([*command, *more], tmp_path, num_ranks=size, within_s=180)

@@ -18,11 +18,12 @@ from hybridflow.data import kafka as kafka_module
 from hybridflow.data import live
 from hybridflow.data.kafka import KafkaTaker, open_kafka, topic_rows
 from hybridflow.data.pieces import train_tokenizer
+from hybridflow.data.problems import StoredProblems
 from hybridflow.data.shaping import Shape
+from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.sections import read_section, to_dict
 from tests.kafka_broker import OPTIONS, free_port, write
-from tests.ranks import run_ranks
 
 SHAPE = Shape(data=Data(kafka=Kafka(servers=("here:1",), topic="t"), held_out="none"), kind="problems")
 SKIP = replace(SHAPE, data=replace(SHAPE.data, on_bad_row="skip"))
@@ -334,33 +335,19 @@ def test_parts_that_were_read_do_not_stay_open(tmp_path, monkeypatch):
     assert most <= 8
 
 
-def prompts_of(world, kafka, folder, tokenizer, count):
-    """Each rank reads its half of the draws; the last of them does not come."""
-    world.make_groups([tuple(range(world.size))])
-    from hybridflow.data.tokenizer import open_tokenizer
-
-    everyone = world.coordinator(tuple(range(world.size)))
-    settings_ = read_section(Kafka, kafka, source="test")
-    problems = open_kafka(settings_, SHAPE, open_tokenizer(tokenizer), Path(folder), everyone=everyone)
-    if world.rank == 1:
-        time.sleep(0.5)
-        write(settings_.servers[0], settings_.topic, [*rows(8, 9), (0, b"{")])
-    found = [problems.example(draw).prompt for draw in range(world.rank, count, world.size)]
-    try:
-        problems.example(count)
-    except DataError as error:
-        return problems.sha256, found, str(error)
-
-
-def test_ranks_wait_for_what_the_lowest_takes_and_have_its_failure(broker, tmp_path):
+def test_all_that_read_have_the_failure_of_who_takes(broker, tmp_path):
+    """Two readers, as two ranks are; ranks themselves are forked from here, which the client does not survive."""
     kafka = at(broker, next(topics))
-    write(broker.server, kafka.topic, rows(*range(8)))
+    write(broker.server, kafka.topic, [*rows(0, 1), (0, b"{")])
     train_tokenizer(["0123456789"], path=tmp_path / "tokenizer.model", vocab_size=64)
-    arguments = to_dict(kafka), str(tmp_path / "rows"), str(tmp_path / "tokenizer.model"), 10
-    one, other = run_ranks(prompts_of, 2, *arguments)
-    assert one[0] == other[0]
-    assert (one[1], other[1]) == (["0", "2", "4", "6", "8"], ["1", "3", "5", "7", "9"])
-    assert one[2] == other[2] and f"{kafka.topic}[0]@10: not valid JSON" in one[2]
+    tokenizer = open_tokenizer(tmp_path / "tokenizer.model")
+    lead = open_kafka(kafka, SHAPE, tokenizer, tmp_path)
+    other = StoredProblems(topic_rows(tmp_path / "kafka", kafka), SHAPE, tokenizer)
+    assert lead.sha256 == other.sha256
+    for problems in (lead, other):
+        assert [problems.example(draw).prompt for draw in range(2)] == ["0", "1"]
+        with pytest.raises(DataError, match=r"\[0\]@2: not valid JSON"):
+            problems.example(2)
 
 
 KAFKA = {"servers": ["one:9092", "two:9092"], "topic": "prompts"}

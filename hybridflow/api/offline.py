@@ -16,7 +16,7 @@ from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.settings import read_settings
 from hybridflow.config import LoRA, Recipe
-from hybridflow.data.preferences import encode_responses
+from hybridflow.data.preferences import encode_responses, margin_of
 from hybridflow.data.prompts import Example, Judged, PromptSource, encode_solutions, prompt_tokens
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
@@ -70,15 +70,15 @@ class OfflineTrainer:
         **settings: Any,
     ) -> None:
         if dataset is None:
-            raise ConfigError(f"{type(self).__name__}: no dataset; give rows with {' and '.join(self._columns())}")
+            raise ConfigError(
+                f"{type(self).__name__}: no dataset; give dataset=…, rows with {' and '.join(self._columns())}"
+            )
         if too_long not in ("error", "drop"):
             raise ConfigError(f"{type(self).__name__}: too_long={too_long!r}; give error or drop")
-        if not hasattr(type(dataset), "num_rows") and not (
-            hasattr(dataset, "__len__") and hasattr(dataset, "__iter__")
-        ):
-            raise DataError(
-                f"{type(self).__name__}: dataset: found {type(dataset).__name__}, expected rows that can be counted; "
-                "give list(dataset), a datasets.Dataset, or a DataProvider"
+        _check_dataset(dataset, type(self).__name__)
+        if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
+            raise ConfigError(
+                f"{type(self).__name__}: max_length={max_length!r}, expected an integer of at least 1, in tokens"
             )
         self._actor = model if isinstance(model, Actor) else Actor(model, tokenizer, lora=lora)
         self._tokenizer = self._actor.tokenizer if tokenizer is None else tokenizer
@@ -199,7 +199,7 @@ class OfflineTrainer:
             prompt=_prompt(row, place),
             answer=chosen,
             responses=(Judged(chosen, True), Judged(rejected, False)),
-            margin=float(row.get("margin", 0.0)),
+            margin=margin_of(row, "margin", place),
             place=place,
         )
 
@@ -215,9 +215,13 @@ class OfflineTrainer:
             example = self._example(row, f"dataset[{index}]")
             try:
                 found += read([example])
-            except DataError:
+            except DataError as error:
                 if not self._drops:
-                    raise
+                    # Which is the less of the two.
+                    raise DataError(
+                        f"{error}: it is max_length={self._max_length}, or what the model has; too_long='drop' leaves "
+                        "such rows out"
+                    ) from None
                 num_dropped += 1
                 continue
             examples.append(example)
@@ -346,6 +350,25 @@ class SFTTrainer(OfflineTrainer):
 
     def _example(self, row: Row, place: str) -> Example:
         return Example(prompt=_prompt(row, place), answer=_text(row, "completion", place), place=place)
+
+
+def _check_dataset(dataset: Any, whose: str) -> None:
+    """Refuse what is no rows that can be counted. Raises DataError: says how to make them."""
+    remedy = None
+    if isinstance(dataset, str | Path):
+        remedy = f"give DataProvider({str(dataset)!r})"
+    elif isinstance(dataset, Mapping) and all(hasattr(part, "column_names") for part in dataset.values()):
+        remedy = f"give one of its splits: {', '.join(f'dataset[{name!r}]' for name in dataset)}"
+    elif isinstance(dataset, Mapping):
+        remedy = "of columns make rows by datasets.Dataset.from_dict(dataset)"
+    elif hasattr(dataset, "to_records"):
+        remedy = "give dataset.to_dict('records')"
+    elif not hasattr(type(dataset), "num_rows") and not (hasattr(dataset, "__len__") and hasattr(dataset, "__iter__")):
+        remedy = "give list(dataset), a datasets.Dataset, or a DataProvider"
+    if remedy is not None:
+        raise DataError(
+            f"{whose}: dataset: found {type(dataset).__name__}, expected rows that can be counted; {remedy}"
+        )
 
 
 def _rows(dataset: Iterable[Any]) -> Iterable[Row]:

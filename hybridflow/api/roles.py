@@ -54,6 +54,10 @@ class Actor(Part):
     def __init__(self, model: Any, tokenizer: Any = None, *, lora: LoRA | None = None, **settings: Any) -> None:
         section, given = split_model(model)
         if lora is not None:
+            if not isinstance(lora, LoRA):
+                raise ConfigError(
+                    f"lora: found {type(lora).__name__}; give LoraConfig(rank=8), which takes PEFT's names too"
+                )
             settings["lora"] = to_dict(lora)
         super().__init__({"model": section, "actor": settings}, {} if given is None else {"actor": given})
         self.tokenizer = tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,8 +18,20 @@ from hybridflow.api.session import Rollout, Session, problems_of
 from hybridflow.api.settings import merge, read_config, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.store import latest_step
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, DataError
 from hybridflow.observe.exporters import Exporter
+
+_ELSEWHERE = {
+    "model": "the policy is actor_model=…",
+    "reward_funcs": "give reward=…, one function (prompt, response, answer) -> score",
+    "reward_model": "give reward=…, a directory or a model",
+    "ref_model": "the reference is the policy as it begins",
+    "train_dataset": "prompts come from data_provider=…",
+    "dataset": "prompts come from data_provider=…",
+    "processing_class": "give tokenizer=…",
+    "args": "settings are the first argument, config: a mapping, or a YAML file of one",
+}
+"""Arguments of other frameworks' trainers, and what says it here."""
 
 
 class OnlineTrainer:
@@ -41,6 +54,7 @@ class OnlineTrainer:
         namespace: Of a project's runs.
         algorithm: Its name, or a ``BaseAlgorithm``.
         resume: Whether to go on from the last checkpoint of ``run_dir``, if there is one.
+        strange: None: refused, with what says it here.
 
     Raises:
         ConfigError: A setting is unknown, or contradicts another.
@@ -61,7 +75,13 @@ class OnlineTrainer:
         namespace: str | None = None,
         algorithm: str | BaseAlgorithm | None = None,
         resume: bool = False,
+        **strange: Any,
     ) -> None:
+        if strange:
+            name = next(iter(strange))
+            raise ConfigError(
+                f"{type(self).__name__}: {name}=…: unknown; {_ELSEWHERE.get(name, 'settings go into config')}"
+            )
         parts: list[Part] = []
         if actor_model is not None:
             parts.append(actor_model if isinstance(actor_model, Actor) else Actor(actor_model))
@@ -125,7 +145,14 @@ class OnlineTrainer:
 
         Returns:
             The step's metrics (docs/metrics.md), the same on all ranks but for its seconds, and ``loss``: the actor's.
+
+        Raises:
+            DataError: It is no rollout.
         """
+        if not isinstance(rollout, Rollout):
+            raise DataError(
+                f"update: found {type(rollout).__name__}; give what rollout(batch) returned, or call step(batch)"
+            )
         metrics = self.session().learn(rollout)
         return {**metrics, "loss": metrics.get("actor/loss", 0.0)}
 
@@ -141,7 +168,12 @@ class OnlineTrainer:
 
         Returns:
             The metrics of each step.
+
+        Raises:
+            ConfigError: It is no number of steps.
         """
+        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
+            raise ConfigError(f"train: steps={steps!r}, expected an integer of at least 0")
         return self.session().run(steps)
 
     def add_metrics_exporter(self, exporter: Exporter | Callable[[int, Mapping[str, float]], None]) -> None:
@@ -150,9 +182,17 @@ class OnlineTrainer:
         Args:
             exporter: A ``MetricsExporter``, another object with ``export(step, metrics)`` and ``close()``, or a
                 function of ``(step, metrics)``.
+
+        Raises:
+            ConfigError: It is nothing of these.
         """
         from hybridflow.observe.exporters import Callback
 
+        if not hasattr(exporter, "export") and not callable(exporter):
+            raise ConfigError(
+                f"add_metrics_exporter: found {type(exporter).__name__}; give MetricsExporter(pushgateway_url=…, "
+                "job_name=…), or a function of (step, metrics)"
+            )
         if not hasattr(exporter, "export"):
             exporter = Callback(exporter)
         name = type(exporter).__name__
@@ -170,9 +210,12 @@ class OnlineTrainer:
             save_optimizer: Whether to save all that training goes on from.
 
         Raises:
+            ConfigError: ``path`` is none, or there is nothing to save.
             CheckpointError: ``path`` is there.
             WriteError: The file system refuses.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigError(f"save_checkpoint: found {type(path).__name__}, expected the path of a new directory")
         if self._closed is not None and self._closed[1] == 0:
             raise ConfigError("save_checkpoint: the trainer is closed, and has learned nothing that could be saved")
         run_dir = self.session().save() if self._closed is None else self._closed[0]

@@ -119,6 +119,14 @@ def check_imitable(example: Example, data: Data) -> None:
         )
 
 
+def margin_of(row: Row, name: str, place: str) -> float:
+    """By how much a row's better response is better; 0 where it does not say. Raises DataError: it is no number."""
+    found = row.get(name, 0.0)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        raise DataError(f"{place}: field {name!r}: expected a finite number, found {found!r:.60}; mend or remove it")
+    return float(found)
+
+
 def _preference(row: Row, place: str, data: Data, *, is_paired: bool) -> Example:
     prompt, solution = prompt_of(row, place, data), solution_of(row, place, data)
     if not is_paired and data.completion_field in row:
@@ -153,7 +161,7 @@ def _preference(row: Row, place: str, data: Data, *, is_paired: bool) -> Example
         answer=chosen,
         solution=solution,
         responses=(Judged(chosen, True), Judged(rejected, False)),
-        margin=_margin(row, data.margin_field, place),
+        margin=margin_of(row, data.margin_field, place),
         place=place,
         row=row,
     )
@@ -164,10 +172,3 @@ def _wanted(row: Row, name: str, place: str) -> bool:
     if not isinstance(found, bool):
         raise DataError(f"{place}: field {name!r}: expected true or false, found {found!r:.60}; set it to one of them")
     return found
-
-
-def _margin(row: Row, name: str, place: str) -> float:
-    found = row.get(name, 0.0)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
-        raise DataError(f"{place}: field {name!r}: expected a finite number, found {found!r:.60}; mend or remove it")
-    return float(found)

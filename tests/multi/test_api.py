@@ -462,6 +462,40 @@ def test_short_settings() -> None:
     assert recipe.kl.coef == 0.1 and recipe.actor.optimizer.lr == recipe.critic.optimizer.lr == 1e-6
 
 
+def test_strange_arguments() -> None:
+    for name, words in (("model", "the policy is actor_model=…"), ("resum", "settings go into config")):
+        with pytest.raises(ConfigError, match=f"GRPOTrainer: {name}=…: unknown; {words}"):
+            GRPOTrainer({"model": MODEL}, **{name: "models/actor"})
+
+
+def wrong_arguments(folder: Path):
+    trainer = GRPOTrainer({"model": MODEL, "batch_size": 8})
+    found = []
+    for call in (
+        lambda: trainer.update(["1+1="]),
+        lambda: trainer.train("3"),
+        lambda: trainer.train(-1),
+        lambda: trainer.train(2.5),
+        lambda: trainer.add_metrics_exporter("http://localhost"),
+        lambda: trainer.save_checkpoint(None),
+    ):
+        try:
+            found.append(call())
+        except (ConfigError, DataError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_wrong_arguments(folder: Path) -> None:
+    (found,) = run("wrong_arguments", 1, folder)
+    assert [each.split(";")[0] for each in found] == [
+        "update: found list",
+        *(f"train: steps={steps!r}, expected an integer of at least 0" for steps in ("3", -1, 2.5)),
+        "add_metrics_exporter: found str",
+        "save_checkpoint: found NoneType, expected the path of a new directory",
+    ]
+
+
 def test_flows_refused(folder: Path) -> None:
     flow = actor(folder).sample() >> Reward("length").score()
     with pytest.raises(GraphError, match="cannot be joined"):

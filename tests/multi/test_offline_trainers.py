@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,6 +263,24 @@ ARGUMENTS: list[tuple[type[Exception], dict[str, Any], dict[str, Any], str]] = [
     (ConfigError, {}, {"num_train_epochs": "two"}, "num_train_epochs='two', expected a number"),
     (DataError, {"dataset": iter(PAIRS)}, {}, "found list_iterator, expected rows that can be counted"),
     (DataError, {"dataset": 3}, {}, "found int, expected rows"),
+    (DataError, {"dataset": "rows.jsonl"}, {}, "found str, expected rows that can be counted; give DataProvider('rows"),
+    (DataError, {"dataset": {"prompt": ["1"]}}, {}, "found dict, expected rows that can be counted; of columns make"),
+    (
+        DataError,
+        {"dataset": {"train": SimpleNamespace(column_names=["prompt"])}},
+        {},
+        "give one of its splits: dataset['tr",
+    ),
+    (DataError, {"dataset": [{**PAIRS[0], "margin": math.nan}]}, {}, "dataset[0]: field 'margin': expected a finite"),
+    (DataError, {"dataset": [{**PAIRS[0], "margin": None}]}, {}, "expected a finite number, found None"),
+    (
+        DataError,
+        {"max_length": 2},
+        {},
+        "exceeds model.max_context=2; shorten it or raise max_context: it is max_length=2",
+    ),
+    (ConfigError, {"max_length": "1024"}, {}, "DPOTrainer: max_length='1024', expected an integer of at least 1"),
+    (ConfigError, {"lora": {"r": 8}}, {}, "lora: found dict; give LoraConfig(rank=8)"),
 ]
 
 

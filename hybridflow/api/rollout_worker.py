@@ -24,7 +24,7 @@ from hybridflow.parallel import mesh as geometry
 from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
-from hybridflow.rollout.request import Request, Response, SamplingParams, expand
+from hybridflow.rollout.request import Request, Response, SamplingParams, expand, length_refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,14 +199,8 @@ class RolloutWorker:
     def _check(self, requests: list[Request], first_draw: int) -> None:
         """Refuse, alike on all ranks, what an engine would refuse on those that are to meet it."""
         for request in requests:
-            num_prompt, params = len(request.prompt), request.params
-            reason = None
-            if num_prompt + params.max_new_tokens > self._worker.max_context:
-                reason = (
-                    f"has {num_prompt} tokens; with max_new_tokens={params.max_new_tokens} that exceeds the context of "
-                    f"{self._worker.max_context}; shorten it, or ask for fewer tokens"
-                )
-            elif params.has_texts and self.tokenizer is None:
+            reason = length_refusal(request, self._worker.max_context, "the model's context")
+            if reason is None and request.params.has_texts and self.tokenizer is None:
                 reason = "stop texts need a tokenizer; give tokenizer=…, or stop_ids"
             if reason is not None:
                 raise DataError(f"RolloutWorker.generate: prompt {request.draw - first_draw}: {reason}")

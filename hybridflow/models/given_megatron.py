@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 from torch.nn.functional import silu
 
+from hybridflow.checkpoint.formats.megatron_args import MEGATRON_SETTINGS
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
 from hybridflow.errors import ConfigError
@@ -26,30 +27,12 @@ from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.reshard.spec import TensorSpec, cut, stage_of
 
 _COMPUTED: dict[str, tuple[object, ...]] = {
+    **MEGATRON_SETTINGS,
     "normalization": ("RMSNorm",),
     "gated_linear_unit": (True,),
     "activation_func": (silu,),
     "add_bias_linear": (False,),
-    "multi_latent_attention": (False,),
-    "rotary_interleaved": (False,),
-    "no_rope_freq": (None,),
-    "attention_output_gate": (False,),
-    "qk_l2_norm": (False,),
-    "softmax_type": ("vanilla",),
-    "window_attn_skip_freq": (None,),
-    "experimental_attention_variant": (None,),
-    "mtp_num_layers": (None, 0),
-    "moe_shared_expert_intermediate_size": (None, 0),
-    "moe_layer_freq": (1,),
-    "moe_router_score_function": ("softmax",),
-    "moe_router_enable_expert_bias": (False,),
-    "moe_router_topk_scaling_factor": (None, 1.0),
-    "moe_router_num_groups": (None,),
-    "moe_router_group_topk": (None,),
     "moe_apply_probs_on_input": (False,),
-    "glu_linear_offset": (0, 0.0),
-    "activation_func_clamp_value": (None,),
-    "apply_residual_connection_post_layernorm": (False,),
 }
 """Settings of a ``TransformerConfig`` and the values that are computed here; a version may lack some of them."""
 

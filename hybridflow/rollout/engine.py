@@ -22,7 +22,7 @@ from hybridflow.rollout.budget import cache_bytes
 from hybridflow.rollout.cpu_transformer import CpuTransformer, runs_on_cpu
 from hybridflow.rollout.paged import PagedAttention, PagedCache, block_bytes
 from hybridflow.rollout.records import Records
-from hybridflow.rollout.request import FinishReason, Progress, Request, Response, RolloutStopped
+from hybridflow.rollout.request import FinishReason, Progress, Request, Response, RolloutStopped, length_refusal
 from hybridflow.rollout.sampling import FAILURES, Sampled, Sampler, sequence_key
 from hybridflow.rollout.scheduler import Job, Scheduler, Step
 from hybridflow.rollout.texts import Texts, Watch
@@ -187,17 +187,9 @@ class MegatronEngine:
 
     def refusal(self, request: Request) -> str | None:
         """Why a request cannot be met; None: it can."""
-        num_prompt, most = len(request.prompt), request.params.max_new_tokens
-        context = self.model.max_sequence_length
-        if num_prompt == 0:
-            return "it has no tokens; give at least one, such as the tokenizer's beginning of a sequence"
-        if reason := self._stranger(request):
+        if reason := length_refusal(request, self.model.max_sequence_length) or self._stranger(request):
             return reason
-        if num_prompt + most > context:
-            return (
-                f"it has {num_prompt} tokens; with max_new_tokens={most} that exceeds model.max_context={context}; "
-                "shorten the prompt, ask for fewer tokens, or raise the context"
-            )
+        num_prompt, most = len(request.prompt), request.params.max_new_tokens
         if blocks_for(num_prompt + most) > self._most_blocks:
             block, asked = block_bytes(self.model), self._cache_memory
             return (

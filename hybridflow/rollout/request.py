@@ -178,6 +178,25 @@ def expand(request: Request, n: int) -> list[Request]:
     return [replace(request, index=request.index + index) for index in range(n)]
 
 
+def length_refusal(request: Request, max_context: int | None, of: str = "model.max_context") -> str | None:
+    """Why a request cannot be met for the length of its prompt; None: it can.
+
+    Args:
+        request: What is wanted.
+        max_context: Longest sequence in tokens; None: it is not known.
+        of: What messages call that.
+    """
+    num_prompt, most = len(request.prompt), request.params.max_new_tokens
+    if num_prompt == 0:
+        return "the prompt has no tokens; give at least one, such as the tokenizer's beginning of a sequence"
+    if max_context is not None and num_prompt + most > max_context:
+        return (
+            f"the prompt has {num_prompt} tokens; with max_new_tokens={most} that exceeds {of}={max_context}; shorten "
+            "it, ask for fewer tokens, or raise the context"
+        )
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Response:
     """What was sampled, in host memory.

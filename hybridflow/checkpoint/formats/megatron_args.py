@@ -37,9 +37,7 @@ _REQUIRED: dict[str, tuple[object, ...]] = {
     "position_embedding_type": ("rope",),
     "add_bias_linear": (False,),
 }
-# Further arguments and the values computed here; an older version may lack any of them.
-_COMPUTED: dict[str, tuple[object, ...]] = {
-    "rotary_percent": (1, 1.0),
+MEGATRON_SETTINGS: dict[str, tuple[object, ...]] = {
     "rotary_interleaved": (False,),
     "no_rope_freq": (None,),
     "multi_latent_attention": (False,),
@@ -47,15 +45,8 @@ _COMPUTED: dict[str, tuple[object, ...]] = {
     "qk_l2_norm": (False,),
     "softmax_type": ("vanilla",),
     "window_attn_skip_freq": (None,),
-    "heterogeneous_layers_config_path": (None,),
-    "heterogeneous_layers_config_encoded_json": (None,),
     "experimental_attention_variant": (None,),
-    "linear_attention_type": (None,),
-    "linear_attention_freq": (None,),
-    "is_hybrid_model": (False,),
-    "hybrid_override_pattern": (None,),
     "mtp_num_layers": (None, 0),
-    "num_shared_experts": (None, 0),
     "moe_shared_expert_intermediate_size": (None, 0),
     "moe_layer_freq": (1,),
     "moe_router_score_function": ("softmax",),
@@ -63,11 +54,25 @@ _COMPUTED: dict[str, tuple[object, ...]] = {
     "moe_router_topk_scaling_factor": (None, 1.0),
     "moe_router_num_groups": (None,),
     "moe_router_group_topk": (None,),
-    "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
-    "moe_latent_size": (None,),
     "glu_linear_offset": (0, 0.0),
     "activation_func_clamp_value": (None,),
     "apply_residual_connection_post_layernorm": (False,),
+}
+"""What Megatron-LM's arguments and megatron-core's ``TransformerConfig`` call alike: the values computed here."""
+
+# Further arguments and the values computed here; an older version may lack any of them.
+_COMPUTED: dict[str, tuple[object, ...]] = {
+    **MEGATRON_SETTINGS,
+    "rotary_percent": (1, 1.0),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "linear_attention_type": (None,),
+    "linear_attention_freq": (None,),
+    "is_hybrid_model": (False,),
+    "hybrid_override_pattern": (None,),
+    "num_shared_experts": (None, 0),
+    "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+    "moe_latent_size": (None,),
     "retro_add_retriever": (False,),
 }
 # The scaling of Llama 3.1 as megatron-core has it; only the factor is an argument.

@@ -20,7 +20,7 @@ from hybridflow.rollout.engines.answers import (
     unfinished,
 )
 from hybridflow.rollout.engines.wire import BadAnswer, Flight, Lines, Refused, Unavailable, backoff_s
-from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped
+from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, length_refusal
 
 LOOK_S = 0.1
 """So often generating looks up: what is finished is handed over, what is late is ended, and it may be told to stop."""
@@ -108,9 +108,7 @@ class HttpEngine:
 
     def refusal(self, request: Request) -> str | None:
         """Why a request cannot be met; None: it can."""
-        if len(request.prompt) == 0:
-            return "the prompt has no tokens; give at least one, such as the tokenizer's beginning of a sequence"
-        return going_on_refusal(request) or self._api.refusal(request)
+        return length_refusal(request, None) or going_on_refusal(request) or self._api.refusal(request)
 
     def weights_changed(self) -> None:
         """The trainer's; a server's do not follow."""

@@ -19,7 +19,7 @@ from hybridflow.errors import DataError, EngineError
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.own import ask_logits, said
 from hybridflow.rollout.engines.answers import unfinished
-from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, SamplingParams
+from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, SamplingParams, length_refusal
 from hybridflow.rollout.sampling import FAILURES, Sampler, sequence_key
 
 LOOK_STEPS = 16
@@ -71,14 +71,9 @@ class OwnEngine:
 
     def refusal(self, request: Request) -> str | None:
         """Why a request cannot be met; None: it can."""
-        params, num_prompt = request.params, len(request.prompt)
-        if num_prompt == 0:
-            return "the prompt has no tokens; give at least one, such as the tokenizer's beginning of a sequence"
-        if num_prompt + params.max_new_tokens > self._max_context:
-            return (
-                f"the prompt has {num_prompt} tokens; with max_new_tokens={params.max_new_tokens} that exceeds "
-                f"max_context={self._max_context} of {type(self._module).__name__}; shorten it, or ask for fewer tokens"
-            )
+        params = request.params
+        if reason := length_refusal(request, self._max_context, f"max_context of {type(self._module).__name__}"):
+            return reason
         if params.has_texts or params.with_prompt_log_probs:
             return "stop, bad, with_prompt_log_probs: an actor of your own works on tokens, and tells of new ones alone"
         plain = SamplingParams(max_new_tokens=1)

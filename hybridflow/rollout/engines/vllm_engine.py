@@ -30,7 +30,7 @@ from hybridflow.rollout.engines.answers import (
     unfinished,
 )
 from hybridflow.rollout.engines.wire import BadAnswer
-from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped
+from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, length_refusal
 
 LOOK_STEPS = 16
 """Every so many steps generating looks up: what is finished is handed over, and it may be told to stop."""
@@ -141,14 +141,9 @@ class VllmEngine:
 
     def refusal(self, request: Request) -> str | None:
         """Why a request cannot be met; None: it can."""
-        params, num_prompt = request.params, len(request.prompt)
-        if num_prompt == 0:
-            return "the prompt has no tokens; give at least one, such as the tokenizer's beginning of a sequence"
-        if num_prompt + params.max_new_tokens > self._max_context:
-            return (
-                f"the prompt has {num_prompt} tokens; with max_new_tokens={params.max_new_tokens} that exceeds "
-                f"model.max_context={self._max_context}; shorten the prompt, or ask for fewer tokens"
-            )
+        params = request.params
+        if reason := length_refusal(request, self._max_context):
+            return reason
         if params.stop or params.bad or params.bad_ids:
             return "stop, bad, bad_ids: vLLM in this process works on tokens, and does not keep sequences of them out"
         return going_on_refusal(request) or bias_refusal(params)

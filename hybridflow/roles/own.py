@@ -37,6 +37,30 @@ def place_model(
     return kind(job, mesh, spec, has_value_head=has_value_head, is_filled_later=is_filled_later)
 
 
+def place_frozen(job: Job, role: str, spec: ModelSpec, *, has_value_head: bool = False) -> PlacedModel | None:
+    """This rank's part of a role's model that never changes, so no checkpoint has it; None: it has no part.
+
+    It is loaded, and kept in host memory where the recipe says so.
+
+    Args:
+        job: The job.
+        role: Which section of the recipe it is, and which mesh.
+        spec: From ``placed.role_spec``.
+        has_value_head: Values instead of logits.
+
+    Raises:
+        ConfigError: What was given is not what the recipe asks for.
+    """
+    mesh = job.meshes[role]
+    if job.world.rank not in mesh:
+        return None
+    model = place_model(job, mesh, spec, has_value_head=has_value_head)
+    model.load()
+    if getattr(job.recipe, role).offload:
+        model.keep_in_host_memory()
+    return model
+
+
 class OwnModel(PlacedModel):
     """A user's module as a role's model. All replicas begin as that of the mesh's first rank.
 

@@ -16,7 +16,8 @@ from hybridflow.models.microbatch import MicroBatch
 from hybridflow.roles.job import Job
 from hybridflow.roles.judging import measure
 from hybridflow.roles.objects import weights_of
-from hybridflow.roles.placed import PlacedModel, role_spec
+from hybridflow.roles.own import place_frozen
+from hybridflow.roles.placed import role_spec
 from hybridflow.roles.reward import SCORES
 
 
@@ -37,15 +38,8 @@ class RewardModel:
         self.spec = role_spec(job, role, has_value_head=True)
         self._job = job
         self._role = role
-        mesh = job.meshes[role]
-        self.model = PlacedModel(job, mesh, self.spec, has_value_head=True) if job.world.rank in mesh else None
-        self._pad_id: int | None = None
-        if self.model is not None:
-            # It never changes, so no checkpoint has it.
-            self.model.load()
-            self._pad_id = padding_of(job, role)
-            if getattr(job.recipe, role).offload:
-                self.model.keep_in_host_memory()
+        self.model = place_frozen(job, role, self.spec, has_value_head=True)
+        self._pad_id = None if self.model is None else padding_of(job, role)
 
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``scores``, or ``costs``, of responses to training problems."""

@@ -10,7 +10,7 @@ import torch
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.errors import ConfigError
 from hybridflow.roles.job import Job
-from hybridflow.roles.own import place_model
+from hybridflow.roles.own import place_frozen
 from hybridflow.roles.placed import role_spec
 
 
@@ -36,13 +36,7 @@ class Teacher:
         self.metrics: dict[str, float] = {}
         self.spec = role_spec(job, "teacher")
         self._top_k = settings.top_k
-        mesh = job.meshes["teacher"]
-        self.model = place_model(job, mesh, self.spec) if job.world.rank in mesh else None
-        if self.model is not None:
-            # It never changes, so no checkpoint has it.
-            self.model.load()
-            if settings.offload:
-                self.model.keep_in_host_memory()
+        self.model = place_frozen(job, "teacher", self.spec)
 
     def top(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``teacher_log_probs``, and ``teacher_ids`` unless the whole vocabulary is asked for."""

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,7 @@ class Session:
         self._world = find_world()
         self._objects = {} if objects is None else dict(objects)
         self._make_problems = make_problems
+        self._scores = flow is None or any(each.role == "reward" for each in flow.nodes())
         if "run_dir" not in values:
             values["run_dir"] = _new_run_dir(self._world, values.get("namespace"))
         if tokenizer is not None:
@@ -157,6 +158,7 @@ class Session:
                     "give so many, or set rollout_batch_size"
                 )
             check_same(given, self._everyone)
+            self._check_answers([each.example for each in given])
             problems.add(given, self._next_draw)
         elif isinstance(problems, Feed):
             raise DataError("rollout: no prompts; give a batch, or make the trainer with a data_provider")
@@ -232,6 +234,23 @@ class Session:
             # The program can be begun again and goes on, with resume=True: the status says so to who started it.
             raise SystemExit(REQUEUE)
 
+    def _check_answers(self, examples: Sequence[Example]) -> None:
+        """Refuse prompts none of which says what is right, where all that is asked of a response is to be that.
+
+        Raises:
+            DataError: All scores would be equal, and nothing learned.
+        """
+        recipe, reward = self.recipe, self.recipe.reward
+        is_other = not self._scores or recipe.preset.is_offline or recipe.rollout.environment is not None
+        is_named = any(each is not None for each in (reward.function, reward.model, reward.service, reward.judge))
+        if is_other or is_named or "reward" in self._objects or recipe.teacher is not None:
+            return
+        if not any(example.answer for example in examples):
+            raise DataError(
+                "prompts: none has an answer, with which a response is compared where no reward is given; give "
+                "reward=…, such as a function (prompt, response, answer) -> score, or rows {'prompt': …, 'answer': …}"
+            )
+
     def _open(self, recipe: Recipe, world: World, plan: JobPlan) -> Job:
         path = tokenizer_path(recipe)
         if path is None:
@@ -247,6 +266,8 @@ class Session:
             )
         everyone = world.coordinator(plan.meshes["job"].ranks)
         problems = Feed(tokenizer, room) if make is None else make(tokenizer, recipe, everyone)
+        if isinstance(problems, ReadProblems):
+            self._check_answers(problems.source.examples)
         job = Job(
             world=world,
             recipe=recipe,

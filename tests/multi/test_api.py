@@ -478,12 +478,18 @@ def wrong_arguments(folder: Path):
         lambda: trainer.train(2.5),
         lambda: trainer.add_metrics_exporter("http://localhost"),
         lambda: trainer.save_checkpoint(None),
+        lambda: without_answers(folder),
     ):
         try:
             found.append(call())
         except (ConfigError, DataError) as error:
             found.append(str(error))
     return found
+
+
+def without_answers(folder: Path):
+    actor = Actor(MODEL, folder / "tokenizer.model")
+    return GRPOTrainer(settings(folder, batch_size=8, group_size=2), actor_model=actor).rollout(["1+1="] * 4)
 
 
 def test_wrong_arguments(folder: Path) -> None:
@@ -493,6 +499,7 @@ def test_wrong_arguments(folder: Path) -> None:
         *(f"train: steps={steps!r}, expected an integer of at least 0" for steps in ("3", -1, 2.5)),
         "add_metrics_exporter: found str",
         "save_checkpoint: found NoneType, expected the path of a new directory",
+        "prompts: none has an answer, with which a response is compared where no reward is given",
     ]
 
 

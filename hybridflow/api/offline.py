@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridflow.api.checkpoints import check_free, export_actor
-from hybridflow.api.parts import Part
+from hybridflow.api.parts import Part, settings_of_mesh
 from hybridflow.api.roles import Actor
 from hybridflow.api.session import Session
 from hybridflow.api.settings import merge, recipe_values
@@ -86,7 +86,7 @@ class OfflineTrainer:
         if ref_model is not None:
             self._objects["reference"] = _in_memory(ref_model)
         self._dataset, self._max_length, self._drops = dataset, max_length, too_long == "drop"
-        self._settings = merge([settings, {} if device_mesh is None else device_mesh.settings])
+        self._settings = merge([settings, settings_of_mesh(device_mesh)])
         self._run_dir: str | None = None
 
     def train(

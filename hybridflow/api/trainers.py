@@ -12,7 +12,7 @@ from hybridflow.api.checkpoints import export_actor, keep_checkpoint
 from hybridflow.api.device_mesh import DeviceMesh
 from hybridflow.api.feed import given_prompts
 from hybridflow.api.flow import RoleFlow
-from hybridflow.api.parts import Part, objects_of, tokenizer_of
+from hybridflow.api.parts import Part, objects_of, settings_of_mesh, tokenizer_of
 from hybridflow.api.roles import Actor, Critic, Reward
 from hybridflow.api.session import Rollout, Session, problems_of
 from hybridflow.api.settings import merge, read_config, recipe_values
@@ -89,8 +89,6 @@ class OnlineTrainer:
             parts.append(critic_model if isinstance(critic_model, Critic) else Critic(critic_model))
         if reward is not None:
             parts.append(as_reward(reward))
-        if device_mesh is not None:
-            parts.append(device_mesh)
         self._flow: RoleFlow | None = None
         if isinstance(algorithm, BaseAlgorithm):
             self._flow = Actor({}).sample() >> Reward("exact_match").score() >> algorithm.update()
@@ -103,7 +101,7 @@ class OnlineTrainer:
         given = read_config(config)
         if namespace is not None:
             given["namespace"] = namespace
-        merged = merge([*(part.settings for part in parts), given])
+        merged = merge([*(part.settings for part in parts), settings_of_mesh(device_mesh), given])
         self._values = recipe_values(merged, algorithm=self.algorithm, num_ranks=find_world().size)
         self._objects = objects_of(parts)
         self._tokenizer = tokenizer_of(parts) if tokenizer is None else tokenizer
@@ -237,13 +235,19 @@ class OnlineTrainer:
             self.close()
 
     def session(self, batch: Any = None) -> Session:
-        """The job; made at the first call, for batches like ``batch``. Raises ConfigError: it is closed."""
+        """The job; made at the first call, for batches like ``batch``.
+
+        Raises:
+            ConfigError: It is closed, or has no model.
+        """
         if self._closed is not None:
             raise ConfigError(
                 f"the trainer is closed, after {self._closed[1]} step(s); make a new one, with resume=True and run_dir="
                 f"{str(self._closed[0])!r} to go on"
             )
         if self._session is None:
+            if "model" not in self._values and "actor" not in self._objects:
+                raise ConfigError(f"{type(self).__name__}: no model; give actor_model=…, a directory or a model")
             num_prompts = None if batch is None else len(given_prompts(batch))
             self._session = Session(
                 self._values,

@@ -110,6 +110,11 @@ class Batch:
                 "each sample needs its own"
             )
         for name, column in self.columns.items():
+            if not isinstance(column, Ragged | Tensor):
+                raise DataError(
+                    f"column {name!r} is {type(column).__name__}; give a tensor with a row for each of the "
+                    f"{len(self.ids)} samples, or Ragged rows"
+                )
             rows = len(column) if isinstance(column, Ragged) else column.shape[0] if column.dim() else None
             if rows != len(self.ids):
                 raise DataError(

@@ -479,6 +479,8 @@ def wrong_arguments(folder: Path):
         lambda: trainer.add_metrics_exporter("http://localhost"),
         lambda: trainer.save_checkpoint(None),
         lambda: without_answers(folder),
+        lambda: GRPOTrainer({"batch_size": 8}).step(["1+1="]),
+        lambda: GRPOTrainer({"model": MODEL}, device_mesh="cuda"),
     ):
         try:
             found.append(call())
@@ -500,6 +502,8 @@ def test_wrong_arguments(folder: Path) -> None:
         "add_metrics_exporter: found str",
         "save_checkpoint: found NoneType, expected the path of a new directory",
         "prompts: none has an answer, with which a response is compared where no reward is given",
+        "GRPOTrainer: no model",
+        "device_mesh: found str",
     ]
 
 

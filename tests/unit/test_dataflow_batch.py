@@ -77,6 +77,7 @@ def test_columns_are_added_replaced_and_chosen_by_name() -> None:
         (lambda: Ragged(torch.zeros(1), torch.tensor([2, -1])), "non-negative"),
         (lambda: Ragged(torch.zeros(1), torch.tensor([1.0])), "give int64"),
         (lambda: Batch(torch.tensor([0, 1]), {"scores": torch.zeros(3)}), "'scores' has 3 rows for 2 samples"),
+        (lambda: Batch(torch.tensor([0, 1]), {"scores": [1.0, 2.0]}), "'scores' is list; give a tensor with a row"),
         (lambda: Batch(torch.tensor([0]), {"kl": torch.tensor(1.0)}), "'kl' has None rows"),
         (lambda: Batch(torch.tensor([4, 4]), {}), "only 1 distinct ids"),
         (lambda: Batch(torch.tensor([0.5]), {}), "give int64"),

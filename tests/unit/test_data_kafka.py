@@ -159,6 +159,7 @@ def _kill_at(patch, kill):
         patch.setattr(Path, "open", lambda self, mode="r", **more: die() if mode == "ab" else inner(self, mode, **more))
 
 
+@pytest.mark.slow
 def test_a_partition_that_comes_later_is_read_from_its_beginning(broker, tmp_path, monkeypatch):
     monkeypatch.setattr(kafka_module, "_LOOK_S", 0.2)
     kafka = at(broker, next(topics))
@@ -172,6 +173,7 @@ def test_a_partition_that_comes_later_is_read_from_its_beginning(broker, tmp_pat
         assert set(prompts(kafka, tmp_path, 4)) == {"0", "1", "2", "3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("renew_s", [30.0, 0.5])
 def test_a_broker_that_goes_away_is_waited_for(broker, tmp_path, monkeypatch, renew_s):
     """By the client that it had, or by another one."""

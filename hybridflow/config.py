@@ -137,8 +137,8 @@ class Kafka:
     Attributes:
         servers: Brokers to ask first, ``host:port`` each.
         topic: The topic; a new run begins with the oldest message that the brokers still have.
-        options: Settings of the client, librdkafka, by its own names, such as ``security.protocol``. None that is
-            secret, since a recipe is kept with the run.
+        options: Settings of the client, librdkafka, by its own names, such as ``security.protocol``. Secrets
+            are refused here, since a recipe is kept with the run.
         options_env: Settings of the client that are secret, such as ``sasl.password``: for each the name of the
             environment variable that holds it.
         on_lost: What becomes of a run when the brokers have dropped messages before it took them: it stops and says how

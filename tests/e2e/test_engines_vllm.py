@@ -141,17 +141,23 @@ def test_a_real_server(served, monkeypatch):
     engine.close()
 
 
-def test_pushed_weights():
+def told_by(script: str, *arguments: Path, packages: Path, folder: Path) -> dict:
+    """What a program of vLLM's environment prints at its end; it finds packages there, and works in the folder."""
     done = subprocess.run(
-        [PYTHON, ROOT / "tests/e2e/vllm_push.py"],
-        env=environ(ROOT),
+        [PYTHON, ROOT / "tests/e2e" / script, *arguments],
+        env=environ(packages),
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_pushed_weights(tmp_path):
+    found = told_by("vllm_push.py", packages=ROOT, folder=tmp_path)
     for name in ("first", "second", "again"):
         assert found[name]["log_probs"] < TOLERANCE and found[name]["prompt"] < TOLERANCE
         # No greedy token is further from the likeliest than two sums in another order can be.
@@ -232,16 +238,7 @@ def test_the_actor_and_vllm_in_one_process(trained, tmp_path):
 
 
 def test_a_worker_on_vllm_generates_what_one_on_our_engine_does_and_follows_new_weights(tmp_path):
-    done = subprocess.run(
-        [PYTHON, ROOT / "tests/e2e/vllm_worker.py"],
-        env=environ(both_environments(tmp_path)),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = told_by("vllm_worker.py", packages=both_environments(tmp_path), folder=tmp_path)
     for (ours, our_log_probs), (theirs, their_log_probs) in zip(found["megatron"], found["vllm"], strict=True):
         assert ours == theirs
         pairs = zip(sum(our_log_probs, []), sum(their_log_probs, []), strict=True)
@@ -253,17 +250,7 @@ def test_a_policy_of_a_program_is_sampled_from_by_vllm(tmp_path):
     """What vLLM samples has the log-probabilities of the policy, while that leaves the reference behind."""
     write_model(tmp_path / "model", seed=4, hidden_size=128, intermediate_size=96, head_dim=32)
     write_tokenizer(tmp_path / "model")
-    done = subprocess.run(
-        [PYTHON, ROOT / "tests/e2e/vllm_actor.py", tmp_path / "model"],
-        env=environ(both_environments(tmp_path)),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = told_by("vllm_actor.py", tmp_path / "model", packages=both_environments(tmp_path), folder=tmp_path)
     for name in ("trainer", "in_memory", "adapters"):
         steps = found[name]
         assert len(steps) == 3

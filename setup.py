@@ -8,7 +8,7 @@ from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "hybridflow/__init__.py").read_text(encoding="utf-8"))[1]
-KERNELS = "hybridflow/rollout/kernels.c"
+KERNELS = "hybridflow/rollout/cpu/kernels.c"
 
 setup(
     name="hybridflow",
@@ -18,18 +18,22 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
-    packages=[*find_packages(include=["hybridflow", "hybridflow.*"]), "hybridflow.launch", "hybridflow.slurm"],
-    # A top-level module named launch would collide with others, so both folders are installed inside the package.
-    package_dir={"hybridflow.launch": "launch", "hybridflow.slurm": "slurm"},
+    packages=[
+        *find_packages(include=["hybridflow", "hybridflow.*"]),
+        # Data only. Installed inside the package, where hybridflow/shipped.py finds them.
+        "hybridflow.launch.recipes",
+        "hybridflow.slurm",
+    ],
+    package_dir={"hybridflow.launch.recipes": "launch/recipes", "hybridflow.slurm": "slurm"},
     package_data={
-        "hybridflow.launch": ["recipes/*.yaml"],
-        "hybridflow.rollout": ["kernels.c"],
+        "hybridflow.launch.recipes": ["*.yaml"],
+        "hybridflow.rollout.cpu": ["kernels.c"],
         "hybridflow.slurm": ["*.sbatch", "*.sh"],
     },
     # Without a compiler the package is installed all the same, and decodes more slowly on a CPU.
     ext_modules=[
         Extension(
-            "hybridflow.rollout._kernels",
+            "hybridflow.rollout.cpu._kernels",
             [KERNELS],
             # Who loads it compares this with the source that lies beside it.
             define_macros=[("HF_SOURCE", f"{zlib.crc32((ROOT / KERNELS).read_bytes())}u")],

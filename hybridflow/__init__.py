@@ -26,7 +26,7 @@ _API = {
     "api.world": ("find_world", "use_world"),
     "data.provider": ("DataProvider",),
     "dataflow.batch": ("Batch", "Ragged"),
-    "models.own": ("ActorModel", "CriticModel"),
+    "models.user_model": ("ActorModel", "CriticModel"),
     "observe.exporters": ("MetricsExporter",),
     "rollout.buffer": ("AsyncRolloutBuffer",),
 }

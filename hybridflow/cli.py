@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from hybridflow import __version__
 from hybridflow.checkpoint.convert.command import add_convert
 from hybridflow.checkpoint.look import add_commands
-from hybridflow.config import Recipe, find_recipe, load_recipe, recipe_for_ranks
+from hybridflow.config.recipe import Recipe
 from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import DONE, REQUEUE, exit_status
@@ -25,11 +25,12 @@ from hybridflow.observe.status_command import add_status
 from hybridflow.parallel.rank import run_rank
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import find_start, is_launched, rank_hint
+from hybridflow.recipe.load import find_recipe, load_recipe, recipe_for_ranks
 from hybridflow.rollout.rollouts_command import add_rollouts
 from hybridflow.serving.command import add_serving
 
 if TYPE_CHECKING:
-    from hybridflow.parallel.mesh import DeviceMesh
+    from hybridflow.layout.mesh import DeviceMesh
     from hybridflow.parallel.start import Start
     from hybridflow.parallel.world import World
     from hybridflow.reshard.report import Bandwidth
@@ -249,8 +250,8 @@ def _plan_reshard(arguments: argparse.Namespace) -> int:
 
 
 def _reshard_meshes(arguments: argparse.Namespace, num_layers: int) -> tuple[DeviceMesh, DeviceMesh]:
-    from hybridflow.parallel.layout import ParallelLayout
-    from hybridflow.parallel.mesh import DeviceMesh
+    from hybridflow.layout.mesh import DeviceMesh
+    from hybridflow.layout.parallel_layout import ParallelLayout
     from hybridflow.reshard.overlap import max_overlap
 
     layouts = ParallelLayout.parse(arguments.source), ParallelLayout.parse(arguments.target)
@@ -300,7 +301,7 @@ def _model_spec(name: str) -> ModelSpec:
 
 
 def _reshard_header(name: str, model: ModelSpec, source: DeviceMesh, target: DeviceMesh) -> str:
-    from hybridflow.parallel.mesh import format_ranks
+    from hybridflow.layout.mesh import format_ranks
     from hybridflow.reshard.plan import participants
     from hybridflow.reshard.report import format_bytes
 

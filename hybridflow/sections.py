@@ -22,6 +22,10 @@ import yaml
 from hybridflow.errors import ConfigError, LayoutError
 
 _Section = TypeVar("_Section")
+
+NOT_A_KEY: Mapping[str, Any] = types.MappingProxyType({"is_key": False})
+"""Metadata of a field that no recipe sets: the program fills it in."""
+
 # What a person calls each type.
 _WORDS: dict[type, str] = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 _PLURALS: dict[type, str] = {int: "integers", float: "numbers", str: "texts"}
@@ -91,14 +95,19 @@ def read_section(
         LayoutError: A section that is a layout has an impossible size.
     """
     if not isinstance(values, Mapping):
-        names = ", ".join(item.name for item in dataclasses.fields(kind))  # type: ignore[arg-type]
+        names = ", ".join(item.name for item in keys_of(kind))
         raise ConfigError(f"{source}: expected a mapping with keys {names}; found {_found(values)}")
     return _Reader(root=kind, source=source, origins={} if origins is None else origins).section(kind, values, "")
 
 
 def to_dict(section: Any) -> dict[str, Any]:
     """The section as nested dicts and lists with every key, ready for YAML or JSON."""
-    return {key: _plain(value) for key, value in dataclasses.asdict(section).items()}
+    return {item.name: _plain(getattr(section, item.name)) for item in keys_of(section)}
+
+
+def keys_of(section: Any) -> tuple[dataclasses.Field[Any], ...]:
+    """The fields of a section, a class or one of its objects, that a recipe may set."""
+    return tuple(item for item in dataclasses.fields(section) if item.metadata.get("is_key", True))
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -150,6 +159,8 @@ def _copy_mappings(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
@@ -170,12 +181,14 @@ class _Reader:
     origins: Mapping[str, str]
 
     def section(self, kind: type[_Section], values: Mapping[Any, Any], prefix: str) -> _Section:
-        hints = typing.get_type_hints(kind, include_extras=True)
+        all_hints = typing.get_type_hints(kind, include_extras=True)
+        keys = keys_of(kind)
+        hints = {item.name: all_hints[item.name] for item in keys}
         for key in values:
             if key not in hints:
                 raise self._unknown(str(key), list(hints), prefix)
         read = {}
-        for item in dataclasses.fields(kind):  # type: ignore[arg-type]  # kind is always a dataclass
+        for item in keys:
             key = f"{prefix}{item.name}"
             if item.name in values:
                 read[item.name] = self.value(hints[item.name], values[item.name], key)
@@ -266,7 +279,7 @@ def describe(hint: Any) -> str:
     if typing.get_origin(hint) is dict:
         return f"a mapping of names to {describe(typing.get_args(hint)[1])}"
     if dataclasses.is_dataclass(hint):
-        return "a section with keys " + ", ".join(item.name for item in dataclasses.fields(hint))
+        return "a section with keys " + ", ".join(item.name for item in keys_of(hint))
     return _WORDS[hint]
 
 
@@ -277,7 +290,8 @@ def _found(value: object) -> str:
 
 def _all_keys(kind: Any, prefix: str = "") -> Iterator[str]:
     """Every dotted key of a section and those inside it."""
-    for name, hint in typing.get_type_hints(kind).items():
+    hints = typing.get_type_hints(kind)
+    for name, hint in ((item.name, hints[item.name]) for item in keys_of(kind)):
         yield f"{prefix}{name}"
         for option in (hint, *typing.get_args(hint)):
             # A key within a list of sections cannot be named.

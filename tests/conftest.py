@@ -5,7 +5,7 @@ import os
 import pytest
 from hypothesis import settings
 
-from tests.kafka_broker import is_there, running_broker
+from tests.support.kafka_broker import is_there, running_broker
 
 # Ranks share few cores; also read by what the tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +22,6 @@ def broker(tmp_path_factory):
     """A Kafka broker, for the tests of one module."""
     pytest.importorskip("confluent_kafka")
     if not is_there():
-        pytest.skip("needs Kafka in .kafka, and java: tests/kafka.sh installs them")
+        pytest.skip("needs Kafka in .kafka, and java: tests/support/kafka.sh installs them")
     with running_broker(tmp_path_factory.mktemp("kafka")) as found:
         yield found

@@ -11,12 +11,12 @@ if [ "${1:-}" = --all ]; then
     shift
 fi
 "$root/launch/venv.sh" dev
-"$root/tests/slurm.sh" || echo "Slurm could not be installed, see above: the tests that need it are skipped" >&2
-"$root/tests/apt.sh" prometheus-pushgateway=prometheus-pushgateway ||
+"$root/tests/support/slurm.sh" || echo "Slurm could not be installed, see above: the tests that need it are skipped" >&2
+"$root/tests/support/apt.sh" prometheus-pushgateway=prometheus-pushgateway ||
     echo "prometheus-pushgateway could not be installed, see above: its test is skipped" >&2
-"$root/tests/kafka.sh" || echo "Kafka could not be installed, see above: the tests that need it are skipped" >&2
+"$root/tests/support/kafka.sh" || echo "Kafka could not be installed, see above: the tests that need it are skipped" >&2
 if [ -z "$marks" ]; then
-    "$root/tests/vllm.sh" || echo "vLLM could not be installed, see above: the tests that need it are skipped" >&2
+    "$root/tests/support/vllm.sh" || echo "vLLM could not be installed, see above: the tests that need it are skipped" >&2
 fi
 cd "$root"
 export PATH="$root/.venv/bin:$PATH"

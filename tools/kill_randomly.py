@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Kill random ranks of one job again and again, and see that it ends as if nothing had happened.
 
-Starts a Slurm cluster of virtual nodes on this machine (tests/slurm_cluster.py), submits a tiny job through
+Starts a Slurm cluster of virtual nodes on this machine (tests/support/slurm_cluster.py), submits a tiny job through
 slurm/train.sbatch, and ends a random rank by SIGKILL, at random moments of the run: within steps, and while the job is
 starting again. The random choices follow from --seed; what they hit does not, since it depends on the clock.
 
@@ -35,7 +35,7 @@ from hybridflow.parallel.process import is_running
 from hybridflow.parallel.process import kill as kill_process
 from tests.e2e.commands import lasting_metrics, run_command
 from tests.slurm.jobs import SCRIPTS, output, rank_processes, steps, write_job
-from tests.slurm_cluster import ENDED, SlurmCluster, missing_programs
+from tests.support.slurm_cluster import ENDED, SlurmCluster, missing_programs
 
 NUM_RANKS = 4
 
@@ -68,7 +68,10 @@ def main() -> int:
     """Run the job, print the table, and say what did not hold."""
     options = _parse()
     if missing := missing_programs():
-        print(f"no Slurm here: {', '.join(missing)} not found; tests/slurm.sh installs it on Debian", file=sys.stderr)
+        print(
+            f"no Slurm here: {', '.join(missing)} not found; tests/support/slurm.sh installs it on Debian",
+            file=sys.stderr,
+        )
         return 2
     with tempfile.TemporaryDirectory() as made:
         folder = Path(options.folder or made).resolve()

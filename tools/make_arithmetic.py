@@ -9,7 +9,7 @@ Examples:
 import argparse
 import sys
 
-from hybridflow.config import Arithmetic
+from hybridflow.config.data import ArithmeticConfig
 from hybridflow.data.arithmetic import ensure_files, make_problems, to_jsonl
 from hybridflow.errors import HybridflowError
 from hybridflow.sections import read_section
@@ -36,7 +36,7 @@ def main() -> int:
     train, held_out, dry_run = options.pop("train"), options.pop("held_out"), options.pop("dry_run")
     has_preferences = options.pop("preferences")
     try:
-        spec = read_section(Arithmetic, options, source="arithmetic")
+        spec = read_section(ArithmeticConfig, options, source="arithmetic")
         if not dry_run:
             ensure_files(spec, train=train, held_out=held_out, has_preferences=has_preferences)
         problems = make_problems(spec, has_preferences=has_preferences)

@@ -32,9 +32,9 @@ from typing import Any
 
 from write_docs import with_part
 
-from hybridflow.config import find_recipe
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.observe.files import replace_file
+from hybridflow.recipe.load import find_recipe
 from hybridflow.sections import parse_yaml
 
 ROOT = Path(__file__).parents[1]

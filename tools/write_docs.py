@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow import cli
-from hybridflow.config import Recipe
+from hybridflow.config.recipe import Recipe
 from hybridflow.errors import DataError, HybridflowError
 from hybridflow.launch.site import Site
 from hybridflow.sections import describe
+from hybridflow.sections import keys_of as keys_of_section
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -105,7 +106,7 @@ def keys_of(whole: type) -> str:
         lines += ["", f"### {heading}", as_markdown((inspect.getdoc(kind) or "").splitlines()[0]), ""]
         lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
         meanings = attributes(kind)
-        for field in dataclasses.fields(kind):
+        for field in keys_of_section(kind):
             if field.name not in meanings:
                 raise DataError(f"{kind.__name__}.{field.name}: the docstring does not say what it means; add it")
             lines.append(row(kind, field, meanings[field.name], keys))

@@ -11,9 +11,9 @@ from hybridflow.api.flow import RoleFlow
 from hybridflow.api.parts import Part
 from hybridflow.api.roles import Critic
 from hybridflow.dataflow.graph import Flow, Node
-from hybridflow.presets import PRESETS
+from hybridflow.flows import nodes
+from hybridflow.flows.presets import PRESETS
 from hybridflow.trainer.plan import STEPS
-from hybridflow.trainer.recipes import nodes
 
 
 class BaseAlgorithm(Part):

@@ -12,7 +12,7 @@ from hybridflow.checkpoint.formats.registry import Options, make_target, open_mo
 from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.checkpoint.store import load_latest
 from hybridflow.errors import CheckpointError, WriteError
-from hybridflow.models.own import FAMILY
+from hybridflow.models.user_model import FAMILY
 from hybridflow.parallel.world import World
 
 

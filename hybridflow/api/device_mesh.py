@@ -11,7 +11,7 @@ from hybridflow.api.parts import Part
 from hybridflow.api.settings import ranks_of
 from hybridflow.api.world import find_world
 from hybridflow.errors import ConfigError, LayoutError
-from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.world import World
 
 ROLES = ("actor", "rollout", "critic", "reference", "reward")

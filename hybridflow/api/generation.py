@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.checkpoint.assets import Ends
 from hybridflow.errors import DataError
+from hybridflow.families.assets import Ends
 from hybridflow.rollout.request import SamplingParams
 
 _INSTEAD = {

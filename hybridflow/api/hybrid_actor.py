@@ -22,20 +22,20 @@ from hybridflow.api.roles import split_model
 from hybridflow.api.settings import finish_recipe, merge, recipe_values, sizes_of
 from hybridflow.api.token_rows import IGNORED, TokenRows, labelled, token_rows
 from hybridflow.api.world import find_world
-from hybridflow.checkpoint.assets import ends_in
-from hybridflow.config import Recipe
+from hybridflow.checkpoint.formats.in_memory import given_settings
+from hybridflow.config.recipe import Recipe
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, DataError
+from hybridflow.families.assets import ends_in
+from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.mapping.memory import check_memory
-from hybridflow.models.given import given_settings
 from hybridflow.parallel.megatron import rank_sets
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
-from hybridflow.roles.driven import DrivenActor
-from hybridflow.roles.job import Job
-from hybridflow.roles.objects import check_objects, own_of
-from hybridflow.roles.peft import load_adapters
-from hybridflow.roles.pretrained import travelling
+from hybridflow.placement.job import Job
+from hybridflow.placement.peft import load_adapters
+from hybridflow.placement.pretrained import travelling
+from hybridflow.placement.user_objects import check_objects, own_of
+from hybridflow.roles.stepped_actor import DrivenActor
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.request import Request, Response, expand
 from hybridflow.trainer.checkpoints import Begin, Checkpoints

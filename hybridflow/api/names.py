@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from hybridflow.api.roles import Actor
-from hybridflow.config import LoRA
+from hybridflow.config.roles import LoRAConfig
 from hybridflow.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def LoraConfig(
     task_type: str = "CAUSAL_LM",
     bias: str = "none",
     **more: Any,
-) -> LoRA:
+) -> LoRAConfig:
     """Adapters, by our names or by PEFT's: ``LoraConfig(rank=8)``, ``LoraConfig(r=8, lora_alpha=16)``.
 
     Args:
@@ -62,7 +62,7 @@ def LoraConfig(
         raise ConfigError(f"LoraConfig: {strange[0]} is not known here; leave it out (docs/lora.md tells what is)")
     if targets is not None and targets != "all-linear":
         more["targets"] = (targets,) if isinstance(targets, str) else tuple(targets)
-    return LoRA(rank=rank, alpha=alpha, dropout=dropout if lora_dropout is None else lora_dropout, **more)
+    return LoRAConfig(rank=rank, alpha=alpha, dropout=dropout if lora_dropout is None else lora_dropout, **more)
 
 
 class vLLMActor(Actor):
@@ -78,7 +78,7 @@ class vLLMActor(Actor):
         ConfigError: ``llm`` is a ``vllm.LLM``, which has read weights of its own; or as of ``Actor``.
     """
 
-    def __init__(self, llm: Any, tokenizer: Any = None, *, lora: LoRA | None = None, **settings: Any) -> None:
+    def __init__(self, llm: Any, tokenizer: Any = None, *, lora: LoRAConfig | None = None, **settings: Any) -> None:
         path = getattr(getattr(llm, "model_config", None), "model", None)
         if path is not None or type(llm).__module__.partition(".")[0] == "vllm":
             raise ConfigError(

@@ -13,17 +13,18 @@ from hybridflow.api.roles import Actor
 from hybridflow.api.session import Session
 from hybridflow.api.settings import merge, recipe_values
 from hybridflow.api.world import find_world
+from hybridflow.checkpoint.formats.in_memory import GivenModel, given_settings
 from hybridflow.checkpoint.formats.registry import open_model
-from hybridflow.checkpoint.settings import read_settings
-from hybridflow.config import LoRA, Recipe
+from hybridflow.checkpoint.model_info import read_model_info
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.roles import LoRAConfig
 from hybridflow.data.preferences import encode_responses, margin_of
 from hybridflow.data.prompts import Example, Judged, PromptSource, encode_solutions, prompt_tokens
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.models.given import GivenModel, given_settings
+from hybridflow.flows.presets import PRESETS
 from hybridflow.parallel.coordinator import Coordinator
-from hybridflow.presets import PRESETS
-from hybridflow.roles.job import ReadProblems
+from hybridflow.placement.job import ReadProblems
 
 Row = Mapping[str, Any]
 
@@ -64,7 +65,7 @@ class OfflineTrainer:
         *,
         max_length: int = 1024,
         too_long: Literal["error", "drop"] = "error",
-        lora: LoRA | None = None,
+        lora: LoRAConfig | None = None,
         ref_model: Any = None,
         device_mesh: Part | None = None,
         **settings: Any,
@@ -207,7 +208,7 @@ class OfflineTrainer:
         context = recipe.model.max_context
         read: Callable[[list[Example]], Any] = (
             (lambda each: encode_responses(each, tokenizer, max_context=context))
-            if recipe.preset.has_preferences
+            if recipe.traits.has_preferences
             else (lambda each: encode_solutions(each, tokenizer, max_context=context))
         )
         examples, found, num_dropped = [], [], 0
@@ -230,7 +231,7 @@ class OfflineTrainer:
         return ReadProblems(
             source=PromptSource(examples=tuple(examples), seed=recipe.seed),
             prompts=tuple(prompt_tokens(example, tokenizer) for example in examples),
-            **({"all_responses": tuple(found)} if recipe.preset.has_preferences else {"solutions": tuple(found)}),
+            **({"all_responses": tuple(found)} if recipe.traits.has_preferences else {"solutions": tuple(found)}),
         )
 
     def _num_rows(self) -> int:
@@ -248,7 +249,7 @@ class OfflineTrainer:
         path = values["model"].get("path")
         given = given_settings(self._objects)
         if path is not None:
-            return min(self._max_length, read_settings(Path(path)).model.max_context)
+            return min(self._max_length, read_model_info(Path(path)).model.max_context)
         return min(self._max_length, given["model"].model.max_context) if "model" in given else self._max_length
 
 

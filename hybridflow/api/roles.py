@@ -8,11 +8,11 @@ from typing import Any
 
 from hybridflow.api.flow import RoleFlow
 from hybridflow.api.parts import Part
-from hybridflow.config import LoRA
+from hybridflow.config.roles import LoRAConfig
 from hybridflow.dataflow.graph import Flow
 from hybridflow.errors import ConfigError
+from hybridflow.flows import nodes
 from hybridflow.sections import to_dict
-from hybridflow.trainer.recipes import nodes
 
 
 def split_model(model: Any) -> tuple[dict[str, Any], Any]:
@@ -26,7 +26,7 @@ def split_model(model: Any) -> tuple[dict[str, Any], Any]:
         return {"path": str(model)}, None
     if isinstance(model, Mapping):
         return dict(model), None
-    from hybridflow.models.given import given_settings
+    from hybridflow.checkpoint.formats.in_memory import given_settings
 
     if not given_settings({"actor": model}):
         raise ConfigError(
@@ -51,10 +51,10 @@ class Actor(Part):
         ConfigError: The model is of no kind that is known.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, *, lora: LoRA | None = None, **settings: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, *, lora: LoRAConfig | None = None, **settings: Any) -> None:
         section, given = split_model(model)
         if lora is not None:
-            if not isinstance(lora, LoRA):
+            if not isinstance(lora, LoRAConfig):
                 raise ConfigError(
                     f"lora: found {type(lora).__name__}; give LoraConfig(rank=8), which takes PEFT's names too"
                 )

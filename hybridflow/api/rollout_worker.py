@@ -19,9 +19,9 @@ from hybridflow.api.worker_engines import Options, OurWorker, OwnWorker, VllmWor
 from hybridflow.api.world import find_world
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, DataError, EngineError
-from hybridflow.models.own import is_own
-from hybridflow.parallel import mesh as geometry
-from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.layout import mesh as geometry
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models.user_model import is_own
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.rollout.request import Request, Response, SamplingParams, expand, length_refusal

@@ -16,7 +16,8 @@ from torch import Tensor
 from hybridflow.api.feed import Feed, check_same, given_prompts
 from hybridflow.api.settings import finish_recipe
 from hybridflow.api.world import find_world
-from hybridflow.config import Recipe
+from hybridflow.checkpoint.formats.in_memory import given_settings
+from hybridflow.config.recipe import Recipe
 from hybridflow.data.prompts import Example, PromptSource
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.dataflow.batch import Batch, Ragged
@@ -24,12 +25,11 @@ from hybridflow.dataflow.graph import Flow
 from hybridflow.dataflow.run import Scope
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.exit_status import REQUEUE
-from hybridflow.models.given import given_settings
 from hybridflow.observe.exporters import Exporter
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.world import World
-from hybridflow.roles.job import Job, Problems, ReadProblems
-from hybridflow.roles.pretrained import align_ends
+from hybridflow.placement.job import Job, Problems, ReadProblems
+from hybridflow.placement.pretrained import align_ends
 from hybridflow.trainer.open import check_vocabularies, tokenizer_path
 from hybridflow.trainer.plan import JobPlan
 from hybridflow.trainer.trainer import make_trainer
@@ -90,7 +90,7 @@ class Session:
     Args:
         values: A recipe's nested mapping, from ``settings.recipe_values``.
         tokenizer: Path, or a fast tokenizer of transformers; None: the one that lies beside the model.
-        objects: Role -> model or function, as ``roles.job.Job`` takes them.
+        objects: Role -> model or function, as ``placement.job.Job`` takes them.
         flow: What a step does in the place of the algorithm's own flow.
         make_problems: Where prompts come from; None: they are given to ``rollout``.
         num_prompts: Of a step, where ``values`` has no size of its batch.
@@ -241,7 +241,7 @@ class Session:
             DataError: All scores would be equal, and nothing learned.
         """
         recipe, reward = self.recipe, self.recipe.reward
-        is_other = not self._scores or recipe.preset.is_offline or recipe.rollout.environment is not None
+        is_other = not self._scores or recipe.traits.is_offline or recipe.rollout.environment is not None
         is_named = any(each is not None for each in (reward.function, reward.model, reward.service, reward.judge))
         if is_other or is_named or "reward" in self._objects or recipe.teacher is not None:
             return

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.api.switches import REPLACED, in_our_words
-from hybridflow.checkpoint.settings import Settings, read_settings
-from hybridflow.config import Recipe, recipe_from_dict
+from hybridflow.checkpoint.model_info import read_model_info
+from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError
-from hybridflow.presets import PRESETS
+from hybridflow.families.model_info import ModelInfo
+from hybridflow.flows.presets import PRESETS
+from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.sections import parse_yaml
 
 SHORT: Mapping[str, tuple[str, ...]] = {
@@ -135,7 +137,7 @@ def recipe_values(config: Any, *, algorithm: str, num_ranks: int) -> dict[str, A
 
 
 def finish_recipe(
-    values: dict[str, Any], *, num_prompts: int | None = None, given: Mapping[str, Settings] | None = None
+    values: dict[str, Any], *, num_prompts: int | None = None, given: Mapping[str, ModelInfo] | None = None
 ) -> Recipe:
     """The recipe, with what was left open.
 
@@ -169,7 +171,7 @@ def finish_recipe(
     return recipe_from_dict(values, source="config", given=given)
 
 
-def _context(values: Mapping[str, Any], given: Mapping[str, Settings]) -> int | None:
+def _context(values: Mapping[str, Any], given: Mapping[str, ModelInfo]) -> int | None:
     """The longest sequence of the actor, if it can be told."""
     model = values.get("model", {})
     if "max_context" in model:
@@ -177,7 +179,7 @@ def _context(values: Mapping[str, Any], given: Mapping[str, Settings]) -> int | 
     if "model" in given:
         return given["model"].model.max_context
     path = model.get("path")
-    return None if path is None or not Path(path).is_dir() else read_settings(Path(path)).model.max_context
+    return None if path is None or not Path(path).is_dir() else read_model_info(Path(path)).model.max_context
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:

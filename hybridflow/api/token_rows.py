@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import DataError
-from hybridflow.roles.driven import LabelledRows
+from hybridflow.roles.stepped_actor import LabelledRows
 
 IGNORED = -100
 """The label of a token that is not to be predicted, as transformers has it."""

@@ -11,27 +11,27 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from hybridflow.api.trainers import OnlineTrainer
+from hybridflow.checkpoint.formats.in_memory import GivenModel, given_model, is_model
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.source import Source
-from hybridflow.config import check_cut
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.families.config_json import describe
-from hybridflow.families.model import Model
-from hybridflow.models.given import GivenModel, given_model, is_model
-from hybridflow.models.own import own_settings
+from hybridflow.families.cut import check_cut
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.models.user_model import own_settings
 from hybridflow.models.weights import local_shards
 from hybridflow.parallel.megatron import collection
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
+from hybridflow.placement.copy_weights import copy_weights
+from hybridflow.placement.pretrained import Pretrained, from_pretrained, load_pretrained
+from hybridflow.placement.user_objects import own_of
 from hybridflow.reshard.plan import participants
 from hybridflow.reshard.spec import ModelSpec
-from hybridflow.roles.objects import own_of
-from hybridflow.roles.pretrained import Pretrained, from_pretrained, load_pretrained
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.hf_weights import hf_weights
-from hybridflow.rollout.engines.own_engine import OwnEngine
-from hybridflow.trainer.copy_weights import copy_weights
+from hybridflow.rollout.engines.user_engine import OwnEngine
 
 _VLLM_CACHE_BYTES = 1 << 29
 """Of vLLM's key-value cache on a CPU."""
@@ -276,7 +276,7 @@ def _take_live(trainer: OnlineTrainer, placed: Pretrained, mesh: DeviceMesh, wor
     copy_weights(with_worker, actor, "actor.update", target, mesh.name)
 
 
-def _check_same(found: Model, model: Model) -> None:
+def _check_same(found: ModelConfig, model: ModelConfig) -> None:
     one, other = (replace(each, **_FREE) for each in (found, model))
     if one != other:
         different = [name for name in vars(one) if getattr(one, name) != getattr(other, name)]

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.checkpoint import manifest
-from hybridflow.checkpoint.assets import ADAPTER_CONFIG, CONFIG, FOLDER, read_json
 from hybridflow.checkpoint.manifest import WEIGHT, Progress, TensorEntry, check_files, num_bytes, read_manifest
 from hybridflow.errors import CheckpointError
-from hybridflow.families.model import Model
-from hybridflow.parallel.mesh import format_ranks
+from hybridflow.families.assets import ADAPTER_CONFIG, CONFIG, FOLDER, read_json
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.mesh import format_ranks
 from hybridflow.reshard.report import format_bytes
 from hybridflow.sections import to_dict
 
@@ -59,7 +59,7 @@ class Contents:
     path: Path
     format: str
     family: str | None
-    model: Model
+    model: ModelConfig
     has_value_head: bool
     layout: str | None
     tensors: Mapping[str, Mapping[str, TensorEntry]]
@@ -421,7 +421,7 @@ def _facts(found: Contents) -> str:
     return "\n".join(lines)
 
 
-def _settings(model: Model) -> dict[str, Any]:
+def _settings(model: ModelConfig) -> dict[str, Any]:
     """Those that are not as they are by default."""
     defaults = {each.name: each.default for each in dataclasses.fields(model)}
     return {key: value for key, value in to_dict(model).items() if defaults[key] != getattr(model, key)}

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.checkpoint.console import print_out, signals_raise
 from hybridflow.errors import HybridflowError
 from hybridflow.exit_status import DIFFERENT, DONE, SOURCE, Ended, exit_status
+from hybridflow.observe.console import print_out, signals_raise
 from hybridflow.reshard.report import format_bytes
 
 if TYPE_CHECKING:

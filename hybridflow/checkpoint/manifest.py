@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from hybridflow import __version__
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
-from hybridflow.families.model import Model
+from hybridflow.families.model import ModelConfig
 from hybridflow.reshard.spec import ITEM_BYTES, Box, DType, intersect, num_elements
 from hybridflow.sections import read_section, to_dict
 
@@ -93,7 +93,7 @@ class Manifest:
         written_by: Versions.
     """
 
-    model: Model
+    model: ModelConfig
     family: str | None = None
     has_value_head: bool = False
     layout: str | None = None
@@ -199,7 +199,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _from_body(body: Mapping[str, Any], path: Path) -> Manifest:
     return Manifest(
-        model=read_section(Model, body["model"], source=str(path)),
+        model=read_section(ModelConfig, body["model"], source=str(path)),
         family=body["family"],
         has_value_head=body["has_value_head"],
         layout=body["layout"],

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint.assets import FOLDER
 from hybridflow.checkpoint.manifest import NAME, Manifest, Piece, check_files, piece_key, read_manifest, to_json
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES, Entry, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, WriteError
+from hybridflow.families.assets import FOLDER
 from hybridflow.observe.files import replace_file
 from hybridflow.reshard.spec import Box, intersect, num_elements
 

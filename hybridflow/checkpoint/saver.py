@@ -34,7 +34,7 @@ from hybridflow.checkpoint.manifest import (
 from hybridflow.checkpoint.model_dir import Share, write_assets, write_manifest, write_shares
 from hybridflow.checkpoint.store import RoleRecord, complete_role, complete_step, role_path
 from hybridflow.errors import CheckpointError, DeadlineError, WriteError
-from hybridflow.families.model import Model
+from hybridflow.families.model import ModelConfig
 from hybridflow.reshard.spec import ModelSpec
 
 _POLL_S = 0.05
@@ -63,7 +63,7 @@ class RolePart:
     """
 
     ranks: tuple[int, ...]
-    model: Model
+    model: ModelConfig
     has_value_head: bool
     layout: str
     spec: ModelSpec

@@ -11,11 +11,11 @@ from hybridflow.checkpoint.manifest import NAME, WEIGHT, Progress
 from hybridflow.checkpoint.model_dir import ModelDir, Share, within
 from hybridflow.checkpoint.owners import Owned, owned_weights, writes_state
 from hybridflow.errors import CheckpointError
+from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import Trainable
 from hybridflow.models.weights import local_shards
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.optimizer import flat_regions
 from hybridflow.reshard.spec import ModelSpec, Shard, num_elements
 

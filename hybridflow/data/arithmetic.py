@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridflow.config import Arithmetic
+from hybridflow.config.data import ArithmeticConfig
 from hybridflow.data.order import mixed, permuted
 from hybridflow.errors import DataError
 
@@ -26,7 +26,7 @@ _SIGNS = {"add": "+", "multiply": "*"}
 _WHICH, _ORDER, _SLIP, _TOOL = range(4)
 
 
-def make_problems(spec: Arithmetic, *, has_preferences: bool = False) -> tuple[list[Row], list[Row]]:
+def make_problems(spec: ArithmeticConfig, *, has_preferences: bool = False) -> tuple[list[Row], list[Row]]:
     """Training and held-out problems, a function of ``spec`` alone.
 
     No problem stands in both, not even with its operands exchanged. ``spec.mistake_share`` is the expected share of
@@ -81,7 +81,9 @@ def wrong_carry(left: int, right: int) -> int:
     return left + right + (-10 if left % 10 + right % 10 >= 10 else 10)
 
 
-def ensure_files(spec: Arithmetic, *, train: str | Path, held_out: str | Path, has_preferences: bool = False) -> None:
+def ensure_files(
+    spec: ArithmeticConfig, *, train: str | Path, held_out: str | Path, has_preferences: bool = False
+) -> None:
     """Write the two JSONL files where they are absent; one process calls this for all.
 
     Raises:

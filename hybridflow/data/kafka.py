@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hybridflow.config import Kafka
+from hybridflow.config.data import KafkaConfig
 from hybridflow.data.live import Journal, Taken, Taker
 from hybridflow.data.prepare import Alone, Everyone, ReadRows, agree
 from hybridflow.data.problems import StoredProblems
@@ -36,7 +36,7 @@ _RENEW_S = 30.0
 Run = list[int]
 
 
-def topic_rows(folder: Path, kafka: Kafka) -> Taken:
+def topic_rows(folder: Path, kafka: KafkaConfig) -> Taken:
     """The rows that were taken from a topic.
 
     Args:
@@ -67,7 +67,7 @@ class KafkaTaker(Taker):
         OSError: The file system refuses.
     """
 
-    def __init__(self, kafka: Kafka, folder: Path, shape: Shape, say: Callable[[str], None]) -> None:
+    def __init__(self, kafka: KafkaConfig, folder: Path, shape: Shape, say: Callable[[str], None]) -> None:
         super().__init__(Journal(folder, shape, say, source=kafka.topic), pause_s=0.0)
         self._kafka, self._say, self._most = kafka, say, shape.data.max_row_bytes
         # The last entry that has a partition has its last offset.
@@ -182,7 +182,7 @@ class KafkaTaker(Taker):
 
 
 def open_kafka(
-    kafka: Kafka,
+    kafka: KafkaConfig,
     shape: Shape,
     tokenizer: Tokenizer,
     folder: Path,
@@ -209,7 +209,7 @@ def open_kafka(
     return StoredProblems(topic_rows(inner, kafka), shape, tokenizer)
 
 
-def _title(kafka: Kafka) -> str:
+def _title(kafka: KafkaConfig) -> str:
     return f"topic {kafka.topic} of {', '.join(kafka.servers)}"
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridflow.config import Data
+from hybridflow.config.data import DataConfig
 from hybridflow.data.prompts import (
     Example,
     Judged,
@@ -39,7 +39,7 @@ class Response(NamedTuple):
     margin: float
 
 
-def preferences_of(row: Row, place: str, data: Data, *, is_paired: bool) -> tuple[Example, ...]:
+def preferences_of(row: Row, place: str, data: DataConfig, *, is_paired: bool) -> tuple[Example, ...]:
     """The preferences of a row.
 
     Args:
@@ -105,7 +105,7 @@ def pairs_of(encoded: Sequence[tuple[Response, ...]], path: str | Path) -> tuple
     return pairs
 
 
-def check_imitable(example: Example, data: Data) -> None:
+def check_imitable(example: Example, data: DataConfig) -> None:
     """Refuse a warm start on a response that is not wanted, or on nothing.
 
     Raises:
@@ -127,7 +127,7 @@ def margin_of(row: Row, name: str, place: str) -> float:
     return float(found)
 
 
-def _preference(row: Row, place: str, data: Data, *, is_paired: bool) -> Example:
+def _preference(row: Row, place: str, data: DataConfig, *, is_paired: bool) -> Example:
     prompt, solution = prompt_of(row, place, data), solution_of(row, place, data)
     if not is_paired and data.completion_field in row:
         strangers = [name for name in (data.chosen_field, data.rejected_field) if name in row]

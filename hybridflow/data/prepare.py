@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from hybridflow.config import DataSource
+from hybridflow.config.data import DataSourceConfig
 from hybridflow.data.files import File, find_files
 from hybridflow.data.readers import Piece, cut, format_of, place_of, read
 from hybridflow.data.row_store import FORMAT, MANIFEST, RowStore, RowWriter, encode_row, rows_written
@@ -127,7 +127,7 @@ def agree(everyone: Everyone, name: str, act: Callable[[], Any]) -> Any:
 
 
 def prepare(
-    source: DataSource | Given,
+    source: DataSourceConfig | Given,
     shape: Shape,
     folder: Path,
     *,
@@ -169,7 +169,7 @@ def prepare(
     return store
 
 
-def _plan(source: DataSource | Given, shape: Shape, folder: Path, most: int) -> dict[str, Any]:
+def _plan(source: DataSourceConfig | Given, shape: Shape, folder: Path, most: int) -> dict[str, Any]:
     """Where the store is or will be, and what each part of it is to be made from."""
     runs: list[list[Piece]] = [[]]
     files: tuple[File, ...] = ()

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from hybridflow.config import Data, DataSource, Recipe
+from hybridflow.config.data import DataConfig, DataSourceConfig
+from hybridflow.config.recipe import Recipe
 from hybridflow.data.chat import chat_template
 from hybridflow.data.mixture import source_of, whole_weights
 from hybridflow.data.order import permuted
@@ -125,7 +126,7 @@ class Stores:
 
 
 class StoredProblems:
-    """Problems by the serial number of a draw; see ``roles.job.Problems``.
+    """Problems by the serial number of a draw; see ``placement.job.Problems``.
 
     Attributes:
         num_rows: In all sources; None: it is not known, more may come.
@@ -214,7 +215,7 @@ def shape_of(recipe: Recipe, tokenizer: Tokenizer | None) -> Shape:
     Raises:
         DataError: The file of the chat template cannot be read.
     """
-    preset = recipe.preset
+    preset = recipe.traits
     return Shape(
         data=recipe.data,
         kind=("pairs" if preset.is_paired else "preferences") if preset.has_preferences else "problems",
@@ -226,7 +227,7 @@ def shape_of(recipe: Recipe, tokenizer: Tokenizer | None) -> Shape:
     )
 
 
-def template_of(data: Data, tokenizer: Tokenizer | None) -> str | None:
+def template_of(data: DataConfig, tokenizer: Tokenizer | None) -> str | None:
     """The text of the chat template: of the file that is named, or of the tokenizer; None: there is none.
 
     Raises:
@@ -243,7 +244,7 @@ def template_of(data: Data, tokenizer: Tokenizer | None) -> str | None:
 
 
 def open_problems(
-    sources: Sequence[DataSource | Given],
+    sources: Sequence[DataSourceConfig | Given],
     shape: Shape,
     tokenizer: Tokenizer,
     folder: Path,
@@ -271,7 +272,7 @@ def open_problems(
 
 
 def open_stores(
-    sources: Sequence[DataSource | Given],
+    sources: Sequence[DataSourceConfig | Given],
     shape: Shape,
     folder: Path,
     *,

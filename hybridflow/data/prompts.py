@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hybridflow.config import Data
+from hybridflow.config.data import DataConfig
 from hybridflow.data.order import permuted
 from hybridflow.data.rows import Row
 from hybridflow.data.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ class PromptSource:
         return self.examples[self.row(draw)]
 
 
-def example_of(row: Row, place: str, data: Data) -> Example:
+def example_of(row: Row, place: str, data: DataConfig) -> Example:
     """The problem of a row.
 
     Args:
@@ -202,7 +202,7 @@ def prompt_tokens(example: Example, tokenizer: Tokenizer) -> tuple[int, ...]:
     return (*begin, *tokenizer.encode(example.prompt))
 
 
-def prompt_of(row: Row, place: str, data: Data) -> str:
+def prompt_of(row: Row, place: str, data: DataConfig) -> str:
     """A row's prompt. Raises DataError: it is missing, empty, or no text."""
     prompt = text_of(row, data.prompt_field, place)
     if prompt == "":
@@ -210,7 +210,7 @@ def prompt_of(row: Row, place: str, data: Data) -> str:
     return prompt
 
 
-def solution_of(row: Row, place: str, data: Data) -> str | tuple[str, ...] | None:
+def solution_of(row: Row, place: str, data: DataConfig) -> str | tuple[str, ...] | None:
     """A row's text to imitate, or texts; None: it has none. Raises DataError: it is something else."""
     return _solution(row, data.solution_field, place) if data.solution_field in row else None
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from hybridflow.config import Data, DataSource, FileFormat, Recipe, check_data
+from hybridflow.config.data import DataConfig, DataSourceConfig, FileFormat, check_data
+from hybridflow.config.recipe import Recipe
 from hybridflow.data.prepare import Everyone, Given
 from hybridflow.data.problems import FOLDER, StoredProblems, Stores, open_problems, open_stores, shape_of, template_of
 from hybridflow.data.prompts import Example, prompt_tokens
@@ -153,7 +154,7 @@ class DataProvider:
         self._next_draw = draw
 
     def problems(self, tokenizer: Tokenizer, recipe: Recipe, everyone: Everyone | None = None) -> StoredProblems:
-        """What a trainer learns from; see ``roles.job.Problems``. Collective: ``everyone``.
+        """What a trainer learns from; see ``placement.job.Problems``. Collective: ``everyone``.
 
         Args:
             tokenizer: The trainer's.
@@ -207,7 +208,7 @@ class _Rows:
     """The rows of a provider by the serial number of a draw."""
 
     def __init__(
-        self, sources: Sequence[DataSource | Given], shape: Shape, tokenizer: Tokenizer | None, seed: int
+        self, sources: Sequence[DataSourceConfig | Given], shape: Shape, tokenizer: Tokenizer | None, seed: int
     ) -> None:
         self._shape, self._tokenizer = shape, tokenizer
         folder = tempfile.mkdtemp(prefix="hybridflow-rows-")
@@ -275,7 +276,7 @@ def _ahead(turns: Iterator[tuple[Batch, int]], most: int) -> Iterator[tuple[Batc
 
 def _sources(
     data_path: Any, file_format: FileFormat | None, weights: Sequence[float] | None
-) -> tuple[DataSource | Given, ...]:
+) -> tuple[DataSourceConfig | Given, ...]:
     is_path = isinstance(data_path, str | Path)
     is_several = isinstance(data_path, list | tuple) and all(isinstance(each, str | Path) for each in data_path)
     if is_several and not data_path:
@@ -296,11 +297,11 @@ def _sources(
         {"path": str(path), "weight": weight, "file_format": file_format}
         for path, weight in zip(paths, values, strict=True)
     ]
-    return tuple(read_section(DataSource, source, source="DataProvider") for source in sources)
+    return tuple(read_section(DataSourceConfig, source, source="DataProvider") for source in sources)
 
 
-def _section(**values: Any) -> Data:
+def _section(**values: Any) -> DataConfig:
     as_text = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
-    data = read_section(Data, {"train": "given", "held_out": "none", **as_text}, source="DataProvider")
+    data = read_section(DataConfig, {"train": "given", "held_out": "none", **as_text}, source="DataProvider")
     check_data(data)
     return data

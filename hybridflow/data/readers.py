@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
-from hybridflow.config import FileFormat
+from hybridflow.config.data import FileFormat
 from hybridflow.data.files import File, is_address, is_gzip, opened_text
 from hybridflow.data.rows import HERE, Row, object_of, plain_row
 from hybridflow.errors import DataError

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from hybridflow.config import Data, DataSource
+from hybridflow.config.data import DataConfig, DataSourceConfig
 from hybridflow.data.chat import Chat, read_messages, special_tokens
 from hybridflow.data.files import find_files
 from hybridflow.data.preferences import check_imitable, encode_responses, preferences_of
@@ -34,7 +34,7 @@ class Shape:
         max_context: Longest sequence; None: any.
     """
 
-    data: Data
+    data: DataConfig
     kind: Kind
     is_imitating: bool = False
     template: str | None = None
@@ -70,7 +70,7 @@ def examples_of(row: Row, place: str, begins: bool, shape: Shape) -> tuple[Examp
     return tuple(replace(each, begins=True) for each in found) if begins else found
 
 
-def read_examples(source: DataSource, shape: Shape) -> Iterator[Example]:
+def read_examples(source: DataSourceConfig, shape: Shape) -> Iterator[Example]:
     """The examples of files, one at a time, without a store; rows are shaped as ``shape`` says, bad ones as it says.
 
     Raises:
@@ -205,7 +205,7 @@ class Shaper:
         return {**given, **row, data.prompt_field: text, **answers}, True
 
 
-def _conversation(row: Row, place: str, data: Data) -> tuple[Any, str] | None:
+def _conversation(row: Row, place: str, data: DataConfig) -> tuple[Any, str] | None:
     """A row's messages, with what errors call them; None: its prompt is text, or missing."""
     prompt = row.get(data.prompt_field)
     if isinstance(prompt, str):

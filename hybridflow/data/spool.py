@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hybridflow.config import Spool
+from hybridflow.config.data import SpoolConfig
 from hybridflow.data.live import Journal, Taken, Taker, text_of
 from hybridflow.data.prepare import Alone, Everyone, agree
 from hybridflow.data.problems import StoredProblems
@@ -96,7 +96,7 @@ class SpoolTaker(Taker):
 
 
 def open_spool(
-    spool: Spool,
+    spool: SpoolConfig,
     shape: Shape,
     tokenizer: Tokenizer,
     folder: Path,

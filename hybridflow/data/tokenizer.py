@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridflow.checkpoint.assets import FOLDER
 from hybridflow.data.pieces import PieceTokenizer
 from hybridflow.errors import DataError
+from hybridflow.families.assets import FOLDER
 
 JSON = "tokenizer.json"
 PIECES = "tokenizer.model"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from hybridflow.config import Kafka
+from hybridflow.config.data import KafkaConfig
 from hybridflow.errors import DataError
 
 _AT_ONCE, _MOST, _MOST_BYTES = 100, 10_000, 16 << 20
@@ -41,7 +41,7 @@ class Topic:
         DataError: The package is not installed, an option is none, or the variable of a secret is not set.
     """
 
-    def __init__(self, kafka: Kafka) -> None:
+    def __init__(self, kafka: KafkaConfig) -> None:
         try:
             import confluent_kafka
         except ImportError as error:
@@ -138,7 +138,7 @@ class Topic:
         return text
 
 
-def _secrets(kafka: Kafka) -> dict[str, str]:
+def _secrets(kafka: KafkaConfig) -> dict[str, str]:
     for name, variable in kafka.options_env.items():
         if not os.environ.get(variable):
             raise DataError(

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from hybridflow.dataflow.graph import ORDER, Flow, Node, Repeat
 from hybridflow.dataflow.schedule import Call, Concurrent, Instruction, Loop, Move, Phase, participants
 from hybridflow.errors import GraphError
-from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
 
 Place = tuple[ParallelLayout, tuple[int, ...]]
 

@@ -19,7 +19,7 @@ from hybridflow.dataflow.batch import Batch, Column, Ragged
 from hybridflow.dataflow.graph import ORDER
 from hybridflow.dataflow.schedule import Move, describe, participants
 from hybridflow.errors import DataError, GraphError
-from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 
 Array = NDArray[np.int64]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hybridflow.dataflow.schedule import Branch, Call, Instruction, Loop, Move, bodies, describe, walk
+from hybridflow.layout.mesh import DeviceMesh, format_ranks
 from hybridflow.observe.table import format_table
-from hybridflow.parallel.mesh import DeviceMesh, format_ranks
 
 
 def plan_table(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh], num_ranks: int) -> str:

@@ -23,11 +23,11 @@ from hybridflow.dataflow.schedule import (
     walk,
 )
 from hybridflow.errors import GraphError
-from hybridflow.observe.doing import doing
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.observe.activity import doing
 from hybridflow.observe.timeline import Timeline
 from hybridflow.parallel.failure import lost_contact
-from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 
 Scope = dict[tuple[ParallelLayout, tuple[int, ...]], Batch]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from hybridflow.dataflow.graph import ORDER
 from hybridflow.errors import GraphError
-from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.layout.mesh import DeviceMesh
 
 
 # Instructions read like statements, so their fields may be given by position.

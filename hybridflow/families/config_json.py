@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridflow.errors import ConfigError
 from hybridflow.families.family import Family
-from hybridflow.families.model import Model, RotaryScaling, check_model
+from hybridflow.families.model import ModelConfig, RotaryScaling, check_model
 from hybridflow.families.tables import FAMILIES
 from hybridflow.sections import read_section, to_dict
 
@@ -38,7 +38,7 @@ class Described:
     """
 
     family: Family
-    model: Model
+    model: ModelConfig
     has_value_head: bool
 
 
@@ -81,7 +81,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
         model["attention_scale"] = float(given["query_pre_attn_scalar"]) ** -0.5
     dtype = given.get("dtype") or given.get("torch_dtype")
     model["dtype"] = _DTYPES.get(str(dtype), "fp32" if dtype is None else "bf16")
-    settings = read_section(Model, model, source=where)
+    settings = read_section(ModelConfig, model, source=where)
     check_model(settings, f"{where}: model")
     return Described(
         family=family,
@@ -207,7 +207,7 @@ def _window(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
     return {"window": width} if len(windowed) == num_layers else {"window": width, "window_layers": windowed}
 
 
-def describe(model: Model, *, family: str | None, has_value_head: bool) -> Described:
+def describe(model: ModelConfig, *, family: str | None, has_value_head: bool) -> Described:
     """A model with the table that Hugging Face has for it.
 
     Args:
@@ -277,7 +277,7 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
     return config if "dtype" in config or "torch_dtype" in config else {**config, "dtype": dtype}
 
 
-def spelled_out(model: Model) -> Model:
+def spelled_out(model: ModelConfig) -> ModelConfig:
     """The same model with what follows from other settings written out, and what they leave unused at its default."""
     windowed = tuple(range(model.num_layers)) if model.window_layers is None else tuple(sorted(model.window_layers))
     has_window = model.window is not None and len(windowed) > 0
@@ -355,7 +355,7 @@ def _written(described: Described) -> dict[str, Any]:
     return config
 
 
-def _written_window(family: Family, model: Model) -> dict[str, Any]:
+def _written_window(family: Family, model: ModelConfig) -> dict[str, Any]:
     if family.window == "none":
         return {}
     if family.window == "all":
@@ -373,7 +373,7 @@ def _written_window(family: Family, model: Model) -> dict[str, Any]:
     return config
 
 
-def _written_rotary(model: Model) -> dict[str, Any]:
+def _written_rotary(model: ModelConfig) -> dict[str, Any]:
     base, scaling = model.rotary_base, model.rotary_scaling
     if scaling is None:
         return {

@@ -40,7 +40,7 @@ class RotaryScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelConfig:
     """The shape of a language model, given key by key or by ``path``.
 
     Attributes:
@@ -122,7 +122,7 @@ class Model:
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
 
-def check_model(model: Model, owner: str) -> None:
+def check_model(model: ModelConfig, owner: str) -> None:
     """Refuse settings that are right one by one and wrong together.
 
     Args:
@@ -154,7 +154,7 @@ def check_model(model: Model, owner: str) -> None:
         _check_rotary(model, model.rotary_scaling, f"{owner}.rotary_scaling")
 
 
-def _check_window(model: Model, owner: str) -> None:
+def _check_window(model: ModelConfig, owner: str) -> None:
     if model.window_layers is None:
         return
     if model.window is None:
@@ -169,7 +169,7 @@ def _check_window(model: Model, owner: str) -> None:
         )
 
 
-def _check_experts(model: Model, owner: str) -> None:
+def _check_experts(model: ModelConfig, owner: str) -> None:
     if model.num_experts is None:
         return
     if model.experts_per_token > model.num_experts:
@@ -184,7 +184,7 @@ def _check_experts(model: Model, owner: str) -> None:
         )
 
 
-def _check_rotary(model: Model, scaling: RotaryScaling, owner: str) -> None:
+def _check_rotary(model: ModelConfig, scaling: RotaryScaling, owner: str) -> None:
     if scaling.kind != "linear" and scaling.original_context is None:
         raise ConfigError(
             f"{owner}.original_context: missing; {scaling.kind} needs it, give the longest sequence of pre-training"

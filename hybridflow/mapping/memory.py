@@ -15,13 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridflow.config import LoRA, Optimizer, Recipe, reference_is_base
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.roles import LoRAConfig, OptimizerConfig
 from hybridflow.errors import ConfigError
-from hybridflow.families.model import Model
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.mesh import DeviceMesh, format_ranks
 from hybridflow.models.adapters import adapter_spec
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.observe.table import format_table
-from hybridflow.parallel.mesh import DeviceMesh, format_ranks
+from hybridflow.recipe.meshes import reference_is_base
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.optimizer import OptimizerHoldings
 from hybridflow.reshard.plan import aliases, held_bytes, shares_storage
@@ -36,7 +38,7 @@ CHUNK_TOKENS = 1024
 """As ``models.log_probs`` has it."""
 
 PANEL = 32
-"""As ``rollout.cpu_transformer`` has it."""
+"""As ``rollout.cpu.transformer`` has it."""
 
 _FP32_BYTES = ITEM_BYTES["fp32"]
 _LARGEST_GROUPS = 12
@@ -106,7 +108,7 @@ def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMe
         meshes: Of its models, as ``config.role_meshes`` gives them; others are passed over.
     """
     functions = [name for name in _SCORERS if name in meshes and _section(recipe, name).model is None]
-    silent = [] if recipe.preset.generates else ["actor.rollout"]
+    silent = [] if recipe.traits.generates else ["actor.rollout"]
     names = [name for name in _HOSTED if name in meshes and name not in (*functions, *silent)]
     found: dict[int, list[MeshMemory]] = {rank: [] for rank in range(recipe.cluster.ranks)}
     for name in names:
@@ -138,7 +140,7 @@ def _section(recipe: Recipe, name: str) -> Any:
 class _Placed:
     """A model in its mesh, and in that of the update where the mesh is the rollout's; with adapters, if it has any."""
 
-    model: Model
+    model: ModelConfig
     spec: ModelSpec
     mesh: DeviceMesh
     update: DeviceMesh
@@ -188,7 +190,7 @@ class _Placed:
 
 def _place(recipe: Recipe, meshes: Mapping[str, DeviceMesh], name: str) -> _Placed:
     model, has_value_head = with_vocabulary(recipe, name), name in (*_CRITICS, *_SCORERS)
-    has_value_head |= name == "actor.update" and recipe.preset.is_scorer
+    has_value_head |= name == "actor.update" and recipe.traits.is_scorer
     shape, lora = shape_of(model, _vocab_size(model)), recipe.actor.lora
     return _Placed(
         model=model,
@@ -200,13 +202,13 @@ def _place(recipe: Recipe, meshes: Mapping[str, DeviceMesh], name: str) -> _Plac
     )
 
 
-def with_vocabulary(recipe: Recipe, name: str) -> Model:
+def with_vocabulary(recipe: Recipe, name: str) -> ModelConfig:
     """The settings of a role's model with the size of its vocabulary; of a tokenizer yet to be trained, the largest."""
     model = recipe.model_of(name)
     return replace(model, vocab_size=recipe.tokenizer.vocab_size) if model.vocab_size is None else model
 
 
-def _vocab_size(model: Model) -> int:
+def _vocab_size(model: ModelConfig) -> int:
     assert model.vocab_size is not None, "put in by with_vocabulary"
     return model.vocab_size
 
@@ -237,7 +239,7 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
             activations=_passing_bytes(model, mesh, tokens) + output(copies=1),
         )
     trained, lora = placed.trained_bytes[stage], recipe.actor.lora if name == "actor.update" else None
-    settings: Optimizer = _section(recipe, name.partition(".")[0]).optimizer
+    settings: OptimizerConfig = _section(recipe, name.partition(".")[0]).optimizer
     return MeshMemory(
         mesh=name,
         weights=weights,
@@ -284,13 +286,13 @@ def _own_bytes(spec: ModelSpec, update: DeviceMesh, rollout: DeviceMesh, rank: i
     )
 
 
-def gradient_bytes(weight_bytes: int, model: Model) -> int:
+def gradient_bytes(weight_bytes: int, model: ModelConfig) -> int:
     """A gradient in fp32 for each weight."""
     return weight_bytes // ITEM_BYTES[model.dtype] * _FP32_BYTES
 
 
 def optimizer_bytes(
-    spec: ModelSpec, states: OptimizerHoldings | None, rank: int, model: Model, weight_bytes: int
+    spec: ModelSpec, states: OptimizerHoldings | None, rank: int, model: ModelConfig, weight_bytes: int
 ) -> int:
     """Adam's state on a rank: two fp32 numbers for each element that it steps, three where weights are not fp32.
 
@@ -305,8 +307,8 @@ def optimizer_bytes(
     return (2 if model.dtype == "fp32" else 3) * _FP32_BYTES * elements
 
 
-def packed_bytes(spec: ModelSpec, model: Model, mesh: DeviceMesh, rank: int) -> int:
-    """Matrices of a dense fp32 model, as ``rollout.cpu_transformer`` copies them to generate with on a CPU."""
+def packed_bytes(spec: ModelSpec, model: ModelConfig, mesh: DeviceMesh, rank: int) -> int:
+    """Matrices of a dense fp32 model, as ``rollout.cpu.transformer`` copies them to generate with on a CPU."""
     fits = model.num_experts is None and model.head_size % 16 == 0 and model.query_groups >= mesh.layout.tp
     if model.dtype != "fp32" or not fits:
         return 0
@@ -328,7 +330,7 @@ def _is_packed(tensor: TensorSpec, is_last: bool) -> bool:
     return is_output or "linear_" in tensor.name and tensor.name.endswith("weight")
 
 
-def cache_bytes(recipe: Recipe, model: Model, mesh: DeviceMesh) -> int:
+def cache_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh) -> int:
     """Keys and values of ``rollout.max_concurrent`` sequences, each as long as the context; no more than its budget."""
     need = recipe.rollout.max_concurrent * _sequence_bytes(model, mesh)
     budget = recipe.rollout.cache_memory
@@ -342,14 +344,14 @@ def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:
     return cache_bytes(recipe, model, mesh) - _sequence_bytes(model, mesh) if is_share else 0
 
 
-def _sequence_bytes(model: Model, mesh: DeviceMesh) -> int:
+def _sequence_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
     """Keys and values of a sequence as long as the context, in whole blocks, in the layers of a stage."""
     layers, groups = model.num_layers // mesh.layout.pp, max(1, model.query_groups // mesh.layout.tp)
     tokens = -(-model.max_context // BLOCK_TOKENS) * BLOCK_TOKENS
     return 2 * layers * tokens * groups * model.head_size * ITEM_BYTES[model.dtype]
 
 
-def training_bytes(model: Model, mesh: DeviceMesh, rank: int, tokens: int, lora: LoRA | None = None) -> int:
+def training_bytes(model: ModelConfig, mesh: DeviceMesh, rank: int, tokens: int, lora: LoRAConfig | None = None) -> int:
     """What the layers of a stage keep for the backward pass, of micro-batches of so many tokens.
 
     In 1F1B stage ``s`` of ``pp`` has ``pp - s`` micro-batches under way. Nothing is computed twice, and the activations
@@ -362,14 +364,14 @@ def training_bytes(model: Model, mesh: DeviceMesh, rank: int, tokens: int, lora:
     return under_way * tokens * (model.num_layers // stages) * kept
 
 
-def _adapter_bytes(model: Model, tp: int, lora: LoRA) -> int:
+def _adapter_bytes(model: ModelConfig, tp: int, lora: LoRAConfig) -> int:
     """What the adapters of a layer keep of each token: what A gives; with dropout a mask of the inputs too."""
     inputs = 2 * model.hidden_size - (-(model.num_attention_heads * model.head_size + model.ffn_hidden_size) // tp)
     masks = inputs if lora.dropout > 0 else 0
     return (lora.rank * len(lora.targets) + masks) * ITEM_BYTES[model.dtype]
 
 
-def _layer_bytes(model: Model, tp: int) -> int:
+def _layer_bytes(model: ModelConfig, tp: int) -> int:
     """What a layer keeps of each token.
 
     In elements: input and output of its two norms, ``4 h`` (``6 h`` with norms behind the blocks), where a kernel fuses
@@ -385,12 +387,14 @@ def _layer_bytes(model: Model, tp: int) -> int:
     return (whole - (-cut // tp)) * ITEM_BYTES[model.dtype]
 
 
-def _passing_bytes(model: Model, mesh: DeviceMesh, tokens: int) -> int:
+def _passing_bytes(model: ModelConfig, mesh: DeviceMesh, tokens: int) -> int:
     """Most that is there at one time of a forward pass of which nothing is kept: what one layer makes."""
     return tokens * _layer_bytes(model, mesh.layout.tp)
 
 
-def _output_bytes(model: Model, mesh: DeviceMesh, rank: int, tokens: int, *, has_value_head: bool, copies: int) -> int:
+def _output_bytes(
+    model: ModelConfig, mesh: DeviceMesh, rank: int, tokens: int, *, has_value_head: bool, copies: int
+) -> int:
     """The logits, as often as they are there at one time, and four fp32 chunks of them, on the last stage."""
     if mesh.coordinate(rank).pp != mesh.layout.pp - 1:
         return 0

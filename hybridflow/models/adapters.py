@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from hybridflow.config import LoRA
+from hybridflow.config.roles import LoRAConfig
 from hybridflow.models.shapes import ModelShape, model_spec
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
 
@@ -60,7 +60,7 @@ def _only(whole: ModelSpec, *, factors: bool) -> ModelSpec:
     return ModelSpec(tensors=tensors, num_layers=whole.num_layers, is_part=len(tensors) < len(whole.tensors))
 
 
-def adapter_spec(shape: ModelShape, lora: LoRA) -> ModelSpec:
+def adapter_spec(shape: ModelShape, lora: LoRAConfig) -> ModelSpec:
     """How every factor of a model's adapters is cut, in the order of the model."""
     weights = {tensor.name: tensor for tensor in model_spec(shape).tensors}
     parts = parts_of(lora.targets)

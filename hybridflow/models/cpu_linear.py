@@ -1,7 +1,7 @@
 """Linear layers of fp32 models on a CPU by oneDNN, which torch has, but does not use for fp32 products on x86.
 
 Torch's own go through MKL, which takes longer wherever it has to wait for memory; of the gradients of weights, which
-would have to be laid out anew, MKL's are as quick. ``tools/bench_step.py`` measures it.
+would have to be laid out anew, MKL's are as quick. ``tools/bench/bench_step.py`` measures it.
 """
 
 from __future__ import annotations

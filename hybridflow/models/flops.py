@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hybridflow.families.model import Model
+from hybridflow.families.model import ModelConfig
 
 BACKWARD = 2
 """Of each product of matrices the backward pass has two: for the gradient of the weights, and for that of the input."""
@@ -38,7 +38,7 @@ class ModelFlops:
         return products * matrices + (1 + BACKWARD) * self.per_pair * pairs
 
 
-def model_flops(model: Model, *, vocab_size: int, has_value_head: bool = False) -> ModelFlops:
+def model_flops(model: ModelConfig, *, vocab_size: int, has_value_head: bool = False) -> ModelFlops:
     """Of a model of a recipe, whatever its layout.
 
     Args:

@@ -22,9 +22,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu, silu
 
-from hybridflow.config import LoRA, check_cut
+from hybridflow.config.roles import LoRAConfig
 from hybridflow.errors import LayoutError
-from hybridflow.families.model import Model
+from hybridflow.families.cut import check_cut
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, Scoring, SdpaCoreAttention
 from hybridflow.models.cpu_linear import use_onednn
 from hybridflow.models.experts import ExpertLayer
@@ -34,20 +36,19 @@ from hybridflow.models.norm import RmsNorm, normalize_output
 from hybridflow.models.rotary import rotary_factor, rotary_frequencies
 from hybridflow.parallel.accelerators import has_transformer_engine
 from hybridflow.parallel.cpu import use_cpu_for_cuda
-from hybridflow.parallel.layout import ParallelLayout
 
 use_cpu_for_cuda()
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def padded_vocab_size(model: Model, vocab_size: int, tp: int) -> int:
+def padded_vocab_size(model: ModelConfig, vocab_size: int, tp: int) -> int:
     """Rows of the embedding over all tensor-parallel ranks: the vocabulary, rounded up."""
     multiple = model.vocab_divisible_by * tp
     return -(-vocab_size // multiple) * multiple
 
 
-def transformer_config(model: Model, layout: ParallelLayout, device: torch.device) -> TransformerConfig:
+def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch.device) -> TransformerConfig:
     """megatron-core's description of this model in this layout."""
     on_gpu = device.type == "cuda"
     dtype = DTYPES[model.dtype]
@@ -194,14 +195,14 @@ class Transformer(GPTModel):
 
 
 def build_transformer(
-    model: Model,
+    model: ModelConfig,
     layout: ParallelLayout,
     groups: ProcessGroupCollection,
     device: torch.device,
     *,
     vocab_size: int,
     has_value_head: bool = False,
-    lora: LoRA | None = None,
+    lora: LoRAConfig | None = None,
     seed: int = 1,
 ) -> Transformer:
     """This rank's stage and shard of a model, with weights not yet set.
@@ -262,7 +263,7 @@ def build_transformer(
 
 
 def _block_spec(
-    model: Model, config: TransformerConfig, num_layers: int, *, is_local: bool
+    model: ModelConfig, config: TransformerConfig, num_layers: int, *, is_local: bool
 ) -> tuple[ModuleSpec | TransformerBlockSubmodules, MoESubmodules | None]:
     """A stage of so many layers, and what its mixtures of experts are to be made of.
 
@@ -290,7 +291,7 @@ def _block_spec(
 def _finish_layer(
     layer: TransformerLayer,
     local_layer: int,
-    model: Model,
+    model: ModelConfig,
     experts: MoESubmodules | None,
     groups: ProcessGroupCollection,
 ) -> None:

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from hybridflow.config import LoRA
+from hybridflow.config.roles import LoRAConfig
 from hybridflow.models.adapters import parts_of
 from hybridflow.models.attention import PackedAttention
 
@@ -107,7 +107,7 @@ class Adapter(nn.Module):
         name: str,
         layer: int,
         parts: Sequence[str],
-        lora: LoRA,
+        lora: LoRAConfig,
         dropout: Dropout | None,
         groups: ProcessGroupCollection,
         rows: _Rows,
@@ -189,7 +189,7 @@ def _factor(shape: tuple[int, int], dtype: torch.dtype, partition_dim: int | Non
     return factor
 
 
-def attach(layer: TransformerLayer, lora: LoRA, dropout: Dropout | None, groups: ProcessGroupCollection) -> None:
+def attach(layer: TransformerLayer, lora: LoRAConfig, dropout: Dropout | None, groups: ProcessGroupCollection) -> None:
     """Give the linear layers of a transformer layer their adapters."""
     for name, parts in parts_of(lora.targets).items():
         linear = layer.get_submodule(name)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from hybridflow.errors import ReshardError
+from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import Trainable
 from hybridflow.models.weights import local_shards
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 from hybridflow.reshard.execute import Resharder, ReshardStats
 from hybridflow.reshard.holdings import Holdings, WeightHoldings

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from hybridflow.families.model import Model, RotaryScaling
+from hybridflow.families.model import ModelConfig, RotaryScaling
 
 
-def rotary_frequencies(model: Model) -> Tensor:
+def rotary_frequencies(model: ModelConfig) -> Tensor:
     """Angle by which each pair of dims turns from one token to the next, ``[head / 2]`` fp32 in host memory.
 
     LongRoPE has two sets of divisors. Which one a model uses is settled by its ``max_context``, once for all sequences,
@@ -31,7 +31,7 @@ def rotary_frequencies(model: Model) -> Tensor:
     return (1 - kept) * plain / scaling.factor + kept * plain
 
 
-def rotary_factor(model: Model) -> float:
+def rotary_factor(model: ModelConfig) -> float:
     """Factor on queries and keys alike that goes with the stretched frequencies; their scores get its square.
 
     Paper: arXiv 2309.00071 (YaRN), arXiv 2402.13753 (LongRoPE).
@@ -55,7 +55,7 @@ def _kept_llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
     return share.clamp(0, 1)
 
 
-def _kept_yarn(model: Model, scaling: RotaryScaling) -> Tensor:
+def _kept_yarn(model: ModelConfig, scaling: RotaryScaling) -> Tensor:
     """As for Llama 3.1, but linear in the index of the pair of dims."""
 
     def pair_that_turns(times: float) -> float:

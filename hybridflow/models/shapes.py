@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.errors import ReshardError
-from hybridflow.families.model import Model
+from hybridflow.families.model import ModelConfig
 from hybridflow.reshard.spec import DType, ModelSpec, Place, TensorSpec
 
 
@@ -78,7 +78,7 @@ def shape(name: str) -> ModelShape:
     return _SHAPES[name]
 
 
-def shape_of(model: Model, vocab_size: int) -> ModelShape:
+def shape_of(model: ModelConfig, vocab_size: int) -> ModelShape:
     """The shape of a recipe's model.
 
     Args:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from hybridflow.errors import ReshardError
 from hybridflow.models.gpt import ValueHead
-from hybridflow.models.own import Uncut
+from hybridflow.models.user_model import Uncut
 from hybridflow.reshard.spec import DType, ModelSpec, Place, TensorSpec
 
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -19,7 +20,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from hybridflow.config import Optimizer
+from hybridflow.config.roles import OptimizerConfig
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.specs import logical_parameters
@@ -43,7 +44,7 @@ class Trainable:
         is_distributed: Whether optimizer state is cut over the data-parallel ranks.
     """
 
-    def __init__(self, model: Transformer, groups: ProcessGroupCollection, settings: Optimizer) -> None:
+    def __init__(self, model: Transformer, groups: ProcessGroupCollection, settings: OptimizerConfig) -> None:
         config = model.config
         self.model = model
         self.is_distributed = settings.distributed
@@ -59,7 +60,7 @@ class Trainable:
         self._ddp = DistributedDataParallel(config, ddp_config, model, pg_collection=groups)
         with gathering_within(groups.intra_dist_opt):
             self._optimizer = get_megatron_optimizer(
-                OptimizerConfig(
+                MegatronOptimizerConfig(
                     optimizer="adam",
                     lr=settings.lr,
                     adam_beta1=settings.beta1,

@@ -11,21 +11,21 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
-from hybridflow.config import LoRA
+from hybridflow.config.roles import LoRAConfig
 from hybridflow.errors import ReshardError
-from hybridflow.families.model import Model
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.adapters import is_factor
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.specs import describe, logical_tensors
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.megatron import collection
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 from hybridflow.reshard.spec import ModelSpec, Shard, TensorSpec, shard
 
 
 def describe_model(
-    world: World, model: Model, *, vocab_size: int, has_value_head: bool = False, lora: LoRA | None = None
+    world: World, model: ModelConfig, *, vocab_size: int, has_value_head: bool = False, lora: LoRAConfig | None = None
 ) -> ModelSpec:
     """How every tensor of a model is cut, without communication and the same on every rank.
 
@@ -45,10 +45,12 @@ def describe_model(
     return found
 
 
-_described: dict[tuple[Model, int, bool, LoRA | None], ModelSpec] = {}
+_described: dict[tuple[ModelConfig, int, bool, LoRAConfig | None], ModelSpec] = {}
 
 
-def _describe(world: World, model: Model, vocab_size: int, has_value_head: bool, lora: LoRA | None) -> ModelSpec:
+def _describe(
+    world: World, model: ModelConfig, vocab_size: int, has_value_head: bool, lora: LoRAConfig | None
+) -> ModelSpec:
     alone = DeviceMesh(
         name="whole model", layout=ParallelLayout(), ranks=(world.rank,), ranks_per_node=world.ranks_per_node
     )

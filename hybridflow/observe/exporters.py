@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridflow.config import Recipe, check_prometheus
+from hybridflow.config.metrics import check_prometheus
+from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError
 from hybridflow.observe.files import replace_file
 from hybridflow.observe.rank_log import tell

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.console import print_foreign
 from hybridflow.errors import HybridflowError
 from hybridflow.exit_status import DONE, exit_status
+from hybridflow.observe.console import print_foreign
 
 _EXAMPLES = """examples:
   hybridflow status runs/quickstart

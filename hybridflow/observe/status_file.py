@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.observe import doing
+from hybridflow.observe import activity
 
 STATUS_FILE = "status.json"
 WRITE_EVERY_S = 5.0
@@ -62,9 +62,9 @@ class StatusFile:
             self._write()
 
     def _write(self) -> None:
-        began_s = doing.since_s()
+        began_s = activity.since_s()
         now = {"time_s": time.time()}
-        work = {} if began_s is None else {"doing": doing.now(), "doing_since_s": began_s}
+        work = {} if began_s is None else {"doing": activity.now(), "doing_since_s": began_s}
         aside = self._path.with_name(f".{self._path.name}.tmp")
         with contextlib.suppress(OSError):
             aside.write_text(json.dumps({**self._facts, **now, **work}, indent=1) + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter, time
 from typing import NamedTuple, Protocol
 
-from hybridflow.observe.doing import doing
+from hybridflow.observe.activity import doing
 
 
 class Span(NamedTuple):

@@ -13,8 +13,8 @@ from types import FrameType
 
 from hybridflow.errors import DeadlineError, HybridflowError
 from hybridflow.exit_status import FAILURE, exit_status
-from hybridflow.observe.doing import now, was_doing
-from hybridflow.parallel.mesh import format_ranks
+from hybridflow.layout.mesh import format_ranks
+from hybridflow.observe.activity import now, was_doing
 
 _MOST_PLACES = 32
 """Groups of ranks in a report; the logs have them all."""

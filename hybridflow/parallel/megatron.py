@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.parallel.cpu import use_cpu_for_cuda
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 
 use_cpu_for_cuda()

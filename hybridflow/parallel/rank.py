@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hybridflow.observe.doing import doing
+from hybridflow.observe.activity import doing
 from hybridflow.observe.rank_log import tell
 from hybridflow.parallel.cause import cause_of, tell_cause
 from hybridflow.parallel.signals import CaughtSignals

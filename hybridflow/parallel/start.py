@@ -23,7 +23,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from hybridflow.errors import LayoutError
-from hybridflow.parallel.mesh import format_ranks
+from hybridflow.layout.mesh import format_ranks
 
 if TYPE_CHECKING:
     from hybridflow.parallel.mpi import Place

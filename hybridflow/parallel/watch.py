@@ -31,7 +31,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, Protocol
 
 from hybridflow.errors import DeadlineError
-from hybridflow.observe.doing import now
+from hybridflow.observe.activity import now
 from hybridflow.observe.rank_log import note, tell
 from hybridflow.parallel.cause import (
     Cause,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.reshard.holdings import Holdings
 from hybridflow.reshard.plan import Flows, participants
 from hybridflow.reshard.report import format_bytes, traffic

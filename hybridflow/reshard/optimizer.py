@@ -13,8 +13,8 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.holdings import Part, WeightHoldings
 from hybridflow.reshard.spec import (
     Box,

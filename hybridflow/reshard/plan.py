@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hybridflow.errors import ReshardError
-from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.reshard.balance import balance, busiest_limit
 from hybridflow.reshard.holdings import Holdings, Part
 from hybridflow.reshard.spec import ITEM_BYTES, Box, ModelSpec, TensorSpec, flat_boxes, intersect, num_elements

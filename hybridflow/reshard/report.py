@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.table import format_table
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.reshard.holdings import Holdings
 from hybridflow.reshard.messages import divide
 from hybridflow.reshard.plan import (

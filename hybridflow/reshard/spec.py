@@ -18,8 +18,8 @@ from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 from hybridflow.errors import ReshardError
-from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.parallel.mesh import Coordinate
+from hybridflow.layout.mesh import Coordinate
+from hybridflow.layout.parallel_layout import ParallelLayout
 
 DType = Literal["fp32", "bf16", "fp16"]
 ITEM_BYTES: dict[DType, int] = {"fp32": 4, "bf16": 2, "fp16": 2}

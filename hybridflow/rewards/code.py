@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config import Sandbox
+from hybridflow.config.rewards import SandboxConfig
 from hybridflow.rewards.sample import Sample, Unscored
 from hybridflow.rewards.sandbox import Ended, run_confined
 
@@ -36,7 +36,7 @@ class CodeTests:
             the machine had no core for them.
     """
 
-    def __init__(self, settings: Sandbox, *, is_protected: bool) -> None:
+    def __init__(self, settings: SandboxConfig, *, is_protected: bool) -> None:
         self._settings = settings
         self._is_protected = is_protected
         self.idle_stops = 0
@@ -59,7 +59,7 @@ class CodeTests:
         ended = self._run([_NAME], program, given, self._settings)
         return ended.status == 0 and _stripped(ended.stdout) == _stripped(expected)
 
-    def _run(self, arguments: list[str], program: str, given: str, limits: Sandbox) -> Ended:
+    def _run(self, arguments: list[str], program: str, given: str, limits: SandboxConfig) -> Ended:
         files = {_NAME: program}
         whole = ["-I", "-B", *arguments]
         ended = run_confined(whole, limits, files=files, stdin=given, is_protected=self._is_protected)

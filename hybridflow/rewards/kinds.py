@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from hybridflow.config import REWARD_POLICY, Reward, Sandbox
+from hybridflow.config.rewards import REWARD_POLICY, RewardConfig, SandboxConfig
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.code import CodeTests
 from hybridflow.rewards.functions import BUILT_IN, Function, as_function, find_function, regex
@@ -24,7 +24,7 @@ _MATHS_S = 10.0
 _GRACE_S = 1.0
 
 
-def make_kind(settings: Reward, key: str, given: Any = None, *, sharing: int = 1) -> Kind:
+def make_kind(settings: RewardConfig, key: str, given: Any = None, *, sharing: int = 1) -> Kind:
     """How samples are scored.
 
     Args:
@@ -60,13 +60,13 @@ def make_kind(settings: Reward, key: str, given: Any = None, *, sharing: int = 1
     return _of_name("exact_match" if settings.function is None else settings.function, settings, key, sharing)
 
 
-def _of_name(name: str, settings: Reward, key: str, sharing: int) -> Kind:
+def _of_name(name: str, settings: RewardConfig, key: str, sharing: int) -> Kind:
     if name == "maths":
         timeout_s = _MATHS_S if settings.timeout_s is None else settings.timeout_s
         maths = Maths(timeout_s, f"{key}.function")
         return Kind(name=name, call=maths, runner=_processes(settings, sharing), close=maths.close)
     if name == "code":
-        sandbox = Sandbox() if settings.sandbox is None else settings.sandbox
+        sandbox = SandboxConfig() if settings.sandbox is None else settings.sandbox
         is_protected = check_sandbox(sandbox, f"{key}.sandbox")
         tests = CodeTests(sandbox, is_protected=is_protected)
         return Kind(name=name, call=tests, runner=_processes(settings, sharing), idle_stops=lambda: tests.idle_stops)
@@ -78,10 +78,10 @@ def _of_name(name: str, settings: Reward, key: str, sharing: int) -> Kind:
     return _of_function(as_function(find_function(name, f"{key}.function"), f"{key}.function={name!r}"), settings, name)
 
 
-def _sure(name: str, function: Any, settings: Reward, key: str) -> Kind:
+def _sure(name: str, function: Any, settings: RewardConfig, key: str) -> Kind:
     """A function of ours that neither waits nor fails."""
     for ignored in REWARD_POLICY:
-        if getattr(settings, ignored) != getattr(Reward(), ignored):
+        if getattr(settings, ignored) != getattr(RewardConfig(), ignored):
             raise ConfigError(f"{key}.{ignored}: {name} neither waits nor fails; remove the key")
 
     def call(samples: Sequence[Sample]) -> list[float]:
@@ -90,7 +90,7 @@ def _sure(name: str, function: Any, settings: Reward, key: str) -> Kind:
     return Kind(name=name, call=call, runner=InPlace(), most_samples=None)
 
 
-def _of_function(function: Function, settings: Reward, name: str) -> Kind:
+def _of_function(function: Function, settings: RewardConfig, name: str) -> Kind:
     deadline_s = math.inf if settings.timeout_s is None else settings.timeout_s
     runner: Runner
     if function.is_async:
@@ -108,12 +108,12 @@ def _of_function(function: Function, settings: Reward, name: str) -> Kind:
     )
 
 
-def _asking(settings: Reward, longest_s: float) -> Calls:
+def _asking(settings: RewardConfig, longest_s: float) -> Calls:
     """For calls that end by themselves, but where the system holds them."""
     return Calls(longest_s + _GRACE_S, settings.max_in_flight)
 
 
-def _processes(settings: Reward, sharing: int) -> Calls:
+def _processes(settings: RewardConfig, sharing: int) -> Calls:
     """For calls that wait for a process each, which is ended in time."""
     num_cores = max(len(os.sched_getaffinity(0)) // sharing, 1)
     return Calls(math.inf, num_cores if settings.max_in_flight is None else settings.max_in_flight)

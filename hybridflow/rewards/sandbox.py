@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridflow.config import Sandbox
+from hybridflow.config.rewards import SandboxConfig
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.sample import Unscored
 
@@ -49,7 +49,7 @@ class Ended:
 
 def run_confined(
     arguments: Sequence[str],
-    settings: Sandbox,
+    settings: SandboxConfig,
     *,
     files: Mapping[str, str],
     stdin: str = "",
@@ -122,7 +122,7 @@ def sandbox_problem() -> str | None:
 
 def _problem() -> str | None:
     try:
-        ended = run_confined(["-I", "-S", "-c", "print('here')"], Sandbox(), files={})
+        ended = run_confined(["-I", "-S", "-c", "print('here')"], SandboxConfig(), files={})
     except Unscored as problem:
         return str(problem)
     if ended.stdout == "here\n":
@@ -130,7 +130,7 @@ def _problem() -> str | None:
     return f"in the sandbox Python cannot be begun: {(ended.stderr or str(ended)).strip()[-300:]}"
 
 
-def check_sandbox(settings: Sandbox, key: str) -> bool:
+def check_sandbox(settings: SandboxConfig, key: str) -> bool:
     """Whether programs are kept apart; where they are not, that is said on standard error.
 
     Raises:
@@ -169,7 +169,7 @@ def _environ() -> dict[str, str]:
     return environ if libraries is None else {**environ, "LD_LIBRARY_PATH": libraries}
 
 
-def _readable(settings: Sandbox) -> list[str]:
+def _readable(settings: SandboxConfig) -> list[str]:
     """Directories and files that programs see, none of which is within another."""
     # Where a link within another directory leads to, too.
     given = [named(path) for path in settings.readable for named in (os.path.abspath, os.path.realpath)]

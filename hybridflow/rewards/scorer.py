@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridflow.config import Reward
+from hybridflow.config.rewards import RewardConfig
 from hybridflow.errors import RewardError
 from hybridflow.rewards.runners import Runner
 from hybridflow.rewards.sample import Outcome, Sample, Unscored, as_scores
@@ -121,7 +121,7 @@ class Scorer:
     """
 
     kind: Kind
-    settings: Reward
+    settings: RewardConfig
     role: str
     counts: Counts = field(default_factory=Counts)
     _known: OrderedDict[bytes, float] = field(default_factory=OrderedDict)

@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridflow.config import Judge as JudgeSettings
-from hybridflow.config import RewardService
+from hybridflow.config.rewards import JudgeConfig as JudgeSettings
+from hybridflow.config.rewards import RewardServiceConfig
 from hybridflow.rewards.sample import Sample, Unscored
 from hybridflow.rollout.engines.wire import BadAnswer, Lines, Refused, Unavailable, token_of
 
@@ -147,7 +147,7 @@ def _said(answer: Any) -> str:
     return text
 
 
-def service_endpoint(settings: RewardService | JudgeSettings, key: str, timeout_s: float) -> Endpoint:
+def service_endpoint(settings: RewardServiceConfig | JudgeSettings, key: str, timeout_s: float) -> Endpoint:
     """The servers that a section names. Raises ConfigError: the token is not there."""
     return Endpoint(
         settings.urls,

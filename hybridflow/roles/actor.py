@@ -14,14 +14,9 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.lora import merge
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import LossFunction, Trainable, sum_over
-from hybridflow.reshard.memory import HostOffload
-from hybridflow.reshard.plan import shares_storage
-from hybridflow.roles.advantage import KLCoefficient
-from hybridflow.roles.given import told_of
-from hybridflow.roles.job import Job
-from hybridflow.roles.own import OwnModel, place_model
-from hybridflow.roles.peft import check_targets
-from hybridflow.roles.placed import (
+from hybridflow.placement.job import Job
+from hybridflow.placement.peft import check_targets
+from hybridflow.placement.placed_model import (
     column_rows,
     length_metrics,
     mini_batch,
@@ -30,11 +25,16 @@ from hybridflow.roles.placed import (
     role_spec,
     told_lengths,
 )
+from hybridflow.placement.rollout_weights import RolloutWeights
+from hybridflow.placement.user_model import OwnModel, place_model
+from hybridflow.reshard.memory import HostOffload
+from hybridflow.reshard.plan import shares_storage
+from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.offline_samples import told_of
 from hybridflow.roles.policy_loss import LOSS_MASK, LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
-from hybridflow.roles.rollout_buffer import asked, measure_staleness
-from hybridflow.roles.rollout_weights import RolloutWeights
-from hybridflow.roles.rollouts import Rollouts
-from hybridflow.roles.sampling_engine import PushedEngine, our_engine, own_engine, server_engine
+from hybridflow.sampling.engines import PushedEngine, our_engine, own_engine, server_engine
+from hybridflow.sampling.rollout_buffer import asked, measure_staleness
+from hybridflow.sampling.rollouts import Rollouts
 
 _LOSS_COLUMNS = ("response_mask", LOSS_MASK, "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
 
@@ -53,7 +53,7 @@ class Actor:
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         self.metrics: dict[str, float] = {}
         self.told: dict[str, list[float]] = {}
-        self.spec = role_spec(job, has_value_head=job.recipe.preset.is_scorer)
+        self.spec = role_spec(job, has_value_head=job.recipe.traits.is_scorer)
         check_targets(job)
         self._job = job
         self._lora = job.recipe.actor.lora
@@ -66,7 +66,7 @@ class Actor:
         self._distilled = torch.zeros(2, dtype=torch.float64)
         update, rollout = job.meshes["actor.update"], job.meshes["actor.rollout"]
         rank = job.world.rank
-        is_scorer = job.recipe.preset.is_scorer
+        is_scorer = job.recipe.traits.is_scorer
         self.model = place_model(job, update, self.spec, has_value_head=is_scorer) if rank in update else None
         self.trainable: Trainable | None = None
         if self.model is not None:
@@ -74,7 +74,7 @@ class Actor:
         engine = job.recipe.rollout.engine
         self._rollout = None if engine.is_server else self.model
         self._rollout_weights: RolloutWeights | None = None
-        generates = job.recipe.preset.generates
+        generates = job.recipe.traits.generates
         self._reshard_every = job.recipe.actor.reshard_every
         is_one = shares_storage(update, rollout) and self._reshard_every == 1
         is_apart = generates and not engine.is_server and not is_one

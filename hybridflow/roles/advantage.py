@@ -23,15 +23,15 @@ from hybridflow.algorithms.advantages import (
 )
 from hybridflow.algorithms.kl import adapt_kl_coef, kl_penalty
 from hybridflow.algorithms.lagrange import adapt_multiplier, lagrangian_advantages
-from hybridflow.algorithms.shaping import overlong_penalty
-from hybridflow.config import Recipe
+from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.models.training import sum_over
 from hybridflow.observe.rank_log import say
-from hybridflow.roles.dropped import kept, spread
-from hybridflow.roles.job import Job
-from hybridflow.roles.placed import length_metrics, padded, told_lengths
+from hybridflow.placement.job import Job
+from hybridflow.placement.loss_mask import kept, spread
+from hybridflow.placement.placed_model import length_metrics, padded, told_lengths
+from hybridflow.sampling.shaping import shaped
 
 
 class KLCoefficient:
@@ -81,25 +81,6 @@ class LagrangeMultiplier:
         """Take into account the mean cost that the step measured, the same on every rank of the job."""
         settings = self._settings
         self.value = adapt_multiplier(self.value, mean_cost, limit=settings.limit, lr=settings.lr, largest=settings.max)
-
-
-def shaped(recipe: Recipe, scores: Tensor, lengths: Tensor) -> Tensor:
-    """Scores with what the recipe adds to them.
-
-    Args:
-        recipe: The recipe.
-        scores: ``[samples]``.
-        lengths: Tokens of each response, ``[samples]``: of all that ``rollout.max_new_tokens`` limits.
-    """
-    settings = recipe.shaping
-    if not settings.overlong_buffer:
-        return scores
-    return scores + overlong_penalty(
-        lengths,
-        max_tokens=recipe.rollout.max_new_tokens,
-        buffer_tokens=settings.overlong_buffer,
-        factor=settings.overlong_factor,
-    )
 
 
 def own_advantages(algorithm: Any, scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:

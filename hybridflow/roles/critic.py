@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.losses import Totals, aggregate, value_loss
-from hybridflow.config import Critic as Settings
+from hybridflow.config.roles import CriticConfig as Settings
 from hybridflow.dataflow.batch import Batch
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
-from hybridflow.roles.job import Job
-from hybridflow.roles.own import place_model
-from hybridflow.roles.placed import mini_batch, pad_rows, padded, role_spec
+from hybridflow.placement.job import Job
+from hybridflow.placement.placed_model import mini_batch, pad_rows, padded, role_spec
+from hybridflow.placement.user_model import place_model
 
 COLUMNS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
 """Role -> the columns of its values, and of what it learns."""

@@ -11,11 +11,11 @@ from torch import Tensor
 from hybridflow.algorithms.preference import bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.models.microbatch import MicroBatch
+from hybridflow.placement.job import Job
+from hybridflow.placement.placed_model import PlacedModel, column_rows, mini_batch, mini_batch_size, mismatched
+from hybridflow.placement.user_objects import own_of
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
-from hybridflow.roles.job import Job
-from hybridflow.roles.objects import own_of
-from hybridflow.roles.placed import PlacedModel, column_rows, mini_batch, mini_batch_size, mismatched
 from hybridflow.roles.reward_model import last_tokens, padding_of
 
 
@@ -29,7 +29,7 @@ class OfflineActor(Actor):
         super().__init__(job, kl_coef)
         # As what it trains will be asked once it is a reward model.
         self._pad_id = (
-            padding_of(job, "actor") if job.recipe.preset.is_scorer and own_of(job, "actor") is None else None
+            padding_of(job, "actor") if job.recipe.traits.is_scorer and own_of(job, "actor") is None else None
         )
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
@@ -148,7 +148,7 @@ class OfflineActor(Actor):
 
     def _numbers(self, output: Tensor, micro_batch: MicroBatch, part: Batch) -> Tensor:
         """What is made of each response, ``[samples of the micro-batch]``."""
-        if self._job.recipe.preset.is_scorer:
+        if self._job.recipe.traits.is_scorer:
             return output[:, 0].float()
         log_probs, _ = self._placed().log_probs(output, micro_batch)
         if "ref_log_probs" in part.columns:
@@ -158,14 +158,14 @@ class OfflineActor(Actor):
         return torch.stack([row.sum() for row in log_probs.split(micro_batch.response_lengths)])
 
     def _micro_batches(self, part: Batch) -> list[MicroBatch]:
-        preset = self._job.recipe.preset
+        preset = self._job.recipe.traits
         is_single = "wanted" in part.columns
         parts = self._placed().micro_batches(part, 1 if is_single else 2)
         return [last_tokens(each, self._pad_id) for each in parts] if preset.is_scorer else parts
 
     @property
     def _scale(self) -> float:
-        return 1.0 if self._job.recipe.preset.is_scorer else self._job.recipe.preference.beta
+        return 1.0 if self._job.recipe.traits.is_scorer else self._job.recipe.preference.beta
 
     def _placed(self) -> PlacedModel:
         assert self.model is not None, "called outside the update mesh"

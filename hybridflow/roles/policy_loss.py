@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridflow.algorithms.correction import Weights, correction_weights, kept_tokens
 from hybridflow.algorithms.kl import kl_penalty, sequence_means
 from hybridflow.algorithms.losses import ClipStats, Totals, aggregate, cispo_loss, gspo_loss, policy_loss
-from hybridflow.config import Recipe
+from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError
 from hybridflow.roles.advantage import KLCoefficient
 

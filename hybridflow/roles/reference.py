@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from hybridflow.config import reference_is_base
 from hybridflow.dataflow.batch import Batch
 from hybridflow.models.lora import adapters_off
+from hybridflow.placement.job import Job
+from hybridflow.placement.placed_model import PlacedModel, mismatched, role_spec
+from hybridflow.placement.user_model import place_model
+from hybridflow.recipe.meshes import reference_is_base
 from hybridflow.roles.actor import Actor
-from hybridflow.roles.job import Job
-from hybridflow.roles.own import place_model
-from hybridflow.roles.placed import PlacedModel, mismatched, role_spec
 
 
 class Reference:

@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-from hybridflow.config import REWARD_POLICY
-from hybridflow.config import Reward as Settings
+from hybridflow.config.rewards import REWARD_POLICY
+from hybridflow.config.rewards import RewardConfig as Settings
 from hybridflow.data.prompts import Example
 from hybridflow.dataflow.batch import Batch
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observe.rank_log import say
+from hybridflow.placement.job import Job
+from hybridflow.placement.placed_model import column_rows
 from hybridflow.rewards.kinds import make_kind
 from hybridflow.rewards.runners import InPlace
 from hybridflow.rewards.sample import Sample
 from hybridflow.rewards.scorer import Counts, Scorer
-from hybridflow.roles.job import Job
-from hybridflow.roles.judging import measure
-from hybridflow.roles.placed import column_rows
 from hybridflow.rollout.environment import text_of
+from hybridflow.sampling.validation import measure
 
 SCORES = {"reward": "scores", "cost": "costs"}
 """Role -> the column that it writes."""

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint.assets import parse_json
 from hybridflow.dataflow.batch import Batch
+from hybridflow.families.assets import parse_json
 from hybridflow.families.tables import FAMILIES
 from hybridflow.models.microbatch import MicroBatch
-from hybridflow.roles.job import Job
-from hybridflow.roles.judging import measure
-from hybridflow.roles.objects import weights_of
-from hybridflow.roles.own import place_frozen
-from hybridflow.roles.placed import role_spec
+from hybridflow.placement.job import Job
+from hybridflow.placement.placed_model import role_spec
+from hybridflow.placement.user_model import place_frozen
+from hybridflow.placement.user_objects import weights_of
 from hybridflow.roles.reward import SCORES
+from hybridflow.sampling.validation import measure
 
 
 class RewardModel:

@@ -9,9 +9,9 @@ import torch
 
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.errors import ConfigError
-from hybridflow.roles.job import Job
-from hybridflow.roles.own import place_frozen
-from hybridflow.roles.placed import role_spec
+from hybridflow.placement.job import Job
+from hybridflow.placement.placed_model import role_spec
+from hybridflow.placement.user_model import place_frozen
 
 
 class Teacher:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.models.log_probs import Columns
-from hybridflow.rollout.kernels import load_kernels
+from hybridflow.rollout.cpu.kernels import load_kernels
 
 _ORDER_BITS = 0x7FFFFFFF
 _ORDER_ZERO = 1 << 31

@@ -19,7 +19,7 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.rollout.blocks import BLOCK_TOKENS, BlockPool
 from hybridflow.rollout.budget import cache_bytes
-from hybridflow.rollout.cpu_transformer import CpuTransformer, runs_on_cpu
+from hybridflow.rollout.cpu.transformer import CpuTransformer, runs_on_cpu
 from hybridflow.rollout.paged import PagedAttention, PagedCache, block_bytes
 from hybridflow.rollout.records import Records
 from hybridflow.rollout.request import FinishReason, Progress, Request, Response, RolloutStopped, length_refusal

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridflow.config import Environment as Settings
+from hybridflow.config.rollout import EnvironmentConfig as Settings
 from hybridflow.data.prompts import Example
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError

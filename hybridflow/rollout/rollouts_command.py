@@ -81,8 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
         CheckpointError: The archive is damaged.
         WriteError: The file cannot be written.
     """
-    from hybridflow.checkpoint.console import print_foreign
     from hybridflow.data.tokenizer import open_tokenizer
+    from hybridflow.observe.console import print_foreign
 
     _check_export(arguments)
     steps, pattern = _steps(arguments.steps), _pattern(arguments.grep)

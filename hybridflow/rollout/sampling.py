@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.models.log_probs import Columns
+from hybridflow.rollout.cpu.kernels import load_kernels
 from hybridflow.rollout.edits import Entries, Rows, edited, floors, forbidden, gather_over, penalized
-from hybridflow.rollout.kernels import load_kernels
 from hybridflow.rollout.request import PURPOSES, SamplingParams
 
 NOT_FINITE, NOTHING_LEFT, BAD_TEXT = -1, -2, -3

@@ -17,7 +17,7 @@ import torch
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 from hybridflow.exit_status import DONE, FAILURE, REQUEUE
-from hybridflow.observe.doing import doing
+from hybridflow.observe.activity import doing
 from hybridflow.observe.rank_log import tell
 from hybridflow.parallel.world import World
 from hybridflow.rollout.engine import LOOK_STEPS

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.config import Cluster
+from hybridflow.config.cluster import ClusterConfig
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.launch.local import run_local
 from hybridflow.parallel.rank import run_rank, silence_libraries
@@ -216,7 +216,7 @@ def _start(
                 is_asked_by_interrupt=is_server,
             )
         os.environ.setdefault("OMP_NUM_THREADS", str(arguments.threads))
-    cluster = Cluster()
+    cluster = ClusterConfig()
     return run_rank(
         start,
         CaughtSignals() if signals is None else signals,

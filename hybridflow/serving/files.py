@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.assets import identity_of
+from hybridflow.families.assets import identity_of
 from hybridflow.serving.options import Options, read_options
 from hybridflow.serving.results import FORMAT
 

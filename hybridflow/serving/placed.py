@@ -11,20 +11,20 @@ from pathlib import Path
 import torch
 
 from hybridflow.checkpoint.formats.registry import open_model
-from hybridflow.config import check_cut
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError
-from hybridflow.families.model import Model
+from hybridflow.families.cut import check_cut
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.parallel.coordinator import Coordinator
-from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
+from hybridflow.placement.pretrained import from_pretrained
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.plan import held_bytes
 from hybridflow.reshard.report import format_bytes
 from hybridflow.reshard.spec import ITEM_BYTES
-from hybridflow.roles.pretrained import from_pretrained
 from hybridflow.rollout.engine import MegatronEngine
 
 
@@ -42,7 +42,7 @@ class Placed:
         is_reporter: Whether this rank has all that its replica's responses say, and tells it.
     """
 
-    model: Model
+    model: ModelConfig
     mesh: DeviceMesh
     engine: MegatronEngine
     tokenizer: Tokenizer | None
@@ -61,7 +61,7 @@ class Placed:
         return self.mesh.coordinate(self.everyone.rank).dp
 
 
-def vocab_of(model: Model) -> int:
+def vocab_of(model: ModelConfig) -> int:
     """True vocabulary of a model from a directory."""
     assert model.vocab_size is not None, "a source's model has a vocabulary"
     return model.vocab_size
@@ -78,7 +78,7 @@ def layout_of(arguments: argparse.Namespace, num_ranks: int) -> ParallelLayout:
     return layout
 
 
-def model_settings(arguments: argparse.Namespace) -> Model:
+def model_settings(arguments: argparse.Namespace) -> ModelConfig:
     """The settings of the model that was asked for, in the number format and with the context that were.
 
     Raises:
@@ -147,7 +147,7 @@ def place_model(arguments: argparse.Namespace, world: World) -> Placed:
     )
 
 
-def memory_line(model: Model, layout: ParallelLayout, cached_tokens: int, cache_memory: float) -> str:
+def memory_line(model: ModelConfig, layout: ParallelLayout, cached_tokens: int, cache_memory: float) -> str:
     """What the rank that needs the most holds, in words.
 
     Args:

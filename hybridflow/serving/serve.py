@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hybridflow.exit_status import DONE
-from hybridflow.observe.doing import doing
+from hybridflow.observe.activity import doing
 from hybridflow.observe.rank_log import say, tell
 from hybridflow.parallel.world import World
 from hybridflow.rollout.request import Request, Response, SamplingParams, expand

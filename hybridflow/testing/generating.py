@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import HybridflowError
-from hybridflow.models.own import said
+from hybridflow.models.user_model import said
 from hybridflow.rollout.request import Request, SamplingParams, expand
 from hybridflow.testing.subject import Fail, Subject, largest, sequences
 
@@ -20,7 +20,7 @@ NUM_SAMPLES = 512
 def check_generate(
     subject: Subject, tried: list[Tensor], vocab_size: int, max_new_tokens: int, tolerance: float
 ) -> None:
-    """``generate`` of a class of one's own, as ``models.own.ActorModel`` describes it; see ``check_actor``.
+    """``generate`` of a class of one's own, as ``models.user_model.ActorModel`` describes it; see ``check_actor``.
 
     Args:
         subject: The actor.

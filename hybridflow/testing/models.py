@@ -9,9 +9,9 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
+from hybridflow.checkpoint.formats.in_memory import given_settings, is_model
 from hybridflow.errors import ConfigError, ContractError
-from hybridflow.models.given import given_settings, is_model
-from hybridflow.models.own import said
+from hybridflow.models.user_model import said
 from hybridflow.testing.generating import check_engine, check_generate
 from hybridflow.testing.subject import LENGTHS, Fail, Subject, failing, largest, sequences, side_by_side
 
@@ -36,7 +36,7 @@ def check_actor(
     ``forward`` says, and tells its log-probabilities. Of an engine (``HttpEngine``, ``VllmEngine``) the latter alone.
 
     Args:
-        actor: A class of one's own (``models.own.ActorModel``), a causal language model of ``transformers``, a
+        actor: A class of one's own (``models.user_model.ActorModel``), a causal language model of ``transformers``, a
             ``GPTModel``, or an engine.
         vocab_size: Token ids to try; None: the actor's own.
         max_new_tokens: Of the responses that are asked for, at least 2.
@@ -65,8 +65,8 @@ def check_critic(critic: Any, *, vocab_size: int | None = None, tolerance: float
     Checks as ``check_actor`` does of a model, of its values: one finite number for each token.
 
     Args:
-        critic: A class of one's own (``models.own.CriticModel``), a scorer or a language model of ``transformers``, or
-            a ``GPTModel``; of a language model, which gets a new head, the logits are looked at.
+        critic: A class of one's own (``models.user_model.CriticModel``), a scorer or a language model of
+            ``transformers``, or a ``GPTModel``; of a language model, which gets a new head, the logits are looked at.
         vocab_size: Token ids to try; None: the critic's own, or 32.
         tolerance: Largest difference of values that is rounding.
         seed: Of the tokens that are tried.

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridflow.checkpoint.formats.in_memory import given_settings, is_model
 from hybridflow.errors import ConfigError, ContractError
-from hybridflow.models.given import given_settings, is_model
-from hybridflow.models.own import said
+from hybridflow.models.user_model import said
 from hybridflow.rewards.functions import as_function
 from hybridflow.rewards.sample import Sample
 from hybridflow.testing.models import check_critic

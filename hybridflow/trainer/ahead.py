@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from hybridflow.config import SAMPLING_MESHES
 from hybridflow.dataflow.compiler import compile_flow
 from hybridflow.dataflow.graph import Flow, Node, Repeat
 from hybridflow.dataflow.schedule import Branch, Call, Concurrent, Instruction, Loop, Move
-from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.recipe.meshes import SAMPLING_MESHES
 
 Program = tuple[Instruction, ...]
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridflow.checkpoint.assets import ADAPTER_CONFIG
 from hybridflow.checkpoint.saver import RolePart, Saver, Step
 from hybridflow.checkpoint.store import (
     BASE,
@@ -22,18 +21,20 @@ from hybridflow.checkpoint.store import (
     open_role,
 )
 from hybridflow.checkpoint.training_state import Shares, load_model, load_training
-from hybridflow.config import Recipe, reference_is_base
+from hybridflow.config.recipe import Recipe
 from hybridflow.errors import CheckpointError
+from hybridflow.families.assets import ADAPTER_CONFIG
+from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.adapters import base_spec, factor_spec
 from hybridflow.models.training import Trainable
 from hybridflow.observe.starts import STARTS_FILE
-from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.placement.job import Job
+from hybridflow.placement.peft import adapter_config
+from hybridflow.placement.placed_model import PlacedModel
+from hybridflow.placement.pretrained import travelling
+from hybridflow.recipe.meshes import reference_is_base
 from hybridflow.reshard.spec import ModelSpec
-from hybridflow.roles.job import Job
-from hybridflow.roles.kept_rollouts import remove_logs
-from hybridflow.roles.peft import adapter_config
-from hybridflow.roles.placed import PlacedModel
-from hybridflow.roles.pretrained import travelling
+from hybridflow.sampling.rollout_log import remove_logs
 from hybridflow.sections import to_dict
 
 MESHES = {"actor": "actor.update", "critic": "critic", "cost_critic": "cost_critic", "reference": "reference"}
@@ -110,7 +111,7 @@ class Begin(NamedTuple):
     Attributes:
         checkpoint: What it goes on from; None: it is a new one.
         token: Tells this start of the job from others that use the same store.
-        fingerprint: Tells the actor's weights from others that the run has had, see ``roles.kept_rollouts``.
+        fingerprint: Tells the actor's weights from others that the run has had, see ``sampling.rollout_log``.
     """
 
     checkpoint: Checkpoint | None

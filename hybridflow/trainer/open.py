@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hybridflow.checkpoint.store import latest_step
-from hybridflow.config import DataSource, Recipe
+from hybridflow.config.data import DataSourceConfig
+from hybridflow.config.recipe import Recipe
 from hybridflow.data.arithmetic import ensure_files
 from hybridflow.data.kafka import open_kafka
 from hybridflow.data.pieces import train_tokenizer
@@ -19,7 +20,7 @@ from hybridflow.data.spool import open_spool
 from hybridflow.data.tokenizer import Tokenizer, check_same_pieces, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.world import World
-from hybridflow.roles.job import READERS, Job
+from hybridflow.placement.job import READERS, Job
 from hybridflow.trainer.plan import JobPlan
 
 TOKENIZER_FILE = "tokenizer.model"
@@ -35,7 +36,7 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
         ConfigError: A model's vocabulary is smaller than the tokenizer's, or the model has no tokenizer.
         DeadlineError: A rank did not come.
     """
-    data, has_preferences = recipe.data, recipe.preset.has_preferences
+    data, has_preferences = recipe.data, recipe.traits.has_preferences
     path = tokenizer_path(recipe)
     if world.rank == 0:
         if data.arithmetic is not None:
@@ -57,7 +58,7 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
         train = open_problems(data.sources, shape, tokenizer, folder, seed=recipe.seed, everyone=everyone)
     # Nothing of it is imitated.
     shape = replace(shape, is_imitating=False)
-    source = DataSource(path=data.held_out, file_format=data.file_format)
+    source = DataSourceConfig(path=data.held_out, file_format=data.file_format)
     (store,) = open_stores([source], shape, folder, everyone=everyone)
     held_out = [example_in(store[row], shape) for row in range(len(store))]
     return Job(

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybridflow.config import Recipe, role_meshes
+from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.compiler import compile_flow
 from hybridflow.dataflow.graph import Flow
 from hybridflow.dataflow.schedule import Branch, Call, Instruction, Loop, project, rank_sets, role_ranks, walk
-from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.parallel.mesh import DeviceMesh
-from hybridflow.reshard.plan import participants
-from hybridflow.trainer.ahead import WORKING_AHEAD, compile_ahead, sampling_mesh, with_versions
-from hybridflow.trainer.recipes import (
+from hybridflow.flows import (
     cispo,
     dapo,
     distill,
@@ -33,7 +29,7 @@ from hybridflow.trainer.recipes import (
     safe_rlhf,
     sft,
 )
-from hybridflow.trainer.recipes.nodes import (
+from hybridflow.flows.nodes import (
     VALIDATION,
     VALIDATION_OF_PAIRS,
     WARM_START,
@@ -41,6 +37,11 @@ from hybridflow.trainer.recipes.nodes import (
     with_environment,
     without,
 )
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.recipe.meshes import role_meshes
+from hybridflow.reshard.plan import participants
+from hybridflow.trainer.ahead import WORKING_AHEAD, compile_ahead, sampling_mesh, with_versions
 
 STEPS = {
     "ppo": ppo.STEP,
@@ -135,7 +136,7 @@ def step_flow(recipe: Recipe, flow: Flow | None = None) -> Flow:
 
 def validation_flow(recipe: Recipe) -> Flow:
     """How what is trained is judged on what was held out."""
-    if recipe.preset.has_preferences:
+    if recipe.traits.has_preferences:
         return VALIDATION_OF_PAIRS if recipe.has_reference else without(VALIDATION_OF_PAIRS, "ref_log_probs")
     return _with_columns(recipe, VALIDATION)
 

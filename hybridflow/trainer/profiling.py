@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from hybridflow.config import Recipe
+from hybridflow.config.recipe import Recipe
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.timeline_file import TRACE_DIR
 

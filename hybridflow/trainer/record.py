@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config import Recipe
+from hybridflow.config.recipe import Recipe
 from hybridflow.models.gpt import DTYPES
 from hybridflow.observe.exporters import Exporter, Outlet, close_outlets, open_outlets
 from hybridflow.observe.metrics import MetricsLog

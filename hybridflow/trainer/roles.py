@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridflow.placement.job import Job
+from hybridflow.placement.user_objects import check_objects
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
-from hybridflow.roles.given import Given
-from hybridflow.roles.groups import make_groups
-from hybridflow.roles.job import Job
-from hybridflow.roles.objects import check_objects
 from hybridflow.roles.offline_actor import OfflineActor
+from hybridflow.roles.offline_samples import Given
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
 from hybridflow.roles.reward_model import RewardModel
-from hybridflow.roles.rollout_buffer import RolloutBuffer
 from hybridflow.roles.teacher import Teacher
+from hybridflow.sampling.groups import make_groups
+from hybridflow.sampling.rollout_buffer import RolloutBuffer
 
 NODE = "node "
 """What the names of ``Job.objects`` begin with that are roles of a program's own."""
@@ -32,18 +32,18 @@ def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
     """
     recipe = job.recipe
     check_objects(job)
-    is_offline = recipe.preset.is_offline
+    is_offline = recipe.traits.is_offline
     roles: dict[str, Any] = {"actor": OfflineActor(job, kl_coef) if is_offline else Actor(job, kl_coef)}
     if recipe.has_reference:
         roles["reference"] = Reference(job, roles["actor"])
     for name in ("reward", "cost"):
-        if name in recipe.preset.reads:
+        if name in recipe.traits.reads:
             roles[name] = Reward(job, name) if getattr(recipe, name).model is None else RewardModel(job, name)
     if recipe.teacher is not None:
         roles["teacher"] = Teacher(job)
     if is_offline:
         roles["given"] = Given(job)
-    if "loss" in recipe.preset.reads:
+    if "loss" in recipe.traits.reads:
         roles["advantage"] = Advantage(job, kl_coef)
     groups = make_groups(job)
     if groups is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from hybridflow.config import Optimizer
+from hybridflow.config.roles import OptimizerConfig
 
 
-def learning_rate(settings: Optimizer, step: int, num_steps: int) -> float:
+def learning_rate(settings: OptimizerConfig, step: int, num_steps: int) -> float:
     """The rate of a step, a function of nothing else, so that a run that is gone on with has the same.
 
     It rises as a line over the warm-up, is ``lr`` at its last step, or at the first without one, and ``min_lr`` at the

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridflow.checkpoint.store import latest_step
-from hybridflow.config import Recipe
+from hybridflow.config.recipe import Recipe
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_starts, read_starts
 from hybridflow.observe.status_file import living_writer
 from hybridflow.parallel.coordinator import Coordinator
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.trainer.ahead import WORKING_AHEAD
 
 _NO_MODELS = ("job", "reward", WORKING_AHEAD)

@@ -11,28 +11,28 @@ from typing import Any
 import torch
 
 from hybridflow.checkpoint.store import Checkpoint
-from hybridflow.config import Recipe
+from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.graph import Flow
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.run import Executor, Replicated, Scope
 from hybridflow.errors import LayoutError
 from hybridflow.mapping.memory import check_memory
-from hybridflow.observe.doing import doing
+from hybridflow.observe.activity import doing
 from hybridflow.observe.exporters import Exporter
 from hybridflow.observe.rank_log import open_rank_log, say
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
+from hybridflow.placement.copy_weights import copy_weights
+from hybridflow.placement.job import Job
+from hybridflow.placement.peft import load_adapters
+from hybridflow.placement.placed_model import mini_batch_size
 from hybridflow.roles.advantage import KLCoefficient
-from hybridflow.roles.groups import Scores, Turn
-from hybridflow.roles.job import Job
-from hybridflow.roles.kept_rollouts import KeptRollouts
-from hybridflow.roles.peft import load_adapters
-from hybridflow.roles.placed import mini_batch_size
+from hybridflow.sampling.groups import Scores, Turn
+from hybridflow.sampling.rollout_log import KeptRollouts
 from hybridflow.trainer import checkpoints
 from hybridflow.trainer.ahead import WORKING_AHEAD
-from hybridflow.trainer.copy_weights import copy_weights
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import JobPlan, Program, placement_warnings, plan_job
 from hybridflow.trainer.record import Record
@@ -162,7 +162,7 @@ class Trainer:
         self.num_prompts = recipe.trainer.global_batch_size // recipe.samples_per_draw
         self.kl_coef = KLCoefficient(recipe)
         self.roles = make_roles(job, self.kl_coef)
-        self._multiplier = self.roles["advantage"].multiplier if "lagrange" in recipe.preset.reads else None
+        self._multiplier = self.roles["advantage"].multiplier if "lagrange" in recipe.traits.reads else None
         self.job = job
         self._plan = plan
         self._stopping = stopping

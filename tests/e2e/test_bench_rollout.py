@@ -16,9 +16,9 @@ IS_THERE = (ROOT / ".venv-vllm/.installed").is_file()
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.skipif(not IS_THERE, reason="needs vLLM in .venv-vllm: ./tests/vllm.sh, or run.sh --all")
+@pytest.mark.skipif(not IS_THERE, reason="needs vLLM in .venv-vllm: ./tests/support/vllm.sh, or run.sh --all")
 def test_all_engines_are_measured_on_the_same_weights(tmp_path):
-    command = [sys.executable, ROOT / "tools/bench_rollout.py", "--models", "2m", "--cases", "equal", "prefix"]
+    command = [sys.executable, ROOT / "tools/bench/bench_rollout.py", "--models", "2m", "--cases", "equal", "prefix"]
     command += ["--alone", "2m", "--repeats", "1", "--batches", "64"]
     command += ["--json", tmp_path / "found.json", "--work", tmp_path / "work"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

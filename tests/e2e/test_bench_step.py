@@ -16,9 +16,9 @@ IS_THERE = (ROOT / ".venv-vllm/.installed").is_file()
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.skipif(not IS_THERE, reason="needs TRL in .venv-vllm: ./tests/vllm.sh, or run.sh --all")
+@pytest.mark.skipif(not IS_THERE, reason="needs TRL in .venv-vllm: ./tests/support/vllm.sh, or run.sh --all")
 def test_both_trainers_are_measured_on_the_same_samples(tmp_path):
-    command = [sys.executable, ROOT / "tools/bench_step.py", "--cases", "equal", "--repeats", "1"]
+    command = [sys.executable, ROOT / "tools/bench/bench_step.py", "--cases", "equal", "--repeats", "1"]
     command += ["--json", tmp_path / "found.json", "--work", tmp_path / "work"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=900, check=False)

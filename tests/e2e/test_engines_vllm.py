@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridflow.config import SamplingEngine
+from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.data.tokenizer import open_tokenizer
-from hybridflow.roles.sampling_engine import server_engine
 from hybridflow.rollout.request import Request, SamplingParams
+from hybridflow.sampling.engines import server_engine
 
 pytest.importorskip("transformers")
-from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm/bin/python"
@@ -32,7 +32,7 @@ PROMPTS = [[3, 4, 5, 6], [7], [20, 21, 22, 23, 24, 25, 26, 27, 28]]
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.skipif(not IS_THERE, reason="needs vLLM in .venv-vllm: ./tests/vllm.sh, or run.sh --all"),
+    pytest.mark.skipif(not IS_THERE, reason="needs vLLM in .venv-vllm: ./tests/support/vllm.sh, or run.sh --all"),
 ]
 
 
@@ -88,7 +88,7 @@ def scores(model, tokens: list[int], temperature: float) -> torch.Tensor:
 def test_a_real_server(served, monkeypatch):
     model, folder, url = served
     monkeypatch.setenv("VLLM_TOKEN", "the-token")
-    settings = SamplingEngine(
+    settings = SamplingEngineConfig(
         kind="openai", urls=(url,), auth_env="VLLM_TOKEN", log_probs="processed", max_in_flight=6, retries=1
     )
     engine = server_engine(settings, tokenizer=open_tokenizer(folder), seed=1, vocab_size=45)

@@ -14,9 +14,9 @@ import torch.utils.tensorboard  # noqa: F401
 
 import hybridflow.trainer.trainer  # noqa: F401
 from hybridflow import cli
+from hybridflow.flows import nodes
 from hybridflow.roles.actor import Actor
 from hybridflow.trainer import plan
-from hybridflow.trainer.recipes import nodes
 from tests.e2e.commands import fork_ranks, run_command, write_recipe
 
 HOST = socket.gethostname()
@@ -146,10 +146,10 @@ def holds_python(prompt, response, answer):
 def rewards(folder):
     """A module of rewards in the working directory; one training prompt that a step of all of them meets."""
     (folder / "rewards.py").write_text(REWARDS)
-    from hybridflow.config import Arithmetic
+    from hybridflow.config.data import ArithmeticConfig
     from hybridflow.data.arithmetic import make_problems
 
-    train, _ = make_problems(Arithmetic(num_train=200, num_held_out=8, max_operand=99, mistake_share=0.5))
+    train, _ = make_problems(ArithmeticConfig(num_train=200, num_held_out=8, max_operand=99, mistake_share=0.5))
     (folder / "one_prompt").write_text(train[17]["prompt"])
     return folder
 

@@ -13,10 +13,10 @@ from hybridflow.exit_status import DONE, FAILURE, REQUEST, REQUEUE, TARGET
 from hybridflow.serving import batch
 from hybridflow.serving.results import ResultLog
 from tests.e2e.commands import Done, fork_ranks
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 transformers = pytest.importorskip("transformers")
-from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 NEAR_TIE = 1e-3
 """Logits closer than this may be the other way round in another order of summation."""

@@ -15,9 +15,9 @@ import torch.utils.tensorboard  # noqa: F401
 
 from hybridflow.data.rollout_log import LogWriter, list_logs
 from hybridflow.roles.actor import Actor
-from hybridflow.roles.groups import Groups
 from hybridflow.roles.reward import Reward
 from hybridflow.rollout import engine
+from hybridflow.sampling.groups import Groups
 from hybridflow.trainer.stopping import Stopping
 from tests.e2e.commands import REWARDS, Done, fork_ranks, lasting_metrics, write_recipe
 from tests.e2e.test_resume import reused

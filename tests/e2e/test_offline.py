@@ -10,8 +10,8 @@ import torch.utils.tensorboard  # noqa: F401
 import transformers
 
 from hybridflow import cli
-from hybridflow.config import load_recipe
 from hybridflow.data.pieces import PieceTokenizer
+from hybridflow.recipe.load import load_recipe
 from tests.e2e.commands import fork_ranks, lasting_metrics
 
 RECIPE = """

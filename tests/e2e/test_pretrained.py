@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.commands import fork_ranks, lasting_metrics, run_command, write_recipe
 
 transformers = pytest.importorskip("transformers")
-from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 RECIPE = """
 name: tiny

@@ -18,11 +18,11 @@ import hybridflow.serving.serve  # noqa: F401  # what ranks import, imported onc
 from hybridflow.exit_status import DONE, REQUEST
 from hybridflow.serving.desk import Desk
 from tests.e2e.commands import fork_ranks
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 transformers = pytest.importorskip("transformers")
 from tests.e2e.test_generate import greedy  # noqa: E402
-from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 ARGUMENTS = ["serve", "--model", "model", "--port", "0", "--max-concurrent", "4", "--seed", "5"]
 JSON = {"Content-Type": "application/json"}

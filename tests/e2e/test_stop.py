@@ -22,7 +22,7 @@ from hybridflow.rollout.engine import MegatronEngine, Session
 from hybridflow.trainer import stopping
 from hybridflow.trainer.stopping import Stopping
 from tests.e2e.commands import fork_ranks, lasting_metrics, write_recipe
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 RUN = ["train", "tiny.yaml", "trainer.steps=4"]
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from hybridflow.checkpoint.formats.registry import Options
-from hybridflow.parallel.layout import ParallelLayout
-from tests.conversions import write_as
+from hybridflow.layout.parallel_layout import ParallelLayout
+from tests.support.conversions import write_as
 
 transformers = pytest.importorskip("transformers")
-from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm/bin/python"
@@ -48,7 +48,7 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.skipif(not IS_THERE, reason="needs vLLM in .venv-vllm: ./tests/vllm.sh, or run.sh --all")
+@pytest.mark.skipif(not IS_THERE, reason="needs vLLM in .venv-vllm: ./tests/support/vllm.sh, or run.sh --all")
 @pytest.mark.parametrize("family", MODELS)
 def test_vllm_generates_from_an_export(tmp_path, family):
     model = write_model(tmp_path / "first", family, seed=4, **MODELS[family])

@@ -8,41 +8,48 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from hybridflow import config
-from hybridflow.config import Recipe, check_recipe
+from hybridflow.config.cluster import ClusterConfig
+from hybridflow.config.data import DataConfig
+from hybridflow.config.losses import AdvantageConfig, CorrectionConfig, KLConfig, LossConfig
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.roles import ActorConfig, CriticConfig, OptimizerConfig
+from hybridflow.config.rollout import RolloutConfig
+from hybridflow.config.trainer import TrainerConfig
 from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.weights import local_shards
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
-from hybridflow.roles.job import Job
-from hybridflow.roles.placed import PlacedModel
+from hybridflow.placement.job import Job
+from hybridflow.placement.placed_model import PlacedModel
+from hybridflow.recipe.checks import check_recipe
 from hybridflow.trainer.plan import JobPlan, plan_job
 from tests.multi.models import TINY, VOCAB, samples
 
 EOS = 2
 SETTINGS = {
     "ppo": dict(
-        advantage=config.Advantage(gamma=0.95, gae_lambda=0.9),
-        loss=config.Loss(dual_clip=2.0, entropy_coef=0.05),
-        kl=config.KL(coef=0.1, estimator="k2", place="loss"),
+        advantage=AdvantageConfig(gamma=0.95, gae_lambda=0.9),
+        loss=LossConfig(dual_clip=2.0, entropy_coef=0.05),
+        kl=KLConfig(coef=0.1, estimator="k2", place="loss"),
     ),
     "grpo": dict(
-        loss=config.Loss(clip_high=0.28, dual_clip=3.0, entropy_coef=0.05, aggregation="seq-mean-token-mean"),
-        kl=config.KL(coef=0.1, estimator="k3", place="loss"),
+        loss=LossConfig(clip_high=0.28, dual_clip=3.0, entropy_coef=0.05, aggregation="seq-mean-token-mean"),
+        kl=KLConfig(coef=0.1, estimator="k3", place="loss"),
     ),
     "dr-grpo": dict(
-        loss=config.Loss(aggregation="seq-mean-token-sum-norm", norm_tokens=9),
-        correction=config.Correction(reject="k3", reject_high=0.05),
+        loss=LossConfig(aggregation="seq-mean-token-sum-norm", norm_tokens=9),
+        correction=CorrectionConfig(reject="k3", reject_high=0.05),
     ),
     "gspo": dict(
-        loss=config.Loss(kind="gspo", clip_low=0.2, clip_high=0.3, aggregation="seq-mean-token-mean"),
-        kl=config.KL(coef=0.1, estimator="k3+", place="loss"),
-        correction=config.Correction(reject="k1", reject_level="mean", reject_low=0.9, reject_high=1.2),
+        loss=LossConfig(kind="gspo", clip_low=0.2, clip_high=0.3, aggregation="seq-mean-token-mean"),
+        kl=KLConfig(coef=0.1, estimator="k3+", place="loss"),
+        correction=CorrectionConfig(reject="k1", reject_level="mean", reject_low=0.9, reject_high=1.2),
     ),
     "cispo": dict(
-        loss=config.Loss(kind="cispo", clip_low=1.0, clip_high=0.2, entropy_coef=0.05),
-        correction=config.Correction(kind="icepop", reject="k2", reject_level="max", reject_high=0.1),
+        loss=LossConfig(kind="cispo", clip_low=1.0, clip_high=0.2, entropy_coef=0.05),
+        correction=CorrectionConfig(kind="icepop", reject="k2", reject_level="max", reject_high=0.1),
     ),
 }
 """Every term of the actor's loss is on, and every kind of it."""
@@ -52,31 +59,31 @@ def tiny_recipe(
     layout: ParallelLayout,
     algorithm: str = "ppo",
     *,
-    model: config.Model = TINY,
+    model: ModelConfig = TINY,
     critic: ParallelLayout | None = None,
     settings: dict | None = None,
     micro_batch_tokens: int = 4096,
     num_samples: int = 12,
     mini_batch_size: int = 6,
     group_size: int = 1,
-    optimizer: config.Optimizer | None = None,
+    optimizer: OptimizerConfig | None = None,
     value_clip: float = 0.5,
 ) -> Recipe:
     """A recipe of a tiny model, all roles on the ranks of ``layout``, which is the critic's too unless one is given."""
-    optimizer = config.Optimizer(lr=1e-3) if optimizer is None else optimizer
+    optimizer = OptimizerConfig(lr=1e-3) if optimizer is None else optimizer
     is_ppo = algorithm == "ppo"
     recipe = Recipe(
         name="tiny",
         algorithm=algorithm,
-        cluster=config.Cluster(ranks=layout.world_size),
-        model=config.Model(**{**vars(model), "vocab_size": VOCAB, "init_std": 0.1}),
-        data=config.Data(train="none", held_out="none"),
-        actor=config.Actor(update=layout, rollout=layout, optimizer=optimizer),
-        critic=config.Critic(layout=layout if critic is None else critic, optimizer=optimizer, value_clip=value_clip)
+        cluster=ClusterConfig(ranks=layout.world_size),
+        model=ModelConfig(**{**vars(model), "vocab_size": VOCAB, "init_std": 0.1}),
+        data=DataConfig(train="none", held_out="none"),
+        actor=ActorConfig(update=layout, rollout=layout, optimizer=optimizer),
+        critic=CriticConfig(layout=layout if critic is None else critic, optimizer=optimizer, value_clip=value_clip)
         if is_ppo
         else None,
-        rollout=config.Rollout(max_new_tokens=12, temperature=0.8, group_size=group_size),
-        trainer=config.Trainer(
+        rollout=RolloutConfig(max_new_tokens=12, temperature=0.8, group_size=group_size),
+        trainer=TrainerConfig(
             steps=1,
             global_batch_size=num_samples,
             mini_batch_size=mini_batch_size,

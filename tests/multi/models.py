@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import torch
 
-from hybridflow.families.model import Model, RotaryScaling
+from hybridflow.families.model import ModelConfig, RotaryScaling
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.gpt import Transformer, build_transformer
 from hybridflow.models.weights import describe_model, initialize
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.megatron import collection, rank_sets
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 
-TINY = Model(
+TINY = ModelConfig(
     num_layers=4,
     hidden_size=64,
     ffn_hidden_size=96,
@@ -26,7 +26,7 @@ TINY = Model(
 # For eight stages.
 DEEP = replace(TINY, num_layers=8)
 # What Gemma 2 has and Llama has not, with windows and caps small enough to matter, and a stretched rotary embedding.
-CAPPED = Model(
+CAPPED = ModelConfig(
     num_layers=4,
     hidden_size=64,
     ffn_hidden_size=48,
@@ -47,7 +47,7 @@ CAPPED = Model(
     window=4,
     window_layers=(0, 2),
 )
-MIXTURE = Model(
+MIXTURE = ModelConfig(
     num_layers=4,
     hidden_size=64,
     ffn_hidden_size=24,
@@ -64,7 +64,7 @@ MIXTURE = Model(
 VOCAB = 29
 
 
-def layouts_of(size: int, model: Model = TINY) -> list[ParallelLayout]:
+def layouts_of(size: int, model: ModelConfig = TINY) -> list[ParallelLayout]:
     """Every TP×PP×DP factorisation of a number of ranks that the model allows."""
     sizes = [size_of for size_of in range(1, size + 1) if size % size_of == 0]
     return [
@@ -87,7 +87,7 @@ def make_model(
     world: World,
     layout: ParallelLayout,
     *,
-    model: Model = TINY,
+    model: ModelConfig = TINY,
     seed: int = 3,
     std: float = 0.1,
     has_value_head: bool = False,

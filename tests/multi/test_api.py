@@ -28,12 +28,12 @@ from hybridflow import (
 )
 from hybridflow.api.settings import finish_recipe, recipe_values
 from hybridflow.api.world import use_world
-from hybridflow.config import role_meshes
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.errors import CheckpointError, ConfigError, DataError, GraphError
 from hybridflow.mapping.memory import check_memory
-from tests.hf_models import write_tokenizer
-from tests.ranks import run_ranks
+from hybridflow.recipe.meshes import role_meshes
+from tests.support.hf_models import write_tokenizer
+from tests.support.ranks import run_ranks
 
 MODEL = {
     "num_layers": 2,

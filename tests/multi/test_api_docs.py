@@ -14,10 +14,10 @@ import pytest
 # All that the blocks import: ranks are forked from this process.
 import hybridflow
 from hybridflow.api.world import use_world
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytest.importorskip("transformers")
-from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("api.md", "extend.md")

@@ -22,12 +22,13 @@ from hybridflow import (
 from hybridflow.api.hybrid_actor import HybridActor
 from hybridflow.api.settings import finish_recipe, recipe_values
 from hybridflow.api.world import use_world
-from hybridflow.config import LoRA, Recipe
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.roles import LoRAConfig
 from hybridflow.errors import ConfigError, HybridflowError
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
-from tests.hf_models import END, write_model, write_tokenizer  # noqa: E402
+from tests.support.hf_models import END, write_model, write_tokenizer  # noqa: E402
 
 MODEL = {
     "num_layers": 2,
@@ -45,10 +46,10 @@ def recipe(algorithm: str = "ppo", num_ranks: int = 1, **config: Any) -> Recipe:
 
 
 def test_lora() -> None:
-    assert recipe(use_lora=True).actor.lora == LoRA(rank=8)
-    assert recipe(use_lora=True, lora_rank=4, lora_alpha=2.0).actor.lora == LoRA(rank=4, alpha=2.0)
-    assert recipe(use_lora=True, actor={"lora": {"rank": 2}}).actor.lora == LoRA(rank=2)
-    assert recipe(lora_rank=4).actor.lora == LoRA(rank=4)
+    assert recipe(use_lora=True).actor.lora == LoRAConfig(rank=8)
+    assert recipe(use_lora=True, lora_rank=4, lora_alpha=2.0).actor.lora == LoRAConfig(rank=4, alpha=2.0)
+    assert recipe(use_lora=True, actor={"lora": {"rank": 2}}).actor.lora == LoRAConfig(rank=2)
+    assert recipe(lora_rank=4).actor.lora == LoRAConfig(rank=4)
     assert recipe(use_lora=False).actor.lora is None
     assert Actor(MODEL, lora=LoraConfig(r=4)).settings["actor"]["lora"]["rank"] == 4
 
@@ -58,8 +59,8 @@ def test_lora_config() -> None:
     theirs = LoraConfig(
         r=4, lora_alpha=16, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", merge_every=5
     )
-    assert ours == theirs == LoRA(rank=4, alpha=16, dropout=0.1, targets=("q_proj", "v_proj"), merge_every=5)
-    assert LoraConfig(4, target_modules="all-linear") == LoRA(rank=4)
+    assert ours == theirs == LoRAConfig(rank=4, alpha=16, dropout=0.1, targets=("q_proj", "v_proj"), merge_every=5)
+    assert LoraConfig(4, target_modules="all-linear") == LoRAConfig(rank=4)
 
 
 @pytest.mark.parametrize(

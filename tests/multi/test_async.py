@@ -11,22 +11,22 @@ import pytest
 import torch
 
 from hybridflow.checkpoint.store import latest_step
-from hybridflow.config import Recipe
+from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.batch import Batch
 from hybridflow.errors import DataError
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.specs import logical_parameters
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.world import World
+from hybridflow.placement.placed_model import column_rows
 from hybridflow.roles.actor import Actor
-from hybridflow.roles.placed import column_rows
-from hybridflow.roles.rollout_buffer import RolloutBuffer
-from hybridflow.roles.rollouts import Rollouts
 from hybridflow.rollout import engine
+from hybridflow.sampling.rollout_buffer import RolloutBuffer
+from hybridflow.sampling.rollouts import Rollouts
 from hybridflow.trainer.stopping import Stopping
 from hybridflow.trainer.trainer import train
 from tests.multi.jobs import make_job, tiny_recipe
 from tests.multi.test_placement import OF_THE_MACHINE, layout, recipe
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def run(world: World, made: Recipe, resume: bool = False) -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridflow.families.model import Model
+from hybridflow.families.model import ModelConfig
 from hybridflow.parallel.world import World
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
@@ -27,9 +27,9 @@ from reshard_bench.pairs import PAIRS  # noqa: E402
 from reshard_bench.report import bounds, is_exact, markdown  # noqa: E402
 from reshard_bench.rivals import RIVALS, Rival  # noqa: E402
 
-from tests.reshard_cases import make_model  # noqa: E402
+from tests.support.reshard_cases import make_model  # noqa: E402
 
-MODEL = Model(
+MODEL = ModelConfig(
     num_layers=4,
     hidden_size=64,
     ffn_hidden_size=128,

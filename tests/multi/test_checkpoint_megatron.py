@@ -23,13 +23,21 @@ from hybridflow.checkpoint.formats.megatron_args import to_args, to_model
 from hybridflow.checkpoint.formats.registry import Options, make_target, open_source
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import RotaryScaling
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.models.weights import local_shards
-from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.parallel.mesh import DeviceMesh
-from tests.checkpoint_formats import SMALL, MemorySource, assert_same, bits, in_bf16, logical_values, write_target
-from tests.megatron_models import make_config
-from tests.ranks import run_ranks
+from tests.support.checkpoint_formats import (
+    SMALL,
+    MemorySource,
+    assert_same,
+    bits,
+    in_bf16,
+    logical_values,
+    write_target,
+)
+from tests.support.megatron_models import make_config
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -29,22 +29,22 @@ from hybridflow.checkpoint.model_dir import ModelDir
 from hybridflow.checkpoint.saver import RolePart, Saver, Step
 from hybridflow.checkpoint.store import latest_step, load_latest, open_role
 from hybridflow.checkpoint.training_state import Shares, load_training
-from hybridflow.config import Optimizer
+from hybridflow.config.roles import OptimizerConfig
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack
 from hybridflow.models.shapes import ModelShape, model_spec
 from hybridflow.models.specs import logical_tensors
 from hybridflow.models.training import Trainable
 from hybridflow.models.weights import initialize
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.megatron import rank_sets
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 from hybridflow.reshard.spec import ModelSpec
-from tests.megatron_models import make_chunks, make_collection, ranks_of_groups
 from tests.multi.models import VOCAB, samples
 from tests.multi.test_regroup import MODELS, Run, Side, Snapshot, assert_equal, describe, describe_all, mesh_of, whole
-from tests.ranks import run_ranks
+from tests.support.megatron_models import make_chunks, make_collection, ranks_of_groups
+from tests.support.ranks import run_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +276,7 @@ class Mixture:
         for tensor in model.state_dict().values():
             if torch.is_tensor(tensor):
                 tensor.fill_(7)
-        self.trainable = Trainable(model, collection, Optimizer(lr=1e-2, distributed=distributed))
+        self.trainable = Trainable(model, collection, OptimizerConfig(lr=1e-2, distributed=distributed))
 
     def begin(self, rank: int) -> None:
         """Weights that are the same in every layout."""

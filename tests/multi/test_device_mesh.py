@@ -16,15 +16,15 @@ from hybridflow.api.device_mesh import DeviceMesh, grid_of
 from hybridflow.api.settings import finish_recipe, recipe_values
 from hybridflow.api.trainers import PPOTrainer
 from hybridflow.api.world import use_world
-from hybridflow.config import role_meshes
 from hybridflow.errors import ConfigError, LayoutError
-from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.world import World
-from tests.own_models import TinyActor, TinyCritic
-from tests.ranks import run_ranks
+from hybridflow.recipe.meshes import role_meshes
+from tests.support.own_models import TinyActor, TinyCritic
+from tests.support.ranks import run_ranks
 
 pytest.importorskip("tokenizers")
-from tests.hf_models import write_tokenizer  # noqa: E402
+from tests.support.hf_models import write_tokenizer  # noqa: E402
 
 
 def groups_of(tp: int, pp: int, dp: int) -> list[dict[str, list[int]]]:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models import distillation
 from hybridflow.models.distillation import top_log_probs, vocab_parallel_reverse_kl
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.world import World
 from tests.multi.models import place
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 VOCAB, PADDED, TOKENS, TEMPERATURE = 29, 32, 7, 0.7
 TOP = (0, 1, 5, 12, 28)

@@ -8,16 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridflow import config
+from hybridflow.config.losses import ShapingConfig
+from hybridflow.config.rewards import RewardConfig
+from hybridflow.config.roles import OptimizerConfig
 from hybridflow.dataflow.batch import Ragged
 from hybridflow.errors import RewardError
-from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
-from hybridflow.roles.judging import measure
+from hybridflow.sampling.validation import measure
 from tests.multi.jobs import add_noise, make_batch, make_job, tiny_recipe
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 GONE = (2, 7, 8)
 """Of twelve samples in groups of three, those that have no score."""
@@ -30,11 +32,11 @@ COLUMN = {"safe": "costs", "remax": "baselines"}
 
 
 def dropping_job(world, layout, algorithm="ppo"):
-    recipe = tiny_recipe(layout, algorithm, group_size=3, optimizer=config.Optimizer(lr=1e-4))
+    recipe = tiny_recipe(layout, algorithm, group_size=3, optimizer=OptimizerConfig(lr=1e-4))
     recipe = replace(
         recipe,
-        reward=config.Reward(function="mine:score", on_failure="drop"),
-        shaping=config.Shaping(overlong_buffer=4),
+        reward=RewardConfig(function="mine:score", on_failure="drop"),
+        shaping=ShapingConfig(overlong_buffer=4),
         kl=replace(recipe.kl, place="reward"),
     )
     return make_job(world, recipe)[0]

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybridflow import config
+from hybridflow.config.rewards import RewardConfig
+from hybridflow.config.rollout import EnvironmentConfig
 from hybridflow.data.prompts import Example
 from hybridflow.errors import ConfigError
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack
 from hybridflow.models.training import forward_only
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.reward import Reward
@@ -26,7 +27,7 @@ from hybridflow.rollout.request import Request, RolloutStopped, SamplingParams
 from hybridflow.rollout.sampling import gumbel_noise, row_keys, sequence_key
 from tests.multi.jobs import make_job, tiny_recipe
 from tests.multi.models import VOCAB, layouts_of, make_model
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 SEED, TEMPERATURE = 11, 0.8
 LETTERS = "abcdefghijklmnopqrstuvwxyzABC"
@@ -129,7 +130,7 @@ def problems() -> tuple[list[Request], list[Example]]:
 
 
 def environments(world, mesh, name: str = "Echo", **settings) -> Environments:
-    found = config.Environment(name=f"{__name__}:{name}", **{"max_turns": 4, "step_deadline_s": 60.0, **settings})
+    found = EnvironmentConfig(name=f"{__name__}:{name}", **{"max_turns": 4, "step_deadline_s": 60.0, **settings})
     return Environments(found, CHARACTERS, world.coordinator(mesh.group_of(world.rank, "tp", "pp")))
 
 
@@ -340,11 +341,11 @@ def training(world, function: str | None):
     recipe = replace(
         recipe,
         seed=SEED,
-        reward=config.Reward(function=function),
+        reward=RewardConfig(function=function),
         rollout=replace(
             recipe.rollout,
             max_new_tokens=30,
-            environment=config.Environment(name=f"{__name__}:Paid", step_deadline_s=60.0),
+            environment=EnvironmentConfig(name=f"{__name__}:Paid", step_deadline_s=60.0),
         ),
     )
     job, _ = make_job(world, recipe)

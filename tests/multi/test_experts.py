@@ -8,15 +8,15 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.attention import PackedAttention
 from hybridflow.models.shapes import ModelShape, model_spec
 from hybridflow.models.specs import logical_tensors
 from hybridflow.models.weights import local_shards
-from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.parallel.mesh import DeviceMesh
-from tests.megatron_models import make_chunks, make_collection, ranks_of_groups
 from tests.multi.jobs import inner_of, outer_of
-from tests.ranks import run_ranks
+from tests.support.megatron_models import make_chunks, make_collection, ranks_of_groups
+from tests.support.ranks import run_ranks
 
 SHAPE = ModelShape(
     num_layers=2,

@@ -14,19 +14,19 @@ import pytest
 import torch
 import transformers
 
-from hybridflow.config import recipe_from_dict
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
+from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.roles.critic import Critic
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.roles.teacher import Teacher
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import plan_job
 from hybridflow.trainer.trainer import train
-from tests.hf_models import write_model, write_tokenizer
 from tests.multi.test_placement import OF_THE_MACHINE
-from tests.ranks import run_ranks
+from tests.support.hf_models import write_model, write_tokenizer
+from tests.support.ranks import run_ranks
 
 TOP_K = 5
 OPTIMIZER = {"lr": 1e-4}

@@ -17,17 +17,17 @@ from megatron.core.utils import GlobalMemoryBuffer
 
 from hybridflow.api.trainers import PPOTrainer
 from hybridflow.api.world import use_world
-from hybridflow.config import recipe_from_dict
+from hybridflow.checkpoint.formats.in_memory import GivenModel, given_model, given_settings
 from hybridflow.dataflow.batch import Batch
 from hybridflow.errors import ConfigError
-from hybridflow.models.given import GivenModel, given_model, given_settings
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import ModelShape
 from hybridflow.models.specs import describe
 from hybridflow.models.weights import initialize
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.megatron import collection
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
+from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.critic import Critic
@@ -35,13 +35,13 @@ from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.sections import to_dict
 from hybridflow.testing import check_actor
-from tests.megatron_models import make_config
 from tests.multi.jobs import make_batch, make_job, tiny_recipe
 from tests.multi.models import TINY, VOCAB, place
-from tests.ranks import run_ranks
+from tests.support.megatron_models import make_config
+from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
-from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 LAYOUTS = [ParallelLayout(), ParallelLayout(tp=2, pp=2)]
 MIXTURE = {"num_experts_per_tok": 2}

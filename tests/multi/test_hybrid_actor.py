@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 from hybridflow.api.hybrid_actor import HybridActor
 from hybridflow.api.world import use_world
 from hybridflow.errors import CheckpointError, ConfigError, DataError
-from tests.own_models import TinyActor
-from tests.ranks import run_ranks
+from tests.support.own_models import TinyActor
+from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
-from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 IDS = torch.tensor([[7, 12, 33, 9, 21, 5], [8, 31, 4, 2, 2, 2], [11, 6, 19, 27, 40, 2]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0]])

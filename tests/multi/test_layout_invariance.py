@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow import config
+from hybridflow.config.roles import OptimizerConfig
 from hybridflow.dataflow.batch import Batch
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.weights import local_shards
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.world import World
 from hybridflow.reshard.spec import Shard, num_elements
 from hybridflow.roles.actor import Actor
@@ -25,11 +26,11 @@ from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.critic import Critic
 from tests.multi.jobs import add_noise, inner_of, make_batch, make_job, outer_of, tiny_recipe
 from tests.multi.models import CAPPED, DEEP, MIXTURE, TINY, layouts_of
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 # Tied embeddings, one key-value head for several tensor-parallel ranks, norms of queries and keys, and a vocabulary of
 # 29 padded to 30 by one or two ranks and to 40 by four: the last then holds nothing but padding.
-MIXED = config.Model(
+MIXED = ModelConfig(
     num_layers=4,
     hidden_size=64,
     ffn_hidden_size=96,
@@ -92,7 +93,7 @@ def compute(world: World, case: Case) -> Findings:
         case.algorithm,
         model=MODELS[case.model],
         micro_batch_tokens=case.micro_batch_tokens,
-        optimizer=config.Optimizer(lr=1e-4, distributed=case.distributed, weight_decay=0.1),
+        optimizer=OptimizerConfig(lr=1e-4, distributed=case.distributed, weight_decay=0.1),
     )
     job, _ = make_job(world, recipe)
     mesh = job.meshes["actor.update"]

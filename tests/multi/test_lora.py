@@ -17,9 +17,11 @@ from hybridflow.checkpoint.formats import lora as formats
 from hybridflow.checkpoint.formats.forms import to_logical
 from hybridflow.checkpoint.formats.peft_dir import PeftSource
 from hybridflow.checkpoint.formats.registry import open_source
-from hybridflow.config import LoRA, Optimizer, Recipe, check_recipe
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.roles import LoRAConfig, OptimizerConfig
 from hybridflow.dataflow.batch import Batch
-from hybridflow.families.model import Model
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.memory import job_memory, packed_bytes
 from hybridflow.models.adapters import adapter_spec, base_spec, factor_spec
 from hybridflow.models.attention import PackedAttention
@@ -30,19 +32,19 @@ from hybridflow.models.microbatch import pack, split_by_tokens
 from hybridflow.models.shapes import shape_of
 from hybridflow.models.training import Trainable, forward_only
 from hybridflow.models.weights import describe_model, initialize, local_shards
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.world import World
+from hybridflow.placement.placed_model import PlacedModel
+from hybridflow.placement.pretrained import load_pretrained
+from hybridflow.recipe.checks import check_recipe
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
-from hybridflow.roles.placed import PlacedModel
-from hybridflow.roles.pretrained import load_pretrained
 from hybridflow.roles.reference import Reference
-from hybridflow.roles.sampling_engine import _Whole
-from tests.lora_cases import make_adapter
-from tests.lora_cases import make_model as make_hf_model
+from hybridflow.sampling.engines import _Whole
 from tests.multi.jobs import inner_of, make_batch, make_job, tiny_recipe
 from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, place, samples
-from tests.ranks import run_ranks
+from tests.support.lora_cases import make_adapter
+from tests.support.lora_cases import make_model as make_hf_model
+from tests.support.ranks import run_ranks
 
 RANK, ALPHA = 3, 7.0
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -102,7 +104,7 @@ class Placed:
     def __init__(self, world: World, root: Path, name: str, targets: tuple[str, ...], text: str) -> None:
         base, adapter = folders(root, name)
         source = open_source(base)
-        lora = LoRA(rank=RANK, alpha=ALPHA, targets=targets)
+        lora = LoRAConfig(rank=RANK, alpha=ALPHA, targets=targets)
         model = replace(source.model, max_context=48)
         self.rank, self.layout = world.rank, ParallelLayout.parse(text)
         self.mesh, self.groups = place(world, self.layout)
@@ -161,7 +163,7 @@ def against_peft(world: World, root: Path, name: str, targets: tuple[str, ...]) 
         if placed.groups is None:
             continue
         before = placed.forward()
-        trainable = Trainable(placed.model, placed.groups, Optimizer(lr=1e-3, distributed=False))
+        trainable = Trainable(placed.model, placed.groups, OptimizerConfig(lr=1e-3, distributed=False))
         trainable.accumulate(placed.batches(), placed.loss)
         state = trainable.state()
         assert state["exp_avg"].keys() == {name for name in state["gradient"]}
@@ -216,8 +218,10 @@ def test_values_and_gradients_are_those_of_peft_in_every_layout(
 PAIRS = [("tp2.dp2", "dp4"), ("pp2.dp2", "tp2.dp2"), ("tp2.pp2", "tp4"), ("dp4", "dp4")]
 
 
-def lora_recipe(update: str, rollout: str, *, lora: LoRA, distributed: bool = True, model: Model = TINY) -> Recipe:
-    optimizer = Optimizer(lr=1e-2, distributed=distributed)
+def lora_recipe(
+    update: str, rollout: str, *, lora: LoRAConfig, distributed: bool = True, model: ModelConfig = TINY
+) -> Recipe:
+    optimizer = OptimizerConfig(lr=1e-2, distributed=distributed)
     recipe = tiny_recipe(ParallelLayout.parse(update), "grpo", model=model, optimizer=optimizer, group_size=2)
     actor = replace(recipe.actor, rollout=ParallelLayout.parse(rollout), lora=lora)
     recipe = replace(recipe, actor=actor)
@@ -249,7 +253,7 @@ def phases(world: World) -> list[dict[str, Any]]:
     """For each pair of layouts what is held, moved and computed."""
     found = []
     for index, (update, rollout) in enumerate(PAIRS):
-        recipe = lora_recipe(update, rollout, lora=LoRA(rank=4, merge_every=3), distributed=index % 2 == 0)
+        recipe = lora_recipe(update, rollout, lora=LoRAConfig(rank=4, merge_every=3), distributed=index % 2 == 0)
         job, _ = make_job(world, recipe)
         actor = Actor(job, KLCoefficient(recipe))
         actor.mark_changed()
@@ -347,10 +351,10 @@ def test_only_adapters_are_trained_and_moved_and_generate_what_was_trained() -> 
             assert sum(rank[index]["rows"][1][2]["reshard/bytes"] for rank in ranks) > 0, pair
 
 
-def trained(world: World, cases: list[tuple[Model, tuple[str, ...], str]]) -> list[Any]:
+def trained(world: World, cases: list[tuple[ModelConfig, tuple[str, ...], str]]) -> list[Any]:
     found = []
     for model, targets, text in cases:
-        lora = LoRA(rank=4, dropout=0.3, targets=targets)
+        lora = LoRAConfig(rank=4, dropout=0.3, targets=targets)
         recipe, merging = lora_recipe(text, text, lora=lora, model=model), replace(lora, merge_every=9)
         job, _ = make_job(world, recipe)
         actor = Actor(job, KLCoefficient(recipe))
@@ -422,13 +426,13 @@ def test_dropout_depends_on_the_tokens_so_far_and_on_nothing_else() -> None:
         assert dropout(ones, "layer", 0) is ones
 
 
-def imitate(world: World, lora: LoRA | None, lr: float, steps: int) -> list[float]:
+def imitate(world: World, lora: LoRAConfig | None, lr: float, steps: int) -> list[float]:
     model = replace(TINY, num_layers=2, qkv_bias=False)
     mesh, groups = place(world, ParallelLayout())
     spec = describe_model(world, model, vocab_size=VOCAB, lora=lora)
     built = build_transformer(model, mesh.layout, groups, world.device, vocab_size=VOCAB, lora=lora)
     initialize(built, spec, mesh, world.rank, seed=3, std=0.1)
-    trainable = Trainable(built, groups, Optimizer(lr=lr))
+    trainable = Trainable(built, groups, OptimizerConfig(lr=lr))
     rows, prompts = samples(8)
     batch = pack(list(range(8)), rows, prompts, world.device)
 
@@ -444,7 +448,10 @@ def imitate(world: World, lora: LoRA | None, lr: float, steps: int) -> list[floa
 
 
 def both(world: World) -> tuple[list[float], ...]:
-    return tuple(imitate(world, lora, 3e-3, 40) for lora in (None, LoRA(rank=64, alpha=64.0), LoRA(rank=1, alpha=1.0)))
+    return tuple(
+        imitate(world, lora, 3e-3, 40)
+        for lora in (None, LoRAConfig(rank=64, alpha=64.0), LoRAConfig(rank=1, alpha=1.0))
+    )
 
 
 def test_with_the_rank_of_the_weights_it_learns_what_they_would() -> None:

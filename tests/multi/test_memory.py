@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridflow.config import LoRA, Optimizer
-from hybridflow.families.model import Model
+from hybridflow.config.roles import LoRAConfig, OptimizerConfig
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping import memory
 from hybridflow.models import log_probs
 from hybridflow.models.gpt import build_transformer
@@ -16,14 +17,14 @@ from hybridflow.models.microbatch import pack
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.models.training import Trainable
 from hybridflow.models.weights import describe_model, initialize
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.optimizer import OptimizerHoldings
 from hybridflow.reshard.plan import held_bytes
-from hybridflow.rollout import cpu_transformer, engine, kernels
-from hybridflow.rollout.cpu_transformer import CpuTransformer
+from hybridflow.rollout import engine
+from hybridflow.rollout.cpu import kernels, transformer
+from hybridflow.rollout.cpu.transformer import CpuTransformer
 from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, make_model, place
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 CASES = [
     (TINY, "bf16", True, False),
@@ -36,9 +37,9 @@ CASES = [
 LAYOUT = ParallelLayout(tp=2, pp=2, dp=2)
 
 
-def held(world, model: Model, dtype: str, distributed: bool, has_value_head: bool) -> tuple[list[int], list[int]]:
+def held(world, model: ModelConfig, dtype: str, distributed: bool, has_value_head: bool) -> tuple[list[int], list[int]]:
     """Bytes of weights, gradients and optimizer state of this rank: as they are, and as arithmetic has them."""
-    model, settings = replace(model, dtype=dtype, vocab_size=VOCAB), Optimizer(lr=1e-3, distributed=distributed)
+    model, settings = replace(model, dtype=dtype, vocab_size=VOCAB), OptimizerConfig(lr=1e-3, distributed=distributed)
     built, mesh, groups, _ = make_model(world, LAYOUT, model=model, has_value_head=has_value_head)
     trainable = Trainable(built, groups, settings)
     state = trainable.state()
@@ -68,7 +69,7 @@ def test_weights_gradients_and_optimizer_state_are_counted_to_the_byte():
     assert len({tuple(cases[0][0]) for cases in by_rank}) > 2
 
 
-WIDE = Model(
+WIDE = ModelConfig(
     num_layers=2,
     hidden_size=256,
     ffn_hidden_size=704,
@@ -82,7 +83,7 @@ WIDE = Model(
 LENGTHS = [48, 44, 44]
 
 
-def kept_by_layers(world, model: Model, lora: LoRA | None = None) -> tuple[int, int]:
+def kept_by_layers(world, model: ModelConfig, lora: LoRAConfig | None = None) -> tuple[int, int]:
     """Bytes that the layers of a model keep for the backward pass, weights aside: as they are, and as estimated."""
     mesh, groups = place(world, ParallelLayout())
     built = build_transformer(model, mesh.layout, groups, world.device, vocab_size=VOCAB, lora=lora)
@@ -124,7 +125,8 @@ def test_activations_are_what_is_kept_for_the_backward_pass(dtype):
 
 def test_adapters_keep_no_more_than_is_estimated():
     found, estimated = zip(
-        *(run_ranks(kept_by_layers, 1, WIDE, LoRA(rank=8, dropout=dropout))[0] for dropout in (0.0, 0.3)), strict=True
+        *(run_ranks(kept_by_layers, 1, WIDE, LoRAConfig(rank=8, dropout=dropout))[0] for dropout in (0.0, 0.3)),
+        strict=True,
     )
     # As without adapters, and the factors A of layers that share an input, side by side.
     unfused = sum(LENGTHS) * WIDE.hidden_size * (4 * 2 * WIDE.num_layers + 8)
@@ -136,7 +138,7 @@ def test_adapters_keep_no_more_than_is_estimated():
 
 def test_constants_of_modules_that_need_torch():
     assert (memory.STEP_TOKENS, memory.CHUNK_TOKENS) == (engine.STEP_TOKENS, log_probs.CHUNK_TOKENS)
-    assert memory.PANEL == cpu_transformer.PANEL
+    assert memory.PANEL == transformer.PANEL
 
 
 PACKED = [replace(WIDE, num_layers=4), replace(WIDE, num_layers=4, tied_embeddings=True)]

@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.forms import to_logical
-from hybridflow.config import Optimizer
+from hybridflow.config.roles import OptimizerConfig
 from hybridflow.families.config_json import Described, read_config
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.gpt import Transformer, build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack
@@ -24,15 +26,13 @@ from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import Trainable, forward_only
 from hybridflow.models.weights import describe_model, local_shards
-from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.parallel.mesh import DeviceMesh
-from hybridflow.rollout.cpu_transformer import runs_on_cpu
+from hybridflow.rollout.cpu.kernels import load_kernels
+from hybridflow.rollout.cpu.transformer import runs_on_cpu
 from hybridflow.rollout.engine import MegatronEngine
-from hybridflow.rollout.kernels import load_kernels
 from hybridflow.rollout.paged import PagedAttention, PagedCache
 from tests.multi.jobs import inner_of, outer_of
 from tests.multi.models import place
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -367,7 +367,7 @@ def values_differ(world, ours: Ours, theirs: Theirs) -> float:
 
 def trainable_with_gradients(world, ours: Ours, theirs: Theirs, *, distributed: bool) -> Trainable:
     """One sample in each micro-batch, equally many for all replicas: experts exchange tokens in each."""
-    trainable = Trainable(ours.model, ours.groups, Optimizer(lr=1e-4, distributed=distributed))
+    trainable = Trainable(ours.model, ours.groups, OptimizerConfig(lr=1e-4, distributed=distributed))
     prompts = [1] * len(theirs.sequences)
     samples = chosen(ours, theirs, world.rank)
 

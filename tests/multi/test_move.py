@@ -12,11 +12,11 @@ from hybridflow.dataflow.graph import Node, repeat
 from hybridflow.dataflow.move import Mover, balance
 from hybridflow.dataflow.run import Executor
 from hybridflow.dataflow.schedule import Branch, Instruction, Loop, Move, project, rank_sets
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.observe.timeline import Timeline
-from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 PER_NODE = 2
 CHUNK = 4

@@ -16,30 +16,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow import config
+from hybridflow.config.cluster import ClusterConfig
+from hybridflow.config.data import DataConfig
+from hybridflow.config.losses import PreferenceConfig
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.roles import ActorConfig, OptimizerConfig, ReferenceConfig
+from hybridflow.config.rollout import RolloutConfig
+from hybridflow.config.trainer import TrainerConfig
 from hybridflow.data.preferences import Response
 from hybridflow.data.prompts import Example, PromptSource, Solution
 from hybridflow.dataflow import schedule
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover, balance
 from hybridflow.dataflow.run import Executor
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.weights import local_shards
 from hybridflow.observe.timeline import Timeline
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.world import World
+from hybridflow.placement.job import ReadProblems
+from hybridflow.recipe.checks import check_recipe
+from hybridflow.recipe.meshes import role_meshes
 from hybridflow.roles.advantage import KLCoefficient
-from hybridflow.roles.given import Given
-from hybridflow.roles.job import ReadProblems
 from hybridflow.roles.offline_actor import OfflineActor
+from hybridflow.roles.offline_samples import Given
 from hybridflow.trainer.roles import make_roles
 from tests.multi.jobs import add_noise, inner_of, make_job, outer_of
 from tests.multi.models import VOCAB
 from tests.multi.test_reference_step import transformer
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 CONTEXT = 14
-MODEL = config.Model(
+MODEL = ModelConfig(
     num_layers=2,
     hidden_size=32,
     ffn_hidden_size=48,
@@ -54,12 +63,12 @@ MODEL = config.Model(
 BATCH, MINI_BATCH, NUM_ROWS = 12, 6, 9
 SEEDS = {"actor": 3, "reference": 13}
 # An optimizer step moves no weight of fp32 by so little: both mini-batches meet the first weights.
-OPTIMIZER = config.Optimizer(lr=1e-12, clip_grad=0.0, distributed=False)
+OPTIMIZER = OptimizerConfig(lr=1e-12, clip_grad=0.0, distributed=False)
 PREFERENCES = {
-    "dpo": config.Preference(beta=0.4, label_smoothing=0.1),
-    "dpo-free": config.Preference(beta=0.4, reference_free=True),
-    "ipo": config.Preference(beta=0.7),
-    "kto": config.Preference(beta=0.5, desirable_weight=1.5, undesirable_weight=0.8),
+    "dpo": PreferenceConfig(beta=0.4, label_smoothing=0.1),
+    "dpo-free": PreferenceConfig(beta=0.4, reference_free=True),
+    "ipo": PreferenceConfig(beta=0.7),
+    "kto": PreferenceConfig(beta=0.5, desirable_weight=1.5, undesirable_weight=0.8),
 }
 NAMES = ("sft", "reward-model", *PREFERENCES)
 STEP = 2
@@ -75,24 +84,24 @@ class Case:
     micro_batch_tokens: int
 
 
-def recipe_of(case: Case) -> config.Recipe:
+def recipe_of(case: Case) -> Recipe:
     """All models on the same ranks, but of two ranks or more the reference, which is cut in another way."""
     size = case.layout.world_size
-    recipe = config.Recipe(
+    recipe = Recipe(
         name="tiny",
         algorithm=case.name.removesuffix("-free"),
-        cluster=config.Cluster(ranks=size),
+        cluster=ClusterConfig(ranks=size),
         model=MODEL,
-        data=config.Data(train="none", held_out="none"),
-        actor=config.Actor(update=case.layout, optimizer=OPTIMIZER),
-        reference=config.Reference(layout=ParallelLayout(dp=size)),
-        rollout=config.Rollout(max_new_tokens=1),
-        preference=PREFERENCES.get(case.name, config.Preference()),
-        trainer=config.Trainer(
+        data=DataConfig(train="none", held_out="none"),
+        actor=ActorConfig(update=case.layout, optimizer=OPTIMIZER),
+        reference=ReferenceConfig(layout=ParallelLayout(dp=size)),
+        rollout=RolloutConfig(max_new_tokens=1),
+        preference=PREFERENCES.get(case.name, PreferenceConfig()),
+        trainer=TrainerConfig(
             steps=1, global_batch_size=BATCH, mini_batch_size=MINI_BATCH, micro_batch_tokens=case.micro_batch_tokens
         ),
     )
-    config.check_recipe(recipe)
+    check_recipe(recipe)
     return recipe
 
 
@@ -158,7 +167,7 @@ def step(world: World, case: Case) -> dict[str, Any]:
             "go_on": lambda: True,
             "go_on_to_update": lambda: True,
             "actor_mini_batch": iter([{"epoch": 0, "index": 0}, {"epoch": 0, "index": 1}, None]).__next__,
-            "validate": lambda: recipe.preset.has_preferences,
+            "validate": lambda: recipe.traits.has_preferences,
             "save": lambda: False,
         },
         mover=Mover(world, plan.meshes, chunk=MINI_BATCH),
@@ -447,7 +456,7 @@ def test_mismatched_responses_rotate_within_the_mini_batch_and_are_cut_at_the_co
     job = SimpleNamespace(
         recipe=replace(recipe, trainer=trainer),
         world=SimpleNamespace(rank=0),
-        meshes=config.role_meshes(recipe),
+        meshes=role_meshes(recipe),
         train=ReadProblems(
             source=source(), prompts=(), all_responses=tuple((Response(*row, True, 0.0),) for row in rows)
         ),

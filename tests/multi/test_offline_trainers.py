@@ -18,10 +18,10 @@ from hybridflow.api.offline import DPOTrainer, KTOTrainer, OfflineTrainer, Rewar
 from hybridflow.api.world import use_world
 from hybridflow.data.provider import DataProvider
 from hybridflow.errors import CheckpointError, ConfigError, DataError
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
-from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 PAIRS = [
     {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 7), "margin": 0.5 * b}

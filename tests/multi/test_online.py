@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow import config
+from hybridflow.config.losses import AdvantageConfig, CorrectionConfig, KLConfig, ShapingConfig
 from hybridflow.dataflow.batch import Batch, Ragged
-from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.world import World
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
 from tests.multi.jobs import make_batch, make_job, tiny_recipe
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 GROUP_SIZE, KL_COEF, GAMMA = 3, 0.2, 0.9
-SHAPING = config.Shaping(overlong_buffer=8, overlong_factor=3.0)
+SHAPING = ShapingConfig(overlong_buffer=8, overlong_factor=3.0)
 CALLS = {
     "grpo": "grpo",
     "dr-grpo": "dr_grpo",
@@ -70,11 +70,11 @@ def advantages_of(world: World) -> dict[tuple[str, bool], Any]:
     """Rows of advantages by sample, and what was measured; of each algorithm, without and with shaped scores."""
     found: dict[tuple[str, bool], Any] = {}
     for algorithm, call in CALLS.items():
-        settings: dict[str, Any] = {"kl": config.KL(coef=KL_COEF), "advantage": config.Advantage()}
+        settings: dict[str, Any] = {"kl": KLConfig(coef=KL_COEF), "advantage": AdvantageConfig()}
         if algorithm == "reinforce++":
-            settings["advantage"] = config.Advantage(gamma=GAMMA)
+            settings["advantage"] = AdvantageConfig(gamma=GAMMA)
         recipe = tiny_recipe(ParallelLayout(dp=world.size), algorithm, settings=settings, group_size=GROUP_SIZE)
-        for shaping in (config.Shaping(), SHAPING):
+        for shaping in (ShapingConfig(), SHAPING):
             job, _ = make_job(world, replace(recipe, shaping=shaping))
             role = Advantage(job, KLCoefficient(recipe))
             batch = share_of(full_batch(), world.rank)
@@ -182,7 +182,7 @@ def updates(world: World) -> dict[str, Any]:
     }
     recipe = tiny_recipe(ParallelLayout(dp=world.size), "ppo")
     for name, batch in batches.items():
-        correction = config.Correction(reject="k2", reject_high=0.1) if name == "rejected" else config.Correction()
+        correction = CorrectionConfig(reject="k2", reject_high=0.1) if name == "rejected" else CorrectionConfig()
         job, _ = make_job(world, replace(recipe, correction=correction))
         mine = batch.select((batch.ids % world.size == world.rank).nonzero()[:, 0])
         for role, kind in ((Actor(job, KLCoefficient(recipe)), "actor"), (Critic(job), "critic")):

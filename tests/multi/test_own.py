@@ -14,20 +14,20 @@ from torch import Tensor, nn
 
 from hybridflow.api.trainers import GRPOTrainer, PPOTrainer
 from hybridflow.api.world import use_world
-from hybridflow.config import Optimizer
+from hybridflow.config.roles import OptimizerConfig
 from hybridflow.errors import ConfigError, EngineError, HybridflowError, LayoutError
-from hybridflow.models.own import Uncut
-from hybridflow.models.own_training import OwnTrainable
-from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models.user_model import Uncut
+from hybridflow.models.user_training import OwnTrainable
 from hybridflow.parallel.world import World
-from hybridflow.rollout.engines.own_engine import OwnEngine
+from hybridflow.rollout.engines.user_engine import OwnEngine
 from hybridflow.rollout.request import Request, SamplingParams, expand
 from tests.multi.models import place
-from tests.own_models import SamplingActor, TinyActor, TinyCritic, fill
-from tests.ranks import run_ranks
+from tests.support.own_models import SamplingActor, TinyActor, TinyCritic, fill
+from tests.support.ranks import run_ranks
 
 pytest.importorskip("tokenizers")
-from tests.hf_models import write_tokenizer  # noqa: E402
+from tests.support.hf_models import write_tokenizer  # noqa: E402
 
 VOCAB = 45
 PROMPTS = ["1+1=", "2+2=", "3+4=", "10+5="]
@@ -170,7 +170,7 @@ SHARDS = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(2))
 def steps_of(world: World, num_steps: int) -> Any:
     mesh, groups = place(world, ParallelLayout(dp=world.size))
     module = Mixed()
-    settings = Optimizer(lr=0.05, weight_decay=0.1, clip_grad=0.5)
+    settings = OptimizerConfig(lr=0.05, weight_decay=0.1, clip_grad=0.5)
     trainable = OwnTrainable(Uncut(module), lambda part: module(part), groups.dp, settings)
     norms = []
     for _ in range(num_steps):

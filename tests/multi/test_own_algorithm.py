@@ -15,7 +15,7 @@ from hybridflow.api.world import use_world
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.world import World
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 MODEL = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 32, "num_attention_heads": 2, "max_context": 16}
 SETTINGS = {"lr": 1e-3, "max_new_tokens": 3, "group_size": 2, "rollout_batch_size": 8}

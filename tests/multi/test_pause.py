@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.microbatch import pack
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.paged import block_bytes
 from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
 from hybridflow.rollout.sampling import gumbel_noise, row_keys, sequence_key
 from tests.multi.models import VOCAB, layouts_of, make_model
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 SEED = 11
 STEPS = (1, 2, 3, 7, 12, 17, 35)

@@ -13,10 +13,10 @@ from hybridflow.api.world import use_world
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.parallel.world import World
 from hybridflow.rewards.functions import batched
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
-from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(2) for b in range(2)]
 

@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 
-from hybridflow import config
-from hybridflow.config import Recipe, check_recipe
-from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.config.cluster import ClusterConfig
+from hybridflow.config.data import ArithmeticConfig, DataConfig, TokenizerConfig
+from hybridflow.config.losses import KLConfig, LossConfig
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.rewards import RewardConfig
+from hybridflow.config.roles import ActorConfig, CriticConfig, OptimizerConfig, ReferenceConfig, WarmStartConfig
+from hybridflow.config.rollout import RolloutConfig
+from hybridflow.config.trainer import TrainerConfig
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.world import World
+from hybridflow.recipe.checks import check_recipe
 from hybridflow.trainer.trainer import train
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 OF_THE_MACHINE = (
     *("time", "throughput/", "control/", "reshard/", "checkpoint/", "memory/", "mfu/"),
@@ -33,11 +41,11 @@ def layout(tp: int = 1, pp: int = 1, dp: int = 1) -> ParallelLayout:
 
 def recipe(folder: Path, name: str, algorithm: str, ranks: int, **placement: Any) -> Recipe:
     """Two steps of two mini-batches with a tiny model, after a warm start of two steps."""
-    optimizer = config.Optimizer(lr=1e-4)
+    optimizer = OptimizerConfig(lr=1e-4)
     update = placement.get("update", layout(dp=ranks))
     critic = None
     if algorithm == "ppo":
-        critic = config.Critic(
+        critic = CriticConfig(
             ranks=placement.get("critic_ranks"), layout=placement.get("critic", update), optimizer=optimizer
         )
     made = Recipe(
@@ -45,8 +53,8 @@ def recipe(folder: Path, name: str, algorithm: str, ranks: int, **placement: Any
         algorithm=algorithm,
         seed=5,
         run_dir=str(folder / name),
-        cluster=config.Cluster(ranks=ranks),
-        model=config.Model(
+        cluster=ClusterConfig(ranks=ranks),
+        model=ModelConfig(
             num_layers=2,
             hidden_size=32,
             ffn_hidden_size=48,
@@ -55,14 +63,14 @@ def recipe(folder: Path, name: str, algorithm: str, ranks: int, **placement: Any
             init_std=0.1,
             **placement.get("model", {}),
         ),
-        data=config.Data(
+        data=DataConfig(
             train=str(folder / "train.jsonl"),
             held_out=str(folder / "held_out.jsonl"),
-            arithmetic=config.Arithmetic(num_train=60, num_held_out=8, max_operand=20),
+            arithmetic=ArithmeticConfig(num_train=60, num_held_out=8, max_operand=20),
         ),
-        tokenizer=config.Tokenizer(vocab_size=20),
-        warm_start=config.WarmStart(steps=2, batch_size=10, lr=1e-3),
-        actor=config.Actor(
+        tokenizer=TokenizerConfig(vocab_size=20),
+        warm_start=WarmStartConfig(steps=2, batch_size=10, lr=1e-3),
+        actor=ActorConfig(
             ranks=placement.get("actor_ranks"),
             update=update,
             rollout=placement.get("rollout", update),
@@ -72,10 +80,10 @@ def recipe(folder: Path, name: str, algorithm: str, ranks: int, **placement: Any
             offload=placement.get("offload", False),
         ),
         critic=critic,
-        reference=config.Reference(ranks=placement.get("reference_ranks"), layout=placement.get("reference")),
-        reward=config.Reward(function=f"{__name__}:share_of_ones", ranks=placement.get("reward_ranks")),
-        rollout=config.Rollout(max_new_tokens=6, group_size=4 if algorithm == "grpo" else 1),
-        trainer=config.Trainer(
+        reference=ReferenceConfig(ranks=placement.get("reference_ranks"), layout=placement.get("reference")),
+        reward=RewardConfig(function=f"{__name__}:share_of_ones", ranks=placement.get("reward_ranks")),
+        rollout=RolloutConfig(max_new_tokens=6, group_size=4 if algorithm == "grpo" else 1),
+        trainer=TrainerConfig(
             # A validation within the last step, where the best is kept.
             **{"steps": 2, "validate_every": 9, "keep_best": True, **placement.get("trainer", {})},
             global_batch_size=16,
@@ -84,10 +92,10 @@ def recipe(folder: Path, name: str, algorithm: str, ranks: int, **placement: Any
             validation_samples=3,
             pass_k=2,
         ),
-        loss=config.Loss(entropy_coef=0.01) if algorithm == "ppo" else config.Loss(aggregation="seq-mean-token-mean"),
-        kl=config.KL(coef=0.1, target=0.5, horizon=100)
+        loss=LossConfig(entropy_coef=0.01) if algorithm == "ppo" else LossConfig(aggregation="seq-mean-token-mean"),
+        kl=KLConfig(coef=0.1, target=0.5, horizon=100)
         if algorithm == "ppo"
-        else config.KL(coef=0.1, estimator="k3", place="loss"),
+        else KLConfig(coef=0.1, estimator="k3", place="loss"),
     )
     check_recipe(made)
     return made

@@ -21,19 +21,19 @@ from safetensors.torch import load_file, save_file
 
 from hybridflow.checkpoint.formats.registry import Options
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.microbatch import pack
 from hybridflow.models.training import forward_only
 from hybridflow.models.weights import local_shards
-from hybridflow.parallel.layout import ParallelLayout
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
-from hybridflow.roles.pretrained import from_pretrained
+from hybridflow.placement.pretrained import from_pretrained
 from hybridflow.roles.reward_model import last_tokens
-from tests.conversions import write_as
-from tests.ranks import run_ranks
+from tests.support.conversions import write_as
+from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
-from tests.hf_models import write_model  # noqa: E402
+from tests.support.hf_models import write_model  # noqa: E402
 
 VOCAB = 45
 PAD = 2

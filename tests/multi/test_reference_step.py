@@ -16,17 +16,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow import config
+from hybridflow.config.losses import AdvantageConfig, CorrectionConfig, KLConfig, LossConfig
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.roles import OptimizerConfig
 from hybridflow.dataflow import schedule
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.compiler import compile_flow
 from hybridflow.dataflow.graph import Flow, Node
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.run import Executor
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.weights import local_shards
 from hybridflow.observe.timeline import Timeline
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.world import World
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
@@ -35,7 +38,7 @@ from hybridflow.roles.reference import Reference
 from hybridflow.trainer.plan import step_flow
 from tests.multi.jobs import add_noise, inner_of, make_job, outer_of, tiny_recipe
 from tests.multi.models import samples
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 LAYOUT = ParallelLayout(tp=2, pp=2, dp=2)
 CRITIC_LAYOUT = ParallelLayout(tp=1, pp=2, dp=4)
@@ -45,7 +48,7 @@ SEEDS = {"actor": 3, "reference": 4, "critic": 5}
 
 # The second mini-batch meets weights that the first has moved a little: the clips are narrow enough to act on that.
 MODELS = {
-    "ppo": config.Model(
+    "ppo": ModelConfig(
         num_layers=2,
         hidden_size=32,
         ffn_hidden_size=48,
@@ -54,7 +57,7 @@ MODELS = {
         max_context=32,
         qkv_bias=True,
     ),
-    "grpo": config.Model(
+    "grpo": ModelConfig(
         num_layers=2,
         hidden_size=32,
         ffn_hidden_size=48,
@@ -66,25 +69,25 @@ MODELS = {
 }
 SETTINGS = {
     "ppo": dict(
-        advantage=config.Advantage(gamma=0.97, gae_lambda=0.9),
-        loss=config.Loss(clip_low=0.002, clip_high=0.003, entropy_coef=0.01),
-        kl=config.KL(coef=0.1),
+        advantage=AdvantageConfig(gamma=0.97, gae_lambda=0.9),
+        loss=LossConfig(clip_low=0.002, clip_high=0.003, entropy_coef=0.01),
+        kl=KLConfig(coef=0.1),
     ),
     "grpo": dict(
-        loss=config.Loss(
+        loss=LossConfig(
             clip_low=0.002, clip_high=0.003, dual_clip=1.001, entropy_coef=0.01, aggregation="seq-mean-token-mean"
         ),
-        kl=config.KL(coef=0.1, estimator="k3", place="loss"),
+        kl=KLConfig(coef=0.1, estimator="k3", place="loss"),
     ),
 }
 VALUE_CLIP = 0.002
 CORRECTIONS = {
-    "ppo": config.Correction(kind="truncate", high=1.2),
-    "grpo": config.Correction(kind="icepop", level="sequence", low=0.3, high=3.0),
+    "ppo": CorrectionConfig(kind="truncate", high=1.2),
+    "grpo": CorrectionConfig(kind="icepop", level="sequence", low=0.3, high=3.0),
 }
 OPTIMIZERS = {
-    "ppo": config.Optimizer(lr=1e-4, clip_grad=0.5, distributed=False),
-    "grpo": config.Optimizer(lr=1e-4, clip_grad=0.0, distributed=False),
+    "ppo": OptimizerConfig(lr=1e-4, clip_grad=0.5, distributed=False),
+    "grpo": OptimizerConfig(lr=1e-4, clip_grad=0.0, distributed=False),
 }
 COMPUTED = {
     "ppo": ("old_log_probs", "ref_log_probs", "values", "advantages", "returns"),
@@ -92,7 +95,7 @@ COMPUTED = {
 }
 
 
-def recipe_of(algorithm: str, layout: ParallelLayout, critic: ParallelLayout) -> config.Recipe:
+def recipe_of(algorithm: str, layout: ParallelLayout, critic: ParallelLayout) -> Recipe:
     recipe = tiny_recipe(
         layout,
         algorithm,

@@ -17,8 +17,11 @@ import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from hybridflow import config
+from hybridflow.config.roles import OptimizerConfig
 from hybridflow.errors import ReshardError
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack
@@ -26,16 +29,14 @@ from hybridflow.models.regroup import Training, check_ranges, regroup, state_hol
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import Trainable
 from hybridflow.models.weights import describe_model, initialize
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.megatron import collection, rank_sets
-from hybridflow.parallel.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 from hybridflow.reshard.plan import participants
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
 from tests.multi.models import VOCAB, layouts_of, samples
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
-PLAIN = config.Model(
+PLAIN = ModelConfig(
     num_layers=4,
     hidden_size=32,
     ffn_hidden_size=48,
@@ -123,7 +124,7 @@ class Run:
                 has_value_head=self._is_value,
             )
             initialize(built, spec, self.mesh, world.rank, seed=seed, std=0.1)
-            settings = config.Optimizer(lr=1e-3, distributed=side.distributed, weight_decay=0.1, clip_grad=0.5)
+            settings = OptimizerConfig(lr=1e-3, distributed=side.distributed, weight_decay=0.1, clip_grad=0.5)
             self.trainable = Trainable(built, self._groups, settings)
         self.training = Training(mesh=self.mesh, is_distributed=side.distributed, trainable=self.trainable)
 

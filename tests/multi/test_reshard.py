@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from hybridflow.errors import DeadlineError, ReshardError
-from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 from hybridflow.reshard import execute, messages
 from hybridflow.reshard.execute import TORCH_DTYPES, Resharder
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.plan import participants
 from hybridflow.reshard.spec import ModelSpec
-from tests.ranks import run_ranks
-from tests.reshard_cases import make_mesh, make_model, scatter, summarize, whole_arrays
+from tests.support.ranks import run_ranks
+from tests.support.reshard_cases import make_mesh, make_model, scatter, summarize, whole_arrays
 
 Mesh = tuple[str, tuple[int, ...]]
 

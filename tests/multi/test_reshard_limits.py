@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hybridflow.errors import DeadlineError, ReshardError
-from hybridflow.parallel.mesh import DeviceMesh
+from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.parallel.world import World
 from hybridflow.reshard import execute
 from hybridflow.reshard.execute import ReshardStats
@@ -24,8 +24,8 @@ from hybridflow.reshard.messages import RUN_BYTES
 from hybridflow.reshard.plan import aliases, bucket_bytes, held_bytes, participants, plan
 from hybridflow.reshard.spec import ModelSpec, num_elements
 from tests.multi.test_reshard import Mesh, assert_same, given, make_resharder, over, overwrite, padded_with, shards
-from tests.ranks import run_ranks
-from tests.reshard_cases import make_large_model, make_mesh, make_model, whole_arrays
+from tests.support.ranks import run_ranks
+from tests.support.reshard_cases import make_large_model, make_mesh, make_model, whole_arrays
 
 PAIRS = [
     (over("tp4", 0, 1, 2, 3), over("tp2.dp2", 0, 1, 2, 3)),

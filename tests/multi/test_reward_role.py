@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybridflow import config
+from hybridflow.config.rewards import RewardConfig
 from hybridflow.data.prompts import Example
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.rewards import batched
 from hybridflow.roles.reward import Reward
 from tests.multi.jobs import make_job, tiny_recipe
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 LETTERS = "abcdefgh"
 
@@ -44,7 +44,7 @@ class Scorer:
 
 
 def reward_job(world, objects, **settings):
-    recipe = replace(tiny_recipe(ParallelLayout(dp=2), "grpo"), reward=config.Reward(**settings))
+    recipe = replace(tiny_recipe(ParallelLayout(dp=2), "grpo"), reward=RewardConfig(**settings))
     job, _ = make_job(world, recipe)
     tokenizer = SimpleNamespace(
         **vars(job.tokenizer) | {"decode": lambda ids: "".join(LETTERS[each - 3] for each in ids)}

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.families.model import Model
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack, split_by_tokens
 from hybridflow.models.training import forward_only
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.rollout.engine import LOOK_STEPS, MegatronEngine
 from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
 from hybridflow.rollout.sampling import gumbel_noise, row_keys, sequence_key
 from tests.multi.models import CAPPED, DEEP, MIXTURE, TINY, VOCAB, layouts_of, make_model
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 PARAMS = {
     "plain": SamplingParams(max_new_tokens=8, stop_ids=(2, 5)),
@@ -35,7 +35,9 @@ def requests(params: SamplingParams = PARAMS["plain"]) -> list[Request]:
     ]
 
 
-def rollout(world, layouts: list[ParallelLayout], max_concurrent: int, kinds: tuple[str, ...], shape: Model = TINY):
+def rollout(
+    world, layouts: list[ParallelLayout], max_concurrent: int, kinds: tuple[str, ...], shape: ModelConfig = TINY
+):
     """Responses of every layout, gathered on every rank, with the sampler's and the trainer's log-probabilities."""
     found = {}
     for layout in layouts:
@@ -80,14 +82,14 @@ def merged(
     return found
 
 
-def logits_at(world, sequence: list[int], shape: Model) -> torch.Tensor:
+def logits_at(world, sequence: list[int], shape: ModelConfig) -> torch.Tensor:
     """The next token's logits by one rank: what a margin is measured in."""
     model, *_ = make_model(world, ParallelLayout(), model=shape)
     batch = pack([0], [torch.tensor([*sequence, 0])], [len(sequence)], world.device)
     return model(batch.tokens, batch.attention, batch.rows)[0].detach()
 
 
-def margin(sequence: list[int], draw: int, index: int, params: SamplingParams, shape: Model) -> float:
+def margin(sequence: list[int], draw: int, index: int, params: SamplingParams, shape: ModelConfig) -> float:
     """How far the decision was from another one: the perturbed top-two gap, or the distance to the nucleus edge."""
     logits = run_ranks(logits_at, 1, sequence, shape)[0][:VOCAB] / params.temperature
     if params.greedy:
@@ -100,7 +102,7 @@ def margin(sequence: list[int], draw: int, index: int, params: SamplingParams, s
     return min(float(top[0] - top[1]), edge)
 
 
-def assert_same_text(found: dict, by_request: dict, shape: Model = TINY) -> None:
+def assert_same_text(found: dict, by_request: dict, shape: ModelConfig = TINY) -> None:
     """The reference's tokens but where rounding decides, and the log-probabilities of training."""
     for (layout, kind, draw, index), (tokens, sampled, trained) in found.items():
         where = (layout, kind, draw, index)

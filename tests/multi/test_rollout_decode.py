@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.world import World
+from hybridflow.rollout.cpu.kernels import load_kernels
 from hybridflow.rollout.engine import FEW_STEPS, MegatronEngine
-from hybridflow.rollout.kernels import load_kernels
 from hybridflow.rollout.paged import block_bytes
 from hybridflow.rollout.request import Request, SamplingParams
 from tests.multi.models import CAPPED, TINY, VOCAB, make_model

@@ -10,8 +10,8 @@ import torch
 
 from hybridflow.data.prompts import Example
 from hybridflow.errors import DataError
-from hybridflow.families.model import Model
-from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.rollout.budget import cache_bytes, free_bytes
@@ -21,9 +21,9 @@ from hybridflow.rollout.paged import block_bytes
 from hybridflow.rollout.request import Request, SamplingParams
 from tests.multi.jobs import make_job, tiny_recipe
 from tests.multi.models import VOCAB, make_model
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
-LONG = Model(
+LONG = ModelConfig(
     num_layers=2,
     hidden_size=64,
     ffn_hidden_size=96,

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from hybridflow.errors import DataError
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.microbatch import pack
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.rollout import engine as engine_module
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.paged import block_bytes
 from hybridflow.rollout.request import Request, Response, SamplingParams
 from hybridflow.rollout.texts import text_before_stop
 from tests.multi.models import VOCAB, layouts_of, make_model
-from tests.ranks import run_ranks
-from tests.sampling_truth import choice_by_hand, log_probs_by_hand
+from tests.support.ranks import run_ranks
+from tests.support.sampling_truth import choice_by_hand, log_probs_by_hand
 
 SEED, LONGEST = 11, 28
 PIECES = [b"", *(bytes([letter]) for letter in b"abcdefghijklmnopqrst "), b"\xc3", b"\xa9", b"ab", b"ba", b" t", b"the"]

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import torch
 
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.weights import local_shards
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.parallel.world import World
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from tests.multi.jobs import make_job, tiny_recipe
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 PAIRS = [("tp2.dp2", "dp4"), ("dp4", "tp2.dp2"), ("tp2.pp2", "tp2.dp2"), ("pp2.dp2", "tp4")]
 

@@ -15,11 +15,11 @@ from hybridflow.api.trainers import GRPOTrainer
 from hybridflow.api.world import use_world
 from hybridflow.errors import ConfigError, DataError, HybridflowError
 from hybridflow.parallel.world import World
-from tests.own_models import TinyActor
-from tests.ranks import run_ranks
+from tests.support.own_models import TinyActor
+from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
-from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 PROMPTS = ["1+1=", "12+20=", "3+"]
 

@@ -11,17 +11,17 @@ pytest.importorskip("pyarrow")
 
 from hybridflow import Actor, GRPOTrainer
 from hybridflow.api.world import use_world
-from hybridflow.config import Arithmetic
+from hybridflow.config.data import ArithmeticConfig
 from hybridflow.data import problems as problems_module
 from hybridflow.data.arithmetic import make_problems
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.provider import DataProvider
 from tests.e2e.commands import RECIPE, fork_ranks, lasting_metrics, write_recipe
-from tests.kafka_broker import write_apart
-from tests.ranks import run_ranks
-from tests.row_files import write_rows
+from tests.support.kafka_broker import write_apart
+from tests.support.ranks import run_ranks
+from tests.support.row_files import write_rows
 
-SPEC = Arithmetic(num_train=60, num_held_out=8, mistake_share=0.5)
+SPEC = ArithmeticConfig(num_train=60, num_held_out=8, mistake_share=0.5)
 SETTINGS = ["data.arithmetic=null", "trainer.save_every=1", "trainer.keep_last=9"]
 
 

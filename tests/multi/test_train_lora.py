@@ -15,11 +15,11 @@ import transformers
 
 from hybridflow import cli
 from hybridflow.checkpoint.model_dir import ModelDir
-from hybridflow.config import recipe_from_dict
 from hybridflow.errors import ConfigError, LayoutError
-from tests.hf_models import write_model, write_tokenizer
+from hybridflow.recipe.load import recipe_from_dict
 from tests.multi.test_train_pretrained import first_and_train, lines, recipe, run, sequences, their_log_probs
-from tests.ranks import run_ranks
+from tests.support.hf_models import write_model, write_tokenizer
+from tests.support.ranks import run_ranks
 
 LORA = {"rank": 4, "alpha": 6.0}
 

@@ -12,22 +12,22 @@ import torch
 
 from hybridflow import cli
 from hybridflow.checkpoint.formats.registry import Options
-from hybridflow.config import recipe_from_dict
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
+from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.trainer.checkpoints import begin
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import plan_job
 from hybridflow.trainer.record import Record
 from hybridflow.trainer.stopping import Stopping
 from hybridflow.trainer.trainer import Trainer, train
-from tests.conversions import write_as
-from tests.ranks import run_ranks
+from tests.support.conversions import write_as
+from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
-from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 
 def recipe(folder: Path, algorithm: str, name: str = "run", **changes: Any) -> dict[str, Any]:

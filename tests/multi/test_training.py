@@ -7,20 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridflow.config import Optimizer
-from hybridflow.families.model import Model
+from hybridflow.config.roles import OptimizerConfig
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.microbatch import pack
 from hybridflow.models.specs import logical_tensors
 from hybridflow.models.training import Trainable
-from hybridflow.parallel.layout import ParallelLayout
 from tests.multi.models import CAPPED, MIXTURE, TINY, make_model, samples
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
-def step_from_ones(world, model: Model, dtype: str, distributed: bool, clip_grad: float) -> float:
+def step_from_ones(world, model: ModelConfig, dtype: str, distributed: bool, clip_grad: float) -> float:
     """The largest distance from 1 after one small step of a model whose weights were all set to 1."""
     built, _, groups, _ = make_model(world, ParallelLayout(dp=2), model=replace(model, dtype=dtype))
-    trainable = Trainable(built, groups, Optimizer(lr=1e-6, distributed=distributed, clip_grad=clip_grad))
+    trainable = Trainable(built, groups, OptimizerConfig(lr=1e-6, distributed=distributed, clip_grad=clip_grad))
     with torch.no_grad():
         for parameter in built.parameters():
             parameter.fill_(1.0)
@@ -47,7 +47,7 @@ def cases(world):
     }
 
 
-def initial_values(world, model: Model) -> dict[str, tuple[float, float]]:
+def initial_values(world, model: ModelConfig) -> dict[str, tuple[float, float]]:
     """Name -> mean and standard deviation of a tensor's initial weights."""
     built, *_ = make_model(world, ParallelLayout(), model=replace(model, qkv_bias=True), std=0.1)
     return {
@@ -77,10 +77,10 @@ def test_a_step_goes_on_from_weights_that_were_written_from_outside():
         assert distance < 1e-5, (case, distance)
 
 
-def difference_of_sharing(world, model: Model) -> dict[str, float]:
+def difference_of_sharing(world, model: ModelConfig) -> dict[str, float]:
     """How far outputs and gradients are from one another where samples share prompts, and where each is alone."""
     built, _, groups, _ = make_model(world, ParallelLayout(tp=2), model=model)
-    trainable = Trainable(built, groups, Optimizer(lr=1e-3))
+    trainable = Trainable(built, groups, OptimizerConfig(lr=1e-3))
     drawn, lengths = samples(12)
     # Three prompts, four responses to each.
     sequences = [torch.cat([drawn[each % 3][: lengths[each % 3]], drawn[each][lengths[each] :]]) for each in range(12)]

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from hybridflow.errors import DeadlineError
 from hybridflow.parallel.world import World
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def groups_and_messages(world: World) -> dict[str, object]:

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.jobs import train_first_step
-from tests.slurm_cluster import SlurmCluster, missing_programs
+from tests.support.slurm_cluster import SlurmCluster, missing_programs
 
 
 @pytest.fixture(scope="session")
 def session_cluster() -> Iterator[SlurmCluster]:
     """Four nodes; partitions low, the default, and high, which preempts it."""
     if missing := missing_programs():
-        pytest.skip(f"no Slurm here, {', '.join(missing)} not found: tests/slurm.sh installs it on Debian, as root")
+        pytest.skip(
+            f"no Slurm here, {', '.join(missing)} not found: tests/support/slurm.sh installs it on Debian, as root"
+        )
     with SlurmCluster(num_nodes=4) as cluster:
         yield cluster
 

@@ -11,7 +11,7 @@ from hybridflow.observe.metrics import read_metrics
 from hybridflow.parallel.process import Process, find_process, is_running
 from tests.e2e.commands import RECIPE as TWO_RANKS
 from tests.e2e.commands import fork_ranks
-from tests.slurm_cluster import SlurmCluster
+from tests.support.slurm_cluster import SlurmCluster
 
 SCRIPTS = Path(__file__).parents[2] / "slurm"
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.jobs import SCRIPTS, output, steps
-from tests.slurm_cluster import SlurmCluster, find_isolation, missing_programs
+from tests.support.slurm_cluster import SlurmCluster, find_isolation, missing_programs
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.skipif(bool(missing_programs()), reason="no Slurm here: tests/slurm.sh installs it"),
+    pytest.mark.skipif(bool(missing_programs()), reason="no Slurm here: tests/support/slurm.sh installs it"),
 ]
 
 # A process that dies in the midst of a job.
 CRASH = """
 import os, signal, sys
 from pathlib import Path
-from tests.slurm_cluster import SlurmCluster
+from tests.support.slurm_cluster import SlurmCluster
 cluster = SlurmCluster(num_nodes=2, isolation=sys.argv[1])
 cluster.start()
 job = cluster.sbatch("--nodes=2", "--wrap", "srun bash -c 'echo $$ > $SLURM_PROCID; sleep 600'", cwd=Path.cwd())

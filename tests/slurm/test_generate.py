@@ -12,10 +12,10 @@ import pytest
 
 from hybridflow.serving.results import Results
 from tests.slurm.jobs import output
-from tests.slurm_cluster import SlurmCluster
+from tests.support.slurm_cluster import SlurmCluster
 
 pytest.importorskip("transformers")
-from tests.hf_models import write_model, write_tokenizer  # noqa: E402
+from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.slurm
 

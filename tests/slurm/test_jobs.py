@@ -94,7 +94,7 @@ def site(tmp_path):
 
 def test_pipeline_goes_from_a_model_to_a_trained_one(cluster, tmp_path, site):
     pytest.importorskip("transformers")
-    from tests.hf_models import write_model, write_tokenizer
+    from tests.support.hf_models import write_model, write_tokenizer
 
     write_job(tmp_path)
     write_model(tmp_path / "policy", "Llama")

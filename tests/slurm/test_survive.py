@@ -15,7 +15,7 @@ from hybridflow.observe.starts import StartRecord, read_starts
 from hybridflow.parallel.process import is_running, kill
 from tests.e2e.commands import fork_ranks, lasting_metrics
 from tests.slurm.jobs import SCRIPTS, output, rank_processes, steps
-from tests.slurm_cluster import SlurmCluster
+from tests.support.slurm_cluster import SlurmCluster
 
 STEPS = 6
 ARGUMENTS = ("tiny.yaml", f"trainer.steps={STEPS}")

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hybridflow.checkpoint.console import print_out, signals_raise
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import FAILURE, Ended, exit_status
+from hybridflow.observe.console import print_out, signals_raise
 from hybridflow.parallel.start import Start, find_start, rank_hint
 from hybridflow.reshard.report import format_bytes, format_seconds
 
@@ -179,7 +179,7 @@ def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, obje
 
 def _options(arguments: argparse.Namespace) -> Options:
     from hybridflow.checkpoint.formats.registry import Options
-    from hybridflow.parallel.layout import ParallelLayout
+    from hybridflow.layout.parallel_layout import ParallelLayout
 
     shard = arguments.max_shard_gb
     if shard is not None and not 0 < shard < math.inf:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.families.family import Form
-from hybridflow.families.model import Model
+from hybridflow.families.model import ModelConfig
 
 
-def to_logical(form: Form, tensors: list[Tensor], model: Model) -> Tensor:
+def to_logical(form: Form, tensors: list[Tensor], model: ModelConfig) -> Tensor:
     """The logical tensor that some Hugging Face tensors make.
 
     Args:
@@ -32,7 +32,7 @@ def to_logical(form: Form, tensors: list[Tensor], model: Model) -> Tensor:
     return rows
 
 
-def from_logical(form: Form, tensor: Tensor, model: Model) -> list[Tensor]:
+def from_logical(form: Form, tensor: Tensor, model: ModelConfig) -> list[Tensor]:
     """The inverse of ``to_logical``."""
     if form == "same":
         return [tensor]
@@ -46,7 +46,7 @@ def from_logical(form: Form, tensor: Tensor, model: Model) -> list[Tensor]:
     return [torch.cat(parts)] if form == "fused_qkv" else parts
 
 
-def part_shapes(form: Form, shape: tuple[int, ...], model: Model) -> tuple[tuple[int, ...], ...]:
+def part_shapes(form: Form, shape: tuple[int, ...], model: ModelConfig) -> tuple[tuple[int, ...], ...]:
     """Of the tensors that ``from_logical`` gives, by arithmetic alone, so that absurd sizes cost nothing."""
     if form in ("same", "fused_qkv"):
         return (shape,)

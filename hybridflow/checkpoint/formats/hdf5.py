@@ -26,17 +26,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint.assets import ASSETS, identity_of
 from hybridflow.checkpoint.formats.sharded import ShardedTarget
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry, versions
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, Entry, bytes_of
 from hybridflow.data.hdf5 import h5py
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
-from hybridflow.families.model import Model
+from hybridflow.families.assets import ASSETS, identity_of
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.observe.files import sync_path
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.reshard.spec import Box, DType, num_elements
 from hybridflow.sections import read_section, to_dict
 
@@ -94,7 +94,7 @@ class HDF5Source:
             self.family: str | None = _text(file, "family") or None
             self.layout: str | None = _text(file, "layout") or None
             self.has_value_head = bool(file.attrs["has_value_head"])
-            self.model = read_section(Model, json.loads(_text(file, "model")), source=f"{self._master}: model")
+            self.model = read_section(ModelConfig, json.loads(_text(file, "model")), source=f"{self._master}: model")
             datasets = self._datasets(file)
         self.tensors: Mapping[str, TensorEntry] = self._check(datasets)
         self._shards = {name: self._shards_of(name, datasets[name]) for name in self.tensors}

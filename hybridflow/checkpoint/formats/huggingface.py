@@ -11,16 +11,16 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from hybridflow.checkpoint.assets import ASSETS, CONFIG, identity_of, parse_json, read_assets, read_json
 from hybridflow.checkpoint.formats.forms import from_logical, part_shapes, to_logical
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.checkpoint.tensor_file import Entry, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.assets import ASSETS, CONFIG, identity_of, parse_json, read_assets, read_json
 from hybridflow.families.config_json import Described, describe, read_config, update_config
 from hybridflow.families.family import Form
-from hybridflow.families.model import Model
+from hybridflow.families.model import ModelConfig
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import DType
 
@@ -343,7 +343,7 @@ def _open_shards(path: Path) -> dict[str, TensorFile]:
     return files
 
 
-def _check_counts(model: Model, num_tensors: int, path: Path) -> None:
+def _check_counts(model: ModelConfig, num_tensors: int, path: Path) -> None:
     """Refuse sizes that the files cannot have, before anything is listed by them."""
     least = model.num_layers * (1 if model.num_experts is None else model.num_experts)
     if least > num_tensors:

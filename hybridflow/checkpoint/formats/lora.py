@@ -25,15 +25,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint.assets import ADAPTER_CONFIG, parse_json
 from hybridflow.checkpoint.formats.huggingface import parts_of
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.assets import ADAPTER_CONFIG, parse_json
 from hybridflow.families.config_json import Described, describe
 from hybridflow.families.family import Form
-from hybridflow.families.model import Model
+from hybridflow.families.model import ModelConfig
 from hybridflow.models.adapters import FACTOR
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
@@ -240,7 +240,7 @@ def linear_modules(described: Described) -> list[Module]:
     return found
 
 
-def _base_spec(model: Model, has_value_head: bool) -> ModelSpec:
+def _base_spec(model: ModelConfig, has_value_head: bool) -> ModelSpec:
     """The tensors that a model has without an adapter. Its settings may come with no tensors that bound them."""
     assert model.vocab_size is not None, "a checkpoint's settings have a vocabulary"
     count = model.num_layers * (1 if model.num_experts is None else model.num_experts)
@@ -449,7 +449,7 @@ def parse_settings(text: bytes, *, where: str) -> LoraSettings:
     return read_settings(parse_json(text, where), where=where)
 
 
-def _rows_of(weight: Tensor, module: Module, model: Model) -> Tensor:
+def _rows_of(weight: Tensor, module: Module, model: ModelConfig) -> Tensor:
     """The rows of a logical weight that are a module's, as a view ``[blocks, rows, in]``."""
     if module.form == "qkv":
         per_group = model.num_attention_heads // model.query_groups * model.head_size

@@ -11,8 +11,8 @@ import torch
 from hybridflow.checkpoint.formats.unpickle import Inert
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.families.model import Model
-from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.spec import DType
 from hybridflow.sections import read_section
 
@@ -93,7 +93,7 @@ def read_args(found: Any, path: Path) -> Mapping[str, Any]:
     return args.attributes
 
 
-def to_model(args: Mapping[str, Any], *, where: str) -> Model:
+def to_model(args: Mapping[str, Any], *, where: str) -> ModelConfig:
     """The settings that the arguments of a checkpoint stand for.
 
     Args:
@@ -126,16 +126,16 @@ def to_model(args: Mapping[str, Any], *, where: str) -> Model:
     model["rotary_base"] = args.get("rotary_base", 10000)
     model |= _rotary(args, where) | _window(args, where)
     model["dtype"] = "fp32" if args.get("params_dtype", torch.float32) == torch.float32 else "bf16"
-    return read_section(Model, model, source=where)
+    return read_section(ModelConfig, model, source=where)
 
 
-def to_args(model: Model, dtype: DType) -> dict[str, Any]:
+def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
     """The arguments of Megatron-LM that describe a model, uncut; the inverse of ``to_model``.
 
     Raises:
         ConfigError: Megatron-LM has no arguments for it; names the settings.
     """
-    plain = Model(num_layers=1, hidden_size=1, ffn_hidden_size=1, num_attention_heads=1, max_context=1)
+    plain = ModelConfig(num_layers=1, hidden_size=1, ffn_hidden_size=1, num_attention_heads=1, max_context=1)
     names = ("post_norms", "activation", "scaled_embeddings", "attention_scale", "attention_softcap", "logit_softcap")
     strange = [name for name in (*names, "window_layers") if getattr(model, name) != getattr(plain, name)]
     scaling = model.rotary_scaling
@@ -180,7 +180,7 @@ def to_args(model: Model, dtype: DType) -> dict[str, Any]:
     return args
 
 
-def padded_vocab_size(model: Model) -> int:
+def padded_vocab_size(model: ModelConfig) -> int:
     """Rows of the embeddings where they are not cut."""
     assert model.vocab_size is not None, "a source's model has a vocabulary"
     return -(-model.vocab_size // model.vocab_divisible_by) * model.vocab_divisible_by

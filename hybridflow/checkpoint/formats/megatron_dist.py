@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint.assets import ASSETS, identity_of, read_assets, read_json
 from hybridflow.checkpoint.formats.megatron_args import layout_of, padded_vocab_size, read_args, to_args, to_model
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.formats.torch_archive import ArchivesWriter, object_archive, places
@@ -34,7 +33,8 @@ from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import within, write_bytes
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES, Entry
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
-from hybridflow.families.model import Model
+from hybridflow.families.assets import ASSETS, identity_of, read_assets, read_json
+from hybridflow.families.model import ModelConfig
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import Box, DType, TensorSpec, intersect, num_elements
 
@@ -440,7 +440,7 @@ def _forms(spec: TensorSpec, num_layers: int) -> list[list[_Part]]:
     return forms
 
 
-def _items(spec: TensorSpec, model: Model, dtype: DType) -> list[_Item]:
+def _items(spec: TensorSpec, model: ModelConfig, dtype: DType) -> list[_Item]:
     """The chunks of a tensor, none larger than a few are in memory at once."""
     keys = [form[0] for form in _forms(spec, model.num_layers)[:1]]
     if model.num_experts is not None and spec.name.endswith(".pre_mlp_layernorm.weight"):
@@ -473,7 +473,7 @@ def _check_dtypes(items: Mapping[str, list[_Item]]) -> None:
                 )
 
 
-def _state_keys(model: Model) -> Iterator[str]:
+def _state_keys(model: ModelConfig) -> Iterator[str]:
     """Objects that megatron-core's layers ask for."""
     layers = model.num_layers
     dense = () if model.num_experts is not None else ("mlp.linear_fc1", "mlp.linear_fc2")

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint.assets import identity_of
 from hybridflow.checkpoint.formats.megatron_args import layout_of, read_args, to_model
 from hybridflow.checkpoint.formats.megatron_dist import LATEST, find_iteration
 from hybridflow.checkpoint.formats.unpickle import MappedFile, StoredTensor, TorchArchive
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
+from hybridflow.families.assets import identity_of
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape_of
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.reshard.spec import TensorSpec
 
 _FILES = ("model_optim_rng.pt", "model_rng.pt")

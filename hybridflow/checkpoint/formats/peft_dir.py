@@ -9,7 +9,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from hybridflow.checkpoint.assets import ADAPTER_CONFIG, ASSETS, CONFIG, identity_of, read_assets
 from hybridflow.checkpoint.formats.forms import from_logical, to_logical
 from hybridflow.checkpoint.formats.huggingface import INDEX, SINGLE
 from hybridflow.checkpoint.formats.lora import Factor, check_adapter, check_factors, linear_modules, parse_settings
@@ -18,6 +17,7 @@ from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.checkpoint.tensor_file import Entry, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.assets import ADAPTER_CONFIG, ASSETS, CONFIG, identity_of, read_assets
 from hybridflow.families.config_json import Described
 from hybridflow.reshard.spec import DType
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridflow.checkpoint.assets import ADAPTER_CONFIG, CONFIG, read_json
 from hybridflow.checkpoint.formats import lora
 from hybridflow.checkpoint.formats.hdf5 import MASTER, HDF5Source, HDF5Target, is_hdf5
 from hybridflow.checkpoint.formats.huggingface import MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
@@ -22,8 +21,9 @@ from hybridflow.checkpoint.formats.sharded import ShardedSource, ShardedTarget, 
 from hybridflow.checkpoint.formats.source import Source, Target
 from hybridflow.checkpoint.manifest import NAME
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.assets import ADAPTER_CONFIG, CONFIG, read_json
 from hybridflow.families.config_json import Described, read_config
-from hybridflow.parallel.layout import ParallelLayout
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.spec import DType
 
 

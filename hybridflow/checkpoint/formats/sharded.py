@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hybridflow.checkpoint.assets import ADAPTER_CONFIG, ASSETS, CONFIG, FOLDER, identity_of, read_assets, read_json
 from hybridflow.checkpoint.formats import lora
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, TensorEntry, piece_key
@@ -19,9 +18,10 @@ from hybridflow.checkpoint.model_dir import ModelDir, write_assets, write_manife
 from hybridflow.checkpoint.store import BASE, JOB
 from hybridflow.checkpoint.tensor_file import Entry, TensorFileWriter
 from hybridflow.errors import CheckpointError, LayoutError
-from hybridflow.families.model import Model
+from hybridflow.families.assets import ADAPTER_CONFIG, ASSETS, CONFIG, FOLDER, identity_of, read_assets, read_json
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape_of
-from hybridflow.parallel.layout import ParallelLayout
 from hybridflow.reshard.spec import Box, DType, TensorSpec, cut, expert_block, num_elements, stage_of
 
 _ASSET_NAMES = (*ASSETS, ADAPTER_CONFIG)
@@ -130,7 +130,7 @@ class ShardedSource:
         return identity_of([*files, *(self.path / FOLDER / name for name in _ASSET_NAMES)])
 
 
-def _check_tensors(tensors: Mapping[str, TensorEntry], model: Model, has_value_head: bool, path: Path) -> None:
+def _check_tensors(tensors: Mapping[str, TensorEntry], model: ModelConfig, has_value_head: bool, path: Path) -> None:
     """The tensors are those of the settings, so that a converter may go by either."""
     least = model.num_layers * (1 if model.num_experts is None else model.num_experts)
     if model.vocab_size is None or least > len(tensors):
@@ -231,7 +231,7 @@ class ShardedTarget:
         write_manifest(folder, manifest)
 
 
-def _check_cut(model: Model, layout: ParallelLayout) -> None:
+def _check_cut(model: ModelConfig, layout: ParallelLayout) -> None:
     """Refuse what megatron-core could not cut so, though boxes could."""
     tp, heads, groups = layout.tp, model.num_attention_heads, model.query_groups
     if heads % tp:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.tensor_file import Entry
-from hybridflow.families.model import Model
+from hybridflow.families.model import ModelConfig
 
 
 class Source(Protocol):
@@ -29,7 +29,7 @@ class Source(Protocol):
     path: Path
     format: str
     family: str | None
-    model: Model
+    model: ModelConfig
     has_value_head: bool
     layout: str | None
     tensors: Mapping[str, TensorEntry]

@@ -1,0 +1,229 @@
+"""Models that a Python program has in memory: what they say of themselves, and their weights as any checkpoint's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor, nn
+
+from hybridflow.checkpoint.formats.huggingface import HuggingFaceSource
+from hybridflow.checkpoint.formats.in_memory_megatron import MegatronSource, read_megatron
+from hybridflow.checkpoint.formats.source import Source
+from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, Entry
+from hybridflow.errors import ConfigError
+from hybridflow.families.assets import CONFIG
+from hybridflow.families.config_json import Described, read_config
+from hybridflow.families.model import ModelConfig
+from hybridflow.families.model_info import ModelInfo
+from hybridflow.models.user_model import own_settings
+
+SECTIONS = {
+    "actor": "model",
+    "critic": "critic.model",
+    "reward": "reward.model",
+    "cost": "cost.model",
+    "cost_critic": "cost_critic.model",
+    "teacher": "teacher.model",
+}
+"""Role -> the section of a recipe with its model."""
+
+_TEXT_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class GivenModel(NamedTuple):
+    """A model in memory.
+
+    Attributes:
+        section: Its settings, as a recipe's ``model`` section has them, the vocabulary included.
+        source: Its weights, as those of a directory; they are read when a role loads them.
+    """
+
+    section: ModelConfig
+    source: Source
+
+
+def is_model(given: object) -> bool:
+    """Whether something is a model whose settings and weights can be taken: see ``given_model``."""
+    is_wrapped = any(base.__module__.partition(".")[0] == "peft" for base in type(given).__mro__)
+    return isinstance(given, GivenModel | GPTModel) or is_wrapped or _library_class(given) is not None
+
+
+def given_model(given: Any, *, vocab_size: int | None = None) -> GivenModel:
+    """A model in memory as a role begins with it: its settings and its weights, in any layout.
+
+    Takes a ``PreTrainedModel`` of ``transformers`` of a family in ``hybridflow.families``, causal language model or
+    scorer with one label; or a ``GPTModel`` of megatron-core, whole or cut by its own process groups. The weights are
+    copied when a role is made: the model itself stays as it is.
+
+    Collective: of a ``GPTModel`` that is cut, all ranks that hold a part of it.
+
+    Args:
+        given: The model.
+        vocab_size: Of a ``GPTModel``: its true vocabulary, without the padding that its embedding has; None: all rows.
+
+    Raises:
+        ConfigError: It is no such model, or asks for what is not computed here; names the setting.
+        CheckpointError: Its tensors are not those of its settings.
+    """
+    if isinstance(given, GivenModel):
+        return given
+    if isinstance(given, GPTModel):
+        source: Source = MegatronSource(given, vocab_size=vocab_size)
+    else:
+        source = _TransformersSource(given)
+    return GivenModel(source.model, source)
+
+
+def given_settings(objects: Mapping[str, Any]) -> dict[str, ModelInfo]:
+    """What models that a program gives for roles say of themselves, for ``config.recipe_from_dict``.
+
+    Args:
+        objects: Role -> what was given; functions and the like are passed over.
+
+    Returns:
+        Section of the recipe -> settings. The reference has no section: it has the actor's settings.
+
+    Raises:
+        ConfigError: A model asks for what is not computed here.
+    """
+    found = {}
+    for role, given in objects.items():
+        settings = _settings(given) if role in SECTIONS else None
+        if settings is not None:
+            found[SECTIONS[role]] = settings
+    return found
+
+
+def _settings(given: Any) -> ModelInfo | None:
+    """None: it is no model."""
+    if isinstance(given, GivenModel):
+        return ModelInfo(given.section, given.source.has_value_head, given.source.family, None)
+    if isinstance(given, GPTModel):
+        return ModelInfo(read_megatron(given), False, None, None)
+    if not is_model(given):
+        return own_settings(given)
+    described, _ = _describe(given)
+    return ModelInfo(described.model, described.has_value_head, described.family.name, None)
+
+
+class _TransformersSource(HuggingFaceSource):
+    """The weights of a model of ``transformers``, see ``source.Source``."""
+
+    def __init__(self, model: Any) -> None:
+        described, values = _describe(model)
+        path = Path(f"<{type(model).__name__} in memory>")
+        state = _as_saved(model, model.state_dict())
+        if described.model.tied_embeddings:
+            _drop_copy(state)
+        self._take(path, values, {str(path): _InMemory(path, state)})
+        generation = getattr(model, "generation_config", None)
+        self._assets = {CONFIG: json.dumps(values, indent=2).encode()}
+        if generation is not None:
+            self._assets["generation_config.json"] = generation.to_json_string().encode()
+
+    def assets(self) -> dict[str, bytes]:
+        """See ``Source``."""
+        return dict(self._assets)
+
+    def identity(self) -> str:
+        """See ``Source``; of settings, names and shapes alone, since what is in memory has no time."""
+        rows = [[name, *entry] for file in self._files.values() for name, entry in file.entries.items()]
+        return hashlib.sha256(json.dumps([rows, self._assets[CONFIG].decode()]).encode()).hexdigest()
+
+
+class _InMemory:
+    """Tensors by name, as ``TensorFile`` has them.
+
+    Raises:
+        ConfigError: One of them is not there, cut over ranks, or of a dtype unknown here.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        self.path = path
+        self._tensors = tensors
+        for name, tensor in tensors.items():
+            if tensor.device.type == "meta":
+                raise ConfigError(f"{path}: {name} is on the meta device, without values; load the weights first")
+            if hasattr(tensor, "full_tensor"):
+                raise ConfigError(
+                    f"{path}: {name} is cut over ranks by torch.distributed; give the model before it is sharded, or "
+                    "save_pretrained it and name the directory"
+                )
+            if tensor.dtype not in DTYPE_NAMES:
+                expected = ", ".join(map(str, DTYPE_NAMES))
+                raise ConfigError(f"{path}: {name} is {tensor.dtype}; expected one of {expected}: convert the model")
+        self.entries = {name: Entry(DTYPE_NAMES[each.dtype], tuple(each.shape)) for name, each in tensors.items()}
+
+    def read(self, key: str) -> Tensor:
+        """A tensor in host memory, not to be written."""
+        return self._tensors[key].detach().cpu()
+
+    def read_stacked(self, keys: Sequence[str]) -> Tensor | None:
+        """None: they lie where they lie."""
+        return None
+
+    def sha256(self, key: str) -> str:
+        """Of a tensor's bytes."""
+        return hashlib.sha256(self.read(key).contiguous().view(torch.uint8).numpy()).hexdigest()
+
+    def release(self) -> None:
+        """Nothing: the program keeps them."""
+
+
+def _library_class(given: object) -> type | None:
+    """The class of ``transformers`` that a model is of; None: of none."""
+    ours = [base for base in type(given).__mro__ if base.__module__.startswith("transformers.")]
+    return ours[0] if any(base.__name__ == "PreTrainedModel" for base in ours) else None
+
+
+def _describe(model: Any) -> tuple[Described, dict[str, Any]]:
+    """Family and settings of a model of ``transformers``, and its ``config.json``.
+
+    Raises:
+        ConfigError: It is none, or of an unknown family, or computes something else than its class.
+    """
+    kind, name = _library_class(model), type(model).__name__
+    if hasattr(model, "merge_and_unload"):
+        raise ConfigError(
+            f"{name}: is a model with PEFT's adapters; call merge_and_unload() and give what that returns, or give the "
+            "base and train adapters of our own: actor.lora"
+        )
+    if kind is None:
+        raise ConfigError(
+            f"{name}: expected a PreTrainedModel of transformers, a GPTModel of megatron-core, or a class of your own "
+            "as docs/extend.md shows; or name a directory: model.path"
+        )
+    if type(model).forward is not kind.forward:
+        raise ConfigError(
+            f"{name}: overrides forward of {kind.__name__}, which is what would be computed here; give the "
+            f"{kind.__name__} itself, or wrap yours in a class of your own (docs/extend.md)"
+        )
+    # As save_pretrained writes it, so that a model in memory and its directory are the same model.
+    values = json.loads(model.config.to_json_string())
+    dtype = next(parameter.dtype for parameter in model.parameters())
+    values = {key: value for key, value in values.items() if key not in ("dtype", "torch_dtype")}
+    values |= {"architectures": [kind.__name__], "dtype": _TEXT_DTYPES.get(dtype, str(dtype))}
+    return read_config(values, where=f"{name}.config"), values
+
+
+def _as_saved(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Under the names of a saved directory: transformers 5 keeps the experts of a layer in one tensor in memory."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # of an older one, where both have the same names
+        return dict(state)
+    return dict(revert_weight_conversion(model, dict(state)))
+
+
+def _drop_copy(state: dict[str, Tensor]) -> None:
+    """An embedding that is tied to the output stands in a state dict twice."""
+    seen: dict[tuple[int, torch.Size], str] = {}
+    for name, tensor in list(state.items()):
+        if seen.setdefault((tensor.data_ptr(), tensor.shape), name) != name and tensor.device.type != "meta":
+            del state[name]

@@ -1,0 +1,1 @@
+"""What a recipe says: one frozen dataclass for each section, by subject. No torch."""

@@ -1,0 +1,34 @@
+"""What an algorithm asks of a recipe. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmTraits:
+    """An algorithm, as far as a recipe concerns it.
+
+    Attributes:
+        reads: Sections beside those of every training run; any other of ``CHOSEN`` would be ignored, and is refused.
+        defaults: Section -> key -> value, where it is another than the section's own.
+        needs: Sections that must be given.
+        is_scorer: Whether what it trains gives scores, not text.
+        is_offline: Whether it learns from given responses, and samples to validate at most.
+        generates: Whether it ever samples from what it trains.
+        has_preferences: Whether its rows are preferences: two responses to a prompt, or one and whether it is wanted.
+        is_paired: Whether it learns from the two responses of a row together.
+        preference_keys: What of ``preference`` it reads.
+    """
+
+    reads: frozenset[str]
+    defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    is_scorer: bool = False
+    is_offline: bool = False
+    generates: bool = True
+    has_preferences: bool = False
+    is_paired: bool = False
+    preference_keys: frozenset[str] = frozenset()

@@ -1,0 +1,162 @@
+"""The whole recipe of a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hybridflow.config.algorithm import AlgorithmTraits
+from hybridflow.config.cluster import ClusterConfig, FallbackConfig
+from hybridflow.config.data import DataConfig, TokenizerConfig
+from hybridflow.config.losses import (
+    AdvantageConfig,
+    CorrectionConfig,
+    DynamicSamplingConfig,
+    KLConfig,
+    LagrangeConfig,
+    LossConfig,
+    PreferenceConfig,
+    ShapingConfig,
+)
+from hybridflow.config.metrics import MetricsConfig
+from hybridflow.config.rewards import RewardConfig
+from hybridflow.config.roles import ActorConfig, CriticConfig, ReferenceConfig, TeacherConfig, WarmStartConfig
+from hybridflow.config.rollout import RolloutConfig
+from hybridflow.config.trainer import ProfileConfig, TrainerConfig
+from hybridflow.config.types import Name
+from hybridflow.families.model import ModelConfig
+from hybridflow.sections import NOT_A_KEY, CountOrZero
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All that a training run is asked to do.
+
+    Attributes:
+        name: What the run is called.
+        namespace: Of a project's runs: names of metrics begin with it, but for those in ``metrics.jsonl``, and so does
+            the place of ``run_dir``.
+        algorithm: Which flow a training step runs.
+        seed: Of weights, order of the data, and sampling.
+        run_dir: Where the run keeps its files; left out: ``runs/<name>``, or ``runs/<namespace>/<name>``.
+        cluster: The ranks of the job.
+        model: The language model: of the actor and the reference, and of a critic without one of its own.
+        data: Where prompts come from.
+        tokenizer: Text to token ids.
+        warm_start: Supervised training before reinforcement learning; None: none.
+        actor: The policy.
+        critic: The value model, of algorithms that have one.
+        reference: The frozen policy that drift is measured against.
+        reward: What scores a response.
+        cost: What tells a response's cost, of safe-rlhf; either of both as in ``reward``.
+        cost_critic: The value model of costs.
+        teacher: What distillation learns from.
+        rollout: How responses are sampled.
+        loss: How the policy learns from advantages.
+        kl: The distance to the reference that it pays for.
+        advantage: How rewards become advantages.
+        shaping: What is added to scores.
+        dynamic_sampling: What DAPO does about groups that teach nothing.
+        lagrange: The price of cost.
+        preference: Learning from preferences.
+        correction: Weighs tokens whose sampler was not quite the policy that is trained.
+        trainer: The loop.
+        metrics: Where the numbers of each step go.
+        profile: Which steps are looked at closely.
+        fallbacks: What else to run with, where ``cluster.ranks`` ranks are not there.
+        traits: What the algorithm asks of a recipe. Not a key: ``recipe.load`` looks it up.
+    """
+
+    name: Name
+    namespace: Name | None = None
+    algorithm: str
+    seed: CountOrZero = 1
+    run_dir: str = ""
+    cluster: ClusterConfig = ClusterConfig()
+    model: ModelConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    warm_start: WarmStartConfig | None = None
+    actor: ActorConfig
+    critic: CriticConfig | None = None
+    reference: ReferenceConfig = ReferenceConfig()
+    reward: RewardConfig = RewardConfig()
+    cost: RewardConfig | None = None
+    cost_critic: CriticConfig | None = None
+    teacher: TeacherConfig | None = None
+    rollout: RolloutConfig
+    loss: LossConfig = LossConfig()
+    kl: KLConfig = KLConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    shaping: ShapingConfig = ShapingConfig()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    lagrange: LagrangeConfig = LagrangeConfig()
+    preference: PreferenceConfig = PreferenceConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    trainer: TrainerConfig
+    metrics: MetricsConfig = MetricsConfig()
+    profile: ProfileConfig = ProfileConfig()
+    fallbacks: tuple[FallbackConfig, ...] = ()
+    traits: AlgorithmTraits = field(default=AlgorithmTraits(reads=frozenset()), metadata=NOT_A_KEY)
+
+    def __post_init__(self) -> None:
+        if self.run_dir == "":
+            object.__setattr__(self, "run_dir", f"runs/{self.title}")
+
+    @property
+    def title(self) -> str:
+        """What the run is called among those of other namespaces."""
+        return self.name if self.namespace is None else f"{self.namespace}/{self.name}"
+
+    @property
+    def correction_kind(self) -> Literal["none", "truncate", "icepop"]:
+        """How tokens are weighed, once it is known what samples them."""
+        if self.correction.kind != "auto":
+            return self.correction.kind
+        is_exact = self.rollout.engine.kind == "megatron" and self.rollout.replay is None and self.staleness_bound == 0
+        return "none" if is_exact else "truncate"
+
+    @property
+    def staleness_bound(self) -> int:
+        """Most updates that weights which sampled a token may be behind those that learn from it."""
+        return self.trainer.max_staleness + self.rollout.carry_over + self.actor.reshard_every - 1
+
+    @property
+    def samples_per_draw(self) -> int:
+        """Samples of the global batch that come of one row of the data."""
+        return 2 if self.traits.is_paired else self.rollout.group_size
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether anything is measured against the frozen policy."""
+        if self.traits.has_preferences:
+            return not (self.traits.is_scorer or self.preference.reference_free)
+        return "kl" in self.traits.reads and self.kl.coef > 0
+
+    @property
+    def drops_samples(self) -> bool:
+        """Whether samples may be left out of learning, since what scores them failed."""
+        return any(section is not None and section.on_failure == "drop" for section in (self.reward, self.cost))
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the one update of a step sees the weights of its start, whose log-probabilities it then has itself.
+
+        Not where these are needed before: for a penalty in the reward, or to know which tokens count.
+        """
+        trainer = self.trainer
+        is_one = self.loss.epochs == 1 and trainer.mini_batch_size in (None, trainer.global_batch_size)
+        needs_them = (self.kl.coef > 0 and self.kl.place == "reward") or self.correction.reject is not None
+        return is_one and not needs_them
+
+    def model_of(self, name: str) -> ModelConfig:
+        """The settings of the model of a role or mesh."""
+        sections = {
+            "critic": self.critic,
+            "reward": self.reward,
+            "cost": self.cost,
+            "cost_critic": self.cost_critic,
+            "teacher": self.teacher,
+        }
+        section = sections.get(name)
+        return self.model if section is None or section.model is None else section.model

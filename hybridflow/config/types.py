@@ -1,0 +1,27 @@
+"""Kinds of text and numbers that recipe keys share."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from hybridflow.sections import (
+    Bounds,
+)
+
+Name = Annotated[str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
+
+
+Plugin = Annotated[str, re.compile(r"[\w.]+:\w+")]
+
+
+Variable = Annotated[str, re.compile(r"[A-Za-z_][A-Za-z0-9_]*")]
+
+
+Score = Annotated[float, Bounds(low=-1e30, high=1e30)]
+
+
+Server = Annotated[str, re.compile(r"([A-Z_]+://)?[\w.:\[\]-]+")]
+
+
+StopText = Annotated[str, re.compile(r"[^\ufffd]{1,1024}", re.DOTALL)]

@@ -1,0 +1,5 @@
+"""Supervised fine-tuning (arXiv 2203.02155): the token mean of the cross-entropy on given solutions."""
+
+from hybridflow.flows import nodes
+
+STEP = nodes.given("solutions", "response_mask") >> nodes.update("response_mask")

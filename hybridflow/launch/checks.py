@@ -1,0 +1,189 @@
+"""From a recipe, site settings and a command to a job that can run: what does not fit is said before it is queued."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hybridflow.config.recipe import Recipe
+from hybridflow.errors import ConfigError, LayoutError
+from hybridflow.launch.batch import BatchJob, shipped_body
+from hybridflow.launch.site import Site, absolute, check_line, load_site, seconds_of, texts
+from hybridflow.mapping.memory import RankMemory, job_memory
+from hybridflow.recipe.load import load_recipe, recipe_for_ranks
+from hybridflow.recipe.meshes import role_meshes
+from hybridflow.reshard.report import format_bytes
+from hybridflow.sections import to_dict
+from hybridflow.trainer.plan import placement_warnings
+
+_NEAR_SHARE = 0.9
+"""From this share of a GPU's memory on a job may not fit, since the estimate does not have all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the command line asks for.
+
+    Attributes:
+        recipe: A YAML file, or the name of a shipped recipe.
+        overrides: ``key=value`` each.
+        site: File of the site settings; None: the user's.
+        nodes: ``"4"`` or ``"3-4"``; None: as many as the ranks fill.
+        time: Time limit; None: the site's.
+        partition: Partition; None: the site's.
+    """
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    site: Path | None = None
+    nodes: str | None = None
+    time: str | None = None
+    partition: str | None = None
+
+
+def site_of(request: Request) -> Site:
+    """The site settings with what the command line puts over them.
+
+    Raises:
+        ConfigError: A setting cannot be used.
+    """
+    site = load_site(request.site)
+    for key in ("time", "partition"):
+        value = getattr(request, key)
+        if value is not None:
+            check_line(value, f"--{key}")
+            site = replace(site, **{key: value})
+    return site
+
+
+def check_job(request: Request, site: Site) -> tuple[Recipe, BatchJob, list[str]]:
+    """The recipe, its job without a copy of code and recipe, and warnings.
+
+    Raises:
+        ConfigError: The time limit is missing or too short; or a rank needs more memory than a GPU has.
+        LayoutError: The ranks do not fill the nodes.
+    """
+    recipe = load_recipe(request.recipe, request.overrides)
+    for key, value in texts(to_dict(recipe)):
+        if key in ("name", "run_dir"):
+            check_line(value, key)
+    per_node = ranks_per_node(recipe, site)
+    fewest, most = node_range(request.nodes, recipe.cluster.ranks, per_node)
+    time = time_limit(site)
+    warnings: list[str] = []
+    for count in dict.fromkeys((most, fewest)):
+        chosen = recipe_for_ranks(recipe, request.recipe, request.overrides, count * per_node)
+        chosen = replace(chosen, cluster=replace(chosen.cluster, ranks_per_node=per_node))
+        meshes = role_meshes(chosen)
+        warnings += placement_warnings(meshes)
+        if site.gpu_memory_gb is not None:
+            warnings += check_memory(job_memory(chosen, meshes), site.gpu_memory_gb)
+    folder = Path.cwd()
+    job = BatchJob(
+        name=recipe.name,
+        folder=folder,
+        run_dir=absolute(recipe.run_dir),
+        recipe=absolute(request.recipe),
+        code=None,
+        nodes=(fewest, most),
+        ranks_per_node=per_node,
+        threads_per_rank=recipe.cluster.threads_per_rank,
+        time=time,
+        site=site,
+        body=shipped_body(),
+    )
+    return recipe, job, list(dict.fromkeys(warnings))
+
+
+def ranks_per_node(recipe: Recipe, site: Site) -> int:
+    """Ranks on each node.
+
+    Raises:
+        ConfigError: Recipe and site contradict each other, or a node has fewer GPUs.
+    """
+    said, here = recipe.cluster.ranks_per_node, site.ranks_per_node
+    if said is not None and here is not None and said != here:
+        raise ConfigError(
+            f"cluster.ranks_per_node={said} in the recipe, ranks_per_node={here} in the site settings; give "
+            f"cluster.ranks_per_node={here}, or remove one of the two"
+        )
+    chosen = said if said is not None else here
+    if chosen is None:
+        chosen = min(recipe.cluster.ranks, site.gpus_per_node) if site.gpus_per_node else recipe.cluster.ranks
+    if site.gpus_per_node and chosen > site.gpus_per_node:
+        raise ConfigError(
+            f"cluster.ranks_per_node={chosen} with gpus_per_node={site.gpus_per_node} in the site settings: each rank "
+            f"has a GPU of its own; set cluster.ranks_per_node={site.gpus_per_node}"
+        )
+    return chosen
+
+
+def node_range(nodes: str | None, num_ranks: int, per_node: int) -> tuple[int, int]:
+    """Fewest and most nodes.
+
+    Raises:
+        ConfigError: The text is no such range.
+        LayoutError: The ranks do not fill whole nodes.
+    """
+    if nodes is None:
+        if num_ranks % per_node:
+            raise LayoutError(
+                f"cluster.ranks={num_ranks} do not fill nodes of {per_node} ranks; set cluster.ranks to a multiple of "
+                f"{per_node}, or cluster.ranks_per_node to a divisor of {num_ranks}"
+            )
+        return num_ranks // per_node, num_ranks // per_node
+    match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", nodes)
+    fewest, most = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
+    if not 1 <= fewest <= most:
+        raise ConfigError(f"--nodes {nodes}: expected a number of nodes such as 4, or a range such as 3-4")
+    if most * per_node < num_ranks:
+        raise LayoutError(
+            f"--nodes {nodes}: {most} nodes of {per_node} ranks are {most * per_node} ranks, and the recipe has "
+            f"cluster.ranks={num_ranks}; give --nodes {-(-num_ranks // per_node)}, or set cluster.ranks and layouts"
+        )
+    return fewest, most
+
+
+def time_limit(site: Site) -> str:
+    """The time limit of a job.
+
+    Raises:
+        ConfigError: There is none, or the job would be told to stop as soon as it starts.
+    """
+    if site.time is None:
+        raise ConfigError("no time limit: give --time, such as --time 24:00:00, or time in the site settings")
+    limit_s = seconds_of(site.time, "time limit")
+    # Slurm looks at the time every 30 s, and so tells a job to stop up to that much earlier.
+    if limit_s <= site.signal_lead_s + 60:
+        raise ConfigError(
+            f"time limit {site.time} is {limit_s} s, and the job is told to stop {site.signal_lead_s} s before its "
+            "end; give more time, or lower signal_lead_s in the site settings"
+        )
+    return site.time
+
+
+def check_memory(memory: Sequence[RankMemory], gpu_memory_gb: float) -> list[str]:
+    """Warnings where ranks come near the memory of a GPU.
+
+    Raises:
+        ConfigError: A rank needs more.
+    """
+    rank = max(range(len(memory)), key=lambda rank: (memory[rank].least, -rank))
+    needed, room = memory[rank], gpu_memory_gb * 1e9
+    if needed.least <= _NEAR_SHARE * room:
+        return []
+    phase = "update" if needed.update >= needed.rollout - needed.spare else "rollout"
+    remedies = {
+        "update": "lower trainer.micro_batch_tokens or model.max_context, or cut models more ways (tp, pp)",
+        "rollout": "lower rollout.max_concurrent or rollout.cache_memory, set actor.offload=true, or cut the rollout "
+        "more ways (tp)",
+    }
+    found = f"rank {rank} needs about {format_bytes(needed.least)} during the {phase}, a GPU has {gpu_memory_gb:g} GB"
+    if needed.least > room:
+        raise ConfigError(
+            f"{found} (gpu_memory_gb in the site settings); {remedies[phase]}; `hybridflow plan job` tells what needs "
+            "how much"
+        )
+    return [f"{found}, and the estimate does not have all; to be safe, {remedies[phase]}"]

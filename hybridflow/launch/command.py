@@ -1,0 +1,217 @@
+"""The command ``hybridflow launch``. Light at import; it runs on a login node."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.recipe import Recipe
+from hybridflow.errors import ConfigError
+from hybridflow.exit_status import DONE
+from hybridflow.launch.batch import BatchJob, render_batch
+from hybridflow.launch.checks import Request, check_job, site_of
+from hybridflow.launch.local import local_environment, run_local
+from hybridflow.launch.site import SITE_FILE, absolute
+from hybridflow.launch.snapshot import next_folder, write_snapshot
+from hybridflow.launch.submit import follow, submit
+from hybridflow.observe.files import replace_file
+from hybridflow.recipe.load import load_recipe
+from hybridflow.trainer.plan import plan_job
+
+EXAMPLES = """examples:
+  hybridflow launch slurm ppo-70b --time 24:00:00 --print
+  hybridflow launch slurm quickstart trainer.steps=20 --time 30 --partition debug --follow
+  hybridflow launch slurm recipe.yaml --nodes 6-8 --site sites/alps.yaml --parsable
+  hybridflow launch local quickstart --resume
+  hybridflow launch mpi quickstart --hostfile hosts.txt
+
+exit status: 0 submitted, or done; 2 what was asked for cannot be, or Slurm refuses it; 4 the run directory cannot be
+  written; with --follow, local and mpi that of the job
+"""
+
+
+def add_launch(commands: Any) -> None:
+    """Add the sub-command to those of a parser."""
+    launch = commands.add_parser(
+        "launch",
+        help="start a recipe on a cluster or on this machine",
+        description="Check that a recipe fits the nodes, the memory and the time, and start it. Imports no torch.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kinds = launch.add_subparsers(required=True, metavar="WHERE")
+    slurm = kinds.add_parser(
+        "slurm",
+        help="submit it to Slurm",
+        description="Submit a recipe to Slurm. The recipe with every key, the site settings and a copy of hybridflow's "
+        "source are kept in RUN_DIR/launch/, and the job runs those: what you change afterwards changes no job that "
+        "waits. It goes on from the run's latest checkpoint, if there is one.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_recipe(slurm)
+    add_slurm_options(slurm)
+    slurm.add_argument(
+        "--print",
+        dest="prints",
+        action="store_true",
+        help="check all and print the batch file; submit and write nothing",
+    )
+    slurm.add_argument("--parsable", action="store_true", help="print the number of the job and nothing else")
+    slurm.add_argument("--follow", action="store_true", help="print the job's log until it is over; exit as it does")
+    slurm.add_argument("--installed", action="store_true", help="run the installed hybridflow instead of a copy of it")
+    slurm.set_defaults(run=_slurm)
+    for kind, run, text in (
+        ("local", _local, "as processes of this machine, as `hybridflow train` does by itself"),
+        ("mpi", _mpi, "with mpirun"),
+    ):
+        parser = kinds.add_parser(kind, help=f"start it {text}", description=f"Start a recipe {text}.")
+        add_recipe(parser)
+        parser.add_argument("--resume", action="store_true", help="go on from the run's latest checkpoint, if any")
+        parser.add_argument("--print", dest="prints", action="store_true", help="print the commands and start nothing")
+        if kind == "mpi":
+            parser.add_argument(
+                "--hostfile", type=Path, metavar="FILE", help="hosts, as the MPI's own mpirun takes them"
+            )
+        parser.set_defaults(run=run)
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add the recipe and its overrides."""
+    parser.add_argument("recipe", help="a YAML file, or the name of a shipped recipe such as quickstart")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
+
+
+def add_slurm_options(parser: argparse.ArgumentParser) -> None:
+    """Add what a job is asked for with."""
+    parser.add_argument("--site", type=Path, metavar="FILE", help=f"site settings (default: {SITE_FILE})")
+    parser.add_argument(
+        "--nodes",
+        metavar="N|MIN-MAX",
+        help="nodes (default: as many as the ranks fill); fewer than the recipe's ranks fill need fallbacks in it",
+    )
+    parser.add_argument("--time", metavar="LIMIT", help="such as 24:00:00 or 1-12 (default: the site's)")
+    parser.add_argument("--partition", metavar="NAME", help="default: the site's")
+
+
+def request_of(arguments: argparse.Namespace) -> Request:
+    """What the options of ``add_slurm_options`` and a recipe ask for."""
+    return Request(
+        recipe=arguments.recipe,
+        overrides=tuple(arguments.overrides),
+        site=arguments.site,
+        nodes=arguments.nodes,
+        time=arguments.time,
+        partition=arguments.partition,
+    )
+
+
+def batch_file(request: Request) -> str:
+    """The batch file of a launch that is checked and not made.
+
+    Raises:
+        HybridflowError: As for ``check_job``.
+    """
+    _, job, warnings = check_job(request, site_of(request))
+    _warn(warnings)
+    return render_batch(as_kept(job, next_folder(job.run_dir), with_code=True))
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        print(f"hybridflow: warning: {warning}", file=sys.stderr)
+
+
+def _slurm(arguments: argparse.Namespace) -> int:
+    request = request_of(arguments)
+    site = site_of(request)
+    recipe, job, warnings = check_job(request, site)
+    _warn(warnings)
+    folder = next_folder(job.run_dir)
+    job = as_kept(job, folder, with_code=not arguments.installed)
+    text = render_batch(job)
+    if arguments.prints:
+        print(text, end="")
+        return DONE
+    write_snapshot(
+        folder,
+        recipe,
+        site,
+        text,
+        source=arguments.recipe,
+        overrides=arguments.overrides,
+        with_code=not arguments.installed,
+    )
+    try:
+        job_id = submit(folder / "batch.sh")
+    except ConfigError:
+        # What never became a job is no launch of the run.
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    replace_file(folder / "job_id", f"{job_id}\n".encode())
+    log = job.run_dir / f"slurm-{job_id}.out"
+    print(job_id if arguments.parsable else f"job {job_id}, log {log}, launched as {folder}", flush=True)
+    return follow(job_id, log) if arguments.follow else DONE
+
+
+def as_kept(job: BatchJob, folder: Path, *, with_code: bool) -> BatchJob:
+    """The job that runs what a launch keeps in a folder."""
+    return replace(job, recipe=folder / "recipe.yaml", code=folder / "code" if with_code else None)
+
+
+def _train_words(arguments: argparse.Namespace) -> list[str]:
+    return ["train", arguments.recipe, *arguments.overrides, *(["--resume"] if arguments.resume else [])]
+
+
+def train_here(recipe: Recipe, arguments: argparse.Namespace) -> int:
+    """Train a recipe on ranks that are processes of this machine. Returns their exit status.
+
+    Raises:
+        HybridflowError: It does not fit its ranks, which are not started.
+    """
+    plan_job(recipe)
+    ranks, threads = recipe.cluster.ranks, recipe.cluster.threads_per_rank
+    return run_local(_train_words(arguments), num_ranks=ranks, threads_per_rank=threads)
+
+
+def _local(arguments: argparse.Namespace) -> int:
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if not arguments.prints:
+        return train_here(recipe, arguments)
+    plan_job(recipe)
+    ranks, threads = recipe.cluster.ranks, recipe.cluster.threads_per_rank
+    for rank in range(ranks):
+        # A free port is found when they start.
+        variables = local_environment(rank, ranks, threads, port=29500)
+        words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        print(" ".join(words), shlex.join([sys.executable, "-m", "hybridflow", *_train_words(arguments)]))
+    return DONE
+
+
+def _mpi(arguments: argparse.Namespace) -> int:
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    plan_job(recipe)
+    command = mpi_command(_train_words(arguments), recipe.cluster.ranks, arguments.hostfile)
+    if arguments.prints:
+        print(shlex.join(command))
+        return DONE
+    if shutil.which("mpirun") is None:
+        raise ConfigError("no mpirun on this machine; install MPI, or use `hybridflow launch local`")
+    sys.stdout.flush()
+    os.environ.setdefault("OMP_NUM_THREADS", str(recipe.cluster.threads_per_rank))
+    os.execvp(command[0], command)
+
+
+def mpi_command(argv: Sequence[str], num_ranks: int, hostfile: Path | None) -> list[str]:
+    """What starts the ranks with MPI: options that Open MPI and MPICH both know."""
+    if hostfile is not None and not hostfile.is_file():
+        raise ConfigError(f"--hostfile {hostfile}: no such file")
+    hosts = [] if hostfile is None else ["-hostfile", str(absolute(hostfile))]
+    return ["mpirun", *hosts, "-n", str(num_ranks), sys.executable, "-m", "hybridflow", *argv]

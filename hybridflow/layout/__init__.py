@@ -1,0 +1,1 @@
+"""How a model is split over ranks, and where the ranks lie. No torch."""

@@ -1,0 +1,125 @@
+"""A layout laid over named ranks. Pure geometry: no torch, so that a login node can use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hybridflow.errors import LayoutError
+from hybridflow.layout.parallel_layout import ParallelLayout
+
+AXES = ("tp", "cp", "dp", "pp")
+"""Axes from the fastest to the slowest: neighbours in a mesh are tensor-parallel peers, as in Megatron-LM."""
+
+
+class Coordinate(NamedTuple):
+    """A rank's place in a mesh, one index for each axis."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMesh:
+    """A layout laid over ranks: who is whose tensor, pipeline and data-parallel peer.
+
+    Attributes:
+        name: What messages call it (``"actor.update"``); two meshes that differ in name alone are the same place.
+        layout: How the model is cut.
+        ranks: Global ranks in mesh order, tensor-parallel index fastest, then cp, dp, pp. A permuted order
+            gives strided groups.
+        ranks_per_node: Ranks ``[k * ranks_per_node, (k + 1) * ranks_per_node)`` share node ``k``.
+
+    Raises:
+        LayoutError: The layout does not fill the ranks, a rank is named twice, or ``ranks_per_node`` is not positive.
+    """
+
+    name: str
+    layout: ParallelLayout
+    ranks: tuple[int, ...]
+    ranks_per_node: int
+    _coordinates: dict[int, Coordinate] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.layout.check_fits(len(self.ranks), self.name)
+        if len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
+            raise LayoutError(f"{self.name}: ranks {list(self.ranks)}: expected distinct ranks from 0 up")
+        if self.ranks_per_node < 1:
+            raise LayoutError(f"{self.name}: ranks_per_node={self.ranks_per_node}: expected at least 1")
+        tp, cp, dp = self.layout.tp, self.layout.cp, self.layout.dp
+        coordinates = {
+            rank: Coordinate(index % tp, index // tp % cp, index // (tp * cp) % dp, index // (tp * cp * dp))
+            for index, rank in enumerate(self.ranks)
+        }
+        object.__setattr__(self, "_coordinates", coordinates)
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._coordinates
+
+    @property
+    def key(self) -> tuple[ParallelLayout, tuple[int, ...]]:
+        """What makes two meshes the same place: their layout and their ranks in order."""
+        return self.layout, self.ranks
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """The place of a global rank.
+
+        Raises:
+            LayoutError: The rank is not in this mesh.
+        """
+        if rank not in self._coordinates:
+            raise LayoutError(f"{self.name}: rank {rank} is not among its ranks {list(self.ranks)}")
+        return self._coordinates[rank]
+
+    def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """The global rank at a coordinate."""
+        layout = self.layout
+        return self.ranks[tp + layout.tp * (cp + layout.cp * (dp + layout.dp * pp))]
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """The partition of the mesh into groups whose ranks differ only along ``axes``, each in mesh order."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in self.ranks:
+            place = self._coordinates[rank]
+            fixed = tuple(getattr(place, axis) for axis in AXES if axis not in axes)
+            groups.setdefault(fixed, []).append(rank)
+        return tuple(tuple(group) for group in groups.values())
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The group along ``axes`` that holds ``rank``.
+
+        Raises:
+            LayoutError: The rank is not in this mesh.
+        """
+        self.coordinate(rank)
+        return next(group for group in self.groups(*axes) if rank in group)
+
+    def replica(self, dp: int) -> tuple[int, ...]:
+        """All ranks of one data-parallel replica of the model, in mesh order."""
+        return tuple(rank for rank in self.ranks if self._coordinates[rank].dp == dp)
+
+    def holders(self, dp: int) -> tuple[int, ...]:
+        """The ranks of a replica that own what the model computes: those of the last pipeline stage."""
+        last = self.layout.pp - 1
+        return tuple(rank for rank in self.replica(dp) if self._coordinates[rank].pp == last)
+
+    def node(self, rank: int) -> int:
+        """The node on which a global rank runs."""
+        return rank // self.ranks_per_node
+
+    def spans_nodes(self, *axes: str) -> bool:
+        """Whether some ranks that differ only along ``axes`` are on different nodes."""
+        return any(len({self.node(rank) for rank in group}) > 1 for group in self.groups(*axes))
+
+
+def format_ranks(ranks: list[int]) -> str:
+    """Ascending ranks with runs shortened: ``0-3,6``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

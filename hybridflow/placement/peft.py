@@ -1,0 +1,113 @@
+"""PEFT's files of the actor's adapters: those to begin with, and the settings that travel with a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from hybridflow.checkpoint.formats import lora as adapters
+from hybridflow.checkpoint.formats.peft_dir import PeftSource, is_peft
+from hybridflow.checkpoint.formats.registry import open_source
+from hybridflow.checkpoint.model_info import read_model_info
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.config_json import Described, describe
+from hybridflow.models.adapters import factor_spec
+from hybridflow.placement.job import Job
+from hybridflow.placement.placed_model import PlacedModel
+from hybridflow.placement.pretrained import load_pretrained
+from hybridflow.placement.user_objects import has_weights, travelling_with
+
+
+def described(job: Job) -> Described:
+    """The actor's model and its family: that of what was given or named, or the first that has such models.
+
+    Raises:
+        ConfigError: No family has.
+    """
+    model = job.model_of("actor")
+    given = travelling_with(job, "actor")
+    family = None if given is None else given[0]
+    if model.path is not None:
+        family = read_model_info(Path(model.path)).family
+    # Where it came from is no setting that a family has.
+    return describe(replace(model, path=None), family=family, has_value_head=False)
+
+
+def check_targets(job: Job) -> None:
+    """Hold ``actor.lora.targets`` against what the family of a named model calls its layers.
+
+    Raises:
+        ConfigError: A target is none of them.
+    """
+    lora = job.recipe.actor.lora
+    if lora is None or not has_weights(job, "actor"):
+        return
+    found = described(job)
+    known = dict.fromkeys(module.hf.rpartition(".")[2] for module in adapters.linear_modules(found))
+    strangers = [target for target in lora.targets if target not in known]
+    if strangers:
+        raise ConfigError(
+            f"actor.lora.targets: {', '.join(strangers)}: no layers of {found.family.name}, which has "
+            f"{', '.join(known)}; name some of these"
+        )
+
+
+def load_adapters(job: Job, model: PlacedModel) -> None:
+    """Fill the actor's adapters from the directory that the recipe names, if it does.
+
+    Raises:
+        CheckpointError: The directory is damaged, or its factors are not those of the recipe.
+        ConfigError: There is no adapter, or it has another scale.
+    """
+    lora = job.recipe.actor.lora
+    if lora is None or lora.path is None:
+        return
+    path = Path(lora.path)
+    source = PeftSource(path, described(job)) if is_peft(path) else open_source(path)
+    if not adapters.is_adapter(source):
+        raise ConfigError(
+            f"actor.lora.path={lora.path!r}: expected a LoRA adapter, found a model; set model.path to it"
+        )
+    settings = adapters.settings_of(source)
+    for factor in adapters.check_adapter(source).values():
+        scale = settings.scale_of(factor.module.hf)
+        if not math.isclose(scale, lora.scale):
+            raise ConfigError(
+                f"actor.lora.path={lora.path!r}: {factor.module.hf} has scale {scale:g}, the recipe alpha / rank = "
+                f"{lora.effective_alpha:g} / {lora.rank}; set actor.lora.alpha to {scale * lora.rank:g}"
+            )
+    try:
+        load_pretrained(
+            source,
+            model.transformer,
+            factor_spec(model.spec),
+            model.mesh,
+            job.world.rank,
+            seed=job.recipe.seed,
+            std=job.recipe.model.init_std,
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} (actor.lora.rank={lora.rank}, targets={', '.join(lora.targets)})") from error
+
+
+def adapter_config(job: Job) -> bytes:
+    """PEFT's ``adapter_config.json`` of the actor's adapters."""
+    lora = job.recipe.actor.lora
+    assert lora is not None, "called without adapters"
+    # What a warm start or a merge has changed is in no directory but the run's own.
+    is_base_known = job.recipe.warm_start is None and lora.merge_every == 0
+    alpha = lora.effective_alpha
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": job.recipe.model.path if is_base_known else None,
+        "r": lora.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(lora.targets),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    return (json.dumps(values, indent=2) + "\n").encode()

@@ -1,0 +1,201 @@
+"""Models that begin with the weights of a directory, in any layout: each rank fills what it holds, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor, nn
+
+from hybridflow.checkpoint.formats.in_memory import GivenModel, given_model
+from hybridflow.checkpoint.formats.registry import open_model
+from hybridflow.checkpoint.formats.sharded import ShardedSource
+from hybridflow.checkpoint.formats.source import Source
+from hybridflow.checkpoint.model_info import read_model_info
+from hybridflow.data.tokenizer import JSON, PIECES, Tokenizer
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.assets import CONFIG, GENERATION, ends_in, parse_json, read_assets
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.models.gpt import Transformer, build_transformer
+from hybridflow.models.weights import describe_model, initialize, local_shards
+from hybridflow.parallel.megatron import collection, rank_sets
+from hybridflow.parallel.world import World
+from hybridflow.placement.job import Job
+from hybridflow.placement.user_objects import travelling_with
+from hybridflow.reshard.spec import Box, ModelSpec
+
+
+class Pretrained(NamedTuple):
+    """This rank's part of a model with weights.
+
+    Attributes:
+        model: Its settings, the vocabulary included.
+        spec: How its tensors are cut.
+        groups: This rank's process groups; None outside the mesh.
+        transformer: This rank's stage and shard; None outside the mesh.
+    """
+
+    model: ModelConfig
+    spec: ModelSpec
+    groups: ProcessGroupCollection | None
+    transformer: Transformer | None
+
+
+def from_pretrained(
+    path: str | Path | nn.Module | GivenModel,
+    world: World,
+    mesh: DeviceMesh,
+    *,
+    role: Literal["actor", "critic", "reward"] = "actor",
+    max_context: int | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+    seed: int = 1,
+) -> Pretrained:
+    """A model with the weights of a directory of Hugging Face, of a model directory of ours, or of a model in memory.
+
+    Collective: all ranks of the job, also those outside the mesh.
+
+    Args:
+        path: The directory; or a model of ``transformers`` or megatron-core, see
+            ``checkpoint.formats.in_memory.given_model``.
+        world: This rank and the others.
+        mesh: Where the model is to be.
+        role: What it is to be: an actor is a causal language model, a reward a scorer with one label; a critic may be
+            made of either, and of a language model gets a new value head.
+        max_context: Longest sequence in tokens; None: the model's own.
+        dtype: Number format of the weights; None: the model's own.
+        seed: Of a new value head.
+
+    Raises:
+        CheckpointError: The directory is damaged, or its tensors are not those of its settings.
+        ConfigError: There is no such directory, its model is not computed here, or is none for the role.
+    """
+    source = open_model(Path(path)) if isinstance(path, str | Path) else given_model(path).source
+    if source.has_value_head != (role == "reward") and role != "critic":
+        found, expected = (
+            ("a scorer", "a language model") if source.has_value_head else ("a language model", "a scorer")
+        )
+        raise ConfigError(f"{source.path}: found {found}, expected {expected} for the {role}; choose another directory")
+    model = replace(
+        source.model,
+        path=str(path) if isinstance(path, str | Path) else None,
+        max_context=source.model.max_context if max_context is None else max_context,
+        dtype=source.model.dtype if dtype is None else dtype,
+    )
+    assert model.vocab_size is not None, "a source's model has a vocabulary"
+    has_value_head = role != "actor"
+    world.make_groups(rank_sets([mesh], world.size))
+    spec = describe_model(world, model, vocab_size=model.vocab_size, has_value_head=has_value_head)
+    if world.rank not in mesh:
+        return Pretrained(model, spec, None, None)
+    groups = collection(world, mesh)
+    transformer = build_transformer(
+        model, mesh.layout, groups, world.device, vocab_size=model.vocab_size, has_value_head=has_value_head
+    )
+    load_pretrained(source, transformer, spec, mesh, world.rank, seed=seed, std=model.init_std)
+    return Pretrained(model, spec, groups, transformer)
+
+
+@torch.no_grad()
+def load_pretrained(
+    source: Source, transformer: Transformer, spec: ModelSpec, mesh: DeviceMesh, rank: int, *, seed: int, std: float
+) -> None:
+    """Fill this rank's weights, in the model's own number format; padding rows of the vocabulary are 0.
+
+    One logical tensor is in memory at a time, at most. A value head that the source lacks is initialised.
+
+    Args:
+        source: Where the weights are.
+        transformer: This rank's stage and shard.
+        spec: How the model's tensors are cut.
+        mesh: Where the model is.
+        rank: This one.
+        seed: Of a new value head.
+        std: Standard deviation of a new value head.
+
+    Raises:
+        CheckpointError: The source's tensors are damaged, or not the model's; names the first.
+    """
+    _check_tensors(source, spec)
+    shards = local_shards(transformer, spec, mesh, rank)
+    for name, (local, part) in shards.items():
+        if name in source.tensors:
+            local.zero_()
+            local[tuple(slice(0, stop - start) for start, stop in part.box)].copy_(_read(source, name, part.box))
+            source.release()
+    missing = shards.keys() - source.tensors.keys()
+    if missing:
+        initialize(transformer, spec, mesh, rank, seed=seed, std=std, names=missing)
+
+
+def _check_tensors(source: Source, spec: ModelSpec) -> None:
+    """The source has what the model has, but for heads: a critic may be made of a language model."""
+    expected = {tensor.name: tensor.shape for tensor in spec.tensors}
+    for name in [*expected, *source.tensors]:
+        found = tuple(source.tensors[name].shape) if name in source.tensors else None
+        is_new_head = name == "value_head.weight" and not source.has_value_head
+        is_old_head = name == "output_layer.weight" and "value_head.weight" in expected
+        if found != expected.get(name) and not is_new_head and not is_old_head:
+            raise CheckpointError(
+                f"{source.path}: {name}: found {'no such tensor' if found is None else list(found)}, expected "
+                f"{list(expected[name]) if name in expected else 'no such tensor'}; give the directory of a model of "
+                "these settings"
+            )
+
+
+def _read(source: Source, name: str, box: Box) -> Tensor:
+    if isinstance(source, ShardedSource):
+        # Only the pieces that the box lies in are read, and their hashes checked.
+        return source.read_box(name, box)
+    return source.read(name)[tuple(slice(start, stop) for start, stop in box)]
+
+
+def travelling(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
+    """Family and small files that belong with a role's weights wherever they are written.
+
+    They are those of the model that was given or of the directory that the recipe names, with the tokenizer that the
+    job uses. A run that goes on needs no weights there.
+    """
+    family, assets = travelling_with(job, role) or _in_directory(job.recipe.model_of(role).path)
+    if job.tokenizer is None:
+        return family, assets
+    file = job.tokenizer.path
+    kept = (CONFIG, GENERATION)
+    tokenizer = {name: content for name, content in read_assets(file.parent).items() if name not in kept}
+    tokenizer[JSON if file.suffix == ".json" else PIECES] = file.read_bytes()
+    assets = {name: content for name, content in assets.items() if name in kept}
+    if role == "actor" and CONFIG in assets and not job.recipe.traits.is_scorer:
+        assets |= _aligned(assets, job.tokenizer)
+    return family, {**assets, **tokenizer}
+
+
+def _aligned(assets: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
+    """``generation_config.json`` in which the tokenizer's end of sequence ends, and something fills up."""
+    ends = ends_in(assets)
+    if tokenizer.eos_id in ends.eos_ids and ends.pad_id is not None:
+        return {}
+    values = parse_json(assets[GENERATION], GENERATION) if GENERATION in assets else {}
+    eos_ids = list(dict.fromkeys((tokenizer.eos_id, *ends.eos_ids)))
+    values["eos_token_id"] = eos_ids[0] if len(eos_ids) == 1 else eos_ids
+    values["pad_token_id"] = tokenizer.pad_id if ends.pad_id is None else ends.pad_id
+    return {GENERATION: (json.dumps(values, indent=2) + "\n").encode()}
+
+
+def align_ends(job: Job) -> None:
+    """Let responses end, too, where the actor's own settings say so, wherever its tokenizer lies."""
+    _, assets = travelling_with(job, "actor") or _in_directory(job.recipe.model.path)
+    known = [index for index in ends_in(assets).eos_ids if 0 <= index < job.vocab_size]
+    job.tokenizer.stop_ids = tuple(dict.fromkeys((*job.tokenizer.stop_ids, *known)))
+
+
+def _in_directory(path: str | None) -> tuple[str | None, dict[str, bytes]]:
+    settings = None if path is None else read_model_info(Path(path))
+    if settings is None or settings.assets is None:
+        return None, {}
+    return settings.family, read_assets(settings.assets)

@@ -1,0 +1,122 @@
+"""The actor's weights in its rollout layout: brought over before a rollout, freed while the actor learns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from hybridflow.models.adapters import base_spec, factor_spec, is_factor
+from hybridflow.placement.job import Job
+from hybridflow.placement.placed_model import PlacedModel
+from hybridflow.reshard.execute import Resharder
+from hybridflow.reshard.holdings import WeightHoldings
+from hybridflow.reshard.memory import release, restore
+from hybridflow.reshard.plan import aliases, held_bytes
+from hybridflow.reshard.spec import ModelSpec
+
+
+class RolloutWeights:
+    """A second layout of a model's weights, on the ranks of the first or on others.
+
+    Tensors of which a rank holds the same in both layouts have one storage and are never copied. Of a model with
+    adapters its own weights are brought over once and stay, and the adapters alone each time.
+
+    Collective: all ranks of either mesh make it together.
+
+    Args:
+        job: The job.
+        spec: The model's tensors.
+        update: The weights that learn; None on a rank outside their mesh.
+        rollout: Those that generate, of undefined contents until ``refresh``; None likewise.
+    """
+
+    def __init__(self, job: Job, spec: ModelSpec, update: PlacedModel | None, rollout: PlacedModel | None) -> None:
+        self._job, self._update, self._rollout = job, update, rollout
+        self._has_adapters = job.recipe.actor.lora is not None
+        self._base = base_spec(spec)
+        self._is_base_current = False
+        travelling = factor_spec(spec) if self._has_adapters else spec
+        source, target = self._holdings(travelling)
+        self._owner = f"rank {job.world.rank}: weights of the rollout layout"
+        self._own: list[Tensor] = []
+        self._own_bytes = 0
+        if rollout is not None:
+            # Weights that stay behind cannot be those that learn.
+            is_behind = job.recipe.actor.reshard_every > 1
+            shared = frozenset[str]() if is_behind else aliases(spec, *self._holdings(spec), job.world.rank)
+            if update is not None:
+                rollout.share_storage(update, shared)
+            own = {name: tensor for name, tensor in rollout.tensors().items() if name not in shared}
+            self._own_bytes = sum(tensor.nbytes for tensor in own.values())
+            self._own = [tensor for name, tensor in own.items() if is_factor(name) or not self._has_adapters]
+        self._adapter_bytes = held_bytes(travelling, target, job.world.rank)
+        self._resharder = Resharder(
+            job.world,
+            travelling,
+            source,
+            target,
+            source_tensors=_tensors(update, travelling),
+            target_tensors=_tensors(rollout, travelling),
+            transport=job.recipe.actor.reshard,
+        )
+
+    def base_changed(self) -> None:
+        """Bring also the weights below the adapters over with the next ``refresh``."""
+        self._is_base_current = False
+
+    def refresh(self) -> dict[str, float]:
+        """Fill them with the values of the update layout.
+
+        Collective: all ranks of either mesh.
+
+        Returns:
+            ``reshard/*`` metrics of this rank.
+
+        Raises:
+            ReshardError: There is no room for them on this rank; the others get a DeadlineError.
+            DeadlineError: A rank did not come.
+        """
+        restore(self._own, self._owner)
+        found: dict[str, float] = {}
+        if self._has_adapters:
+            found["reshard/adapter_bytes"] = self._adapter_bytes
+            if not self._is_base_current:
+                found["reshard/base_bytes"] = self._bring_base()
+        stats = self._resharder.run()
+        return {
+            **found,
+            "reshard/time_s": stats.time_s,
+            "reshard/bytes": stats.received_bytes,
+            "reshard/limit_bytes": stats.limit_bytes,
+            "reshard/extra_bytes": self._own_bytes + stats.extra_bytes,
+        }
+
+    def release(self) -> None:
+        """Free what the update layout does not share, until ``refresh``; what lies below adapters stays."""
+        release(self._own)
+
+    def _bring_base(self) -> int:
+        """The bytes that came from other ranks."""
+        resharder = Resharder(
+            self._job.world,
+            self._base,
+            *self._holdings(self._base),
+            source_tensors=_tensors(self._update, self._base),
+            target_tensors=_tensors(self._rollout, self._base),
+            # For a copy that is seldom made it does not pay to open the source's memory to the node.
+            transport="torch",
+        )
+        self._is_base_current = True
+        return resharder.run().received_bytes
+
+    def _holdings(self, spec: ModelSpec) -> tuple[WeightHoldings, WeightHoldings]:
+        meshes = self._job.meshes
+        return WeightHoldings(spec, meshes["actor.update"]), WeightHoldings(spec, meshes["actor.rollout"])
+
+
+def _tensors(model: PlacedModel | None, spec: ModelSpec) -> Mapping[str, Tensor] | None:
+    if model is None:
+        return None
+    held = model.tensors()
+    return {tensor.name: held[tensor.name] for tensor in spec.tensors if tensor.name in held}

@@ -1,0 +1,135 @@
+"""A user's own module in the place of a role's model: whole on each rank, asked on padded batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridflow.config.roles import OptimizerConfig
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.models.microbatch import MicroBatch
+from hybridflow.models.user_model import Uncut, ask_logits, ask_values
+from hybridflow.models.user_training import OwnTrainable
+from hybridflow.placement.job import Job
+from hybridflow.placement.placed_model import PlacedModel
+from hybridflow.placement.user_objects import own_of, role_of
+from hybridflow.reshard.spec import ModelSpec
+
+
+def place_model(
+    job: Job, mesh: DeviceMesh, spec: ModelSpec, *, has_value_head: bool = False, is_filled_later: bool = False
+) -> PlacedModel:
+    """This rank's part of a role's model, see ``PlacedModel``: a user's own where one was given.
+
+    Args:
+        job: The job.
+        mesh: One of the role's meshes, with this rank.
+        spec: From ``placed.role_spec``.
+        has_value_head: Values instead of logits.
+        is_filled_later: Its weights are written before it is used.
+    """
+    kind = PlacedModel if own_of(job, role_of(mesh.name)) is None else OwnModel
+    return kind(job, mesh, spec, has_value_head=has_value_head, is_filled_later=is_filled_later)
+
+
+def place_frozen(job: Job, role: str, spec: ModelSpec, *, has_value_head: bool = False) -> PlacedModel | None:
+    """This rank's part of a role's model that never changes, so no checkpoint has it; None: it has no part.
+
+    It is loaded, and kept in host memory where the recipe says so.
+
+    Args:
+        job: The job.
+        role: Which section of the recipe it is, and which mesh.
+        spec: From ``placed.role_spec``.
+        has_value_head: Values instead of logits.
+
+    Raises:
+        ConfigError: What was given is not what the recipe asks for.
+    """
+    mesh = job.meshes[role]
+    if job.world.rank not in mesh:
+        return None
+    model = place_model(job, mesh, spec, has_value_head=has_value_head)
+    model.load()
+    if getattr(job.recipe, role).offload:
+        model.keep_in_host_memory()
+    return model
+
+
+class OwnModel(PlacedModel):
+    """A user's module as a role's model. All replicas begin as that of the mesh's first rank.
+
+    An actor, and an actor's reference, is asked by ``forward``, a critic by ``values``; rows of a micro-batch are
+    picked from what they give for all its tokens.
+
+    Attributes:
+        module: The user's; of a reference a copy.
+    """
+
+    transformer: Uncut
+
+    def _build(self, *, has_value_head: bool) -> Uncut:
+        given = own_of(self._job, self._role)
+        assert given is not None, "an own model is placed where one was given"
+        # A reference that stays what the actor was must not be the very object that learns.
+        is_shared = self._role != "actor" and given is self._job.objects.get("actor")
+        self.module: nn.Module = copy.deepcopy(given) if is_shared else given
+        if is_shared:
+            self.module.zero_grad(set_to_none=True)
+        self._has_values = has_value_head
+        self._name = f"{self._role}: {type(given).__name__}"
+        self.module.to(self._device).eval()
+        return Uncut(self.module)
+
+    @torch.no_grad()
+    def _initialize(self) -> None:
+        if self.groups.dp.size() > 1:
+            first = dist.get_global_rank(self.groups.dp, 0)
+            for _, tensor in self.transformer.tensors():
+                dist.broadcast(tensor.data, first, group=self.groups.dp)
+
+    def make_trainable(self, settings: OptimizerConfig) -> Any:
+        """Gradients and an optimizer for it, as ``PlacedModel`` has them."""
+        return OwnTrainable(self.transformer, self.output, self.groups.dp, settings)
+
+    @property
+    def is_holder(self) -> bool:
+        """Whether this rank has the model's outputs: each has."""
+        return True
+
+    def load(self) -> None:
+        """Nothing: it has the weights that it was given with."""
+
+    @torch.no_grad()
+    def forward(self, parts: list[MicroBatch], compute: Callable[..., Any]) -> list[Any]:
+        """As of ``PlacedModel``; no rank waits for another."""
+        with self.at_hand():
+            return [compute(self.output(part), part) for part in parts]
+
+    def output(self, part: MicroBatch) -> Tensor:
+        """Logits ``[rows, vocab]``, or values ``[rows, 1]``, of the rows that a micro-batch asks for.
+
+        Raises:
+            ConfigError: The module gave something of another shape.
+        """
+        device, width = part.tokens.device, max(part.lengths)
+        ids = torch.zeros(len(part.places), width, dtype=torch.int64, device=device)
+        mask = torch.zeros_like(ids)
+        # Of a prompt that several samples share any of them will do.
+        sample_of, place_of = torch.empty_like(part.tokens), torch.empty_like(part.tokens)
+        for sample, places in enumerate(part.places):
+            places = places.to(device)
+            ids[sample, : len(places)] = part.tokens[places]
+            mask[sample, : len(places)] = 1
+            sample_of[places] = sample
+            place_of[places] = torch.arange(len(places), device=device)
+        if self._has_values:
+            found = ask_values(self.module, ids, mask, name=self._name)[:, :, None]
+        else:
+            found = ask_logits(self.module, ids, vocab_size=self._vocab_size, name=self._name)
+        return found[sample_of[part.rows], place_of[part.rows]]

@@ -1,0 +1,123 @@
+"""What a Python program gave in the place of what a recipe names: models to begin with, classes of its own."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from torch import nn
+
+from hybridflow.checkpoint.formats.in_memory import given_model, is_model
+from hybridflow.checkpoint.formats.registry import open_model
+from hybridflow.checkpoint.formats.source import Source
+from hybridflow.errors import ConfigError, LayoutError
+from hybridflow.families.model import ModelConfig
+from hybridflow.models.user_model import FAMILY, is_own
+from hybridflow.placement.job import Job
+
+_OF_DIRECTORY = ("path", "max_context", "vocab_divisible_by", "init_std", "dtype")
+"""Settings that may be other than the model's own."""
+
+
+def role_of(mesh_name: str) -> str:
+    """The role whose mesh has this name."""
+    return mesh_name.partition(".")[0]
+
+
+def has_weights(job: Job, role: str) -> bool:
+    """Whether a role's weights come from elsewhere than the seed."""
+    return role in job.objects or job.model_of(role).path is not None
+
+
+def weights_of(job: Job, role: str) -> Source | None:
+    """The weights that a role begins with: of the model that was given, or of the directory that the recipe names.
+
+    Returns:
+        None: they are made from the seed.
+
+    Raises:
+        ConfigError: What was given is no model, or another one than the recipe's.
+        CheckpointError: The directory is damaged, or the model's tensors are not those of its settings.
+    """
+    model = job.model_of(role)
+    if role not in job.objects:
+        return None if model.path is None else open_model(Path(model.path))
+    found = given_model(job.objects[role], vocab_size=model.vocab_size)
+    _check_same(found.section, model, role)
+    return found.source
+
+
+def _check_same(found: ModelConfig, model: ModelConfig, role: str) -> None:
+    for item in fields(ModelConfig):
+        here, wanted = getattr(found, item.name), getattr(model, item.name)
+        if item.name not in _OF_DIRECTORY and here != wanted:
+            raise ConfigError(
+                f"{role}: the model that was given has {item.name}={here!r}, the recipe {wanted!r}; give it to "
+                "config.recipe_from_dict too (given=), or leave the key out"
+            )
+
+
+def travelling_with(job: Job, role: str) -> tuple[str | None, dict[str, bytes]] | None:
+    """Family and small files of a model that was given; None: none was."""
+    given = job.objects.get(role)
+    if own_of(job, role) is not None:
+        return FAMILY, {}
+    if given is None or not is_model(given):
+        return None
+    source = given_model(given).source
+    return source.family, source.assets()
+
+
+def own_of(job: Job, role: str) -> nn.Module | None:
+    """The class of a user's own that stands for a role's model; a reference has the actor's. None: it is none."""
+    given = job.objects.get(role)
+    if given is None and role == "reference":
+        given = job.objects.get("actor")
+    return given if isinstance(given, nn.Module) and is_own(given) else None
+
+
+def check_objects(job: Job) -> None:
+    """Refuse what was given in the wrong place, or cannot be done with it.
+
+    Raises:
+        ConfigError: What was given is no model, or the recipe asks for what it cannot do.
+        LayoutError: Its mesh would cut it.
+    """
+    for role in ("actor", "reference", "critic", "cost_critic", "teacher"):
+        given = job.objects.get(role)
+        if given is not None and not is_model(given) and own_of(job, role) is None:
+            raise ConfigError(
+                f"{role}: found {type(given).__name__}, expected a PreTrainedModel of transformers, a GPTModel of "
+                "megatron-core, or a class of your own (docs/extend.md)"
+            )
+    if "reference" in job.objects and job.recipe.actor.lora is not None:
+        raise ConfigError("reference: was given, and actor.lora makes it the actor without adapters; remove one")
+    for name, mesh in job.meshes.items():
+        if own_of(job, role_of(name)) is not None and mesh.layout.tp * mesh.layout.pp > 1:
+            raise LayoutError(f"{name}: layout {mesh.layout}: a class of your own is not cut; set tp and pp to 1")
+    if own_of(job, "actor") is not None:
+        _check_own_actor(job)
+
+
+def _check_own_actor(job: Job) -> None:
+    recipe = job.recipe
+    rollout = recipe.rollout
+    refused = {
+        "actor.lora": recipe.actor.lora is not None,
+        # The class that learns is the one that generates: no other weights stay behind.
+        "actor.reshard_every": recipe.actor.reshard_every > 1,
+        "actor.rollout_ranks": recipe.actor.rollout_ranks is not None,
+        "rollout.environment": rollout.environment is not None,
+        "rollout.carry_over": rollout.carry_over,
+        "rollout.stop": bool(rollout.stop),
+        "rollout.engine.kind=vllm": rollout.engine.kind == "vllm",
+    }
+    for key, is_there in refused.items():
+        if is_there:
+            raise ConfigError(f"{key}: cannot be had with an actor of your own class; remove it")
+    for name in ("critic", "cost_critic"):
+        if getattr(recipe, name) is not None and name not in job.objects and getattr(recipe, name).model is None:
+            raise ConfigError(
+                f"{name}: would begin as a copy of the actor, which is a class of your own; give one for it too, or "
+                f"set {name}.model"
+            )

@@ -1,0 +1,1 @@
+"""From a recipe to a checked job description: loading, checks across sections, and meshes. No torch."""

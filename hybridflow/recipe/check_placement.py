@@ -1,0 +1,216 @@
+"""Checks of where roles are placed, and of what works ahead. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from hybridflow.config.recipe import Recipe
+from hybridflow.errors import ConfigError, LayoutError
+from hybridflow.families.cut import check_cut
+from hybridflow.families.model_info import ModelInfo
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.recipe.meshes import SAMPLING_MESHES, meshes_as_given, reference_is_base
+
+
+def check_uncut(recipe: Recipe, given: Mapping[str, ModelInfo]) -> None:
+    """A class of a user's own is on each of its ranks whole."""
+    whole = {key.rpartition(".")[0] or "actor" for key, settings in given.items() if not settings.is_cut}
+    if "actor" in whole:
+        whole.add("reference")
+    for name, mesh in meshes_as_given(recipe).items() if whole else ():
+        key = name if name in ("actor.update", "actor.rollout") else f"{name}.layout"
+        for axis in ("tp", "pp"):
+            if name.partition(".")[0] in whole and getattr(mesh.layout, axis) > 1:
+                raise LayoutError(
+                    f"{key}.{axis}={getattr(mesh.layout, axis)}: a class of your own is not cut; set {axis}=1, and dp "
+                    f"to its {len(mesh.ranks)} ranks"
+                )
+
+
+def check_placement(recipe: Recipe) -> None:
+    """Refuse ranks that do not exist, and layouts that do not fit their model. Raises LayoutError."""
+    given = {f"{role}.ranks": getattr(recipe, role) for role in _PLACED}
+    named = {key: () if section is None else section.ranks or () for key, section in given.items()}
+    named["actor.rollout_ranks"] = recipe.actor.rollout_ranks or ()
+    for key, ranks in named.items():
+        strangers = [rank for rank in ranks if not 0 <= rank < recipe.cluster.ranks]
+        if strangers:
+            raise LayoutError(
+                f"{key}={list(ranks)}: {strangers} not among ranks 0 to {recipe.cluster.ranks - 1}; "
+                f"set cluster.ranks to at least {max(ranks) + 1}, or name ranks that exist"
+            )
+    for name, mesh in meshes_as_given(recipe).items():
+        mesh.layout.check_trainable(name)
+        check_cut(recipe.model_of(name), mesh.layout, name)
+
+
+_PLACED = ("actor", "critic", "reference", "reward", "cost", "cost_critic", "teacher")
+"""Sections that name ranks."""
+
+
+def check_split(recipe: Recipe) -> None:
+    """Generating on ranks of its own, and while others learn."""
+    actor, staleness = recipe.actor, recipe.trainer.max_staleness
+    if actor.rollout_ranks is None:
+        if staleness > 0:
+            raise ConfigError(
+                f"trainer.max_staleness={staleness}: the next batch is generated while one is learned from, on other "
+                "ranks; name them in actor.rollout_ranks, or set max_staleness to 0"
+            )
+        return
+    if not recipe.traits.generates:
+        raise ConfigError(f"actor.rollout_ranks: algorithm={recipe.algorithm} generates nothing; remove the key")
+    if recipe.rollout.engine.kind == "vllm":
+        raise ConfigError(
+            "actor.rollout_ranks: with rollout.engine.kind=vllm all ranks of the job generate, since vLLM starts on "
+            "all of them together; remove the key, or set kind to megatron"
+        )
+    if actor.offload:
+        raise ConfigError(
+            "actor.offload=true: makes no room for a rollout on other ranks; set it to false, or remove "
+            "actor.rollout_ranks"
+        )
+    meshes = meshes_as_given(recipe)
+    common = sorted({*meshes["actor.update"].ranks} & {*actor.rollout_ranks})
+    if common:
+        raise LayoutError(
+            f"actor.rollout_ranks={list(actor.rollout_ranks)}: {common} are among actor.ranks too; give the rollout "
+            "ranks of its own, or remove the key to generate where the actor learns"
+        )
+    if staleness > 0:
+        _check_async(recipe, meshes)
+
+
+def check_carry_over(recipe: Recipe) -> None:
+    """Refuse partial rollouts where responses cannot continue after an update. Raises ConfigError."""
+    rollout = recipe.rollout
+    if not rollout.carry_over:
+        return
+    _check_ahead(recipe, "rollout.carry_over=true", off="false")
+    if rollout.engine.kind != "megatron" or rollout.environment is not None:
+        other = "rollout.environment" if rollout.engine.kind == "megatron" else "rollout.engine.kind"
+        raise ConfigError(
+            f"rollout.carry_over=true: only responses of the engine of kind megatron, without an environment, go on "
+            f"after an update; set it to false, or change {other}"
+        )
+
+
+def check_reshard_every(recipe: Recipe) -> None:
+    """Refuse settings that need fresh rollout weights at every step. Raises ConfigError."""
+    every = recipe.actor.reshard_every
+    if every == 1:
+        return
+    others = {
+        "trainer.max_staleness": recipe.trainer.max_staleness > 0,
+        "actor.lora": recipe.actor.lora is not None,
+        "rollout.engine.kind": recipe.rollout.engine.kind != "megatron",
+        "rollout.carry_over": recipe.rollout.carry_over,
+    }
+    for key, is_there in others.items():
+        if is_there:
+            raise ConfigError(
+                f"actor.reshard_every={every}: the weights that generate stay behind on purpose, which does not go "
+                f"together with {key}; set it to 1, or remove {key}"
+            )
+    if not recipe.traits.generates:
+        raise ConfigError(f"actor.reshard_every: algorithm={recipe.algorithm} generates nothing; remove the key")
+
+
+def check_replay(recipe: Recipe) -> None:
+    """Refuse settings of sampling where nothing is sampled. Raises ConfigError."""
+    rollout = recipe.rollout
+    if rollout.replay is None:
+        return
+    others = {
+        "rollout.environment": (rollout.environment, None),
+        "rollout.engine.kind": (rollout.engine.kind, "megatron"),
+        "rollout.carry_over": (rollout.carry_over, False),
+        "trainer.max_staleness": (recipe.trainer.max_staleness, 0),
+        "actor.reshard_every": (recipe.actor.reshard_every, 1),
+    }
+    for key, (found, expected) in others.items():
+        if found != expected:
+            raise ConfigError(
+                f"rollout.replay={rollout.replay}: nothing is sampled to learn from, and {key} says how; remove one of "
+                "the two"
+            )
+    if Path(rollout.replay).absolute() == Path(recipe.run_dir).absolute():
+        raise ConfigError(
+            f"rollout.replay={rollout.replay}: is this run's own run_dir, whose archive a new start removes; set "
+            "run_dir to another directory"
+        )
+
+
+def _check_async(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
+    staleness = f"trainer.max_staleness={recipe.trainer.max_staleness}"
+    _check_ahead(recipe, staleness, off="0")
+    if recipe.rollout.engine.is_server:
+        raise ConfigError(
+            f"{staleness}: the weights of rollout.engine.kind={recipe.rollout.engine.kind} do not follow, so nobody "
+            "knows how old they are; set it to 0, or kind to megatron"
+        )
+    sampling = {name: mesh.ranks for name, mesh in meshes.items() if name in SAMPLING_MESHES}
+    for name, mesh in meshes.items():
+        for other, ranks in sampling.items():
+            common = sorted({*mesh.ranks} & {*ranks})
+            if name not in sampling and common:
+                section = "actor.rollout_ranks" if other == "actor.rollout" else f"{other}.ranks"
+                raise LayoutError(
+                    f"{staleness}: ranks {common} are in {name}, which learns, and in {other}, which works on the next "
+                    f"batch at the same time; take them out of one, with {name.split('.')[0]}.ranks or {section}"
+                )
+
+
+def _check_ahead(recipe: Recipe, asked: str, *, off: str) -> None:
+    """Refuse a setting that begins samples before their step, where nobody knows yet which these are."""
+    if recipe.algorithm in _NOT_AHEAD:
+        raise ConfigError(
+            f"{asked}: algorithm={recipe.algorithm} {_NOT_AHEAD[recipe.algorithm]}; set it to {off}, or choose another "
+            "algorithm"
+        )
+
+
+_NOT_AHEAD = {
+    "dapo": "samples until its batch is full, which is not known beforehand",
+    "remax": "samples each prompt once more, for its baseline",
+    "sft": "samples nothing to learn from",
+}
+"""Algorithms whose samples cannot be made ahead of the step that learns from them, and why."""
+
+
+def check_lora(recipe: Recipe) -> None:
+    """Refuse settings that do not go with adapters. Raises ConfigError or LayoutError."""
+    lora, key = recipe.actor.lora, "actor.lora.targets"
+    if lora is None:
+        return
+    if recipe.traits.is_scorer:
+        raise ConfigError(
+            f"actor.lora: algorithm={recipe.algorithm} trains a scorer, whose head would be frozen; remove the section"
+        )
+    found, groups = list(lora.targets), recipe.model.query_groups
+    if not found or len(set(found)) < len(found):
+        raise ConfigError(f"{key}={found}: expected at least one layer, and each once")
+    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    for whole, pieces in parts.items():
+        if whole in found and set(pieces) & set(found):
+            raise ConfigError(f"{key}={found}: {whole} is {', '.join(pieces)} in one; name the one or the others")
+    if recipe.model.num_experts is not None and {"gate_proj", "up_proj", "gate_up_proj", "down_proj"} & set(found):
+        raise ConfigError(
+            f"{key}={found}: the experts of a mixture have no adapters here; set it to [q_proj, k_proj, v_proj, o_proj]"
+        )
+    for name, layout in (("update", recipe.actor.update), ("rollout", recipe.actor.rollout)):
+        if layout is not None and layout.tp > groups and {"q_proj", "k_proj", "v_proj"} & set(found):
+            raise LayoutError(
+                f"actor.{name}: tp={layout.tp} is above model.num_query_groups={groups}, and q_proj, k_proj, v_proj "
+                f"have no adapters where ranks share a group; lower tp, or take them out of {key}"
+            )
+    if recipe.has_reference and recipe.reference.offload and reference_is_base(recipe, meshes_as_given(recipe)):
+        raise ConfigError(
+            "reference.offload=true: the actor without its adapters is the reference, and stays where it is; remove it"
+        )
+    if lora.path is not None and recipe.warm_start is not None:
+        raise ConfigError(
+            f"actor.lora.path={lora.path!r}: a warm start ends with its adapters put into the weights, and these with "
+            "them; remove warm_start, or the path"
+        )

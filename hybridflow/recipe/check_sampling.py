@@ -1,0 +1,100 @@
+"""Checks of the rollout engine and the environment. No torch."""
+
+from __future__ import annotations
+
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.rewards import check_urls
+from hybridflow.config.rollout import RolloutConfig, SamplingEngineConfig
+from hybridflow.errors import ConfigError
+
+
+def check_environment(recipe: Recipe) -> None:
+    """Refuse settings that do not go with an environment. Raises ConfigError."""
+    made = recipe.data.arithmetic
+    if made is not None and made.operation != "add" and made.mistake_share > 0:
+        raise ConfigError(
+            f"data.arithmetic.mistake_share={made.mistake_share}: only additions have a wrong carry; set it to 0, or "
+            "data.arithmetic.operation to add"
+        )
+    if recipe.rollout.environment is not None and recipe.rollout.engine.kind != "megatron":
+        raise ConfigError(
+            f"rollout.engine.kind={recipe.rollout.engine.kind}: rollout.environment needs our own engine; "
+            "set it to megatron, or remove the environment"
+        )
+    if recipe.rollout.environment is not None and recipe.rollout.archive:
+        raise ConfigError(
+            "rollout.archive=true: the archive has no place for what an environment said; set it to false, or remove "
+            "rollout.environment"
+        )
+
+
+def check_engine(recipe: Recipe) -> None:
+    """Refuse settings that the rollout engine does not support. Raises ConfigError."""
+    engine, layout = recipe.rollout.engine, recipe.actor.rollout or recipe.actor.update
+    if engine.kind != "megatron" and (layout.tp, layout.pp, layout.ep, layout.cp) != (1, 1, 1, 1):
+        raise ConfigError(
+            f"actor.rollout: rollout.engine.kind={engine.kind} takes no part of a model, found {layout}; set tp, pp, "
+            "ep and cp to 1, and dp to the number of the actor's ranks"
+        )
+    if engine.kind == "vllm" and recipe.actor.ranks not in (None, tuple(range(recipe.cluster.ranks))):
+        raise ConfigError(
+            f"actor.ranks={list(recipe.actor.ranks or ())}: with rollout.engine.kind=vllm all ranks of the job must be "
+            "the actor's, in their order, since vLLM starts on all of them together; leave the key out"
+        )
+    if engine.kind == "vllm" and recipe.rollout.stop:
+        raise ConfigError(
+            f"rollout.stop={list(recipe.rollout.stop)}: rollout.engine.kind=vllm works on tokens and ends at none; "
+            "remove the key, or set kind to megatron"
+        )
+    if engine.kind != "megatron" and recipe.trainer.steps > 0:
+        _check_known_log_probs(recipe.rollout)
+    if not engine.is_server:
+        for key in ("urls", "model", "auth_env", "log_probs", "off_policy"):
+            if getattr(engine, key) != getattr(SamplingEngineConfig(), key):
+                raise ConfigError(
+                    f"rollout.engine.{key}: kind={engine.kind} asks no server; remove it, or set kind to openai or tgi"
+                )
+        return
+    if not engine.urls:
+        raise ConfigError(f"rollout.engine.urls: missing; kind={engine.kind} needs at least one, as http://host:port")
+    check_urls(engine.urls, "rollout.engine.urls")
+    if not engine.off_policy and (recipe.trainer.steps > 0 or recipe.warm_start is not None):
+        raise ConfigError(
+            f"rollout.engine.kind={engine.kind}: the server's weights do not follow those that are trained; set "
+            "trainer.steps=0 without warm_start to validate alone, choose kind=vllm, or set "
+            "rollout.engine.off_policy=true to train on its samples all the same"
+        )
+
+
+_CUTS = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "min_new_tokens": 0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""What makes the distribution sampled from another than the tempered one, and the values that do not."""
+
+
+def _check_known_log_probs(rollout: RolloutConfig) -> None:
+    """What an engine tells must be what the trainer computes: log-probabilities at the temperature, before cuts."""
+    kind, cuts = rollout.engine.kind, [name for name in _CUTS if getattr(rollout, name) != _CUTS[name]]
+    is_cut, named = len(cuts) > 0, ", ".join(f"rollout.{name}" for name in cuts)
+    is_processed = kind == "tgi" or rollout.engine.log_probs == "processed" or (kind == "vllm" and not is_cut)
+    if is_processed and is_cut:
+        raise ConfigError(
+            f"{named}: rollout.engine.log_probs=processed (TGI always) tells no log-probabilities but those after it, "
+            "which the trainer does not compute; remove it"
+        )
+    if not is_processed and rollout.temperature != 1:
+        if kind == "vllm":
+            raise ConfigError(
+                f"rollout.temperature={rollout.temperature:g} with {named}: vLLM tells log-probabilities before both "
+                "or after both, and the trainer computes those between; set the temperature to 1, or drop the other"
+            )
+        raise ConfigError(
+            f"rollout.temperature={rollout.temperature:g}: rollout.engine.log_probs=raw tells those at temperature 1; "
+            "set it to 1, or start vLLM with --logprobs-mode processed_logprobs and set log_probs=processed"
+        )

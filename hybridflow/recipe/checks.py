@@ -1,0 +1,338 @@
+"""Checks across the sections of a recipe. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from hybridflow.config.data import DataConfig, check_data
+from hybridflow.config.losses import AdvantageConfig, PreferenceConfig, ShapingConfig, check_correction
+from hybridflow.config.metrics import check_metrics
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.rewards import check_reward
+from hybridflow.config.roles import ActorConfig, CriticConfig
+from hybridflow.config.rollout import RolloutConfig
+from hybridflow.errors import ConfigError
+from hybridflow.families.model import ModelConfig, check_model
+from hybridflow.families.model_info import ModelInfo
+from hybridflow.flows.presets import CHOSEN, PRESETS
+from hybridflow.recipe.check_placement import (
+    check_carry_over,
+    check_lora,
+    check_placement,
+    check_replay,
+    check_reshard_every,
+    check_split,
+    check_uncut,
+)
+from hybridflow.recipe.check_sampling import check_engine, check_environment
+
+MODELS = ("model", "critic.model", "reward.model", "cost.model", "cost_critic.model", "teacher.model")
+"""The sections of a recipe that are models."""
+
+
+_FREE = ("path", "max_context", "vocab_divisible_by", "init_std", "dtype")
+"""Settings that may be other than where the weights come from; with any other these would be misread."""
+
+
+def check_settings(recipe: Recipe, found: Mapping[str, ModelInfo]) -> None:
+    """Refuse model keys that contradict the weights they are read with. Raises ConfigError."""
+    for key, settings in found.items():
+        model = recipe.model_of(key.removesuffix(".model"))
+        whence = "the model that was given" if settings.assets is None else f"{key}.path={model.path!r}"
+        for item in fields(ModelConfig):
+            given, right = getattr(model, item.name), getattr(settings.model, item.name)
+            if item.name not in _FREE and given != right:
+                raise ConfigError(
+                    f"{key}.{item.name}={given!r}: {whence} has {right!r}, and its weights mean "
+                    f"nothing else; leave the key out (only {', '.join(_FREE[1:])} may differ)"
+                )
+    if "model" in found and found["model"].has_value_head and not recipe.traits.is_scorer:
+        raise ConfigError(
+            f"model.path={recipe.model.path!r}: is a scorer, which gives no text; choose a causal language model (a "
+            "scorer is for critic.model.path or reward.model.path)"
+        )
+    if "teacher.model" in found and found["teacher.model"].has_value_head:
+        raise ConfigError(
+            f"teacher.model.path={recipe.model_of('teacher').path!r}: is a scorer, which gives no text; choose a "
+            "causal language model"
+        )
+    for role in ("reward", "cost"):
+        if f"{role}.model" in found and not found[f"{role}.model"].has_value_head:
+            raise ConfigError(
+                f"{role}.model.path={recipe.model_of(role).path!r}: is a language model, which gives no score; choose "
+                "a *ForSequenceClassification with one label"
+            )
+
+
+def check_recipe(recipe: Recipe, given: Mapping[str, ModelInfo] | None = None) -> None:
+    """Refuse keys that are right one by one and wrong together.
+
+    Args:
+        recipe: The recipe.
+        given: As for ``recipe_from_dict``.
+
+    Raises:
+        ConfigError: Two keys contradict each other.
+        LayoutError: A layout does not fit its ranks or its model.
+    """
+    given = {} if given is None else given
+    _check_algorithm(recipe)
+    check_reward(recipe.reward, "reward", is_given="reward.model" in given)
+    if recipe.cost is not None:
+        check_reward(recipe.cost, "cost", is_given="cost.model" in given)
+        if recipe.cost.kind is None:
+            raise ConfigError("cost.function: missing; name what tells the cost of a response, or give cost.model.path")
+    for key in MODELS:
+        model = recipe.model_of(key.removesuffix(".model"))
+        check_model(model, key)
+        if model.dtype == "fp16":
+            raise ConfigError(f"{key}.dtype=fp16: is for generating alone, since gradients underflow; set bf16 or fp32")
+    _check_contexts(recipe)
+    check_uncut(recipe, given)
+    check_data(recipe.data)
+    _check_live(recipe)
+    check_placement(recipe)
+    check_split(recipe)
+    check_carry_over(recipe)
+    check_reshard_every(recipe)
+    check_replay(recipe)
+    check_lora(recipe)
+    _check_batches(recipe)
+    check_environment(recipe)
+    check_engine(recipe)
+    _check_loss(recipe)
+    _check_shaping(recipe)
+    check_correction(recipe.correction)
+    _check_schedules(recipe)
+    _check_validation(recipe)
+    _check_offline(recipe)
+    _check_profile(recipe)
+    check_metrics(recipe.metrics)
+
+
+def _check_algorithm(recipe: Recipe) -> None:
+    preset, name = recipe.traits, recipe.algorithm
+    for key in preset.needs:
+        if getattr(recipe, key) is None:
+            raise ConfigError(f"{key}: missing; algorithm={name} needs this section, docs/algorithms.md shows one")
+    defaults = {field.name: field.default for field in fields(Recipe)}
+    for key in sorted(CHOSEN - preset.reads):
+        if getattr(recipe, key) != defaults[key]:
+            users = ", ".join(other for other in PRESETS if key in PRESETS[other].reads)
+            raise ConfigError(
+                f"{key}: algorithm={name} would ignore this section; remove it, or choose one that reads it: {users}"
+            )
+    if recipe.kl.target is not None and recipe.kl.coef == 0:
+        raise ConfigError("kl.target: adaptive KL multiplies kl.coef, which is 0; set it above 0, say to 0.1")
+    if name in _GROUPED and recipe.rollout.group_size == 1:
+        raise ConfigError(
+            f"rollout.group_size=1: algorithm={name} compares the responses to a prompt; set it to 2 or more, 8 say"
+        )
+
+
+_GROUPED = ("dapo",)
+"""Algorithms to which a group of one tells nothing."""
+
+
+def _check_live(recipe: Recipe) -> None:
+    data = recipe.data
+    name, source = ("spool", data.spool) if data.spool is not None else ("kafka", data.kafka)
+    if source is None:
+        return
+    if source.deadline_s >= recipe.cluster.deadline_s:
+        raise ConfigError(
+            f"data.{name}.deadline_s={source.deadline_s:g}: ranks wait for each other for cluster.deadline_s="
+            f"{recipe.cluster.deadline_s:g} and would give up first; lower the first or raise the second"
+        )
+    if recipe.tokenizer.path is None and recipe.model.path is None:
+        raise ConfigError(f"tokenizer.path: missing; data.{name} has no text yet to train a tokenizer on")
+    if data.file_format not in (None, "jsonl"):
+        raise ConfigError(f"data.file_format={data.file_format}: data.{name} takes JSONL; remove the key")
+
+
+def _check_contexts(recipe: Recipe) -> None:
+    for role in ("critic", "reward", "cost", "cost_critic", "teacher"):
+        context = recipe.model_of(role).max_context
+        if context < recipe.model.max_context:
+            raise ConfigError(
+                f"{role}.model.max_context={context} is shorter than model.max_context={recipe.model.max_context}; "
+                "raise the first, or lower the second"
+            )
+
+
+def _check_batches(recipe: Recipe) -> None:
+    batch, mini, group = recipe.trainer.global_batch_size, recipe.trainer.mini_batch_size, recipe.rollout.group_size
+    if batch % group:
+        raise ConfigError(
+            f"trainer.global_batch_size={batch} is not a multiple of rollout.group_size={group}; "
+            f"set it to {math.ceil(batch / group) * group}"
+        )
+    if mini is not None and batch % mini:
+        raise ConfigError(
+            f"trainer.mini_batch_size={mini} does not divide trainer.global_batch_size={batch}; choose a divisor"
+        )
+    if recipe.rollout.min_new_tokens > recipe.rollout.max_new_tokens:
+        raise ConfigError(
+            f"rollout.min_new_tokens={recipe.rollout.min_new_tokens} is above "
+            f"rollout.max_new_tokens={recipe.rollout.max_new_tokens}; lower the first or raise the second"
+        )
+    if recipe.rollout.max_new_tokens >= recipe.model.max_context:
+        raise ConfigError(
+            f"rollout.max_new_tokens={recipe.rollout.max_new_tokens} leaves no token for the prompt within "
+            f"model.max_context={recipe.model.max_context}; lower the first or raise the second"
+        )
+
+
+def _check_loss(recipe: Recipe) -> None:
+    loss = recipe.loss
+    if loss.kind != "clip" and loss.dual_clip is not None:
+        raise ConfigError(f"loss.dual_clip={loss.dual_clip:g}: loss.kind={loss.kind} has none; leave the key out")
+    if loss.kind == "gspo" and loss.aggregation != "seq-mean-token-mean":
+        raise ConfigError(
+            f"loss.aggregation={loss.aggregation}: loss.kind=gspo weighs each sequence the same; set it to "
+            "seq-mean-token-mean"
+        )
+    if loss.norm_tokens is not None and loss.aggregation != "seq-mean-token-sum-norm":
+        raise ConfigError(
+            f"loss.norm_tokens={loss.norm_tokens}: loss.aggregation={loss.aggregation} does not divide by it; leave it "
+            "out, or set the aggregation to seq-mean-token-sum-norm"
+        )
+    if recipe.algorithm == "reinforce++" and recipe.advantage.gae_lambda != AdvantageConfig().gae_lambda:
+        raise ConfigError(
+            f"advantage.gae_lambda={recipe.advantage.gae_lambda:g}: algorithm=reinforce++ has no critic to be weighed "
+            "against; leave it out, advantage.gamma alone counts"
+        )
+
+
+def _check_shaping(recipe: Recipe) -> None:
+    shaping, longest = recipe.shaping, recipe.rollout.max_new_tokens
+    if shaping.overlong_buffer > longest:
+        raise ConfigError(
+            f"shaping.overlong_buffer={shaping.overlong_buffer} is above rollout.max_new_tokens={longest}: it is part "
+            "of it; lower the first or raise the second"
+        )
+    if not shaping.overlong_buffer and shaping.overlong_factor != ShapingConfig().overlong_factor:
+        raise ConfigError(
+            f"shaping.overlong_factor={shaping.overlong_factor:g}: nothing is paid for without a buffer; set "
+            "shaping.overlong_buffer, or leave it out"
+        )
+
+
+def _check_schedules(recipe: Recipe) -> None:
+    steps = recipe.trainer.steps
+    for key in ("actor", "critic", "cost_critic"):
+        section: ActorConfig | CriticConfig | None = getattr(recipe, key)
+        if section is None:
+            continue
+        settings = section.optimizer
+        if settings.min_lr > settings.lr:
+            raise ConfigError(
+                f"{key}.optimizer.min_lr={settings.min_lr:g} is above {key}.optimizer.lr={settings.lr:g}, from which "
+                "the rate falls to it; lower it"
+            )
+        if settings.schedule == "constant" and settings.min_lr > 0:
+            raise ConfigError(
+                f"{key}.optimizer.min_lr={settings.min_lr:g}: {key}.optimizer.schedule=constant never comes down to "
+                "it; set the schedule to linear or cosine, or remove the key"
+            )
+        if isinstance(section, CriticConfig) and section.warmup_steps > steps > 0:
+            raise ConfigError(
+                f"{key}.warmup_steps={section.warmup_steps} is more than trainer.steps={steps}: the actor would "
+                "never learn; lower the first or raise the second"
+            )
+
+
+def _check_validation(recipe: Recipe) -> None:
+    trainer = recipe.trainer
+    if trainer.validation_samples > 0 and not recipe.traits.generates:
+        raise ConfigError(
+            f"trainer.validation_samples={trainer.validation_samples}: algorithm={recipe.algorithm} generates no "
+            "responses; remove it"
+        )
+    if trainer.pass_k is not None and trainer.pass_k > trainer.validation_samples:
+        raise ConfigError(
+            f"trainer.pass_k={trainer.pass_k} is more than trainer.validation_samples={trainer.validation_samples}, "
+            "the samples that it is estimated from; lower the first or raise the second"
+        )
+    for name in ("keep_best", "patience"):
+        if getattr(trainer, name) and trainer.validate_every == 0:
+            raise ConfigError(
+                f"trainer.{name}={str(getattr(trainer, name)).lower()}: trainer.validate_every=0 compares no steps; "
+                "set it to 10, say"
+            )
+
+
+def _check_offline(recipe: Recipe) -> None:
+    """What learns from given responses has keys of its own, and no use for those of sampling."""
+    preset, name = recipe.traits, recipe.algorithm
+    preference, rollout, made = recipe.preference, recipe.rollout, recipe.data.arithmetic
+    if name == "sft" and rollout.group_size > 1:
+        raise ConfigError(f"rollout.group_size={rollout.group_size}: a row has one solution to imitate; remove the key")
+    for key in (each.name for each in fields(PreferenceConfig)):
+        if key not in preset.preference_keys and getattr(preference, key) != getattr(PreferenceConfig(), key):
+            users = ", ".join(other for other in PRESETS if key in PRESETS[other].preference_keys)
+            raise ConfigError(f"preference.{key}: algorithm={name} would ignore it; remove it, or choose {users}")
+    for key in _PREFERENCE_FIELDS:
+        default = next(each.default for each in fields(DataConfig) if each.name == key)
+        if not preset.has_preferences and getattr(recipe.data, key) != default:
+            raise ConfigError(f"data.{key}: algorithm={name} reads no preferences; remove the key")
+    if not preset.has_preferences:
+        return
+    if made is not None and made.operation != "add":
+        raise ConfigError(
+            f"data.arithmetic.operation={made.operation}: the rejected response is a wrong carry, which only additions "
+            "have; set it to add"
+        )
+    _check_mini_batches_of_preferences(recipe)
+    _check_silent(recipe)
+    if preset.is_scorer and recipe.warm_start is not None:
+        raise ConfigError(f"warm_start: algorithm={name} trains a scorer, which writes no text; remove the section")
+
+
+_PREFERENCE_FIELDS = ("chosen_field", "rejected_field", "margin_field", "completion_field", "wanted_field")
+
+
+def _check_mini_batches_of_preferences(recipe: Recipe) -> None:
+    batch = recipe.trainer.global_batch_size
+    mini = batch if recipe.trainer.mini_batch_size is None else recipe.trainer.mini_batch_size
+    for key, size in {"global_batch_size": batch, "mini_batch_size": mini}.items():
+        if recipe.traits.is_paired and size % 2:
+            raise ConfigError(
+                f"trainer.{key}={size}: counts responses, of which a pair has two that belong together; set it to an "
+                f"even number, {size + 1} say"
+            )
+    if not recipe.traits.is_paired and mini < 2:
+        raise ConfigError(
+            "trainer.mini_batch_size=1: algorithm=kto measures the KL with each prompt and another's completion; set "
+            "it to 2 or more"
+        )
+
+
+def _check_silent(recipe: Recipe) -> None:
+    """Nothing is sampled, so what says how would do nothing."""
+    name, trainer = recipe.algorithm, recipe.trainer
+    given: dict[str, tuple[Any, Any]] = {
+        f"rollout.{each.name}": (getattr(recipe.rollout, each.name), each.default)
+        for each in fields(RolloutConfig)
+        if each.name != "max_new_tokens"
+    }
+    given["rollout.max_new_tokens"] = recipe.rollout.max_new_tokens, 1
+    given["actor.rollout"] = recipe.actor.rollout, None
+    given["actor.rollout_ranks"] = recipe.actor.rollout_ranks, None
+    given["actor.offload"] = recipe.actor.offload, False
+    given["trainer.max_staleness"] = trainer.max_staleness, 0
+    for key, (found, default) in given.items():
+        if found != default:
+            raise ConfigError(f"{key}={found}: algorithm={name} samples nothing; remove the key")
+
+
+def _check_profile(recipe: Recipe) -> None:
+    strangers = [rank for rank in recipe.profile.ranks if rank >= recipe.cluster.ranks]
+    if strangers:
+        raise ConfigError(
+            f"profile.ranks={list(recipe.profile.ranks)}: {strangers} not among ranks 0 to {recipe.cluster.ranks - 1}; "
+            "name ranks that exist (a fallback may set profile.ranks too)"
+        )

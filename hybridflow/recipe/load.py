@@ -1,0 +1,202 @@
+"""Read a recipe: find the file, put overrides over it, read the models it names, check the whole. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hybridflow.checkpoint.model_info import read_model_info
+from hybridflow.config.cluster import FallbackConfig
+from hybridflow.config.recipe import Recipe
+from hybridflow.errors import ConfigError, HybridflowError, LayoutError
+from hybridflow.families.model_info import ModelInfo
+from hybridflow.flows.presets import PRESETS
+from hybridflow.recipe.checks import MODELS, check_recipe, check_settings
+from hybridflow.sections import (
+    parse_yaml,
+    put_over,
+    read_section,
+    to_dict,
+)
+from hybridflow.shipped import shipped
+
+
+def find_recipe(name: str | Path) -> Path:
+    """The file of a recipe: an existing path, or the name of a recipe that comes with the package.
+
+    Raises:
+        ConfigError: There is neither such a file nor such a shipped recipe.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    found = {path.stem: path for path in _shipped_recipes()}
+    if str(name) in found:
+        return found[str(name)]
+    raise ConfigError(f"recipe {name}: no such file; give a YAML file or a shipped recipe: {', '.join(sorted(found))}")
+
+
+def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe, put overrides over it, and check the whole.
+
+    Args:
+        name: A YAML file, or the name of a shipped recipe.
+        overrides: ``"dotted.key=value"`` each, the value in YAML; later ones win.
+
+    Raises:
+        ConfigError: A file that cannot be read, a key that is unknown, missing, ill-typed or at odds with another.
+        LayoutError: A layout does not fit its ranks or its model.
+    """
+    path = find_recipe(name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    return recipe_from_dict(parse_yaml(text, str(path)), source=str(path), overrides=overrides)
+
+
+def recipe_for_ranks(recipe: Recipe, name: str | Path, overrides: Sequence[str], num_ranks: int) -> Recipe:
+    """The recipe as it is run where ``num_ranks`` ranks have come: itself, or the fallback that uses the most of them.
+
+    Args:
+        recipe: From ``load_recipe`` with this name and these overrides.
+        name: A YAML file, or the name of a shipped recipe; read once more where a fallback is taken.
+        overrides: As for ``load_recipe``; those of the fallback come after them.
+        num_ranks: Those that are there; where ``cluster.ranks`` of the result is less, the others have nothing to do.
+
+    Raises:
+        ConfigError: As for ``load_recipe``.
+        LayoutError: As for ``load_recipe``; or too few ranks have come.
+    """
+    fitting = [fallback for fallback in recipe.fallbacks if fallback.ranks <= num_ranks]
+    best = max(fitting, key=lambda fallback: fallback.ranks, default=None)
+    if num_ranks == recipe.cluster.ranks or (
+        # More ranks than the recipe's are idle only where it says that their number may vary.
+        recipe.fallbacks and recipe.cluster.ranks <= num_ranks and (best is None or best.ranks < recipe.cluster.ranks)
+    ):
+        return recipe
+    if best is None:
+        least = min((fallback.ranks for fallback in recipe.fallbacks), default=None)
+        remedy = f"or add a fallback for {num_ranks} ranks" if least is None else f"its smallest fallback needs {least}"
+        raise LayoutError(
+            f"cluster.ranks={recipe.cluster.ranks}, but {num_ranks} ranks were started; start {recipe.cluster.ranks}, "
+            f"set cluster.ranks={num_ranks} with layouts that fit, {remedy}"
+        )
+    return load_recipe(name, [*overrides, *_overrides_of(best)])
+
+
+def _overrides_of(fallback: FallbackConfig) -> tuple[str, ...]:
+    return (*fallback.overrides, f"cluster.ranks={fallback.ranks}")
+
+
+def recipe_from_dict(
+    values: object,
+    *,
+    source: str = "recipe",
+    overrides: Sequence[str] = (),
+    given: Mapping[str, ModelInfo] | None = None,
+) -> Recipe:
+    """Build and check a recipe from nested mappings, as YAML or JSON give them; the inverse of ``to_dict``.
+
+    Args:
+        values: The mapping.
+        source: What messages call it.
+        overrides: As for ``load_recipe``.
+        given: Section, such as ``model`` or ``critic.model`` -> what a model says of itself that a program has in
+            memory; see ``checkpoint.formats.in_memory.given_settings``. It counts as the section's directory.
+
+    Raises:
+        ConfigError: As for ``load_recipe``.
+        LayoutError: As for ``load_recipe``.
+    """
+    origins: Mapping[str, str] = {}
+    if isinstance(values, Mapping):
+        values, origins = put_over(values, overrides)
+        values = _with_preset(values)
+    given = {} if given is None else given
+    try:
+        found = _settings_of_paths(values, given)
+    except HybridflowError as error:
+        raise type(error)(f"{source}: {error}") from None
+    recipe = read_section(Recipe, _with_settings(values, found), source=source, origins=origins)
+    if recipe.algorithm not in PRESETS:
+        where = origins.get("algorithm", source)
+        raise ConfigError(
+            f"{where}: algorithm: expected one of {', '.join(PRESETS)}, found {recipe.algorithm!r} (text)"
+        )
+    recipe = replace(recipe, traits=PRESETS[recipe.algorithm])
+    try:
+        check_settings(recipe, found)
+        check_recipe(recipe, given)
+    except (ConfigError, LayoutError) as error:
+        raise type(error)(f"{source}: {error}") from None
+    if isinstance(values, Mapping):
+        for index, fallback in enumerate(recipe.fallbacks):
+            # One that does not fit is found out now, and not when a node has died.
+            alone = {key: value for key, value in values.items() if key != "fallbacks"}
+            try:
+                recipe_from_dict(alone, overrides=_overrides_of(fallback), given=given)
+            except (ConfigError, LayoutError) as error:
+                raise type(error)(f"{source}: fallbacks[{index}]: {error}") from None
+    return recipe
+
+
+def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with the algorithm's own defaults beneath them."""
+    preset = PRESETS.get(str(values.get("algorithm")))
+    found = dict(values)
+    for key, section in ({} if preset is None else preset.defaults).items():
+        given = values.get(key, {})
+        if isinstance(given, Mapping):
+            found[key] = {**section, **given}
+    return found
+
+
+def _settings_of_paths(values: Any, given: Mapping[str, ModelInfo]) -> dict[str, ModelInfo]:
+    """What the directories that a recipe names, or models in memory, say, by dotted key of the section."""
+    found = dict(given)
+    for key in MODELS:
+        path = _inner(values, f"{key}.path")
+        if key in given:
+            if path is not None:
+                raise ConfigError(f"{key}.path={path!r}: would not be read, a model was given in memory; give one")
+            continue
+        if key == "teacher.model" and path is None and _inner(values, "teacher") is not None:
+            raise ConfigError(
+                "teacher.model.path: missing; a model that was not trained teaches nothing, name its directory (of a "
+                "run of ours: runs/NAME/checkpoints/STEP/actor)"
+            )
+        if isinstance(path, str):
+            try:
+                found[key] = read_model_info(Path(path))
+            except HybridflowError as error:
+                raise type(error)(f"{key}.path={path!r}: {error}") from None
+    return found
+
+
+def _with_settings(values: Any, found: Mapping[str, ModelInfo]) -> Any:
+    """The values with what the directories say beneath what is given beside their paths."""
+    for key, settings in found.items():
+        section = values
+        for name in key.split("."):
+            # Of a model that was given the section may be left out.
+            section[name] = {} if section.get(name) is None else section[name]
+            if not isinstance(section[name], dict):
+                raise ConfigError(f"{key}: expected a section with keys; found {section[name]!r}")
+            section = section[name]
+        given = dict(section)
+        section.update(to_dict(settings.model))
+        section.update(given)
+    return values
+
+
+def _inner(values: Any, key: str) -> Any:
+    """The value of a dotted key; None where there is none, or a section on the way is not one."""
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
+
+
+def _shipped_recipes() -> Iterator[Path]:
+    return shipped("launch/recipes").glob("*.yaml")

@@ -1,0 +1,203 @@
+"""An actor that a program drives call by call: the loss of rows that it gives, and steps on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.models.microbatch import MicroBatch
+from hybridflow.models.training import Trainable
+from hybridflow.placement.job import Job
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.advantage import KLCoefficient
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledRows:
+    """Rows of tokens, and what is to follow each of them; equal on all ranks.
+
+    Attributes:
+        sequences: Token ids of each row, ``[tokens]`` int64 each, at least one, in host memory.
+        labels: What is to follow each token but the last, ``[tokens - 1]`` int64 each; below 0 where nothing counts.
+    """
+
+    sequences: list[Tensor]
+    labels: list[Tensor]
+
+    @property
+    def num_labels(self) -> int:
+        """How many count."""
+        return sum(int((row >= 0).sum()) for row in self.labels)
+
+    def counts(self, rows: list[int]) -> Tensor:
+        """Which labels of some rows count, one row after the other, ``[labels]`` bool."""
+        return torch.cat([self.labels[row] >= 0 for row in rows])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a model says of some rows.
+
+    Attributes:
+        loss: Mean of the cross-entropy over the labels that count, a scalar fp32; the same number on all ranks.
+        log_probs: Log-probability of each label, ``[rows, longest - 1]`` fp32 in host memory, 0 where none counts; the
+            same on all ranks.
+        logits: Of each row, ``[tokens, vocab]``; None where no rank has the whole model and all rows.
+    """
+
+    loss: Tensor
+    log_probs: Tensor
+    logits: list[Tensor] | None
+
+
+class DrivenActor(Actor):
+    """An actor whose rows come from a program, the same on all ranks, and are dealt to the replicas in turn.
+
+    Its mesh has all ranks of the job.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job, KLCoefficient(job.recipe))
+        assert self.model is not None and self.trainable is not None, "its mesh has all ranks"
+        self._model, self._trainable = self.model, self.trainable
+        self._has_gradients = False
+        place = self.model.mesh.coordinate(job.world.rank)
+        self._dp = place.dp
+        self._tells = place.tp == 0 and self.model.is_holder
+        self._everyone = job.world.group(self.model.mesh.ranks)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all of the model and all rows."""
+        return self._model.mesh.layout.world_size == 1
+
+    @property
+    def can_differentiate(self) -> bool:
+        """Whether a loss can have a backward pass of its own: no pipeline stages, and no class of the user's own."""
+        return self._model.mesh.layout.pp == 1 and isinstance(self._trainable, Trainable)
+
+    def predict(self, given: LabelledRows, *, has_gradient: bool) -> Prediction:
+        """Loss and log-probabilities of rows. Collective: all ranks.
+
+        Args:
+            given: The rows; where no label counts the loss is 0.
+            has_gradient: Loss and logits can be differentiated, see ``can_differentiate``; what comes of it is added to
+                the gradients that ``step`` takes. Collective then: backward passes too.
+        """
+        longest, count = max(1, *(len(row) for row in given.labels)), max(1, given.num_labels)
+        told = torch.zeros(len(given.labels), longest, device=self._job.world.device)
+        own: list[Tensor] = []
+        logits: list[Tensor] = [torch.empty(0)] * len(given.sequences)
+
+        def take(output: Tensor, part: MicroBatch) -> None:
+            if self.is_whole:
+                for row, places in zip(part.samples, part.places, strict=True):
+                    logits[row] = output[places.to(output.device), : self._job.vocab_size]
+                output = output[torch.cat([places[:-1] for places in part.places]).to(output.device)]
+            log_probs = self._model.log_probs(output, part)[0] * given.counts(part.samples).to(output.device)
+            own.append(-log_probs.sum() / count)
+            if self._tells:
+                rows = log_probs.detach().split(part.response_lengths)
+                for row, values in zip(part.samples, rows, strict=True):
+                    told[row, : len(values)] = values
+
+        self._pass(given, take, has_gradient=has_gradient)
+        dist.all_reduce(told, group=self._everyone)
+        loss = (-told.double().sum() / count).float()
+        if has_gradient:
+            loss = _Told.apply(sum(own, start=torch.zeros((), device=loss.device, requires_grad=True)), loss)
+        return Prediction(loss=loss, log_probs=told.cpu(), logits=logits if self.is_whole else None)
+
+    def learn(self, given: LabelledRows, lr: float | None) -> tuple[float, float]:
+        """One optimizer step on the rows' loss, in micro-batches. Collective: all ranks.
+
+        Args:
+            given: The rows; at least one label counts.
+            lr: Learning rate from now on; None: as it is.
+
+        Returns:
+            Loss, and norm of the gradient; the same on all ranks.
+        """
+
+        def loss(output: Tensor, part: MicroBatch) -> tuple[Tensor, Tensor]:
+            log_probs, _ = self._model.log_probs(output, part)
+            share = -(log_probs * given.counts(part.samples).to(output.device)).sum() / given.num_labels
+            return share, share.detach()
+
+        self._set_rate(lr)
+        kept, grad_norm = self._step(self._parts(given), loss)
+        self._end_step()
+        total = torch.zeros(1, dtype=torch.float64, device=self._job.world.device)
+        if self._tells:
+            total += sum(kept)
+        dist.all_reduce(total, group=self._everyone)
+        return float(total), grad_norm
+
+    def step(self, lr: float | None) -> float:
+        """One optimizer step on the gradients that backward passes have left. Collective: all ranks.
+
+        Returns:
+            The norm of the gradient.
+        """
+        assert isinstance(self._trainable, Trainable), "see can_differentiate"
+        self._set_rate(lr)
+        self._begin_gradients()
+        self._trainable.finish()
+        grad_norm = self._trainable.step()
+        self._end_step()
+        return grad_norm
+
+    def _set_rate(self, lr: float | None) -> None:
+        if lr is not None:
+            self._trainable.set_learning_rate(lr)
+
+    def _begin_gradients(self) -> None:
+        """Those of an earlier step are let go of."""
+        if not self._has_gradients:
+            assert isinstance(self._trainable, Trainable), "see can_differentiate"
+            self._trainable.begin()
+            self._has_gradients = True
+
+    def _end_step(self) -> None:
+        self._has_gradients = False
+        self._rollout_is_current = False
+        self.num_updates += 1
+
+    def _pass(self, given: LabelledRows, take: Callable[[Tensor, MicroBatch], Any], *, has_gradient: bool) -> None:
+        """Forward passes over this replica's rows."""
+        parts = self._parts(given)
+        if self.is_whole:
+            parts = [replace(part, rows=torch.arange(len(part.tokens), device=part.tokens.device)) for part in parts]
+        if not has_gradient:
+            self._model.forward(parts, take)
+            return
+        self._begin_gradients()
+        for part in parts:
+            take(self._model.transformer(part.tokens, part.attention, part.rows), part)
+
+    def _parts(self, given: LabelledRows) -> list[MicroBatch]:
+        """This replica's rows in micro-batches whose samples are numbers of rows; what follows a token is its label."""
+        own = list(range(self._dp, len(given.sequences), self._model.mesh.layout.dp))
+        parts = []
+        for part in self._model.pack([given.sequences[row] for row in own], [1] * len(own)):
+            rows = [own[sample] for sample in part.samples]
+            targets = torch.cat([given.labels[row].clamp(min=0) for row in rows]).to(part.tokens.device)
+            parts.append(replace(part, samples=rows, targets=targets))
+        return parts
+
+
+class _Told(torch.autograd.Function):
+    """The number is everyone's, the gradient each replica's own: these are added up before the step."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, told: Tensor) -> Tensor:
+        return told.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

@@ -1,0 +1,1 @@
+"""Decoding on a CPU: compiled kernels, and a transformer whose decoding step is one call."""

@@ -1,0 +1,278 @@
+"""Generates with a user's own module: by its ``generate``, or token by token with ``forward``."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridflow.errors import DataError, EngineError
+from hybridflow.models.log_probs import vocab_parallel_log_probs
+from hybridflow.models.user_model import ask_logits, said
+from hybridflow.rollout.engines.answers import unfinished
+from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, SamplingParams, length_refusal
+from hybridflow.rollout.sampling import FAILURES, Sampler, sequence_key
+
+LOOK_STEPS = 16
+"""Every so many tokens generating looks up whether it is told to stop."""
+
+_BY_GENERATE = ("max_new_tokens", "temperature", "top_k", "top_p", "stop_ids", "greedy", "seed")
+"""What a module's own ``generate`` can be asked for."""
+
+Generated = tuple[Tensor, Tensor, Tensor]
+"""Of one sample what is new: tokens, their log-probabilities, and those under what was sampled from."""
+
+
+class OwnEngine:
+    """Generates with one replica of a module, see ``request.Engine``; no other rank takes part.
+
+    Args:
+        module: The user's, as ``models.user_model.ActorModel``.
+        group: This rank alone.
+        vocab_size: Ids that are sampled.
+        max_context: Longest sequence.
+        seed: Of the noise.
+        max_concurrent: Most sequences at a time.
+        pad_id: What shorter prompts are filled up with.
+
+    Attributes:
+        version: Number of the weights, noted beside each token; the caller's to set.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        *,
+        vocab_size: int,
+        max_context: int,
+        seed: int,
+        max_concurrent: int,
+        pad_id: int,
+    ) -> None:
+        self.version = 0
+        self._module, self._group = module, group
+        self._vocab_size, self._max_context, self._pad_id = vocab_size, max_context, pad_id
+        self._seed, self._max_concurrent = seed, max_concurrent
+        self._device = next(module.parameters()).device
+        self._has_generate = callable(getattr(module, "generate", None))
+
+    def weights_changed(self) -> None:
+        """Nothing is kept of them."""
+
+    def refusal(self, request: Request) -> str | None:
+        """Why a request cannot be met; None: it can."""
+        params = request.params
+        if reason := length_refusal(request, self._max_context, f"max_context of {type(self._module).__name__}"):
+            return reason
+        if params.has_texts or params.with_prompt_log_probs:
+            return "stop, bad, with_prompt_log_probs: an actor of your own works on tokens, and tells of new ones alone"
+        plain = SamplingParams(max_new_tokens=1)
+        strange = [name for name in vars(plain) if name not in _BY_GENERATE]
+        strange = [name for name in strange if getattr(params, name) != getattr(plain, name)]
+        if self._has_generate and strange:
+            return (
+                f"{', '.join(strange)}: generate of {type(self._module).__name__} is not asked for that; leave it out, "
+                "or set generate = None to sample by forward"
+            )
+        return None
+
+    @torch.no_grad()
+    def generate(
+        self, requests: list[Request], purpose: str = "rollout", progress: Progress | None = None
+    ) -> list[Response]:
+        """One response for each request, in their order.
+
+        Raises:
+            DataError: A request cannot be met; nothing has been sampled.
+            EngineError: The module's own ``generate`` gave what cannot be right.
+            RolloutStopped: ``progress`` said to stop; what was under way begins anew.
+        """
+        for request in requests:
+            if reason := self.refusal(request):
+                raise DataError(f"request of draw {request.draw}: {reason}")
+        self._module.eval()
+        began_s = perf_counter()
+        found: dict[int, Response] = {}
+        for numbers in self._batches(requests):
+            batch = [requests[number] for number in numbers]
+
+            def look() -> None:
+                if progress is not None and progress.is_stopping():
+                    others = [each for number, each in enumerate(requests) if number not in found]
+                    raise RolloutStopped([(each, unfinished(each)) for each in others])
+
+            look()
+            sampled = (
+                self._by_generate(batch, purpose) if self._has_generate else self._by_forward(batch, purpose, look)
+            )
+            made = (self._response(*each) for each in zip(batch, sampled, strict=True))
+            responses = [replace(each, latency_s=perf_counter() - began_s) for each in made]
+            found.update(zip(numbers, responses, strict=True))
+            if progress is not None:
+                progress.finished(list(zip(batch, responses, strict=True)))
+        return [found[number] for number in range(len(requests))]
+
+    def _batches(self, requests: list[Request]) -> Iterator[list[int]]:
+        """Numbers of requests that are met together: those that ask for the same, short prompts with short ones."""
+        order = sorted(range(len(requests)), key=lambda at: (repr(requests[at].params), len(requests[at].prompt), at))
+        for _, alike in itertools.groupby(order, key=lambda at: repr(requests[at].params)):
+            numbers = list(alike)
+            for start in range(0, len(numbers), self._max_concurrent):
+                yield numbers[start : start + self._max_concurrent]
+
+    def _by_forward(self, batch: list[Request], purpose: str, look: Callable[[], None]) -> list[Generated | str]:
+        """Sample token by token, with the noise of each sample's own place: the same in every batch and layout."""
+        params, lengths = batch[0].params, np.array([len(each.prompt) for each in batch])
+        width = int(lengths.max()) + params.max_new_tokens
+        known = np.full((len(batch), width), self._pad_id, np.int32)
+        sampler = Sampler(len(batch), self._group, self._vocab_size, self._device)
+        for slot, each in enumerate(batch):
+            known[slot, : lengths[slot]] = each.prompt.numpy()
+            seed = self._seed if params.seed is None else params.seed
+            sampler.seat(slot, params, sequence_key(seed, purpose, each.draw, each.index), int(lengths[slot]))
+        log_probs, open_slots = np.zeros((2, *known.shape), np.float32), np.arange(len(batch))
+        failures: dict[int, str] = {}
+        first = lengths.copy()
+        for step in range(params.max_new_tokens):
+            if step % LOOK_STEPS == 0:
+                look()
+            longest = int(lengths[open_slots].max())
+            ids = torch.from_numpy(known[open_slots, :longest].astype(np.int64)).to(self._device)
+            last = torch.from_numpy(lengths[open_slots] - 1).to(self._device)
+            logits = self._logits(ids)[torch.arange(len(ids), device=self._device), last]
+            positions = torch.from_numpy(lengths[open_slots])
+            got = sampler.sample(logits, torch.from_numpy(open_slots), positions, known)
+            tokens = got.tokens.cpu().numpy()
+            failures |= {
+                int(slot): FAILURES[int(each)] for slot, each in zip(open_slots, tokens, strict=True) if each < 0
+            }
+            at = open_slots, lengths[open_slots]
+            known[at] = tokens
+            log_probs[0][at], log_probs[1][at] = got.log_probs.cpu().numpy(), got.sampled_log_probs.cpu().numpy()
+            lengths[open_slots] += 1
+            open_slots = open_slots[~(np.isin(tokens, params.stop_ids) | (tokens < 0))]
+            if not len(open_slots):
+                break
+        return [
+            failures[slot]
+            if slot in failures
+            else (
+                torch.from_numpy(known[slot, first[slot] : lengths[slot]].astype(np.int64)),
+                *(torch.from_numpy(each[slot, first[slot] : lengths[slot]].copy()) for each in log_probs),
+            )
+            for slot in range(len(batch))
+        ]
+
+    def _by_generate(self, batch: list[Request], purpose: str) -> list[Generated | str]:
+        """Ask the module's own, and tell the log-probabilities by ``forward`` where it does not."""
+        params = batch[0].params
+        width = max(len(each.prompt) for each in batch)
+        ids = torch.full((len(batch), width), self._pad_id, dtype=torch.int64, device=self._device)
+        mask = torch.zeros_like(ids)
+        for row, each in enumerate(batch):
+            ids[row, width - len(each.prompt) :] = each.prompt
+            mask[row, width - len(each.prompt) :] = 1
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(self._batch_seed(batch, purpose))
+            output: Any = self._module.generate(  # type: ignore[operator]
+                ids,
+                attention_mask=mask,
+                max_new_tokens=params.max_new_tokens,
+                do_sample=not params.greedy,
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                eos_token_id=list(params.stop_ids),
+                pad_token_id=self._pad_id,
+            )
+        rows, told = output if isinstance(output, tuple) else (output, None)
+        self._check_generated(rows, told, ids, params)
+        new = [_until_stop(row, params.stop_ids) for row in rows[:, width:].cpu()]
+        if told is not None:
+            found = [row[: len(each)].float().cpu() for row, each in zip(told, new, strict=True)]
+        else:
+            found = self._log_probs([each.prompt for each in batch], new, params.temperature)
+        unknown = [torch.full((len(each),), torch.nan) for each in new]
+        is_known = params.greedy or (params.top_k == 0 and params.top_p == 1)
+        sampled = [torch.zeros(len(each)) for each in new] if params.greedy else found if is_known else unknown
+        return list(zip(new, found, sampled, strict=True))
+
+    def _check_generated(self, rows: Any, told: Any, ids: Tensor, params: SamplingParams) -> None:
+        name, width = f"generate of {type(self._module).__name__}", ids.shape[1]
+        if not isinstance(rows, Tensor) or rows.dim() != 2 or len(rows) != len(ids):
+            raise EngineError(f"{name} gave {said(rows)}, expected [samples, tokens + new] with {len(ids)} samples")
+        if not torch.equal(rows[:, :width], ids):
+            raise EngineError(f"{name} gave rows that do not begin with the prompts; return prompt and response")
+        if not width < rows.shape[1] <= width + params.max_new_tokens:
+            raise EngineError(
+                f"{name} gave {rows.shape[1] - width} new tokens, expected 1 to max_new_tokens={params.max_new_tokens}"
+            )
+        if int(rows.max()) >= self._vocab_size or int(rows.min()) < 0:
+            raise EngineError(f"{name} gave token {int(rows.max())}, expected ids from 0 to {self._vocab_size - 1}")
+        if told is not None and (not isinstance(told, Tensor) or told.shape != rows[:, width:].shape):
+            raise EngineError(
+                f"{name} gave log-probabilities {said(told)}, expected [samples, new] = {[*rows[:, width:].shape]}"
+            )
+
+    def _log_probs(self, prompts: list[Tensor], new: list[Tensor], temperature: float) -> list[Tensor]:
+        """Of new tokens under what ``forward`` says."""
+        whole = [torch.cat(pair) for pair in zip(prompts, new, strict=True)]
+        ids = nn.utils.rnn.pad_sequence(whole, batch_first=True, padding_value=self._pad_id).to(self._device)
+        logits = self._logits(ids)
+        found = []
+        for row, prompt, tokens in zip(logits, prompts, new, strict=True):
+            rows = row[len(prompt) - 1 : len(prompt) - 1 + len(tokens)]
+            targets = tokens.to(self._device)
+            found.append(
+                vocab_parallel_log_probs(
+                    rows, targets, group=self._group, vocab_size=self._vocab_size, temperature=temperature
+                )[0].cpu()
+            )
+        return found
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        return ask_logits(self._module, ids, vocab_size=self._vocab_size, name=type(self._module).__name__)
+
+    def _batch_seed(self, batch: list[Request], purpose: str) -> int:
+        """Of torch's generators: of what is asked, and of the weights' number, so that each step has its own."""
+        seed = self._seed if batch[0].params.seed is None else batch[0].params.seed
+        told = [seed, purpose, self.version, [[each.draw, each.index] for each in batch]]
+        return int.from_bytes(hashlib.sha256(json.dumps(told).encode()).digest()[:8], "little") >> 1
+
+    def _response(self, request: Request, sampled: Generated | str) -> Response:
+        if isinstance(sampled, str):
+            none = torch.zeros(0)
+            return Response(
+                tokens=none.long(),
+                log_probs=none,
+                sampled_log_probs=none,
+                versions=none.int(),
+                finish="failed",
+                error=sampled,
+            )
+        tokens, log_probs, sampled_log_probs = sampled
+        is_stop = len(tokens) > 0 and int(tokens[-1]) in request.params.stop_ids
+        return Response(
+            tokens=tokens,
+            log_probs=log_probs,
+            sampled_log_probs=sampled_log_probs,
+            versions=torch.full((len(tokens),), self.version, dtype=torch.int32),
+            finish="stop" if is_stop else "length",
+        )
+
+
+def _until_stop(tokens: Tensor, stop_ids: tuple[int, ...]) -> Tensor:
+    """A response without the padding behind its end."""
+    ends = torch.isin(tokens, torch.tensor(stop_ids, dtype=tokens.dtype)).nonzero()
+    return tokens[: int(ends[0]) + 1] if len(ends) else tokens

@@ -1,0 +1,162 @@
+"""What samples the actor's responses, as the recipe chooses: our engine, vLLM in this process, or servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from hybridflow.config.rollout import SamplingEngineConfig
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.models.adapters import base_spec
+from hybridflow.models.lora import adapted, merged_weight
+from hybridflow.models.weights import local_shards
+from hybridflow.placement.job import Job
+from hybridflow.placement.peft import described
+from hybridflow.placement.placed_model import PlacedModel
+from hybridflow.placement.user_model import OwnModel
+from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec
+from hybridflow.rollout.budget import cache_bytes
+from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.engines.hf_weights import hf_weights
+from hybridflow.rollout.engines.http_engine import HttpEngine
+from hybridflow.rollout.engines.openai import OpenAi, find_model
+from hybridflow.rollout.engines.tgi import Tgi
+from hybridflow.rollout.engines.user_engine import OwnEngine
+from hybridflow.rollout.engines.wire import Lines, token_of
+
+
+class PushedEngine:
+    """vLLM in this process, and the way that the actor's weights take there.
+
+    Collective: with several ranks, all of the job make it together.
+
+    Attributes:
+        engine: vLLM.
+    """
+
+    def __init__(self, job: Job, spec: ModelSpec) -> None:
+        # Where it is not asked for it need not be there.
+        from hybridflow.rollout.engines.vllm_engine import VllmEngine
+
+        recipe = job.recipe
+        self._described = described(job)
+        self._spec = spec
+        self._rank = job.world.rank
+        rollout = recipe.rollout
+        self.engine = VllmEngine(
+            self._described,
+            # Exact are the raw ones at temperature 1, the others where nothing is cut; the recipe has one of both.
+            log_probs="raw" if rollout.temperature == 1 else "processed",
+            seed=recipe.seed,
+            vocab_size=job.vocab_size,
+            max_concurrent=rollout.max_concurrent,
+            memory_share=rollout.engine.memory_share,
+            cache_bytes=_cache_bytes(job) if job.world.device.type == "cpu" else None,
+        )
+
+    def push(self, model: PlacedModel) -> None:
+        """Hand it the weights of the rollout layout, which this rank holds whole, with the updates of adapters."""
+        self.engine.load(hf_weights(self._described, _Whole(model, base_spec(self._spec), self._rank)))
+
+
+class _Whole(Mapping[str, Tensor]):
+    """The logical tensors of a model that this rank holds whole; those with an adapter merged when they are read."""
+
+    def __init__(self, model: PlacedModel, spec: ModelSpec, rank: int) -> None:
+        self._shards = local_shards(model.transformer, spec, model.mesh, rank)
+        self._adapted = dict(adapted(model.transformer))
+
+    def __getitem__(self, name: str) -> Tensor:
+        local, part = self._shards[name]
+        if name in self._adapted:
+            local = merged_weight(self._adapted[name]).view(local.shape)
+        return local[tuple(slice(0, stop - start) for start, stop in part.box)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+
+def our_engine(job: Job, model: PlacedModel) -> MegatronEngine:
+    """Generates with the weights being trained."""
+    return MegatronEngine(
+        model.transformer,
+        model.groups,
+        vocab_size=job.vocab_size,
+        seed=job.recipe.seed,
+        max_concurrent=job.recipe.rollout.max_concurrent,
+        cache_memory=job.recipe.rollout.cache_memory,
+        ranks_per_node=_ranks_per_node(job),
+        tokenizer=job.tokenizer,
+    )
+
+
+def own_engine(job: Job, model: OwnModel) -> OwnEngine:
+    """Generates with a user's own module, which is being trained."""
+    return OwnEngine(
+        model.module,
+        model.groups.tp,
+        vocab_size=job.vocab_size,
+        max_context=job.recipe.model.max_context,
+        seed=job.recipe.seed,
+        max_concurrent=job.recipe.rollout.max_concurrent,
+        pad_id=0 if job.tokenizer is None else job.tokenizer.pad_id,
+    )
+
+
+def server_engine(
+    settings: SamplingEngineConfig, *, tokenizer: Tokenizer, seed: int, vocab_size: int | None
+) -> HttpEngine:
+    """Generates with the servers that a recipe names.
+
+    Args:
+        settings: ``rollout.engine`` of the recipe.
+        tokenizer: The model's own.
+        seed: Of the noise.
+        vocab_size: Ids that the trainer knows; None: any will do.
+
+    Raises:
+        ConfigError: The token's environment variable is not set.
+        EngineError: The servers do not answer, or have no such model.
+    """
+    lines = Lines(settings.urls, token_of(settings.auth_env), settings.connect_timeout_s)
+    api: OpenAi | Tgi
+    if settings.kind == "tgi":
+        api = Tgi(tokenizer)
+    else:
+        model, is_vllm = find_model(
+            lines,
+            settings.model,
+            retries=settings.retries,
+            timeout_s=min(settings.read_timeout_s, 60.0),
+            deadline_s=settings.deadline_s,
+        )
+        api = OpenAi(model=model, is_vllm=is_vllm, log_probs=settings.log_probs, tokenizer=tokenizer)
+    return HttpEngine(
+        lines,
+        api,
+        seed=seed,
+        vocab_size=vocab_size,
+        max_in_flight=settings.max_in_flight,
+        retries=settings.retries,
+        read_timeout_s=settings.read_timeout_s,
+        deadline_s=settings.deadline_s,
+    )
+
+
+def _cache_bytes(job: Job) -> int:
+    """Of a CPU's key-value cache: what the samples decoded together take, within ``rollout.cache_memory``."""
+    rollout, model = job.recipe.rollout, job.model_of("actor")
+    per_token = 2 * model.num_layers * model.query_groups * model.head_size * ITEM_BYTES[model.dtype]
+    # vLLM deals the cache out in blocks of up to 128 tokens, and keeps one for itself.
+    blocks = rollout.max_concurrent * (-(-model.max_context // 128)) + 1
+    most = cache_bytes(rollout.cache_memory, job.world.device, _ranks_per_node(job))
+    return min(blocks * 128 * per_token, most)
+
+
+def _ranks_per_node(job: Job) -> int:
+    """Ranks that share a node's memory."""
+    return min(job.world.ranks_per_node, job.world.size)

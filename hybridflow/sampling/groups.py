@@ -1,0 +1,218 @@
+"""Steps of more than one rollout: which of their groups, the responses to one prompt, become the batch.
+
+What comes next depends on scores, and is decided on all ranks alike: each rollout's scores are gathered over the job.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hybridflow.dataflow.batch import Batch
+from hybridflow.dataflow.move import Mover
+from hybridflow.dataflow.schedule import Move
+from hybridflow.errors import DataError
+from hybridflow.placement.job import Job
+from hybridflow.sampling.shaping import shaped
+
+Turn = dict[str, Any]
+"""One rollout of a step: ``number`` from 1, ``first_draw``, ``num_prompts``, ``is_greedy``."""
+
+Scores = list[tuple[int, float]]
+"""Draw and score of each sample of a rollout."""
+
+Share = Callable[[Scores], list[Scores] | None]
+"""Gathers what every rank passes over all ranks of the job; None: they leave the step. Collective: all ranks."""
+
+
+class Groups(ABC):
+    """Keeps rollouts of a step on the rollout mesh, and takes the batch from them. Made on all ranks of the job.
+
+    Attributes:
+        metrics: What the last step measured, equal on all ranks; emptied by the trainer.
+        scores: Draw, index and score of every sample that was scored since they were taken, those that are not learned
+            from too; on one rank of each replica, where samples are archived.
+        next_draw: Where the prompts of the next step begin in the data order, once a step's rollouts are done.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.metrics: dict[str, float] = {}
+        self.scores: list[tuple[int, int, float]] = []
+        self.next_draw = 0
+        self._job = job
+        self._mesh = job.meshes["actor.rollout"]
+        self._rollouts: list[Batch] = []
+        self._draws: list[int] = []
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the step's batch, once its rollouts are done."""
+        return len(self._draws) * self._job.recipe.rollout.group_size
+
+    @abstractmethod
+    def turns(self, first_draw: int, num_prompts: int, share: Share) -> Iterator[Turn]:
+        """The rollouts of one step, each to be kept before the next is asked for; the same on every rank.
+
+        Collective: all ranks of the job, through ``share``.
+
+        Args:
+            first_draw: Its first prompt in the data order.
+            num_prompts: Groups of a batch.
+            share: Gathers scores.
+        """
+
+    def keep(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+        """Take in a rollout with its ``scores``."""
+        if self._job.recipe.rollout.archive and self._is_telling:
+            size = self._job.recipe.rollout.group_size
+            draws, scores = batch.columns["draws"].tolist(), batch.columns["scores"].tolist()
+            # A greedy response stands behind its group.
+            indices = [number - draw * size for number, draw in zip(batch.ids.tolist(), draws, strict=True)]
+            self.scores += zip(draws, indices, scores, strict=True)
+        self._rollouts.append(self._kept(batch, decided))
+
+    def take(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """The step's batch: a source. Whole groups are dealt to the replicas in turn. Collective: the rollout mesh."""
+        own = Batch.concat([self._finished(each) for each in self._rollouts])
+        draws = own.columns["draws"]
+        assert isinstance(draws, torch.Tensor), "draws is a dense column"
+        own = own.select(torch.isin(draws, torch.tensor(self._draws, dtype=torch.int64)).nonzero()[:, 0])
+        self._rollouts = []
+        if self._mesh.layout.dp == 1:
+            return own
+        place = self._mesh.coordinate(self._job.world.rank).dp
+        size = self._job.recipe.rollout.group_size
+        home = [draw * size + index for draw in self._draws[place :: self._mesh.layout.dp] for index in range(size)]
+        names = tuple(own.columns)
+        mover = Mover(self._job.world, self._job.meshes, chunk=max(1, len(self._draws) * size))
+        move = Move(columns=names, source=self._mesh.name, destination=self._mesh.name)
+        moved = mover.move(move, own, Batch(torch.tensor(home, dtype=torch.int64), {}))
+        assert moved is not None, "called outside the rollout mesh"
+        return Batch(moved.ids, {name: moved.columns[name] for name in names})
+
+    def _kept(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """What is kept of a rollout."""
+        return batch
+
+    def _finished(self, rollout: Batch) -> Batch:
+        """A rollout with all columns of the batch."""
+        return rollout
+
+    @property
+    def _is_telling(self) -> bool:
+        """Whether this rank tells of its replica's samples."""
+        rank = self._job.world.rank
+        return rank in self._mesh and self._mesh.holders(self._mesh.coordinate(rank).dp)[0] == rank
+
+    def _begin(self) -> None:
+        self._rollouts, self._draws = [], []
+
+    def _own_scores(self) -> Scores:
+        """Of the last rollout, on one rank of each replica, but for samples that have none.
+
+        What is learned from is another matter.
+        """
+        if not self._is_telling:
+            return []
+        columns = self._rollouts[-1].columns
+        scored = zip(columns["draws"].tolist(), columns["scores"].double().tolist(), strict=True)
+        return [(draw, score) for draw, score in scored if not math.isnan(score)]
+
+
+class InformativeGroups(Groups):
+    """DAPO's dynamic sampling: groups whose scores are all equal are left out, and others are sampled in their place.
+
+    The batch is the first groups in the data order whose scores differ. What was sampled beyond it is not used; the
+    next step begins with the prompt behind the last used one, so that no other prompt than those left out is skipped.
+
+    Paper: arXiv 2503.14476.
+    """
+
+    def turns(self, first_draw: int, num_prompts: int, share: Share) -> Iterator[Turn]:
+        """See ``Groups.turns``.
+
+        Raises:
+            DataError: After ``dynamic_sampling.max_tries`` rollouts there are too few groups, or none at all.
+        """
+        self._begin()
+        settings = self._job.recipe.dynamic_sampling
+        kept: list[int] = []
+        draw, number = first_draw, 0
+        while len(kept) < num_prompts and number < settings.max_tries:
+            number += 1
+            # As many as will do if the prompts to come are like those before, and a whole batch at most.
+            expected = math.ceil((num_prompts - len(kept)) * (draw - first_draw) / len(kept)) if kept else num_prompts
+            count = min(num_prompts, expected)
+            yield {"number": number, "first_draw": draw, "num_prompts": count, "is_greedy": False}
+            shares = share(self._own_scores())
+            if shares is None:
+                return
+            draw += count
+            kept += _informative(shares)
+        self.metrics |= {"groups/tries": float(number), "groups/kept_share": len(kept) / (draw - first_draw)}
+        if not kept or (len(kept) < num_prompts and settings.when_short == "error"):
+            raise DataError(
+                f"after {number} rollouts the scores differ within {len(kept)} of {draw - first_draw} groups, "
+                f"{num_prompts} are wanted; raise dynamic_sampling.max_tries, choose problems that are neither too "
+                "easy nor too hard" + (", or set dynamic_sampling.when_short=train" if kept else "")
+            )
+        self._draws = kept[:num_prompts]
+        self.next_draw = draw if len(kept) < num_prompts else self._draws[-1] + 1
+
+
+class GreedyBaselines(Groups):
+    """ReMax's two rollouts: a greedy response to each prompt, whose score is the baseline, and the sampled ones.
+
+    Paper: arXiv 2310.10505.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._baselines: dict[int, float] = {}
+
+    def turns(self, first_draw: int, num_prompts: int, share: Share) -> Iterator[Turn]:
+        """See ``Groups.turns``."""
+        self._begin()
+        about = {"first_draw": first_draw, "num_prompts": num_prompts}
+        yield {"number": 1, **about, "is_greedy": True}
+        shares = share(self._own_scores())
+        if shares is None:
+            return
+        self._baselines = {draw: score for each in shares for draw, score in each}
+        # Greedy responses are not learned from.
+        self._rollouts = []
+        yield {"number": 2, **about, "is_greedy": False}
+        self._draws = list(range(first_draw, first_draw + num_prompts))
+        self.next_draw = first_draw + num_prompts
+
+    def _kept(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """A baseline is shaped like the scores that it is compared with."""
+        if not decided["fill"]["is_greedy"]:
+            return batch
+        scores = shaped(self._job.recipe, batch.columns["scores"], batch.columns["response_mask"].lengths)
+        return batch.with_columns({"scores": scores})
+
+    def _finished(self, rollout: Batch) -> Batch:
+        # Of a step that is left there may be none; of a greedy response that has no score neither.
+        baselines = [self._baselines.get(draw, math.nan) for draw in rollout.columns["draws"].tolist()]
+        return rollout.with_columns({"baselines": torch.tensor(baselines, dtype=torch.float32)})
+
+
+def make_groups(job: Job) -> Groups | None:
+    """What decides on the batch of a step, of algorithms with more than one rollout in a step."""
+    kinds = {"dapo": InformativeGroups, "remax": GreedyBaselines}
+    kind = kinds.get(job.recipe.algorithm)
+    return None if kind is None else kind(job)
+
+
+def _informative(shares: list[Scores]) -> list[int]:
+    """Draws of the groups whose scores are not all equal, in order; a group may be in several shares."""
+    scores: dict[int, set[float]] = {}
+    for share in shares:
+        for draw, score in share:
+            scores.setdefault(draw, set()).add(score)
+    return sorted(draw for draw, found in scores.items() if len(found) > 1)

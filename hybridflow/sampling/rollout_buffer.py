@@ -1,0 +1,94 @@
+"""Scored samples between the ranks that generate and those that learn, on the former."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hybridflow.dataflow.batch import Batch
+from hybridflow.errors import DataError
+from hybridflow.placement.job import Job
+from hybridflow.rollout.buffer import AsyncRolloutBuffer
+
+ASKED_BY = ("fill_buffer", "sample_ahead", "train_step")
+"""Decisions that say what is to be sampled; the first one that was taken counts."""
+
+
+class _Waiting(NamedTuple):
+    """This rank's samples for a step; None where it holds none."""
+
+    step: int
+    batch: Batch | None
+
+
+class RolloutBuffer:
+    """Keeps batches until their step comes, and sees to it that their weights are not too old then.
+
+    Attributes:
+        metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.metrics: dict[str, float] = {}
+        self._job = job
+        self._mesh = job.meshes["actor.rollout"]
+        self._bound = job.recipe.staleness_bound
+        self._buffer = AsyncRolloutBuffer(max_buffers=job.recipe.trainer.max_staleness + 1)
+
+    def put(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+        """Keep the samples of a step that is still to come."""
+        is_holder = self._job.world.rank in self._mesh.holders(self._mesh.coordinate(self._job.world.rank).dp)
+        self._buffer.put(_Waiting(asked(decided)["step"], batch if is_holder else None))
+
+    def take(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
+        """The samples of this step. A source of all columns that ``put`` was given.
+
+        Collective: the rollout mesh.
+
+        Raises:
+            DataError: The weights that sampled one of them are further behind than ``Recipe.staleness_bound``.
+        """
+        step = decided["train_step"]["step"]
+        waiting = self._buffer.flip()
+        assert waiting.step == step, f"the samples of step {waiting.step} were taken for step {step}"
+        found = measure_staleness(self._job, [] if waiting.batch is None else _behind(waiting.batch, step))
+        self.metrics |= found
+        if found["rollout/staleness_max"] > self._bound:
+            raise DataError(
+                f"step {step}: samples of weights that are {found['rollout/staleness_max']:.0f} updates behind, and "
+                f"trainer.max_staleness={self._job.recipe.trainer.max_staleness}; this is a defect, please report it "
+                "with the recipe"
+            )
+        return waiting.batch
+
+
+def measure_staleness(job: Job, behind: list[int]) -> dict[str, float]:
+    """How many updates the weights of the samples are behind, of all replicas; nothing, if there are none.
+
+    Collective: the rollout mesh.
+    """
+    mesh = job.meshes["actor.rollout"]
+    shares = job.world.coordinator(mesh.ranks).gather(behind, "versions of the weights")
+    # A replica may have several holders, with the same samples each.
+    by_rank = dict(zip(mesh.ranks, shares, strict=True))
+    told = [number for dp in range(mesh.layout.dp) for number in by_rank[mesh.holders(dp)[0]]]
+    if not told:
+        return {}
+    return {"rollout/staleness_mean": sum(told) / len(told), "rollout/staleness_max": float(max(told))}
+
+
+def asked(decided: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``Rollouts.sample`` is to sample, whichever decision asks for it; several rollouts of one step differ."""
+    found = {**next(decided[name] for name in ASKED_BY if name in decided), **decided.get("fill", {})}
+    keys = [key for key in ("step", "first_draw", "num_prompts", "version", "is_greedy") if key in found]
+    # The step's own weights, if nothing else is said.
+    return {"version": found["step"] - 1, **{key: found[key] for key in keys}}
+
+
+def _behind(batch: Batch, step: int) -> list[int]:
+    """How many updates the weights of each sample lack of those of the step's beginning."""
+    versions = batch.columns["versions"]
+    assert isinstance(versions, Tensor), "versions is a dense column"
+    return [step - 1 - version for version in versions.tolist()]

@@ -1,0 +1,275 @@
+"""What was sampled and is not yet part of a checkpoint: kept in logs, used again after a kill, archived or removed.
+
+    <run_dir>/rollouts/log/step-000012-start-3fab…-rank-00003.log     see ``data.rollout_log``
+    <run_dir>/rollouts/log/step-000012-start-3fab…-rank-00003-part-00002.log     of the step's second rollout
+    <run_dir>/rollouts/segments/step-000001-000010-rank-00003.h5      see ``rollout.archive``
+    <run_dir>/rollouts/all.h5
+
+A response is used again where its step, and the weights that sampled it, are the same. The weights are told apart by a
+fingerprint: at the beginning of a run one of where they come from, or a random one; from then on the hash of the one
+before and of what the update measured, to the last bit. It is part of each checkpoint. So all that was sampled since is
+found again by a run that takes the same way bit for bit, and what the checkpoint's own weights have sampled by any. A
+response that was paused goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from hybridflow.checkpoint.store import Checkpoint
+from hybridflow.data.rollout_log import (
+    LogHeader,
+    LogName,
+    LogWriter,
+    Sampled,
+    list_logs,
+    pack_response,
+    read_log,
+    unpack_response,
+)
+from hybridflow.errors import WriteError
+from hybridflow.placement.job import Job
+from hybridflow.rollout import archive
+from hybridflow.rollout.request import FinishReason, Request, Response
+
+_FOLDER, _LOGS = "rollouts", "log"
+
+
+class KeptRollouts:
+    """This rank's part of them. Made on all ranks, which is collective.
+
+    Args:
+        job: The job.
+        start: Tells this start of the run from others.
+        fingerprint: Of the weights with which it begins.
+        checkpoint: That it goes on from; None: there is none.
+    """
+
+    def __init__(self, job: Job, start: str, fingerprint: str, checkpoint: Checkpoint | None) -> None:
+        self._job, self._start, self._rank = job, start, job.world.rank
+        self._folder = Path(job.recipe.run_dir) / _FOLDER
+        self._logs = self._folder / _LOGS
+        self._fingerprint = fingerprint
+        self._saved = None if checkpoint is None else checkpoint.step
+        # The start that saved it, and up to which step what that start sampled is the run's.
+        self._before: tuple[str, int] | None = None
+        if checkpoint is not None and "rollouts" in checkpoint.state:
+            self._before = checkpoint.state["rollouts"]["start"], checkpoint.step
+        self._written: list[LogName] = []
+        self._scores: dict[archive.Key, float] = {}
+        everyone = job.world.coordinator(job.meshes["job"].ranks)
+        # One looks: of a directory that another node has just changed each might see something else.
+        found = everyone.decide("rollouts of earlier starts", self._look() if everyone.is_lead else None)
+        self._left = [LogName(*name) for name in found]
+
+    def state(self) -> dict[str, str]:
+        """What a checkpoint keeps of this; equal on all ranks."""
+        return {"start": self._start, "fingerprint": self._fingerprint}
+
+    def advance(self, measured: Mapping[str, float]) -> None:
+        """The weights have changed: by an update that measured this, equal on all ranks."""
+        # An update in which no token counts measures nothing. The rate may be changed on resume, and says nothing else
+        # in the step in which it is.
+        told = [float(measured.get(name, 0.0)).hex() for name in ("actor/loss", "actor/grad_norm", "actor/lr")]
+        told.append(str(self._job.recipe.actor.update))
+        self._fingerprint = hashlib.sha256(" ".join([self._fingerprint, *told]).encode()).hexdigest()
+
+    def add_scores(self, step: int, scores: Iterable[tuple[int, int, float]]) -> None:
+        """What samples of a step, by draw and index, are worth; for the archive."""
+        self._scores |= {(step, draw, index): score for draw, index, score in scores}
+
+    def find(self, step: int, requests: list[Request]) -> dict[tuple[int, int], Response]:
+        """Responses to some of the requests that an earlier start of the run has sampled, by draw and index.
+
+        Some may be paused: of those that are not there whole, the longest.
+
+        Collective: tp, pp of the rollout, with the same requests.
+        """
+        names = [name for name in self._left if name.step == step]
+        if not names or not requests:
+            return {}
+        mesh = self._job.meshes["actor.rollout"]
+        replica = self._job.world.coordinator(mesh.group_of(self._rank, "tp", "pp"))
+        found = [_to_text(each) for each in self._read(names, step, requests)] if replica.is_lead else None
+        responses = map(_from_text, replica.decide("rollouts of earlier starts", found))
+        return {(each.draw, each.index): _response(each) for each in responses}
+
+    @contextlib.contextmanager
+    def log(self, step: int) -> Iterator[LogWriter | None]:
+        """This rank's log of one rollout of a step, on disk when it ends; None on a rank that has none.
+
+        Of the ranks of a replica that know the log-probabilities one has a log, the first.
+        """
+        mesh = self._job.meshes["actor.rollout"]
+        if mesh.holders(mesh.coordinate(self._rank).dp)[0] != self._rank:
+            yield None
+            return
+        name = LogName(step, self._start, self._rank, 1 + sum(each.step == step for each in self._written))
+        with LogWriter(self._logs / str(name), self._header(step)) as writer:
+            self._written.append(name)
+            yield writer
+
+    def begin_save(self, step: int) -> None:
+        """The checkpoint before is complete, and that of ``step`` has begun. On all ranks."""
+        self.end_save()
+        self._saved = step
+
+    def end_save(self) -> None:
+        """The last checkpoint is complete: what was sampled before it goes into the archive, or away. On all ranks.
+
+        Raises:
+            WriteError: The file system refuses.
+        """
+        step = self._saved
+        if step is None:
+            return
+        if self._rank == 0 and self._job.recipe.rollout.archive:
+            # What the ranks have archived at the last save, since when they have met.
+            self.join()
+        done = [name for name in self._written if name.step <= step]
+        done += [name for name in self._left if name.step <= step and name.rank % self._job.world.size == self._rank]
+        if self._job.recipe.rollout.archive:
+            self._archive([name for name in done if self._is_part_of_run(name)])
+        self._scores = {key: score for key, score in self._scores.items() if key[0] > step}
+        for name in done:
+            with contextlib.suppress(OSError):
+                (self._logs / str(name)).unlink()
+        self._written = [name for name in self._written if name.step > step]
+        self._left = [name for name in self._left if name.step > step]
+
+    def join(self) -> None:
+        """Join all that is archived in one file. For one rank, while no other writes to the archive.
+
+        Raises:
+            WriteError: The file system refuses.
+        """
+        for line in archive.join_segments(self._folder):
+            print(line, flush=True)
+
+    def _look(self) -> list[LogName]:
+        """The logs that are there, once what does not belong to the run, at this step, is removed."""
+        names = list_logs(self._logs)
+        try:
+            archive.drop_segments(self._folder, after=self._saved)
+            is_of_run = self._saved is not None or any(self._is_first(name) for name in names)
+        except OSError as error:
+            raise _not_removed(self._folder, error) from error
+        if not is_of_run:
+            remove_logs(Path(self._job.recipe.run_dir))
+        return names if is_of_run else []
+
+    def _is_first(self, name: LogName) -> bool:
+        """Whether the weights with which this run begins have sampled it."""
+        log = read_log(self._logs / str(name)) if name.step == 1 else None
+        return log is not None and log.header == self._header(1)
+
+    def _read(self, names: list[LogName], step: int, requests: list[Request]) -> Iterable[Sampled]:
+        wanted = {(request.draw, request.index) for request in requests}
+        best: dict[tuple[int, int], Sampled] = {}
+        for name in names:
+            try:
+                log = read_log(self._logs / str(name))
+            except OSError as error:
+                print(f"{self._logs / str(name)}: cannot be read, and is not used: {error}", flush=True)
+                continue
+            if log is None or log.header != self._header(step):
+                continue
+            for each in log.responses:
+                key = each.draw, each.index
+                if key in wanted and (key not in best or _is_better(each, best[key])):
+                    best[key] = each
+        return best.values()
+
+    def _header(self, step: int) -> LogHeader:
+        return LogHeader(
+            step=step,
+            fingerprint=self._fingerprint,
+            seed=self._job.recipe.seed,
+            vocab_size=self._job.vocab_size,
+        )
+
+    def _is_part_of_run(self, name: LogName) -> bool:
+        """Whether the run took the way on which this was sampled: no later start went back before it."""
+        if name.start == self._start:
+            return True
+        return self._before is not None and name.start == self._before[0] and name.step <= self._before[1]
+
+    def _archive(self, names: list[LogName]) -> None:
+        """A segment for each rank that wrote; what has one already, its writer killed since, is left out."""
+        covered = archive.list_segments(self._folder)
+        by_rank: dict[int, list[LogName]] = {}
+        for name in sorted(names):
+            if not any(segment.rank == name.rank and segment.holds(name.step) for segment in covered):
+                by_rank.setdefault(name.rank, []).append(name)
+        for rank, chosen in by_rank.items():
+            rows = []
+            for name in chosen:
+                try:
+                    log = read_log(self._logs / str(name))
+                except OSError as error:
+                    raise WriteError(f"{self._logs / str(name)}: cannot be archived: {error}") from error
+                rows += [] if log is None else [(name.step, each) for each in log.responses if each.is_whole]
+            prompts = {each.draw: self._job.train.prompt(each.draw) for _, each in rows}
+            segment = archive.SegmentName(chosen[0].step, chosen[-1].step, rank)
+            archive.write_segment(self._folder, segment, rows, prompts, self._scores)
+
+
+def remove_logs(run_dir: Path) -> None:
+    """Remove what earlier starts of a run have sampled. For one rank, before others look.
+
+    Raises:
+        WriteError: The file system refuses.
+    """
+    folder = run_dir / _FOLDER / _LOGS
+    try:
+        for name in list_logs(folder):
+            (folder / str(name)).unlink()
+    except OSError as error:
+        raise _not_removed(folder, error) from error
+
+
+def _not_removed(folder: Path, error: OSError) -> WriteError:
+    return WriteError(f"{folder}: what an earlier run has left cannot be removed: {error}; remove it by hand")
+
+
+def to_sampled(request: Request, response: Response) -> Sampled:
+    """What a log keeps of a response."""
+    return Sampled(
+        draw=request.draw,
+        index=request.index,
+        tokens=response.tokens.int().numpy(),
+        log_probs=response.log_probs.numpy(),
+        sampled_log_probs=response.sampled_log_probs.numpy(),
+        versions=response.versions.numpy(),
+        finish=response.finish,
+    )
+
+
+def _response(kept: Sampled) -> Response:
+    return Response(
+        tokens=torch.from_numpy(kept.tokens).long(),
+        log_probs=torch.from_numpy(kept.log_probs),
+        sampled_log_probs=torch.from_numpy(kept.sampled_log_probs),
+        versions=torch.from_numpy(kept.versions),
+        finish=cast(FinishReason, kept.finish),
+    )
+
+
+def _is_better(one: Sampled, other: Sampled) -> bool:
+    """Whether one has more of a response than another."""
+    return (one.is_whole, len(one.tokens)) > (other.is_whole, len(other.tokens))
+
+
+def _to_text(response: Sampled) -> str:
+    return base64.b64encode(pack_response(response)).decode()
+
+
+def _from_text(text: str) -> Sampled:
+    return unpack_response(base64.b64decode(text))

@@ -1,5 +1,0 @@
-"""IPO (arXiv 2310.12036): DPO that stops where a pair is far enough apart."""
-
-from hybridflow.trainer.recipes import nodes
-
-STEP = nodes.given("pairs", "margins") >> nodes.REFERENCE_LOG_PROBS >> nodes.update("ref_log_probs")

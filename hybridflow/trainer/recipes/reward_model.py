@@ -1,5 +1,0 @@
-"""A reward model from pairs (Bradley and Terry, Biometrika 1952; arXiv 1909.08593), with margins (arXiv 2307.09288)."""
-
-from hybridflow.trainer.recipes import nodes
-
-STEP = nodes.given("pairs", "margins") >> nodes.update("margins")

@@ -1,0 +1,282 @@
+"""HDF5: what plain h5py reads, bit-exact both ways, and everything that is wrong is refused with its place."""
+
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+from dataclasses import replace
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridflow.checkpoint.formats.hdf5 import HDF5Source
+from hybridflow.checkpoint.formats.registry import Options, make_target, open_source
+from hybridflow.errors import CheckpointError, LayoutError
+from hybridflow.layout.parallel_layout import ParallelLayout
+from tests.support.checkpoint_formats import SMALL, MemorySource, assert_same, in_bf16, write_target
+
+MIXTURE = replace(SMALL, num_experts=4, qkv_bias=False, qk_norm=True, dtype="bf16")
+QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
+QKV_PATH = "/weights/decoder/layers/1/self_attention/linear_qkv/weight"
+
+
+def written(tmp_path, model=SMALL, layout=None, dtype=None, **other):
+    source = MemorySource(model, **other)
+    options = Options(layout=None if layout is None else ParallelLayout.parse(layout), dtype=dtype)
+    out = tmp_path / ("out" if layout else "out.h5")
+    write_target(source, make_target("hdf5", source, options), out)
+    return source, out
+
+
+@pytest.mark.parametrize("layout", [None, "tp1", "tp2.pp2", "tp2.dp2.ep2.etp1"])
+@pytest.mark.parametrize("model", [SMALL, in_bf16(SMALL), MIXTURE], ids=["fp32", "bf16", "mixture"])
+def test_comes_back_bit_for_bit(tmp_path, model, layout):
+    if layout and "ep" in layout and model is not MIXTURE:
+        with pytest.raises(LayoutError, match="no experts"):
+            written(tmp_path, model, layout)
+        return
+    source, out = written(tmp_path, model, layout)
+    found = open_source(out)
+    assert isinstance(found, HDF5Source)
+    assert (found.model, found.family, found.has_value_head) == (model, "qwen2", False)
+    assert found.layout == (None if layout is None else str(ParallelLayout.parse(layout)))
+    assert found.assets() == source.assets()
+    assert_same(found, source.values)
+
+
+def test_a_value_head_and_another_dtype(tmp_path):
+    source, out = written(tmp_path, SMALL, None, "bf16", has_value_head=True)
+    found = open_source(out)
+    assert found.has_value_head and found.model.dtype == "bf16"
+    assert_same(found, {name: value.bfloat16() for name, value in source.values.items()})
+
+
+@pytest.mark.parametrize("layout", [None, "tp2.pp2"])
+def test_plain_h5py_reads_the_values(tmp_path, layout):
+    source, out = written(tmp_path, in_bf16(SMALL), layout)
+    if layout:
+        moved = tmp_path / "elsewhere"
+        out = shutil.move(out, moved) / "model.h5"
+    with h5py.File(out) as file:
+        assert file[QKV_PATH].dtype == np.float32
+        assert bool(file[QKV_PATH].is_virtual) == bool(layout)
+        for name, value in source.values.items():
+            dataset = file["weights/" + name.replace(".", "/")]
+            assert np.array_equal(dataset[()], value.float().numpy()), name
+            assert dataset.attrs["dtype"] == "bf16"
+        if not layout:
+            assert file[QKV_PATH].fletcher32 and file[QKV_PATH].chunks
+        assert json.loads(file.attrs["model"])["num_layers"] == 4
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=64))
+def test_every_bfloat16_is_the_float32_that_torch_says(tmp_path_factory, patterns):
+    """Also infinities, numbers below the normal ones, and which patterns are no number."""
+    bits = torch.tensor(patterns, dtype=torch.int32).to(torch.int16)
+    source = MemorySource(in_bf16(SMALL))
+    name = "decoder.final_layernorm.weight"
+    source.values[name] = bits.repeat(16)[:16].view(torch.bfloat16)
+    out = tmp_path_factory.mktemp("patterns") / "out.h5"
+    write_target(source, make_target("hdf5", source, Options()), out)
+    assert torch.equal(open_source(out).read(name).view(torch.int16), source.values[name].view(torch.int16))
+    with h5py.File(out) as file:
+        found = file["weights/" + name.replace(".", "/")][()]
+    assert np.array_equal(found, source.values[name].float().numpy(), equal_nan=True)
+
+
+def test_large_tensors_are_cut_into_chunks_of_about_2_mib(tmp_path):
+    source, out = written(tmp_path, replace(SMALL, vocab_size=70_001))
+    with h5py.File(out) as file:
+        dataset = file["/weights/embedding/word_embeddings/weight"]
+        assert dataset.shape == (70_001, 16) and dataset.chunks == (32_768, 16)
+    assert_same(open_source(out), source.values)
+
+
+def flip(path, needle):
+    """Change one bit of the bytes that begin with ``needle``."""
+    content = bytearray(path.read_bytes())
+    place = content.index(needle)
+    content[place + 5] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("layout", [None, "tp2.pp2"])
+def test_a_flipped_bit_names_file_and_dataset(tmp_path, layout):
+    source, out = written(tmp_path, SMALL, layout)
+    path = out / "tp00-pp00.h5" if layout else out
+    flip(path, source.values[QKV][0].numpy().tobytes())
+    found = open_source(out)
+    with pytest.raises(CheckpointError, match=f"{path.name}: {QKV_PATH}: .*[cC]hecksum"):
+        found.read(QKV)
+
+
+def test_what_passes_the_checksum_of_hdf5_is_found_by_sha256(tmp_path):
+    _, out = written(tmp_path)
+    with h5py.File(out, "r+") as file:
+        file[QKV_PATH][0, 0] += 1.0
+    with pytest.raises(CheckpointError, match=f"out.h5: {QKV_PATH}: .*sha256"):
+        open_source(out).read(QKV)
+
+
+def test_a_part_that_is_missing_or_of_another_directory(tmp_path):
+    _, out = written(tmp_path, SMALL, "tp2.pp2")
+    (out / "tp01-pp00.h5").rename(tmp_path / "kept.h5")
+    with pytest.raises(CheckpointError, match="tp01-pp00.h5: missing; .* zeros"):
+        open_source(out).read(QKV)
+    shutil.copy(out / "tp00-pp00.h5", out / "tp01-pp00.h5")
+    with pytest.raises(CheckpointError, match=f"tp01-pp00.h5: {QKV_PATH}: .*sha256"):
+        open_source(out).read(QKV)
+
+
+def spoil_truncated(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def spoil_no_hdf5(path):
+    path.write_bytes(b"\x89HDF\r\n\x1a\n" + b"x" * 100)
+
+
+def spoil_foreign(path):
+    with h5py.File(path, "w") as file:
+        file["weights/x"] = np.zeros(3)
+
+
+def spoil_missing(path):
+    with h5py.File(path, "r+") as file:
+        del file[QKV_PATH]
+
+
+def spoil_extra(path):
+    with h5py.File(path, "r+") as file:
+        file["weights/extra"] = np.zeros(3, np.float32)
+
+
+def spoil_shape(path):
+    with h5py.File(path, "r+") as file:
+        del file[QKV_PATH]
+        file[QKV_PATH] = np.zeros((3, 16), np.float32)
+
+
+def spoil_dtype(path):
+    with h5py.File(path, "r+") as file:
+        shape = file[QKV_PATH].shape
+        del file[QKV_PATH]
+        file[QKV_PATH] = np.zeros(shape, np.float64)
+
+
+def spoil_external_link(path):
+    shutil.copy(path, path.with_name("other.h5"))
+    with h5py.File(path, "r+") as file:
+        del file[QKV_PATH]
+        file[QKV_PATH] = h5py.ExternalLink("other.h5", QKV_PATH)
+
+
+def spoil_settings(path):
+    with h5py.File(path, "r+") as file:
+        file.attrs["model"] = json.dumps({**json.loads(file.attrs["model"]), "num_layers": 10**9})
+
+
+def spoil_group_link(path):
+    with h5py.File(path, "r+") as file:
+        file.move("weights", "elsewhere")
+        file["weights"] = h5py.SoftLink("/elsewhere")
+
+
+SPOILED = [value for name, value in globals().items() if name.startswith("spoil_")]
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
+def test_what_is_wrong_is_refused_when_it_is_opened(tmp_path, spoil):
+    _, out = written(tmp_path)
+    spoil(out)
+    with pytest.raises(CheckpointError, match="out.h5.*(restore|hybridflow wrote)"):
+        HDF5Source(out)
+
+
+def remake(file, **creation):
+    values, attributes = file[QKV_PATH][()], dict(file[QKV_PATH].attrs)
+    del file[QKV_PATH]
+    dataset = file.create_dataset(QKV_PATH, data=values, **creation)
+    dataset.attrs.update(attributes)
+
+
+@pytest.mark.parametrize(
+    ("creation", "complaint"),
+    [
+        ({"compression": "gzip"}, "filters"),
+        ({}, "chunks of this file"),
+        ({"external": [("raw.bin", 0, h5py.h5f.UNLIMITED)]}, "chunks of this file"),
+    ],
+)
+def test_datasets_that_are_stored_otherwise_are_refused(tmp_path, creation, complaint, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, out = written(tmp_path)
+    with h5py.File(out, "r+") as file:
+        remake(file, **creation)
+    with pytest.raises(CheckpointError, match=f"out.h5: {QKV_PATH}: .*{complaint}"):
+        open_source(out).read(QKV)
+
+
+def test_a_hole_is_no_tensor_of_zeros(tmp_path):
+    _, out = written(tmp_path)
+    with h5py.File(out, "r+") as file:
+        shape, attributes = file[QKV_PATH].shape, dict(file[QKV_PATH].attrs)
+        del file[QKV_PATH]
+        file.create_dataset(QKV_PATH, shape, "<f4", chunks=shape, fletcher32=True).attrs.update(attributes)
+    with pytest.raises(CheckpointError, match=f"out.h5: {QKV_PATH}: .*has 0 bytes"):
+        open_source(out).read(QKV)
+
+
+@pytest.mark.parametrize("file_name", ["../outside.h5", "/etc/passwd", "model.h5"])
+def test_virtual_datasets_stay_within_the_directory(tmp_path, file_name):
+    _, out = written(tmp_path, SMALL, "tp2")
+    with h5py.File(out / "model.h5", "r+") as file:
+        old = file[QKV_PATH]
+        layout = h5py.VirtualLayout(old.shape, old.dtype)
+        layout[...] = h5py.VirtualSource(file_name, QKV_PATH, old.shape)
+        attributes = {**old.attrs, "sha256": json.dumps(["0" * 64])}
+        del file[QKV_PATH]
+        file.create_virtual_dataset(QKV_PATH, layout).attrs.update(attributes)
+    with pytest.raises(CheckpointError, match=f"model.h5: {QKV_PATH}: .*(beside it|another selection)"):
+        open_source(out)
+
+
+def test_virtual_datasets_that_leave_a_gap_are_refused(tmp_path):
+    _, out = written(tmp_path, SMALL, "tp2")
+    with h5py.File(out / "model.h5", "r+") as file:
+        old = file[QKV_PATH]
+        layout = h5py.VirtualLayout(old.shape, old.dtype)
+        layout[:16] = h5py.VirtualSource("tp00-pp00.h5", QKV_PATH, (16, old.shape[1]))
+        attributes = {**old.attrs, "sha256": json.dumps(["0" * 64])}
+        del file[QKV_PATH]
+        file.create_virtual_dataset(QKV_PATH, layout).attrs.update(attributes)
+    with pytest.raises(CheckpointError, match=f"model.h5: {QKV_PATH}: .*do not make"):
+        open_source(out)
+
+
+def write_into_little_room(path, sender):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    source = MemorySource(replace(SMALL, vocab_size=70_001))
+    try:
+        write_target(source, make_target("hdf5", source, Options()), path)
+    except OSError as error:
+        sender.send(str(error))
+    os._exit(0)
+
+
+def test_no_room_is_an_error_of_the_file_system(tmp_path):
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=write_into_little_room, args=(tmp_path / "out.h5", sender))
+    child.start()
+    sender.close()
+    assert receiver.poll(30) and "out.h5" in receiver.recv()
+    child.join(30)

@@ -1,0 +1,170 @@
+"""Models of transformers through our directories in every layout and back: the same bits, the same logits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from hybridflow.checkpoint.formats.registry import open_source
+from hybridflow.checkpoint.manifest import digest
+from hybridflow.families.tables import FAMILIES
+from hybridflow.layout.parallel_layout import ParallelLayout
+from tests.support.checkpoint_cases import convert, make_model, same_bits, save, tensors_of
+
+PROMPTS = torch.tensor([[1, 17, 5, 9, 30, 2, 8, 11, 36], [1, 4, 4, 23, 7, 19, 33, 3, 10]])
+LAYOUTS = ["tp1", "tp2", "pp2", "tp2.pp2"]
+MIXTURES = ["mixtral", "qwen3_moe"]
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16, "rope_theta": 5e5}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 9.0, 27.0]}
+LONGROPE |= {"rope_theta": 1e4}
+
+CASES = {family: (family, {}) for family in FAMILIES} | {
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, all heads": ("llama", {"num_key_value_heads": 4, "rope_parameters": LLAMA3}),
+    "llama, one group": ("llama", {"num_key_value_heads": 1}),
+    "qwen2, tied, window": (
+        "qwen2",
+        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "gemma, untied": ("gemma", {"tie_word_embeddings": False}),
+    "phi3, longrope": ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
+}
+
+
+def load(path, auto=transformers.AutoModelForCausalLM):
+    """The model that transformers reads, all of it."""
+    model, report = auto.from_pretrained(path, dtype="auto", output_loading_info=True)
+    assert not any(report.values()), report
+    for parameter in model.parameters():
+        # A view of a file may lie at any address, and sums are taken in another order at an odd one.
+        parameter.data = parameter.data.clone()
+    return model.eval()
+
+
+def answers(path):
+    """What transformers computes of a directory: logits, and the tokens that it generates."""
+    model = load(path)
+    with torch.no_grad():
+        logits = model(PROMPTS).logits
+        tokens = model.generate(PROMPTS, attention_mask=torch.ones_like(PROMPTS), max_new_tokens=4, do_sample=False)
+    return logits, tokens
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back_in_every_layout(case, tmp_path):
+    family, other = CASES[case]
+    made = make_model(family, **other)
+    start = save(made, tmp_path / "start", **({"max_shard_size": "20KB"} if "tied" in case else {}))
+    layouts = LAYOUTS + (["tp2.dp2.ep2", "tp2.pp2.ep2.etp1"] if family in MIXTURES else [])
+    before = start
+    for layout in layouts:
+        # From each layout to the next, so that every one is read as well.
+        ours = convert(before, "megatron", tmp_path / layout, layout=ParallelLayout.parse(layout))
+        assert open_source(ours).layout == str(ParallelLayout.parse(layout))
+        end = convert(ours, "hf", tmp_path / f"{layout}-back", max_shard_bytes=15_000)
+        assert same_bits(tensors_of(end), tensors_of(start)), layout
+        before = ours
+    assert len([*end.glob("model-*.safetensors")]) > 1
+    expected, found = answers(start), answers(end)
+    assert float(expected[0].std()) > 0.1, "logits are too alike to tell anything"
+    assert torch.equal(expected[0], found[0]) and torch.equal(expected[1], found[1])
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"):
+        assert (end / name).read_bytes() == (start / name).read_bytes()
+    written, original = (json.loads((path / "config.json").read_text()) for path in (end, start))
+    older = {"rope_theta", "rope_scaling", "original_max_position_embeddings", "num_experts", "num_local_experts"}
+    assert {key: value for key, value in written.items() if key in original} == original
+    assert written.keys() - original.keys() <= older
+    assert written["rope_theta"] == original["rope_parameters"]["rope_theta"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes_are_kept_tensor_by_tensor(dtype, tmp_path):
+    model = make_model("qwen3", dtype=dtype)
+    model.model.norm.float()
+    start = save(model, tmp_path / "start")
+    ours = convert(start, "megatron", tmp_path / "ours", layout=ParallelLayout(tp=2))
+    end = convert(ours, "hf", tmp_path / "end")
+    assert same_bits(tensors_of(end), tensors_of(start))
+    assert {tensor.dtype for tensor in tensors_of(end).values()} == {dtype, torch.float32}
+
+
+def test_a_scorer_is_a_value_model(tmp_path):
+    start = save(make_model("qwen2", scorer=True), tmp_path / "start")
+    ours = convert(start, "megatron", tmp_path / "ours", layout=ParallelLayout(tp=2, pp=2))
+    source = open_source(ours)
+    assert source.has_value_head and source.tensors["value_head.weight"].shape == (1, 32)
+    assert "output_layer.weight" not in source.tensors
+    end = convert(ours, "hf", tmp_path / "end")
+    assert same_bits(tensors_of(end), tensors_of(start))
+    scores = []
+    for path in (start, end):
+        model = load(path, transformers.AutoModelForSequenceClassification)
+        assert model.config.num_labels == 1
+        with torch.no_grad():
+            scores.append(model(PROMPTS).logits)
+    assert scores[0].shape == (2, 1) and torch.equal(*scores)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scorer", [False, True])
+def test_without_the_original_config_the_written_one_means_the_same(family, scorer, tmp_path):
+    start = save(make_model(family, scorer=scorer), tmp_path / "start")
+    ours = convert(start, "megatron", tmp_path / "ours")
+    source = open_source(ours)
+    (ours / "assets" / "config.json").unlink()
+    manifest = json.loads((ours / "manifest.json").read_text())
+    del manifest["notes"]["assets"]["config.json"]
+    rewrite_manifest(ours, manifest)
+    end = convert(ours, "hf", tmp_path / "end")
+    auto = transformers.AutoModelForSequenceClassification if scorer else transformers.AutoModelForCausalLM
+    outputs = []
+    for path in (start, end):
+        model = load(path, auto)
+        model.config.pad_token_id = 0
+        with torch.no_grad():
+            outputs.append(model(PROMPTS).logits)
+    assert torch.equal(*outputs)
+    assert source.family == family
+
+
+def rewrite_manifest(path, body):
+    body.pop("sha256")
+    (path / "manifest.json").write_text(json.dumps({"sha256": digest(body), **body}))
+
+
+def brute_force_qkv(tensors, prefix, heads, groups, head):
+    """Row by row: each group's queries, then its key, then its value."""
+    rows = []
+    for group in range(groups):
+        for query in range(heads // groups):
+            for row in range(head):
+                rows.append(tensors[f"{prefix}.q_proj.weight"][(group * (heads // groups) + query) * head + row])
+        for part in "kv":
+            for row in range(head):
+                rows.append(tensors[f"{prefix}.{part}_proj.weight"][group * head + row])
+    return torch.stack(rows)
+
+
+def test_queries_keys_and_values_are_grouped_as_megatron_has_them(tmp_path):
+    start = save(make_model("llama", num_attention_heads=8, num_key_value_heads=2), tmp_path / "llama")
+    found = open_source(start).read("decoder.layers.1.self_attention.linear_qkv.weight")
+    theirs = tensors_of(start)
+    assert torch.equal(found, brute_force_qkv(theirs, "model.layers.1.self_attn", heads=8, groups=2, head=4))
+    gate_up = open_source(start).read("decoder.layers.0.mlp.linear_fc1.weight")
+    assert torch.equal(gate_up[0], theirs["model.layers.0.mlp.gate_proj.weight"])
+    assert torch.equal(gate_up[1], theirs["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_phi3_cuts_its_fused_projections(tmp_path):
+    start = save(make_model("phi3"), tmp_path / "phi3")
+    theirs = tensors_of(start)
+    fused = theirs["model.layers.0.self_attn.qkv_proj.weight"]
+    apart = {f"x.{part}_proj.weight": rows for part, rows in zip("qkv", fused.split([32, 16, 16]), strict=True)}
+    found = open_source(start).read("decoder.layers.0.self_attention.linear_qkv.weight")
+    assert torch.equal(found, brute_force_qkv(apart, "x", heads=4, groups=2, head=8))
+    gate_up = open_source(start).read("decoder.layers.1.mlp.linear_fc1.weight")
+    assert torch.equal(gate_up.flatten(0, 1), theirs["model.layers.1.mlp.gate_up_proj.weight"])

@@ -1,0 +1,144 @@
+"""Chat templates of others: what they may do, and that they cannot hang, fill the memory, or reach out."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hybridflow.config.data import DataConfig
+from hybridflow.data import chat
+from hybridflow.data.chat import Chat
+from hybridflow.data.shaping import Shape, Shaper, examples_of
+from hybridflow.errors import DataError
+
+MESSAGES = [{"role": "user", "content": "1+1="}]
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
+)
+
+
+ENDLESS = "more than 1 s or 512 MiB"
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", ENDLESS),
+        ("{{ 'a' * 10**10 }}", "MemoryError"),
+        ("{{ 'a' | center(10**10) }}", "MemoryError"),
+        ("{{ '%09999999999d' | format(1) }}", "fails: "),
+        ("{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "Error"),
+        ("{{ 9**(9**(9**9)) }}", ENDLESS),
+        ("{{ 'a' * 2000000 }}", "made 2000000 characters, more than 1048576"),
+        ("{{ range(10**9) | list }}", "OverflowError"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{{ cycler.__init__.__globals__.os.system('touch reached') }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{% include '/etc/passwd' %}", "fails: "),
+        ("{% import 'os' as os %}", "fails: "),
+        ("{{ open('/etc/passwd').read() }}", "UndefinedError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ raise_exception('no') }}", "refuses the messages: no"),
+        ("{{ ", "TemplateSyntaxError"),
+    ],
+)
+def test_hostile_templates(template, found, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if found == ENDLESS:
+        monkeypatch.setattr(chat, "_RENDER_S", 1.0)
+    one = Chat(template, {})
+    begin_s = time.monotonic()
+    with pytest.raises(DataError, match=found):
+        one.render(MESSAGES)
+    assert time.monotonic() - begin_s < 30
+    assert not list(tmp_path.iterdir())
+    one.close()
+
+
+def test_after_one_that_was_stopped_the_next_is_rendered(monkeypatch):
+    monkeypatch.setattr(chat, "_RENDER_S", 1.0)
+    # Of constants it would be reckoned when the template is read.
+    power = "{% set n = messages | length + 7 %}{{ n**(n**(n**n)) }}"
+    one = Chat("{% if messages | length > 1 %}" + power + "{% endif %}{{ messages[0].content }}", {})
+    assert one.render(MESSAGES) == "1+1="
+    with pytest.raises(DataError, match="was stopped"):
+        one.render(MESSAGES * 2)
+    assert one.render(MESSAGES) == "1+1="
+    long = [{"role": "user", "content": "é☃" * 400_000}]
+    assert one.render(long) == "é☃" * 400_000, "longer than a pipe holds, both ways"
+    one.close()
+
+
+def test_its_process_ends_with_the_one_that_asked():
+    program = (
+        "import os; from hybridflow.data.chat import Chat; one = Chat('x', {}); one.render([]); "
+        "print(one._process.pid, flush=True); os._exit(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    end_s = time.monotonic() + 30
+    while os.path.exists(f"/proc/{int(done.stdout)}") and _is_running(int(done.stdout)):
+        assert time.monotonic() < end_s, "the process of the template lives on"
+        time.sleep(0.05)
+
+
+def _is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def shaped(row, kind="problems", **data):
+    shape = Shape(data=DataConfig(train="", held_out="", **data), kind=kind, template=TEMPLATE)
+    shaper = Shaper(shape)
+    try:
+        found = shaper(row, "f:1")
+        return examples_of(found.row, "f:1", found.begins, shape)
+    finally:
+        shaper.close()
+
+
+def test_what_a_row_of_messages_asks_and_answers():
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    (one,) = shaped({"messages": [*asked, {"role": "assistant", "content": "a"}]})
+    assert (one.prompt, one.answer, one.solution, one.begins) == ("[system]s[user]q[me]", "a", "a", True)
+    (one,) = shaped({"messages": asked, "answer": "b"})
+    assert (one.prompt, one.answer, one.solution) == ("[system]s[user]q[me]", "b", None)
+    (one,) = shaped({"prompt": asked, "answer": "b", "solution": "c"})
+    assert (one.prompt, one.solution) == ("[system]s[user]q[me]", "c")
+    (one,) = shaped({"messages": '[{"role": "user", "content": "q"}]', "answer": "b"})
+    assert one.prompt == "[user]q[me]", "columns of HDF5 hold the list as JSON text"
+    (one,) = shaped({"prompt": "q", "messages": asked, "answer": "b"})
+    assert (one.prompt, one.begins) == ("q", False), "a prompt that is text is taken as it is"
+    (one,) = shaped({"prompt": "q", "answer": "b"}, prompt_as_message=True)
+    assert (one.prompt, one.begins) == ("[user]q[me]", True)
+    said = {"chosen": [{"role": "assistant", "content": "x"}], "rejected": [{"role": "assistant", "content": "y"}]}
+    (one,) = shaped({"prompt": asked, **said}, kind="pairs")
+    assert [each.text for each in one.responses] == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": []}, "f:1: field 'messages': found [], expected a list of messages"),
+        ({"messages": "[{"}, "f:1: field 'messages': not valid JSON"),
+        ({"messages": [{"role": "user"}]}, "f:1: field 'messages'[0]: content: found None"),
+        ({"messages": [{"content": "q"}]}, "f:1: field 'messages'[0]: found {'content': 'q'}, expected an object with"),
+        ({"messages": ["q"]}, "f:1: field 'messages'[0]: found 'q'"),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}]},
+            "'messages': the assistant's message is the only one",
+        ),
+        ({"messages": 7}, "f:1: field 'messages': found 7"),
+        ({"messages": [{"role": "user", "content": "q"}]}, "f:1: no field 'answer'"),
+        ({"prompt": [1], "answer": "b"}, "f:1: field 'prompt'[0]: found 1"),
+        ({"prompt": {"role": "user"}, "answer": "b"}, "f:1: field 'prompt': expected text, found {'role': 'user'}"),
+    ],
+)
+def test_messages_that_are_none(row, says):
+    with pytest.raises(DataError) as caught:
+        shaped(row)
+    assert says in str(caught.value)

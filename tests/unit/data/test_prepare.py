@@ -1,0 +1,290 @@
+"""The pass over the data: what is stored is what was read, however the work is shared; bad rows as the policy says."""
+
+import hashlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config.data import DataConfig, DataSourceConfig
+from hybridflow.data import prepare as prepare_module
+from hybridflow.data import readers
+from hybridflow.data.order import permuted
+from hybridflow.data.pieces import train_tokenizer
+from hybridflow.data.prepare import Given, prepare
+from hybridflow.data.problems import StoredProblems, Stores, example_in, open_problems
+from hybridflow.data.prompts import PromptSource, encode_prompts, encode_solutions
+from hybridflow.data.shaping import Shape
+from hybridflow.errors import DataError
+from tests.support.ranks import run_ranks
+from tests.support.row_files import ENDINGS, examples_of_file, write_rows
+
+ROOT = Path(__file__).parents[3]
+DATA = DataConfig(train="rows", held_out="none")
+SHAPE = Shape(data=DATA, kind="problems")
+ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": number % 3} for number in range(60)]
+
+
+def store_of(path, folder, shape=SHAPE, **options):
+    said = []
+    return prepare(DataSourceConfig(path=str(path)), shape, folder, say=said.append, **options), said
+
+
+def small_pieces(monkeypatch, size=100):
+    monkeypatch.setattr(readers, "_PIECE_BYTES", size)
+    monkeypatch.setattr(readers, "_PIECE_ROWS", max(1, size // 20))
+
+
+@pytest.mark.parametrize("file_format", ENDINGS)
+def test_a_store_holds_the_rows_of_the_file_in_its_order(tmp_path, file_format):
+    path = write_rows(tmp_path / "rows", ROWS, file_format)
+    store, _ = store_of(path, tmp_path / "stores")
+    assert [store[number].row for number in range(len(store))] == ROWS
+    assert tuple(example_in(store[number], SHAPE) for number in range(60)) == examples_of_file(path, DATA)
+    assert sorted(each.name for each in (tmp_path / "stores").iterdir()) == [store.folder.name], "nothing is left over"
+
+
+def test_of_a_small_file_the_hash_and_the_order_are_those_of_the_rows_in_memory(tmp_path):
+    """So that checkpoints go on, which were written when rows were kept in memory."""
+    path = write_rows(tmp_path / "rows", [{**row, "solution": "7"} for row in ROWS], "jsonl")
+    tokenizer = train_tokenizer(path.read_text().splitlines(), path=tmp_path / "tokenizer.model", vocab_size=64)
+    shape = replace(SHAPE, tokenizer=str(tokenizer.path), max_new_tokens=3, max_context=40, is_imitating=True)
+    examples = examples_of_file(path, DATA)
+    source = PromptSource(examples=examples, seed=5)
+    problems = open_problems([DataSourceConfig(path=str(path))], shape, tokenizer, tmp_path / "stores", seed=5)
+    assert problems.sha256 == source.sha256
+    prompts = encode_prompts(examples, tokenizer, max_new_tokens=3, max_context=40)
+    solutions = encode_solutions(examples, tokenizer, max_context=40)
+    for draw in range(150):
+        row = permuted(draw % 60, size=60, key=(5, draw // 60))
+        assert problems.example(draw) == examples[row] and problems.prompt(draw) == prompts[row]
+        assert problems.solution(draw) == solutions[row] and problems.responses(draw) == ()
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_the_store_does_not_depend_on_who_makes_it(tmp_path, monkeypatch, num_workers):
+    small_pieces(monkeypatch)
+    path = write_rows(tmp_path / "rows", ROWS, "jsonl")
+    store, _ = store_of(path, tmp_path / "stores", num_workers=num_workers)
+    assert [store[number].row for number in range(60)] == ROWS
+    assert [store[number].place for number in range(60)] == [f"{path}:{number + 1}" for number in range(60)]
+    assert len(store.facts["parts"]) == num_workers
+    # Of several pieces, that of theirs; by hand, from the lines that begin in each stretch of 100 bytes.
+    starts = [0, *(end for end in _line_ends(path))][:-1]
+    pieces = [[ROWS[row] for row, start in enumerate(starts) if start // 100 == number] for number in range(99)]
+    digests = [
+        hashlib.sha256(json.dumps([[row["prompt"], row["answer"], None] for row in piece]).encode()).hexdigest()
+        for piece in pieces
+        if piece
+    ]
+    assert store.sha256 == hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def _line_ends(path):
+    end = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        end += len(line)
+        yield end
+
+
+def prepared_by(world, path, folder, num_workers):
+    """Prepare with all ranks, and tell which pieces this rank has read."""
+    world.make_groups([tuple(range(world.size))])
+    readers._PIECE_BYTES = 100
+    store = prepare(
+        DataSourceConfig(path=path),
+        SHAPE,
+        Path(folder),
+        everyone=world.coordinator(tuple(range(world.size))),
+        num_workers=num_workers,
+        say=lambda text: None,
+    )
+    return store.sha256, len(store), [store[row].row["prompt"] for row in range(len(store))], store.folder.name
+
+
+def test_ranks_share_the_work_and_have_one_store(tmp_path, monkeypatch):
+    small_pieces(monkeypatch)
+    path = write_rows(tmp_path / "rows", ROWS, "jsonl")
+    alone, _ = store_of(path, tmp_path / "alone")
+    expected = alone.sha256, 60, [row["prompt"] for row in ROWS], alone.folder.name
+    for size, num_workers in ((3, 1), (2, 2)):
+        folder = tmp_path / f"{size}"
+        assert run_ranks(prepared_by, size, str(path), str(folder), num_workers) == [expected] * size
+        orders = json.loads((folder / alone.folder.name / "manifest.json").read_text())["parts"]
+        assert sum(part["num_rows"] for part in orders) == 60 and len(orders) == size * num_workers
+
+
+def failing(world, path, folder):
+    world.make_groups([tuple(range(world.size))])
+    readers._PIECE_BYTES = 100
+    try:
+        prepare(DataSourceConfig(path=path), SHAPE, Path(folder), everyone=world.coordinator(tuple(range(world.size))))
+    except DataError as error:
+        return str(error)
+
+
+def test_all_ranks_have_the_same_error(tmp_path):
+    path = write_rows(tmp_path / "rows", ROWS, "jsonl")
+    with path.open("a") as file:
+        file.write('{"prompt": "no answer"}\n')
+    found = run_ranks(failing, 3, str(path), str(tmp_path / "stores"))
+    assert len(set(found)) == 1 and f"{path}:61: no field 'answer'" in found[0]
+    assert list((tmp_path / "stores").iterdir()) == []
+    found = run_ranks(failing, 2, str(tmp_path / "none.jsonl"), str(tmp_path / "stores"))
+    assert len(set(found)) == 1 and "none.jsonl: cannot be read: No such file" in found[0]
+
+
+def test_bad_rows_are_skipped_and_told_of(tmp_path, monkeypatch):
+    small_pieces(monkeypatch)
+    lines = [json.dumps(row) for row in ROWS]
+    lines[7], lines[20], lines[21], lines[59] = "{", '{"prompt": "1"}', "", '{"prompt": "2"}'
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"rows\.jsonl:8: not valid JSON"):
+        store_of(path, tmp_path / "stores")
+    shape = replace(SHAPE, data=replace(DATA, on_bad_row="skip"))
+    kept = [(f"{path}:{number + 1}", row) for number, row in enumerate(ROWS) if number not in (7, 20, 21, 59)]
+    for num_workers in (1, 4):
+        store, said = store_of(path, tmp_path / f"{num_workers}", shape, num_workers=num_workers)
+        assert [(store[row].place, store[row].row) for row in range(len(store))] == kept
+        (line,) = said
+        assert "3 bad rows skipped" in line and "2 x no field 'answer'" in line and "rows.jsonl:8: not valid" in line
+    assert tuple(each.place for each in _examples(path, shape)) == tuple(place for place, _ in kept)
+
+
+def _examples(path, shape):
+    return examples_of_file(path, shape.data)
+
+
+def test_where_no_row_is_left_there_is_an_error(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n[\n')
+    shape = replace(SHAPE, data=replace(DATA, on_bad_row="skip"))
+    with pytest.raises(
+        DataError, match=r"none of its rows can be used, 2 are bad; the first: .*rows\.jsonl:1: no field"
+    ):
+        store_of(path, tmp_path / "stores", shape)
+    assert list((tmp_path / "stores").iterdir()) == []
+
+
+def test_long_prompts_are_bad_rows_or_left_out_if_asked(tmp_path):
+    path = write_rows(tmp_path / "rows", [*ROWS, {**ROWS[0], "prompt": "1+1+1+1+1="}], "jsonl")
+    tokenizer = train_tokenizer(path.read_text().splitlines(), path=tmp_path / "tokenizer.model", vocab_size=40)
+    limits = replace(SHAPE, tokenizer=str(tokenizer.path), max_new_tokens=4, max_context=14)
+    with pytest.raises(DataError, match=r"rows\.jsonl:61: prompt of 11 tokens.*exceeds model\.max_context=14"):
+        store_of(path, tmp_path / "stores", limits)
+    asked = replace(limits, data=replace(DATA, max_prompt_tokens=10))
+    store, said = store_of(path, tmp_path / "stores", asked)
+    assert len(store) == 60 and "1 rows left out, whose prompts are longer" in said[0]
+    with pytest.raises(DataError, match=r"the prompts of all its 61 rows are longer than data\.max_prompt_tokens=2"):
+        store_of(path, tmp_path / "stores", replace(limits, data=replace(DATA, max_prompt_tokens=2)))
+
+
+def test_a_store_is_found_again_until_something_changes(tmp_path):
+    path = write_rows(tmp_path / "rows", ROWS, "jsonl")
+    first, _ = store_of(path, tmp_path / "stores")
+    before = (first.folder / "manifest.json").stat().st_mtime_ns
+    again, _ = store_of(path, tmp_path / "stores")
+    assert again.folder == first.folder and (first.folder / "manifest.json").stat().st_mtime_ns == before
+    assert store_of(path, tmp_path / "stores", replace(SHAPE, template="x"))[0].folder != first.folder
+    path.write_text(path.read_text() + path.read_text())
+    changed, _ = store_of(path, tmp_path / "stores")
+    assert changed.folder != first.folder and len(changed) == 120
+
+
+def test_rows_that_a_program_has(tmp_path):
+    store = prepare(Given(ROWS, "mine"), SHAPE, tmp_path / "stores")
+    assert [store[number].row for number in range(60)] == ROWS and store[3].place == "mine: row 3"
+    assert store.sha256 == store_of(write_rows(tmp_path / "rows", ROWS, "jsonl"), tmp_path / "stores")[0].sha256
+    with pytest.raises(DataError, match=r"mine: row 1: expected a row of named fields, found int 7"):
+        prepare(Given([ROWS[0], 7], "mine"), SHAPE, tmp_path / "stores")
+
+    def broken():
+        yield ROWS[0]
+        raise OSError("gone")
+
+    with pytest.raises(DataError, match="gone"):
+        prepare(Given(broken(), "mine"), SHAPE, tmp_path / "stores")
+
+
+@pytest.mark.parametrize("spoil", ["cut", "manifest", "lost"])
+def test_a_damaged_store_is_told_of(tmp_path, spoil):
+    path = write_rows(tmp_path / "rows", ROWS, "jsonl")
+    store, _ = store_of(path, tmp_path / "stores")
+    part = store.folder / "part-00000.rows"
+    if spoil == "cut":
+        part.write_bytes(part.read_bytes()[:-5])
+    elif spoil == "manifest":
+        (store.folder / "manifest.json").write_text("{}")
+    else:
+        part.unlink()
+    with pytest.raises(DataError, match=r"is no complete store of rows.*remove the directory"):
+        store_of(path, tmp_path / "stores")
+
+
+def test_a_process_that_dies_is_told_of(tmp_path, monkeypatch):
+    small_pieces(monkeypatch)
+    path = write_rows(tmp_path / "rows", ROWS, "jsonl")
+    monkeypatch.setattr(prepare_module.sys, "executable", shutil.which("false"))
+    with pytest.raises(DataError, match=r"part-0000\d: the process that prepares it died"):
+        store_of(path, tmp_path / "stores", num_workers=2)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from hybridflow.config.data import DataConfig, DataSourceConfig
+from hybridflow.data.prepare import prepare
+from hybridflow.data.shaping import Shape
+prepare(DataSource(path=sys.argv[1]), Shape(data=Data(train="rows", held_out="none"), kind="problems"),
+        Path(sys.argv[2]), num_workers=2)
+"""
+
+
+def test_a_pass_that_was_killed_leaves_no_store_and_the_next_makes_it(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with path.open("w") as file:
+        file.writelines(json.dumps(ROWS[number % 60]) + "\n" for number in range(20_000))
+    stores = tmp_path / "stores"
+    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(path), str(stores)], cwd=ROOT)
+    end_s = time.monotonic() + 60
+    while not list(stores.glob(".*.tmp/*.places")):
+        assert time.monotonic() < end_s and killed.poll() is None
+        time.sleep(0.002)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not list(stores.glob("*/manifest.json"))
+    store, _ = store_of(path, stores)
+    assert len(store) == 20_000
+
+
+def test_small_files_stay_in_memory_and_large_ones_do_not(tmp_path, monkeypatch):
+    path = write_rows(tmp_path / "rows", ROWS, "jsonl")
+    tokenizer = train_tokenizer(path.read_text().splitlines(), path=tmp_path / "tokenizer.model", vocab_size=64)
+    problems = open_problems([DataSourceConfig(path=str(path))], SHAPE, tokenizer, tmp_path / "stores", seed=5)
+    read = []
+    (store,) = problems._rows._stores
+    monkeypatch.setattr(type(store), "__getitem__", _counted(type(store).__getitem__, read))
+    for draw in [*range(120)]:
+        problems.prompt(draw)
+    assert len(read) == 60
+    monkeypatch.setattr("hybridflow.data.problems._KEPT_BYTES", 8000)
+    again = StoredProblems(Stores([store], [None], 5), SHAPE, tokenizer)
+    read.clear()
+    for draw in range(120):
+        assert again.prompt(draw) == problems.prompt(draw)
+    assert len(read) > 100 and again._kept_bytes <= 8000
+
+
+def _counted(inner, read):
+    def counted(self, number):
+        read.append(number)
+        return inner(self, number)
+
+    return counted

@@ -1,0 +1,112 @@
+"""Tokenizers of Hugging Face directories: what ``transformers`` makes of the same files, and what is refused."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from hybridflow.data.pieces import train_tokenizer
+from hybridflow.data.prompts import Example, encode_prompts
+from hybridflow.data.tokenizer import check_same_pieces, open_tokenizer, tokenizer_in
+from hybridflow.errors import DataError
+
+transformers = pytest.importorskip("transformers")
+from tests.support.hf_models import END, PAD, START, write_tokenizer  # noqa: E402
+
+TEXTS = ["12+34=46", "7", " 5 +5", "29+29=58 0"]
+
+
+@pytest.mark.parametrize("has_start", [False, True])
+def test_tokens_are_those_of_transformers(tmp_path, has_start):
+    write_tokenizer(tmp_path, has_start=has_start, pad_token=PAD)
+    ours, theirs = open_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.vocab_size == len(theirs) and ours.pieces()[ours.eos_id] == END
+    assert (ours.eos_id, ours.pad_id) == (theirs.eos_token_id, theirs.pad_token_id)
+    assert ours.bos_id == (theirs.convert_tokens_to_ids(START) if has_start else None)
+    examples = [Example(prompt=text, answer="", place=text) for text in TEXTS]
+    prompts = encode_prompts(examples, ours, max_new_tokens=1, max_context=64)
+    for text, prompt in zip(TEXTS, prompts, strict=True):
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        assert list(prompt) == theirs(text)["input_ids"], "a prompt begins as the tokenizer begins a text"
+        assert ours.decode([*prompt, ours.eos_id, ours.pad_id, ours.vocab_size]) == text == ours.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("named", "generation", "config", "stops"),
+    [
+        ({}, None, None, (0,)),  # <|end|> is the first token
+        ({}, {"eos_token_id": [5, 0, 6]}, {"eos_token_id": 9}, (0, 5, 6)),
+        ({}, {"eos_token_id": 5}, None, (0, 5)),
+        ({}, {}, {"eos_token_id": 7}, (0, 7)),
+        ({"eos_token": {"content": START}}, None, None, (1,)),
+        ({"eos_token": None}, {"eos_token_id": [6, 5]}, None, (6, 5)),
+    ],
+)
+def test_what_ends_a_response(tmp_path, named, generation, config, stops):
+    write_tokenizer(tmp_path, **named)
+    for name, values in (("generation_config.json", generation), ("config.json", config)):
+        if values is not None:
+            (tmp_path / name).write_text(json.dumps(values))
+    tokenizer = open_tokenizer(tmp_path)
+    assert (tokenizer.stop_ids, tokenizer.eos_id, tokenizer.pad_id) == (stops, stops[0], stops[0])
+
+
+def test_directory_with_a_sentencepiece_model_alone(tmp_path):
+    trained = train_tokenizer(["12+34=46"], path=tmp_path / "tokenizer.model", vocab_size=64)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    tokenizer = open_tokenizer(tmp_path)
+    assert tokenizer.encode("34") == trained.encode("34") and tokenizer.bos_id == 1
+    assert (tokenizer.eos_id, tokenizer.stop_ids) == (2, (2, 5))
+
+
+def test_a_model_directory_keeps_its_tokenizer_among_the_assets(tmp_path):
+    assert tokenizer_in(tmp_path) is None
+    write_tokenizer(tmp_path / "assets")
+    assert tokenizer_in(tmp_path) == tmp_path / "assets/tokenizer.json"
+    assert open_tokenizer(tmp_path).eos_id == 0
+
+
+def test_models_of_another_tokenizer_are_refused(tmp_path):
+    write_tokenizer(tmp_path / "one")
+    one = open_tokenizer(tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "longer")
+    added = transformers.AutoTokenizer.from_pretrained(tmp_path / "one")
+    added.add_special_tokens({"pad_token": "<|fill|>"})
+    added.save_pretrained(tmp_path / "longer")
+    longer = open_tokenizer(tmp_path / "longer")
+    assert longer.vocab_size == one.vocab_size + 1
+    check_same_pieces(one, longer, whose="x")
+    check_same_pieces(longer, one, whose="x")
+    other = train_tokenizer(["12+34=46"], path=tmp_path / "tokenizer.model", vocab_size=64)
+    with pytest.raises(DataError, match=r"reward\.model: token 0 is '<pad>' in .*, and '<\|end\|>' in .*one tokenizer"):
+        check_same_pieces(one, other, whose="reward.model")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("tokenizer.json", None, "found neither tokenizer.json nor tokenizer.model"),
+        ("tokenizer.json", '{"model": 3}', "tokenizer.json: cannot be read"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json: found JSONDecodeError"),
+        ("tokenizer_config.json", "[]", "found list, expected a JSON object"),
+        ("tokenizer_config.json", None, "knows no end of sequence"),
+        ("tokenizer_config.json", '{"eos_token": "</s>"}', "has no token '</s>', the eos_token"),
+    ],
+)
+def test_damaged_directory_is_named(tmp_path, file, content, says):
+    write_tokenizer(tmp_path)
+    (tmp_path / file).unlink() if content is None else (tmp_path / file).write_text(content)
+    with pytest.raises(DataError) as caught:
+        open_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value) and says in str(caught.value)
+
+
+def test_without_the_package_the_extra_is_named(tmp_path):
+    write_tokenizer(tmp_path)
+    code = "import sys; sys.modules['tokenizers'] = None\n"
+    code += "from hybridflow.data.tokenizer import open_tokenizer\nopen_tokenizer(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)
+    assert "DataError" in done.stderr and "pip install 'hybridflow[hf]'" in done.stderr

@@ -1,0 +1,191 @@
+"""What the documentation shows is what the code does: commands, recipes, links, tables, parts made from code."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hybridflow import cli
+from hybridflow.checkpoint.convert import command as convert_command
+from hybridflow.doctor import command as doctor_command
+from hybridflow.launch.site import load_site
+from hybridflow.observe import status_command
+from hybridflow.recipe.load import load_recipe, recipe_for_ranks, recipe_from_dict
+from hybridflow.trainer.step_metrics import COMPUTING, PHASE_OF
+
+ROOT = Path(__file__).parents[3]
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("*.md")}
+PAGES |= {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("docs/*.md")}
+
+
+def code_lines(text):
+    """Lines of the indented blocks, without comments behind two spaces."""
+    return [re.split(r"\s\s+#", line.strip())[0] for line in text.splitlines() if line.startswith("    ")]
+
+
+def blocks(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def run_tool(name, *argv):
+    """Run a tool with the package of this clone, whichever is installed."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "tools" / name), *argv]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+
+
+def anchors(text):
+    """What GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+COMMANDS = sorted({line for text in PAGES.values() for line in code_lines(text)} | set(code_lines(cli._EXAMPLES)))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_within_the_project_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if not re.match(r"[a-z]+:", target):
+            name, _, anchor = target.partition("#")
+            path = ((ROOT / page).parent / name).resolve() if name else ROOT / page
+            assert path.exists(), f"{page} links to {target}"
+            assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), f"{page} links to {target}"
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if re.search(r"\bhybridflow (train|plan)\b", line)])
+def test_commands_are_understood_and_their_recipes_are_valid(command, capsys):
+    words = shlex.split(command)
+    words = words[words.index("hybridflow") + 1 :]
+    assert cli.main([*words, "--dry-run"] if words[0] == "train" else words) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("hybridflow launch ")])
+def test_launches_are_understood(command):
+    assert cli._parse(shlex.split(command)[1:]).run.__module__ == "hybridflow.launch.command"
+
+
+def test_examples_of_site_settings_and_fallbacks_are_valid(tmp_path):
+    site, fallbacks = blocks(PAGES["docs/slurm.md"], "yaml")
+    (tmp_path / "site.yaml").write_text(site)
+    assert load_site(tmp_path / "site.yaml").time == "24:00:00"
+    (tmp_path / "recipe.yaml").write_text((ROOT / "launch/recipes/quickstart.yaml").read_text() + fallbacks)
+    layouts = ["actor.update={tp: 4, dp: 8}", "actor.rollout={tp: 2, dp: 16}", "critic.layout={tp: 4, dp: 8}"]
+    asked = tmp_path / "recipe.yaml", ["cluster.ranks=32", *layouts]
+    made = [recipe_for_ranks(load_recipe(*asked), *asked, ranks) for ranks in (32, 24, 8)]
+    assert [recipe.cluster.ranks for recipe in made] == [32, 16, 8]
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if re.search(r"\bhybridflow convert\b", line)])
+def test_conversions_are_understood(command):
+    words = shlex.split(command)
+    arguments = cli._parse(words[words.index("hybridflow") + 1 :])
+    assert arguments.run is convert_command.run
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if re.search(r"\bhybridflow doctor\b", line)])
+def test_doctors_commands_are_understood(command):
+    words = shlex.split(command)
+    if "--wrap" in words:
+        words = shlex.split(words[words.index("--wrap") + 1])
+    arguments = cli._parse(words[words.index("hybridflow") + 1 :])
+    assert arguments.run is doctor_command.run
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if re.search(r"\bhybridflow (generate|serve)\b", line)])
+def test_generating_commands_are_understood(command):
+    words = shlex.split(command)
+    if "--wrap" in words:
+        words = shlex.split(words[words.index("--wrap") + 1].partition(";")[0])
+    arguments = cli._parse(words[words.index("hybridflow") + 1 :])
+    assert arguments.run.__module__ == "hybridflow.serving.command"
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if re.search(r"\bhybridflow status\b", line)])
+def test_statuses_are_understood(command):
+    words = shlex.split(command.partition(" | ")[0])
+    arguments = cli._parse(words[words.index("hybridflow") + 1 :])
+    assert arguments.run is status_command.run
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith(("./", "tests/", "launch/"))])
+def test_scripts_are_there_and_quickstart_takes_its_settings(command, capsys):
+    script, *words = shlex.split(command)
+    assert (ROOT / script).is_file() and (ROOT / script).stat().st_mode & 0o100
+    if script.endswith("quickstart.sh"):
+        assert cli.main(["train", "quickstart", "--resume", "--dry-run", *words]) == 0, capsys.readouterr().err
+
+
+def test_every_kind_of_command_was_found():
+    assert {line.split()[0] for line in COMMANDS} >= {"hybridflow", "torchrun", "mpirun", "srun", "./tests/run.sh"}
+
+
+def test_recipe_built_part_by_part_is_whole_and_valid():
+    parts = blocks(PAGES["docs/recipes.md"], "yaml")
+    recipe = recipe_from_dict(yaml.safe_load("".join(parts)), source="docs/recipes.md")
+    assert recipe.run_dir == "runs/sums" and len(parts) > 4
+    for example in blocks(PAGES["docs/recipes.md"], "python"):
+        ast.parse(example)
+
+
+def test_parts_made_from_the_code_are_up_to_date():
+    done = run_tool("write_docs.py", "--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_table_of_metrics_is_what_the_trainer_writes():
+    folders = [ROOT / "hybridflow" / name for name in ("roles", "sampling", "placement")]
+    files = [path for folder in folders for path in folder.glob("*.py")] + [ROOT / "hybridflow/trainer/step_metrics.py"]
+    files += [ROOT / "hybridflow/trainer" / name for name in ("trainer.py", "record.py", "checkpoints.py")]
+    files += [ROOT / "hybridflow/checkpoint/saver.py"]
+    texts = [
+        node.value
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    written = {text for text in texts if re.fullmatch(r"[a-z_]+/[a-z_0-9]+", text)}
+    phases = {*PHASE_OF.values(), "reshard"}
+    written |= {name for phase in phases for name in (f"time/{phase}_s", f"memory/{phase}_bytes")}
+    written |= {name for phase in COMPUTING for name in (f"throughput/{phase}_tokens_per_s", f"mfu/{phase}")}
+    rows = re.findall(r"^\| `([a-z_]+/[a-z_0-9]+)` \| (.+?) \| (.+?) \| .+ \|$", PAGES["docs/metrics.md"], flags=re.M)
+    told = [name for name, _, _ in rows]
+    for name, unit, kind in rows:
+        assert kind in ("real", "count"), name
+        assert (unit in ("s", "tokens/s", "FLOP/s")) == name.endswith("_s"), name
+        assert (unit == "bytes") == name.endswith("bytes") and (not name.endswith("share") or unit == "share"), name
+    # The warm start measures its loss, and no step of the log is there to take it.
+    assert sorted(told) == sorted(written - {"warm_start/loss"})
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are():
+    board = json.loads((ROOT / "docs/grafana.json").read_text(encoding="utf-8"))
+    told = re.findall(r"^\| `([a-z_]+/[a-z_0-9]+)` \|", PAGES["docs/metrics.md"], flags=re.M)
+    known = {f"hybridflow_{name.replace('/', '_')}": name for name in told}
+    targets = [target for panel in board["panels"] for target in panel["targets"]]
+    assert len(targets) > 30 and len(board["panels"]) == 12
+    for target in targets:
+        metric = target["expr"].removesuffix('{run=~"$run"}')
+        assert target["legendFormat"] == f"{{{{run}}}} {known[metric]}"
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        path.relative_to(ROOT / "tools").as_posix()
+        for path in sorted((ROOT / "tools").glob("**/*.py"))
+        if not path.parent.name.endswith("_bench")
+    ],
+)
+def test_tools_tell_what_they_do_with_examples(tool):
+    done = run_tool(tool, "--help")
+    assert done.returncode == 0, done.stderr
+    examples = [line for line in done.stdout.splitlines() if line.startswith(f"  python tools/{tool}")]
+    assert examples, f"{tool} --help shows no example"

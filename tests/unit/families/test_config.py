@@ -1,0 +1,466 @@
+"""The ``config.json`` of well-known models reads as their settings, and is written back with the same meaning."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from hybridflow.errors import ConfigError
+from hybridflow.families.config_json import Described, describe, read_config, spelled_out, update_config, write_config
+from hybridflow.families.model import ModelConfig, RotaryScaling
+from hybridflow.families.tables import FAMILIES
+
+QWEN_WINDOW = {
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+LONG, SHORT = [1.0 + index for index in range(48)], [1.0 + 0.02 * index for index in range(48)]
+
+
+def sizes(layers, hidden, ffn, heads, groups, context, vocab):
+    """The keys that all families share, as their files have them."""
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "max_position_embeddings": context,
+        "vocab_size": vocab,
+        "initializer_range": 0.02,
+        "use_cache": True,
+    }
+
+
+def shape(layers, hidden, ffn, heads, groups, context, vocab, **other):
+    """The same as settings; norm_eps and dtype where most files agree."""
+    values = dict(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        max_context=context,
+        vocab_size=vocab,
+        dtype="bf16",
+        norm_eps=1e-5,
+    )
+    return ModelConfig(**{**values, **other})
+
+
+# What the files on the hub of Hugging Face say, but for token ids and versions, and the settings that they stand for.
+SIZES = {
+    "Llama-2-7b": (32, 4096, 11008, 32, 32, 4096, 32000),
+    "Llama-3.1-8B": (32, 4096, 14336, 32, 8, 131072, 128256),
+    "TinyLlama-1.1B": (22, 2048, 5632, 32, 4, 2048, 32000),
+    "deepseek-coder-6.7b": (32, 4096, 11008, 32, 32, 16384, 32256),
+    "Mistral-7B-v0.1": (32, 4096, 14336, 32, 8, 32768, 32000),
+    "Mistral-7B-v0.3": (32, 4096, 14336, 32, 8, 32768, 32768),
+    "Qwen1.5-7B": (32, 4096, 11008, 32, 32, 32768, 151936),
+    "Qwen2-7B": (28, 3584, 18944, 28, 4, 131072, 152064),
+    "Qwen2.5-0.5B": (24, 896, 4864, 14, 2, 32768, 151936),
+    "Qwen3-8B": (36, 4096, 12288, 32, 8, 40960, 151936),
+    "Phi-3-mini-4k": (32, 3072, 8192, 32, 32, 4096, 32064),
+    "Phi-3-mini-128k": (32, 3072, 8192, 32, 32, 131072, 32064),
+    "gemma-2b": (18, 2048, 16384, 8, 1, 8192, 256000),
+    "gemma-2-9b": (42, 3584, 14336, 16, 8, 8192, 256000),
+    "Mixtral-8x7B": (32, 4096, 14336, 32, 8, 32768, 32000),
+    "Qwen3-30B-A3B": (48, 2048, 6144, 32, 4, 40960, 151936),
+}
+LLAMA = {"model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False}
+MISTRAL = {**LLAMA, "model_type": "mistral", "rms_norm_eps": 1e-5}
+QWEN = {**QWEN_WINDOW, "model_type": "qwen2", "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+PHI3 = {"model_type": "phi3", "hidden_act": "silu", "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5}
+PHI3 |= {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "rope_theta": 10000.0,
+}
+PHI3 |= {"original_max_position_embeddings": 4096, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}
+GEMMA = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "head_dim": 256,
+}
+GEMMA_MODEL = dict(zero_centered_norms=True, scaled_embeddings=True, activation="gelu_tanh", tied_embeddings=True)
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MOE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001}
+REAL = {
+    "Llama-2-7b": ({**LLAMA, "rms_norm_eps": 1e-5, "pretraining_tp": 1, "rope_scaling": None}, {}),
+    "Llama-3.1-8B": (
+        {
+            **{**LLAMA, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "attention_bias": False, "mlp_bias": False},
+            "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        },
+        {
+            "rotary_base": 500000.0,
+            "rotary_scaling": RotaryScaling(kind="llama3", original_context=8192, **LLAMA3),
+        },
+    ),
+    "TinyLlama-1.1B": (
+        {**LLAMA, "rms_norm_eps": 1e-5, "rope_scaling": None, "torch_dtype": "float32"},
+        {"dtype": "fp32"},
+    ),
+    "deepseek-coder-6.7b": (
+        {**LLAMA, "rms_norm_eps": 1e-6, "rope_theta": 100000, "rope_scaling": {"factor": 4.0, "type": "linear"}},
+        {
+            "norm_eps": 1e-6,
+            "rotary_base": 100000.0,
+            "rotary_scaling": RotaryScaling(kind="linear", factor=4.0),
+        },
+    ),
+    "Mistral-7B-v0.1": ({**MISTRAL, "rope_theta": 10000.0, "sliding_window": 4096}, {"window": 4096}),
+    "Mistral-7B-v0.3": (
+        {**MISTRAL, "rope_theta": 1000000.0, "sliding_window": None, "attention_dropout": 0.0},
+        {"rotary_base": 1e6},
+    ),
+    "Qwen1.5-7B": (
+        {**QWEN, "max_window_layers": 28, "sliding_window": 32768},
+        {"norm_eps": 1e-6, "rotary_base": 1e6, "qkv_bias": True},
+    ),
+    "Qwen2-7B": (
+        {**QWEN, "max_window_layers": 28, "sliding_window": 131072},
+        {"norm_eps": 1e-6, "rotary_base": 1e6, "qkv_bias": True},
+    ),
+    "Qwen2.5-0.5B": (
+        {**QWEN, "max_window_layers": 21, "sliding_window": 32768, "tie_word_embeddings": True},
+        {"norm_eps": 1e-6, "rotary_base": 1e6, "qkv_bias": True, "tied_embeddings": True},
+    ),
+    "Qwen3-8B": (
+        {
+            **{**QWEN, "model_type": "qwen3", "head_dim": 128, "attention_bias": False, "max_window_layers": 36},
+            **{"sliding_window": None, "rope_scaling": None},
+        },
+        {"norm_eps": 1e-6, "rotary_base": 1e6, "qk_norm": True, "head_dim": 128},
+    ),
+    "Phi-3-mini-4k": ({**PHI3, "rope_scaling": None, "sliding_window": 2047}, {"window": 2047}),
+    "Phi-3-mini-128k": (
+        {
+            **PHI3,
+            **{"rope_scaling": {"long_factor": LONG, "short_factor": SHORT, "type": "longrope"}},
+            "sliding_window": 262144,
+        },
+        {
+            "window": 262144,
+            "rotary_scaling": RotaryScaling(
+                kind="longrope",
+                factor=32.0,
+                original_context=4096,
+                short_factor=tuple(SHORT),
+                long_factor=tuple(LONG),
+            ),
+        },
+    ),
+    "gemma-2b": (
+        {**GEMMA, "model_type": "gemma", "hidden_act": "gelu", "torch_dtype": "bfloat16"},
+        {**GEMMA_MODEL, "norm_eps": 1e-6, "head_dim": 256},
+    ),
+    "gemma-2-9b": (
+        {
+            **{**GEMMA, "model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "torch_dtype": "float32"},
+            **{"hidden_activation": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "sliding_window": 4096},
+            **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256},
+        },
+        {
+            **{**GEMMA_MODEL, "norm_eps": 1e-6, "head_dim": 256, "dtype": "fp32", "post_norms": True},
+            **{"attention_scale": 1 / 16, "attention_softcap": 50.0, "logit_softcap": 30.0, "window": 4096},
+            "window_layers": tuple(range(0, 42, 2)),
+        },
+    ),
+    "Mixtral-8x7B": (
+        {
+            **{**MISTRAL, "model_type": "mixtral", "rope_theta": 1000000.0, "sliding_window": None},
+            **{"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02},
+        },
+        {"rotary_base": 1e6, "num_experts": 8, "experts_per_token": 2},
+    ),
+    "Qwen3-30B-A3B": (
+        {
+            **{**QWEN, **MOE, "model_type": "qwen3_moe", "head_dim": 128, "attention_bias": False},
+            **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "sliding_window": None},
+        },
+        {
+            **{"norm_eps": 1e-6, "rotary_base": 1e6, "qk_norm": True, "head_dim": 128, "ffn_hidden_size": 768},
+            **{"num_experts": 128, "experts_per_token": 8},
+        },
+    ),
+}
+
+
+def real(name):
+    """The file of a well-known model, and its settings."""
+    values, expected = REAL[name]
+    values = {**sizes(*SIZES[name]), **values}
+    values["architectures"] = [FAMILIES[values["model_type"]].causal]
+    return values, shape(*SIZES[name], **expected)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_well_known_models_read_as_what_they_are(name):
+    values, expected = real(name)
+    described = read_config(values, where="config.json")
+    assert described.model == expected
+    assert (described.family.name, described.has_value_head) == (values["model_type"], False)
+
+
+def meaning(values):
+    """What transformers makes of a file, but for what tells nothing of the computation."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(**values).to_dict()
+    nothing = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "cache_implementation"}
+    nothing |= {"hidden_act", "auto_map", "router_aux_loss_coef", "max_window_layers", "head_dim", "attention_bias"}
+    nothing |= {"original_max_position_embeddings", "mlp_bias", "dtype"}
+    nothing |= {"intermediate_size"} if values["model_type"] == "qwen3_moe" else set()
+    return {key: value for key, value in config.items() if key not in nothing}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_written_file_means_the_same_to_transformers(name):
+    values, _ = real(name)
+    described = read_config(values, where="config.json")
+    written = json.loads(json.dumps(write_config(described)))
+    assert spelled_out(read_config(written, where="config.json").model) == spelled_out(described.model)
+    ours, theirs = meaning(written), meaning(values)
+    for each in (ours, theirs):
+        each["rope_parameters"] = {
+            key: value for key, value in each["rope_parameters"].items() if key not in ("type", "partial_rotary_factor")
+        }
+        if not each.get("use_sliding_window", True):
+            each["sliding_window"] = None
+    assert ours == theirs
+
+
+FLOATS = st.floats(1e-3, 1e3).map(lambda number: float(f"{number:.4g}"))
+SCALINGS = {
+    "linear": st.builds(RotaryScaling, kind=st.just("linear"), factor=FLOATS),
+    "llama3": st.builds(
+        RotaryScaling,
+        kind=st.just("llama3"),
+        factor=FLOATS,
+        original_context=st.integers(1, 9999),
+        low_freq_factor=st.floats(0.5, 1.0),
+        high_freq_factor=st.floats(2.0, 8.0),
+    ),
+    "yarn": st.builds(
+        RotaryScaling,
+        kind=st.just("yarn"),
+        factor=FLOATS,
+        original_context=st.integers(1, 9999),
+        beta_fast=st.floats(16.0, 64.0),
+        beta_slow=st.floats(0.5, 2.0),
+        attention_factor=st.none() | FLOATS,
+    ),
+    "longrope": st.builds(
+        RotaryScaling,
+        kind=st.just("longrope"),
+        factor=FLOATS,
+        original_context=st.integers(1, 9999),
+        attention_factor=st.none() | FLOATS,
+        short_factor=st.lists(FLOATS, min_size=4, max_size=4).map(tuple),
+        long_factor=st.lists(FLOATS, min_size=4, max_size=4).map(tuple),
+    ),
+}
+
+
+@st.composite
+def models(draw, family):
+    """Settings that a family's files can say."""
+    layers, groups = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 4]))
+    values = dict(
+        num_layers=layers,
+        hidden_size=32,
+        ffn_hidden_size=draw(st.integers(1, 99)),
+        num_attention_heads=4,
+        num_query_groups=draw(st.sampled_from([None, groups])),
+        head_dim=draw(st.sampled_from([None, 8])),
+        max_context=draw(st.integers(1, 9999)),
+        vocab_size=draw(st.integers(1, 999)),
+        vocab_divisible_by=draw(st.integers(1, 128)),
+        rotary_base=draw(FLOATS),
+        rotary_scaling=draw(st.none() | st.one_of(*(SCALINGS[kind] for kind in family.scalings))),
+        norm_eps=draw(FLOATS),
+        tied_embeddings=draw(st.booleans()),
+        init_std=draw(FLOATS),
+        dtype=draw(st.sampled_from(["fp32", "bf16"])),
+        **family.always,
+    )
+    if family.window != "none" and draw(st.booleans()):
+        values["window"] = draw(st.integers(1, 99))
+        if family.window in ("upper_layers", "even_layers"):
+            values["window_layers"] = draw(st.none() | st.sets(st.integers(0, layers - 1)).map(sorted).map(tuple))
+    if "num_experts" in family.keys.values():
+        values |= {"num_experts": draw(st.integers(2, 8)), "experts_per_token": 2}
+        values.setdefault("normalized_experts", draw(st.booleans()))
+    if "attention_softcap" in family.keys.values():
+        values |= {"attention_softcap": draw(st.none() | FLOATS), "logit_softcap": draw(st.none() | FLOATS)}
+        values["attention_scale"] = draw(st.none() | st.integers(1, 999).map(lambda scalar: scalar**-0.5))
+    return ModelConfig(**values)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@given(data=st.data(), has_value_head=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_what_is_written_reads_as_it_was(name, data, has_value_head):
+    described = Described(family=FAMILIES[name], model=data.draw(models(FAMILIES[name])), has_value_head=has_value_head)
+    written = json.loads(json.dumps(write_config(described)))
+    found = read_config(written, where="config.json")
+    assert (found.family, found.has_value_head) == (described.family, has_value_head)
+    assert spelled_out(found.model) == spelled_out(described.model)
+
+
+PLAIN = ModelConfig(
+    num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, max_context=64, vocab_size=37
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "family"),
+    [
+        ({}, "llama"),
+        ({"window": 8}, "mistral"),
+        ({"qkv_bias": True}, "qwen2"),
+        ({"qk_norm": True, "head_dim": 12}, "qwen3"),
+        ({"qk_norm": True, "window": 4, "window_layers": (0,)}, "qwen3"),
+        ({"num_experts": 4}, "mixtral"),
+        ({"num_experts": 4, "normalized_experts": False, "qk_norm": True}, "qwen3_moe"),
+        ({"zero_centered_norms": True, "scaled_embeddings": True, "activation": "gelu_tanh"}, "gemma"),
+    ],
+)
+def test_the_plainest_family_that_has_the_model(changes, family):
+    assert describe(replace(PLAIN, **changes), family=None, has_value_head=False).family.name == family
+
+
+def test_settings_that_no_family_has_are_named():
+    with pytest.raises(ConfigError, match="no family of Hugging Face has models with attention_scale=0.3"):
+        describe(replace(PLAIN, qkv_bias=True, attention_scale=0.3), family=None, has_value_head=False)
+    with pytest.raises(ConfigError, match="the nearest, qwen2, has not qk_norm=True"):
+        describe(replace(PLAIN, qkv_bias=True, qk_norm=True), family=None, has_value_head=False)
+    with pytest.raises(ConfigError, match="family llama has no models with qk_norm=True"):
+        describe(replace(PLAIN, qk_norm=True), family="llama", has_value_head=False)
+    with pytest.raises(ConfigError, match="family 'gpt2': not known"):
+        describe(PLAIN, family="gpt2", has_value_head=False)
+
+
+def test_the_original_is_kept_and_brought_up_to_date():
+    values, _ = real("Phi-3-mini-4k")
+    values |= {"eos_token_id": 32000, "something_new": [1], "torch_dtype": "bfloat16"}
+    described = read_config(values, where="config.json")
+    kept = update_config(values, described, dtype="float16")
+    assert kept.pop("torch_dtype") == "float16"
+    assert kept == {key: value for key, value in values.items() if key not in ("auto_map", "torch_dtype")}
+    scorer = update_config(values, replace(described, has_value_head=True), dtype="float32")
+    assert scorer["architectures"] == ["Phi3ForSequenceClassification"] and scorer["id2label"] == {"0": "LABEL_0"}
+    longer = replace(described, model=replace(described.model, max_context=8192))
+    written = update_config(values, longer, dtype="float32")
+    assert (written["max_position_embeddings"], written["eos_token_id"]) == (8192, 32000)
+    assert "something_new" not in written and written["dtype"] == written["torch_dtype"] == "float32"
+
+
+def test_phi3_is_written_with_the_three_keys_that_older_readers_allow():
+    described = read_config(real("Phi-3-mini-128k")[0], where="config.json")
+    written = write_config(described)
+    assert written["rope_scaling"] == {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}
+    assert written["original_max_position_embeddings"] == 4096
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_key_may_be_left_out_where_transformers_has_a_default(name):
+    transformers = pytest.importorskip("transformers")
+    make = getattr(transformers, FAMILIES[name].causal.replace("ForCausalLM", "Config"))
+    values = {**make().to_dict(), "architectures": [FAMILIES[name].causal]}
+    whole = spelled_out(read_config(values, where="config.json").model)
+    needed = {"model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"}
+    needed |= {"moe_intermediate_size" if name == "qwen3_moe" else "intermediate_size"}
+    for key in values.keys() - needed:
+        rest = {other: value for other, value in values.items() if other != key}
+        assert spelled_out(read_config(rest, where="config.json").model) == whole, key
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "layers"),
+    [
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 30}, (30, 31)),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 9}, None),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, tuple(range(32))),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 9}, tuple(range(32))),
+        ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 9}, None),
+        ("mixtral", {"sliding_window": 9}, tuple(range(32))),
+        ("gemma2", {"sliding_window": 9}, tuple(range(0, 32, 2))),
+        ("gemma2", {"sliding_window": 9, "layer_types": ["full_attention"] * 31 + ["sliding_attention"]}, (31,)),
+        ("llama", {"sliding_window": 9}, None),
+    ],
+)
+def test_the_layers_of_the_window(name, keys, layers):
+    values = {**sizes(*SIZES["Llama-3.1-8B"]), "model_type": name, "moe_intermediate_size": 8, **keys}
+    model = spelled_out(read_config(values, where="config.json").model)
+    assert (model.window, model.window_layers) == (None if layers is None else 9, layers)
+
+
+REFUSED = {
+    "family": ({"model_type": "gpt2"}, "model_type='gpt2': not a family known here"),
+    "family of another type": ({"model_type": ["llama"]}, "model_type=['llama']"),
+    "bias": ({"attention_bias": True}, "attention_bias=True is not computed for llama"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config="),
+    "bare": ({"architectures": ["LlamaModel"]}, "architectures=['LlamaModel']"),
+    "labels": ({"architectures": ["LlamaForSequenceClassification"]}, "with 2 labels"),
+    "layers": ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000: expected an integer of 1 to"),
+    "no layers": ({"num_hidden_layers": None}, "num_hidden_layers: missing"),
+    "no vocabulary": ({"vocab_size": None}, "vocab_size: missing"),
+    "heads": ({"num_attention_heads": 24, "num_key_value_heads": 7, "head_dim": 128}, "does not divide"),
+    "window by layer": ({"layer_types": ["chunked_attention"] * 32}, "layer_types="),
+    "window": ({"layer_types": ["sliding_attention"] * 32, "sliding_window": 5}, "is not computed for llama"),
+    "rope": ({"rope_scaling": "far"}, "is malformed"),
+    "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not computed"),
+    "alias": ({"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8}, "contradicts"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_computed_or_malformed_is_refused_by_name(case):
+    changes, message = REFUSED[case]
+    values = {**real("Llama-3.1-8B")[0], "moe_intermediate_size": 8, **changes}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_config(values, where="config.json")
+
+
+def test_the_docs_name_every_family_and_what_it_refuses():
+    page = (Path(__file__).parents[3] / "docs/families.md").read_text()
+    for family in FAMILIES.values():
+        assert f"| `{family.name}` |" in page
+        assert all(f"`{key}`" in page for key in family.computed), family.name
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(data=st.data(), name=st.sampled_from(list(REAL)))
+@settings(max_examples=300, deadline=None)
+def test_junk_in_any_key_is_an_error_of_ours_or_a_model(data, name):
+    values, _ = real(name)
+    values |= {"layer_types": None, "rope_parameters": None, "num_labels": 1, "dtype": "float32", "id2label": None}
+    if data.draw(st.booleans()) and values.get("rope_scaling"):
+        inner = dict(values["rope_scaling"])
+        inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(JUNK)
+        values["rope_scaling"] = inner
+    else:
+        values[data.draw(st.sampled_from(sorted(values)))] = data.draw(JUNK)
+    try:
+        read_config(values, where="config.json")
+    except ConfigError as error:
+        assert str(error).startswith("config.json: ")

@@ -1,0 +1,258 @@
+"""The local launcher, with small programs in the place of ranks."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from hybridflow.launch.local import run_local
+from hybridflow.parallel.process import find_process, is_running
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[3]
+
+# A rank that writes its pid, so that a test can see it gone.
+PRELUDE = (
+    "import os, signal, sys, time; rank = int(os.environ['RANK']); open(f'pid{rank}', 'w').write(str(os.getpid()))\n"
+)
+
+
+def run(code, *, num_ranks=3, end_s=5.0, argv=()):
+    return run_local(argv, num_ranks=num_ranks, end_s=end_s, program=[sys.executable, "-c", PRELUDE + code])
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def none_left(tmp_path):
+    yield
+    for path in tmp_path.glob("pid*"):
+        wait_until(partial(is_gone, int(path.read_text())), within_s=5, what=f"end of {path.name}")
+
+
+def is_gone(pid):
+    found = find_process(pid)
+    return found is None or not is_running(found)  # orphans of a container without an init stay as zombies
+
+
+def test_ranks_know_their_place(tmp_path):
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS"
+    code = f"print(*[os.environ[n] for n in {names.split()}], *sys.argv[1:], file=open(f'seen{{rank}}', 'w'))"
+    code += "\nassert int(os.environ['MASTER_PORT']) > 1023 and sys.stdin.read() == ''"
+    assert run(code, argv=["train", "a b"]) == 0
+    seen = [(tmp_path / f"seen{rank}").read_text().split(" ", 6) for rank in range(3)]
+    assert seen == [[str(r), "3", str(r), "3", "127.0.0.1", "1", "train a b\n"] for r in range(3)]
+
+
+def test_output_of_the_ranks_is_ours(capfd):
+    assert run("print('out of', rank); print('err of', rank, file=sys.stderr)") == 0
+    shown = capfd.readouterr()
+    assert sorted(shown.out.splitlines()) == [f"out of {rank}" for rank in range(3)]
+    assert sorted(shown.err.splitlines()) == [f"err of {rank}" for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("death", "status", "says"),
+    [
+        ("sys.exit(9)", 9, "error: rank 1 exited with status 9; if it said why, that is above; the other ranks are"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "error: rank 1 was killed by SIGSEGV; the other ranks"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "error: rank 1 was killed by SIGKILL; if nobody did so, memory"),
+        *((f"sys.exit({status})", status, "") for status in (1, 2, 3, 4, 75)),
+    ],
+)
+def test_one_rank_that_fails_ends_all_with_one_line(none_left, capfd, death, status, says):
+    start = time.monotonic()
+    assert run(f"if rank == 1: {death}\ntime.sleep(60)", end_s=0.3) == status
+    assert time.monotonic() - start < 5
+    errors = capfd.readouterr().err
+    assert errors.startswith(says) and errors.count("\n") == (says != "")
+
+
+def test_others_have_time_to_end_by_themselves(none_left, capfd):
+    code = "if rank == 1: sys.exit(3)\ntime.sleep(0.5); print('said by', rank); sys.exit(3)"
+    assert run(code, end_s=30.0) == 3
+    assert sorted(capfd.readouterr().out.splitlines()) == ["said by 0", "said by 2"]
+
+
+def test_rank_that_does_not_end_is_killed(none_left):
+    code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'deaf{rank}', 'w')\n"
+    code += "while rank == 0 and not os.path.exists('deaf1'): time.sleep(0.01)\n"
+    start = time.monotonic()
+    assert run(code + "if rank == 0: sys.exit(4)\ntime.sleep(60)", num_ranks=2, end_s=0.5) == 4
+    assert 0.5 < time.monotonic() - start < 10
+
+
+def test_failure_of_the_last_rank_left_is_seen(capfd):
+    assert run("time.sleep(0.3 * rank); sys.exit(5 if rank == 2 else 0)") == 5
+    assert "rank 2 exited with status 5" in capfd.readouterr().err
+
+
+def test_what_a_rank_started_ends_with_it(none_left):
+    code = (
+        "import subprocess\nchild = subprocess.Popen(['sleep', '60'])\nopen('pid-child', 'w').write(str(child.pid))\n"
+    )
+    assert run(code + "sys.exit(6)", num_ranks=1) == 6
+
+
+PARENT = """
+import sys
+from hybridflow.launch.local import run_local
+sys.exit(run_local([], num_ranks=2, save_s=float(sys.argv[1]), program=[sys.executable, "-c", sys.argv[2]]))
+"""
+
+
+def start_parent(tmp_path, code, save_s="60"):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, save_s, PRELUDE + code + "\nopen(f'up{rank}', 'w')\ntime.sleep(60)"]
+    )
+    wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)), what="ranks that are up")
+    return parent
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("status", [0, 75])
+def test_ranks_are_asked_to_save_and_say_how_it_went(none_left, tmp_path, signum, status):
+    code = f"def seen(*_):\n    open(f'seen{{rank}}', 'w')\n    sys.exit({status})\n"
+    parent = start_parent(tmp_path, code + f"signal.signal({int(signum)}, seen)")
+    parent.send_signal(signum)
+    assert parent.wait(10) == status
+    assert all((tmp_path / f"seen{rank}").exists() for rank in range(2))
+
+
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
+
+
+def test_ranks_that_do_not_save_in_time_are_killed(none_left, tmp_path):
+    parent = start_parent(tmp_path, DEAF, save_s="0.3")
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(5) == 128 + signal.SIGTERM
+
+
+def test_ctrl_c_ends_the_ranks_at_once(none_left, tmp_path):
+    parent = start_parent(tmp_path, DEAF)
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(5) == 128 + signal.SIGINT
+
+
+def test_second_signal_ends_deaf_ranks_at_once(none_left, tmp_path):
+    parent = start_parent(tmp_path, DEAF)
+    parent.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert parent.poll() is None
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(5) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("first", [signal.SIGUSR1, signal.SIGTERM])
+def test_ranks_that_are_asked_again_go_on_saving(none_left, tmp_path, first):
+    code = "def seen(*_):\n    open(f'seen{rank}', 'w')\n    while not os.path.exists('saved'): time.sleep(0.01)\n"
+    parent = start_parent(tmp_path, code + f"    sys.exit(75)\nsignal.signal({int(first)}, seen)")
+    parent.send_signal(first)
+    while not all((tmp_path / f"seen{rank}").exists() for rank in range(2)):
+        assert parent.poll() is None
+        time.sleep(0.02)
+    # As train.sbatch does every few seconds, which cannot know whether the first has come.
+    for _ in range(3):
+        parent.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+        assert parent.poll() is None
+    (tmp_path / "saved").touch()
+    assert parent.wait(10) == 75
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends children with their parent")
+def test_ranks_die_with_a_killed_parent(none_left, tmp_path):
+    parent = start_parent(tmp_path, "")
+    parent.kill()
+    parent.wait(5)
+
+
+def test_program_that_does_not_exist():
+    with pytest.raises(FileNotFoundError):
+        run_local([], num_ranks=2, program=["/nonexistent/program"])
+
+
+# Stands in for an interpreter: notes its calls, makes "virtual environments" of itself, and says that it is new enough.
+FAKE_PYTHON = """#!/usr/bin/env bash
+echo "python $*" >> "$LOG"
+if [ "$1 $2" = "-m venv" ]; then
+    mkdir -p "$3/bin"
+    cp "$0" "$3/bin/python"
+    printf '#!/bin/sh\\necho "hybridflow $*" >> "$LOG"; exit 7\\n' > "$3/bin/hybridflow"
+    chmod +x "$3/bin/hybridflow"
+elif [ "$1" = -c ]; then
+    exit "${TOO_OLD:-0}"
+fi
+"""
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A clone in a folder with a space in its name; called, runs a script of it: exit status, calls, errors."""
+    root = tmp_path / "my clone"
+    for name in (
+        "launch/venv.sh",
+        "launch/quickstart.sh",
+        "tests/run.sh",
+        "setup.py",
+        "hybridflow/rollout/cpu/kernels.c",
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    python = tmp_path / "fake-python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    log = tmp_path / "log"
+
+    def run_script(name, *argv, **environ):
+        log.write_text("")
+        environ = {**os.environ, "PYTHON": str(python), "LOG": str(log), **environ}
+        done = subprocess.run([root / name, *argv], env=environ, capture_output=True, text=True, check=False)
+        calls = [line for line in log.read_text().splitlines() if not line.startswith("python -c")]
+        return done.returncode, [call.replace(f"{root}/", "") for call in calls], done.stderr
+
+    run_script.root = root
+    return run_script
+
+
+PIP = "python -m pip install --disable-pip-version-check"
+
+
+def test_quickstart_installs_once_and_passes_arguments_and_status_on(clone):
+    status, calls, _ = clone("launch/quickstart.sh", "trainer.steps=1", "name=a b")
+    train = "hybridflow train quickstart --resume trainer.steps=1 name=a b"
+    editable = f"{PIP} --editable {clone.root}"
+    assert calls == ["python -m venv .venv", f"{PIP} torch==2.13.0", editable, train]
+    assert status == 7
+    assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart --resume"]
+    with open(clone.root / "setup.py", "a") as setup:
+        setup.write("# changed\n")
+    assert clone("launch/quickstart.sh")[1] == [
+        f"{PIP} torch==2.13.0",
+        editable,
+        "hybridflow train quickstart --resume",
+    ]
+
+
+def test_tests_install_their_tools_and_leave_the_long_ones_out(clone):
+    clone("launch/quickstart.sh")
+    pytest_call = "python -m pytest -m not slow and not slurm and not vllm -k layout"
+    editable = f"{PIP} --editable {clone.root}[dev]"
+    assert clone("tests/run.sh", "-k", "layout")[1] == [f"{PIP} torch==2.13.0", editable, pytest_call]
+    assert clone("tests/run.sh", "--all", "-x")[1] == ["python -m pytest -m  -x"]
+    assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart --resume"]
+
+
+def test_unsuitable_python_is_refused(clone):
+    status, calls, errors = clone("launch/quickstart.sh", TOO_OLD="1")
+    assert (status, calls) == (2, [])
+    assert "is not Python 3.10 to 3.13; install one and set PYTHON" in errors

@@ -1,0 +1,147 @@
+"""The scripts of ``slurm/``, with programs that note what they are called with in the place of Slurm's."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import put_program
+
+SCRIPTS = Path(__file__).parents[3] / "slurm"
+
+# Each call is a line, its words between bars. An id counts up; the job that is asked for runs; srun ends as it is told.
+NOTE = r"""
+name=${0##*/}
+{ printf '%s' "$name"; printf '|%s' "$@"; echo; } >> "$LOG"
+case $name in
+    sbatch) echo $((100 + $(grep -c ^sbatch "$LOG"))) ;;
+    scontrol) echo "JobId=7 JobState=${STATE:-RUNNING} Reason=None" ;;
+    srun) exit "${STATUS:-0}" ;;
+esac
+"""
+
+
+@pytest.fixture
+def call(tmp_path):
+    """Runs a script in a folder of its own; returns its status, the calls it made, and what it complained of."""
+    for name in ("sbatch", "scontrol", "srun"):
+        put_program(tmp_path / "bin" / name, NOTE)
+
+    def run(script, *argv, **environ):
+        log = tmp_path / "log"
+        log.write_text("")
+        environ = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "LOG": str(log), **environ}
+        command = ["bash", str(SCRIPTS / script), *argv]
+        # Not a pipe: what a script leaves running would hold that open.
+        with open(tmp_path / "said", "w") as said:
+            status = subprocess.run(
+                command, cwd=tmp_path, env=environ, stdout=said, stderr=said, check=False
+            ).returncode
+        calls = [line.split("|") for line in log.read_text().splitlines()]
+        return status, calls, (tmp_path / "said").read_text()
+
+    return run
+
+
+def block(script):
+    """What a user edits for a site, between the two borders."""
+    before, *inside, _ = (SCRIPTS / script).read_text().split("\n# ----")
+    assert len(inside) == 1 and inside[0].startswith(" edit for your site --"), script
+    return before, inside[0].split("\n", 1)[1]
+
+
+def test_every_batch_script_has_the_same_block_to_edit():
+    scripts = sorted(path.name for path in SCRIPTS.glob("*.sbatch"))
+    blocks = {script: block(script)[1] for script in scripts}
+    hetjob = blocks.pop("hetjob.sbatch")
+    assert len(set(blocks.values())) == 1, blocks
+    (common,) = set(blocks.values())
+    # A heterogeneous job has two components to choose a place for; modules and containers are the same.
+    assert hetjob.endswith(common[common.index("# module load") :])
+    for script in scripts:
+        # sbatch stops reading its options at the first command.
+        assert all(line.startswith("#") for line in block(script)[0].splitlines()), script
+
+
+ARRAY = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "2"}
+
+
+def test_line_of_a_sweep_is_words_and_nothing_else(call, tmp_path):
+    line = """name=a "actor.update={tp: 2, dp: 2}" 'x=$(touch bad)' y=`touch bad` z=; w=\\"* v=&&|bad\n"""
+    (tmp_path / "lr.txt").write_text("first=1\n" + line)
+    status, calls, _ = call("sweep.sbatch", "tiny.yaml", "lr.txt", "seed=3", **ARRAY)
+    words = [
+        "name=a",
+        "actor.update={tp: 2, dp: 2}",
+        "x=$(touch bad)",
+        "y=`touch",
+        "bad`",
+        "z=;",
+        'w="*',
+        "v=&&",
+        "bad",
+    ]
+    train = ["srun", "--wait=30", "hybridflow", "train", "tiny.yaml", "seed=3", *words, "run_dir=runs/lr/2", "--resume"]
+    assert (status, calls) == (0, [train]) and not (tmp_path / "bad").exists()
+
+
+@pytest.mark.parametrize("text", ["first=1\n", "first=1\n\n", "first=1\n'open=\n"])
+def test_sweep_without_such_a_line_says_so(call, tmp_path, text):
+    (tmp_path / "lr.txt").write_text(text)
+    status, calls, said = call("sweep.sbatch", "tiny.yaml", "lr.txt", **ARRAY)
+    assert (status, calls) == (2, []) and "lr.txt has no settings in line 2" in said
+
+
+@pytest.mark.parametrize("script", ["sweep.sbatch", "hetjob.sbatch"])
+@pytest.mark.parametrize("status", [0, 1, 2, 3, 4, 75, 137])
+def test_begins_again_where_that_helps(call, tmp_path, script, status):
+    (tmp_path / "lr.txt").write_text("a=1\nb=1\n")
+    argv = ["tiny.yaml", "lr.txt"] if script == "sweep.sbatch" else ["tiny.yaml"]
+    job = "12_2" if script == "sweep.sbatch" else "7"
+    again = [["scontrol", "show", "job", "-o", job], ["scontrol", "requeue", job]]
+    found, (_, *calls), _ = call(script, *argv, STATUS=str(status), SLURM_JOB_ID="7", **ARRAY)
+    assert found == status and calls == ([] if status in (0, 2, 3, 4) else again)
+    # After scancel it would be there again.
+    found, (_, *calls), _ = call(script, *argv, STATUS=str(status), STATE="CANCELLED", SLURM_JOB_ID="7", **ARRAY)
+    assert found == status and calls == ([] if status in (0, 2, 3, 4) else again[:1])
+
+
+@pytest.mark.parametrize("script", ["sweep.sbatch", "hetjob.sbatch"])
+def test_what_fails_early_each_time_is_not_requeued_for_ever(call, tmp_path, script):
+    (tmp_path / "lr.txt").write_text("a=1\nb=1\n")
+    argv = ["tiny.yaml", "lr.txt"] if script == "sweep.sbatch" else ["tiny.yaml"]
+    ends = {}
+    for status in (1, 75, 127, 137):
+        environ = {"STATUS": str(status), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3", **ARRAY}
+        found, (_, *calls), _ = call(script, *argv, **environ)
+        ends[status] = found, len(calls)
+    assert ends == {1: (1, 0), 75: (75, 2), 127: (127, 0), 137: (137, 2)}
+
+
+def test_pipeline_submits_five_jobs_that_wait_for_each_other(call, tmp_path):
+    status, calls, _ = call("pipeline.sh", "my.yaml", "models/a b", "out", "seed=$(touch bad)")
+    assert status == 0 and (tmp_path / "out").is_dir() and not (tmp_path / "bad").exists()
+    names = ["convert", "sft", "rl", "export", "evaluate"]
+    assert [words[:3] for words in calls] == [["sbatch", "--parsable", f"--job-name={name}"] for name in names]
+    for number, words in enumerate(calls):
+        wait = [f"--dependency=afterok:{100 + number}", "--kill-on-invalid-dep=yes"]
+        assert [word for word in words if word.startswith(("--dep", "--kill"))] == (wait if number else [])
+    convert, sft, rl, export, evaluate = (words[words.index(script_of(words)) :] for words in calls)
+    assert convert[1:] == ["models/a b", "out/start", "--to", "megatron"]
+    assert sft[1:] == ["my.yaml", "seed=$(touch bad)", "run_dir=out/sft", "model.path=out/start", "trainer.steps=0"]
+    assert rl[4:] == ["model.path=out/sft/checkpoints/step_000000/actor", "warm_start=null", "trainer.steps=40"]
+    assert export[1:] == ["out/rl/checkpoints/step_000040/actor", "out/model", "--to", "hf"]
+    assert evaluate[4:] == ["model.path=out/model", "warm_start=null", "trainer.steps=0"]
+    assert [Path(script_of(words)).name for words in calls] == [
+        *("convert.sbatch", "train.sbatch", "train.sbatch", "convert.sbatch", "train.sbatch")
+    ]
+
+
+def script_of(words):
+    return next(word for word in words if word.endswith(".sbatch"))
+
+
+def test_pipeline_without_its_arguments_submits_nothing(call):
+    status, calls, said = call("pipeline.sh", "my.yaml", "models/a")
+    assert (status, calls) == (2, []) and said.startswith("usage: slurm/pipeline.sh RECIPE MODEL OUT")

@@ -1,0 +1,42 @@
+"""Which groups of a mesh stay on a node, and what a plan says where tensor parallelism does not."""
+
+import pytest
+
+from hybridflow.cli import main
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
+
+
+def make_mesh(layout, ranks, ranks_per_node):
+    return DeviceMesh(name="m", layout=ParallelLayout.parse(layout), ranks=tuple(ranks), ranks_per_node=ranks_per_node)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "per_node", "axes"),
+    [
+        # tp varies fastest: pairs (0 1) (2 3) … lie on nodes of 4, and of 2.
+        ("tp2.pp2.dp2", range(8), 4, "pp"),
+        ("tp2.pp2.dp2", range(8), 2, "dp pp"),
+        ("tp2.dp4", range(8), 8, ""),
+        ("tp4.dp2", range(8), 2, "tp dp"),
+        # (1 2) lies on nodes 0 and 1.
+        ("tp2.dp2", range(1, 5), 2, "tp dp"),
+        ("tp2.dp2", (0, 2, 1, 3), 2, "tp"),
+        ("tp3", range(3), 2, "tp"),
+    ],
+)
+def test_axes_that_reach_across_nodes(layout, ranks, per_node, axes):
+    mesh = make_mesh(layout, ranks, per_node)
+    assert [axis for axis in ("tp", "dp", "pp") if mesh.spans_nodes(axis)] == axes.split()
+
+
+def test_plan_warns_of_tensor_parallelism_across_nodes_by_the_name_of_the_mesh(capsys):
+    settings = ["cluster.ranks=4", "actor.update={tp: 2, dp: 2}", "actor.rollout={dp: 4}"]
+    assert main(["plan", "job", "quickstart", *settings, "cluster.ranks_per_node=2"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["plan", "job", "quickstart", *settings, "cluster.ranks_per_node=1"]) == 0
+    # The reference has the actor's layout.
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith(
+        "hybridflow: actor.update, reference: tensor-parallel groups of 2 reach across nodes (ranks on each: 1), and"
+    )

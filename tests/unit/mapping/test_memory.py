@@ -1,0 +1,215 @@
+"""Memory of each rank, from figures worked out by hand; what ranks really hold is in tests/multi/test_memory.py."""
+
+import functools
+import json
+from dataclasses import replace
+
+import pytest
+
+from hybridflow import cli
+from hybridflow.mapping.memory import MeshMemory, RankMemory, job_memory, memory_summary, memory_table
+from hybridflow.recipe.load import load_recipe
+from hybridflow.recipe.meshes import role_meshes
+
+
+@functools.cache
+def memory_of(name, *overrides):
+    recipe = load_recipe(name, overrides)
+    return job_memory(recipe, role_meshes(recipe))
+
+
+# A layer of Llama 3 70B: query, key, value (8192 + 2 · 1024) · 8192, projection 8192 · 8192, feed-forward block
+# 3 · 28672 · 8192; in all 855,638,016, an eighth of which on each of eight ranks, and two norms of 8192 on each.
+LAYER = 855_638_016 // 8 + 2 * 8192
+EMBEDDING = 128_256 * 8192 // 8
+
+
+def by_mesh(needed):
+    return {part.mesh: part for part in needed.meshes}
+
+
+def test_70b_on_a_stage_without_embeddings():
+    needed = memory_of("ppo-70b")[100]
+    actor, rollout, critic, reference = needed.meshes
+    assert [part.mesh for part in needed.meshes] == ["actor.update", "actor.rollout", "critic", "reference"]
+    assert actor.weights == critic.weights == reference.weights == 10 * LAYER * 2
+    assert actor.gradients == critic.gradients == 10 * LAYER * 4 and reference.gradients == reference.optimizer == 0
+    # Two moments and fp32 weights, over eight replicas; buffers are padded.
+    assert actor.optimizer == critic.optimizer == pytest.approx(10 * LAYER * 12 / 8, rel=1e-3)
+    # All 80 layers, two embeddings and the last norm, but for the ten layers that it has anyway: rank 100 is number 4
+    # of its tensor-parallel group in both layouts.
+    assert rollout.weights == (70 * LAYER + 2 * EMBEDDING + 8192) * 2
+    # Keys and values of one of eight groups of 128: 80 layers, 32 sequences of 4096 tokens, 2 bytes.
+    assert rollout.cache == 2 * 80 * 32 * 4096 * 128 * 2
+    # Stage 1 of 8 has seven micro-batches of 4096 tokens under way. Of each token a layer keeps
+    # 4 · 8192 + 4 · 128 + 5 · (8192 + 1024 + 28672) / 8 numbers of 2 bytes.
+    assert actor.activations == critic.activations == 7 * 4096 * 10 * 56_960 * 2
+
+
+def test_70b_first_and_last_stage_have_the_embeddings():
+    memory = memory_of("ppo-70b")
+    first, last = by_mesh(memory[0]), by_mesh(memory[511])
+    assert first["critic"].weights == first["actor.update"].weights == (10 * LAYER + EMBEDDING) * 2
+    assert last["actor.update"].weights == (10 * LAYER + EMBEDDING + 8192) * 2
+    assert last["critic"].weights == (10 * LAYER + 8192 + 8192) * 2
+    # One micro-batch, logits and their gradient, and four fp32 chunks of 1024 tokens; the columns are 128,256 / 8.
+    layers, columns = 4096 * 10 * 56_960 * 2, 16_032
+    assert last["actor.update"].activations == layers + 2 * 4096 * columns * 2 + 4 * 1024 * columns * 4
+
+
+def test_phases_add_up_what_is_there_in_them():
+    for needed in memory_of("ppo-70b")[::100]:
+        parts = by_mesh(needed)
+        actor, rollout, critic, reference = parts.values()
+        kept = actor.kept + critic.kept + reference.kept
+        assert needed.update == kept + max(actor.activations, critic.activations, reference.activations)
+        assert needed.rollout == kept + rollout.weights + rollout.cache + rollout.activations
+        assert needed.peak == max(needed.update, needed.rollout)
+
+
+def test_offload_frees_gradients_and_optimizer_of_the_actor_during_the_rollout():
+    before, after = (memory_of("ppo-70b", f"actor.offload={value}")[100] for value in ("false", "true"))
+    actor = by_mesh(before)["actor.update"]
+    assert (before.rollout - after.rollout, after.update) == (actor.gradients + actor.optimizer, before.update)
+
+
+def test_one_layout_for_both_phases_has_the_weights_once():
+    layout = "actor.rollout={tp: 2, dp: 2}"
+    parts = by_mesh(memory_of("grpo", layout, "model.dtype=bf16")[0])
+    assert parts["actor.rollout"].weights == 0 and parts["actor.rollout"].cache > 0
+    # In fp32 a CPU generates with a copy of the matrices: half of two layers of 4 · 128 · 128 + 3 · 512 · 128 numbers,
+    # and of 64 · 128 of the output.
+    parts = by_mesh(memory_of("grpo", layout)[0])
+    assert parts["actor.rollout"].weights == (2 * 262_144 + 8192) // 2 * 4
+
+
+def test_the_cache_keeps_to_its_budget():
+    # 2 · 80 layers, 4096 tokens, one group of 128, 2 bytes.
+    one = 2 * 80 * 4096 * 128 * 2
+    for share, cache, spare in (("0.5", 32 * one, 31 * one), ("1e9", 10**9, 0), ("1e12", 32 * one, 0)):
+        needed = memory_of("ppo-70b", f"rollout.cache_memory={share}")[100]
+        assert (by_mesh(needed)["actor.rollout"].cache, needed.spare) == (cache, spare)
+        assert needed.least == max(needed.update, needed.rollout - spare)
+        assert ("no more is taken" in memory_summary([needed])) == (spare > 0)
+
+
+def test_sequences_are_cached_in_whole_blocks():
+    longer, whole = (
+        by_mesh(memory_of("ppo-70b", f"model.max_context={tokens}")[0])["actor.rollout"].cache
+        for tokens in (4081, 4096)
+    )
+    assert longer == whole
+
+
+def test_optimizer_state_that_is_not_distributed_is_whole():
+    parts = by_mesh(memory_of("grpo", "actor.optimizer.distributed=false")[0])
+    assert parts["actor.update"].optimizer == 2 * parts["actor.update"].weights
+
+
+def test_ranks_without_a_model_need_nothing():
+    memory = memory_of("split", "cluster.ranks=7")
+    assert [part.mesh for part in memory[4].meshes] == ["critic"] and memory[6].peak == 0
+    assert "\n6      none" in memory_table(memory) and memory_summary(memory).startswith("most on rank ")
+
+
+def write_config(folder, **changes):
+    """Settings of a scorer, or with changes of another model, of the size of Llama 3 70B."""
+    config = dict(
+        architectures=["LlamaForSequenceClassification"],
+        model_type="llama",
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        hidden_act="silu",
+        num_labels=1,
+        id2label={"0": "score"},
+        tie_word_embeddings=False,
+    )
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_a_reward_model_is_counted_where_it_scores(tmp_path):
+    write_config(tmp_path)
+    override = f"reward.model={{path: {tmp_path}, dtype: bf16}}"
+    without, needed = memory_of("ppo-70b")[100], memory_of("ppo-70b", override)[100]
+    reward = by_mesh(needed)["reward"]
+    assert reward.weights == 10 * LAYER * 2 and (reward.gradients, reward.optimizer, reward.cache) == (0, 0, 0)
+    assert needed.update - without.update == reward.weights
+
+
+def test_frozen_models_in_host_memory_are_counted_one_at_a_time(tmp_path):
+    write_config(tmp_path)
+    reward = f"reward.model={{path: {tmp_path}, dtype: bf16}}"
+    kept = memory_of("ppo-70b", reward)[100]
+    parts = by_mesh(kept)
+    weights, (needed,) = (
+        10 * LAYER * 2,
+        memory_of("ppo-70b", reward, "reward.offload=true", "reference.offload=true")[100:101],
+    )
+    assert kept.rollout - needed.rollout == 2 * weights, "generating takes more than scoring"
+    # An update takes more than the reference's forward pass with its weights, or not.
+    least = kept.update - 2 * weights
+    with_reference = least - parts["critic"].activations + weights + parts["reference"].activations
+    assert needed.update == max(least, with_reference)
+
+
+def test_costs_cost_critics_and_teachers_are_counted(tmp_path):
+    write_config(tmp_path / "price")
+    safe = (
+        "algorithm=safe-rlhf",
+        f"cost={{model: {{path: {tmp_path / 'price'}, dtype: bf16}}}}",
+        "cost_critic={layout: {tp: 8, pp: 8, dp: 8}, optimizer: {lr: 1e-5}}",
+    )
+    parts = by_mesh(memory_of("ppo-70b", *safe)[100])
+    assert list(parts) == ["actor.update", "actor.rollout", "critic", "cost_critic", "reference", "cost"]
+    assert replace(parts["cost_critic"], mesh="critic") == parts["critic"]
+    assert replace(parts["cost"], mesh="reference") == parts["reference"] and parts["cost"].weights == 10 * LAYER * 2
+    function = by_mesh(memory_of("ppo-70b", safe[0], "cost.function=length", safe[2])[100])
+    assert function.keys() == parts.keys() - {"cost"}
+    write_config(tmp_path / "teacher", architectures=["LlamaForCausalLM"])
+    teacher = "teacher={model: {path: %s, dtype: bf16}, layout: {tp: 8, pp: 8, dp: 8}}" % (tmp_path / "teacher")
+    parts = by_mesh(memory_of("ppo-70b", "algorithm=distill", "critic=null", "kl={coef: 0}", teacher)[100])
+    assert list(parts) == ["actor.update", "actor.rollout", "teacher"]
+    assert (parts["teacher"].weights, parts["teacher"].optimizer) == (10 * LAYER * 2, 0)
+
+
+def test_plan_of_70b_tells_layout_placement_memory_and_the_batch_file(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", "job", "ppo-70b", "--script", "--time", "24:00:00"]) == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "0-511  actor      actor.rollout tp8.pp1.dp64  answer, sample",
+        "    call critic.values on critic tp8.pp8.dp8",
+        "0-63     actor.update   2.40 GB    4.80 GB    1.80 GB",
+        "#SBATCH --nodes=64\n#SBATCH --ntasks-per-node=8",
+        f"set -- {tmp_path}/runs/ppo-70b/launch/0001/recipe.yaml",
+    ):
+        assert line in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_many_groups_of_ranks_are_shortened():
+    memory = [
+        RankMemory(meshes=(MeshMemory(mesh="m", weights=size),), rollout=size, update=0) for size in range(1000, 0, -10)
+    ]
+    lines = memory_table(memory * 2).splitlines()
+    # The heading, the eleven largest of a hundred, what is left out, and the smallest.
+    assert len(lines) == 14 and lines[1].startswith("0,100 ") and lines[13].startswith("99,199 ")
+    assert lines[12] == "… 88 more groups of ranks, each between these"
+
+
+def test_what_samples_nothing_has_no_rollout_and_a_scorer_no_logits():
+    """Of 64 rows of vocabulary the scorer has those of the embedding, and one row of a value head."""
+    policy, scorer = (load_recipe(name, ["cluster.ranks=1", "actor.update={}"]) for name in ("dpo", "reward-model"))
+    (of_policy,), (of_scorer,) = (job_memory(recipe, role_meshes(recipe)) for recipe in (policy, scorer))
+    assert [part.mesh for part in of_policy.meshes] == ["actor.update", "reference"]
+    assert [part.mesh for part in of_scorer.meshes] == ["actor.update"]
+    assert of_policy.meshes[0].weights - of_scorer.meshes[0].weights == (64 - 1) * 128 * 4
+    assert (of_policy.spare, of_scorer.spare) == (0, 0)

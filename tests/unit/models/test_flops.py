@@ -1,0 +1,72 @@
+"""Operations of a model, held against what torch counts in Hugging Face's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from hybridflow.families.model import ModelConfig
+from hybridflow.models.flops import model_flops, sampling_flops, sequence_pairs
+from hybridflow.models.microbatch import pack
+
+SIZES = dict(hidden_size=32, num_attention_heads=4, head_dim=12)
+LLAMA = ModelConfig(num_layers=3, ffn_hidden_size=48, num_query_groups=2, max_context=64, **SIZES)
+MIXTURE = ModelConfig(num_layers=2, ffn_hidden_size=20, max_context=64, num_experts=6, experts_per_token=2, **SIZES)
+VOCAB, LENGTH = 29, 11
+
+
+def transformers_model(model: ModelConfig) -> torch.nn.Module:
+    known = dict(
+        **SIZES,
+        num_hidden_layers=model.num_layers,
+        num_key_value_heads=model.query_groups,
+        vocab_size=VOCAB,
+        attn_implementation="eager",
+    )
+    if model.num_experts is None:
+        return LlamaForCausalLM(LlamaConfig(intermediate_size=model.ffn_hidden_size, **known))
+    mixture = dict(
+        num_experts=model.num_experts,
+        num_experts_per_tok=model.experts_per_token,
+        moe_intermediate_size=model.ffn_hidden_size,
+        experts_implementation="eager",
+    )
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(intermediate_size=1, **mixture, **known))
+
+
+@pytest.mark.parametrize("model", [LLAMA, MIXTURE], ids=["dense", "mixture"])
+def test_operations_are_what_torch_counts(model: ModelConfig):
+    torch.manual_seed(1)
+    made = transformers_model(model)
+    with FlopCounterMode(display=False) as counter:
+        made(torch.arange(LENGTH)[None])
+    counted = counter.get_flop_counts()["Global"]
+    flops = model_flops(model, vocab_size=VOCAB)
+    batched = sum(count for operation, count in counted.items() if "bmm" in str(operation))
+    # There every token is compared with every other, and those to come are thrown away.
+    assert batched == flops.per_pair * LENGTH**2
+    assert sum(counted.values()) - batched == flops.forward(LENGTH, 0, LENGTH)
+
+
+def test_training_is_three_times_as_much_and_frozen_weights_have_no_gradient():
+    flops = model_flops(LLAMA, vocab_size=VOCAB)
+    assert flops.training(7, 28, 5) == 3 * flops.forward(7, 28, 5)
+    assert flops.training(7, 28, 5, is_frozen=True) == 2 * flops.forward(7, 0, 5) + 3 * flops.forward(0, 28, 0)
+    assert model_flops(LLAMA, vocab_size=VOCAB, has_value_head=True).per_output == 2 * 32
+
+
+def test_a_shared_prompt_is_counted_once():
+    assert sequence_pairs(4) == 10 and sequence_pairs(4, 3) == 4
+    sequences = [torch.tensor(each) for each in ([1, 2, 3, 4, 5], [1, 2, 3, 9], [7, 8])]
+    part = pack([0, 1, 2], sequences, [3, 3, 1], torch.device("cpu"))
+    # 1 to 5 of the first, 4 of the second behind its prompt, 1 and 2 of the third.
+    assert len(part.tokens) == 5 + 1 + 2 and part.num_pairs == 15 + 4 + 3
+
+
+def test_sampling_computes_a_prompt_once_and_no_last_token():
+    flops = model_flops(LLAMA, vocab_size=VOCAB)
+    # Two samples of a prompt of 3 tokens, with 2 tokens and 1; and one that ended before it began.
+    found = sampling_flops(flops, [(5, 3, 2), (5, 3, 1), (6, 2, 0)])
+    assert found == flops.forward(3 + 1 + 2, 6 + 4 + 3, 2 + 1)

@@ -1,0 +1,123 @@
+"""What arithmetic says of a model is what megatron-core's own model says; and the table's figures add up."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+
+from hybridflow.errors import ReshardError
+from hybridflow.families.model import ModelConfig
+from hybridflow.models.shapes import ModelShape, model_spec, named_shapes, shape, shape_of
+from hybridflow.models.specs import describe
+from hybridflow.models.weights import describe_model
+from tests.support.megatron_models import make_whole
+from tests.support.ranks import run_ranks
+
+# Parameters of each model as published with its weights (the total of the index of its safetensors files); an embedding
+# tied to the output counts once.
+PUBLISHED = {
+    "llama3-1b": 1_235_814_400,
+    "llama3-3b": 3_212_749_824,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+}
+
+
+def test_named_shapes_have_the_published_number_of_parameters():
+    counts = {
+        name: sum(math.prod(tensor.shape) for tensor in model_spec(known).tensors)
+        for name, known in named_shapes().items()
+    }
+    assert counts == PUBLISHED
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ReshardError, match=r"model 'llama3-9b': not known by name; expected one of llama3-1b, "):
+        shape("llama3-9b")
+
+
+@pytest.mark.parametrize("name", sorted(named_shapes()))
+def test_a_named_model_is_described_as_megatron_core_builds_it(name):
+    # Two layers tell as much as all.
+    known = dataclasses.replace(shape(name), num_layers=2)
+    assert model_spec(known) == describe(make_whole(known))
+
+
+SMALL = ModelShape(
+    num_layers=3,
+    hidden_size=32,
+    ffn_hidden_size=24,
+    num_attention_heads=8,
+    num_query_groups=2,
+    head_dim=6,
+    vocab_size=29,
+    vocab_divisible_by=4,
+)
+
+
+def test_any_small_model_is_described_as_megatron_core_builds_it():
+    on_off = (False, True)
+    for tied, bias, norm, shared, gate, experts in itertools.product(
+        on_off, on_off, on_off, (None, 20), on_off, (None, 4)
+    ):
+        if experts is None and (shared is not None or gate):
+            continue
+        known = dataclasses.replace(
+            SMALL,
+            tied_embeddings=tied,
+            qkv_bias=bias,
+            qk_norm=norm,
+            num_experts=experts,
+            shared_ffn_hidden_size=shared,
+            shared_gate=gate,
+            expert_bias=gate != bias,
+            dtype="fp32" if norm else "bf16",
+        )
+        whole = make_whole(known)
+        assert model_spec(known) == describe(whole, vocab_divisible_by=4), known
+
+
+MODEL = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=24, num_attention_heads=4, max_context=8)
+RECIPES = [
+    MODEL,
+    dataclasses.replace(MODEL, num_query_groups=2, head_dim=12, vocab_divisible_by=5, qk_norm=True, dtype="bf16"),
+    dataclasses.replace(MODEL, tied_embeddings=True, qkv_bias=True),
+    dataclasses.replace(MODEL, post_norms=True, zero_centered_norms=True, qk_norm=True, dtype="bf16"),
+    dataclasses.replace(MODEL, num_experts=4, post_norms=True, dtype="bf16"),
+]
+
+
+def described(world):
+    world.make_groups([(0,)])
+    return [
+        describe_model(world, model, vocab_size=29, has_value_head=has_value_head)
+        for model, has_value_head in itertools.product(RECIPES, (False, True))
+    ]
+
+
+def test_a_recipes_model_is_described_as_it_is_built():
+    (specs,) = run_ranks(described, 1)
+    expected = [
+        model_spec(shape_of(model, 29), has_value_head=has_value_head)
+        for model, has_value_head in itertools.product(RECIPES, (False, True))
+    ]
+    assert specs == expected
+    assert len({spec.digest() for spec in specs}) == len(specs)

@@ -1,0 +1,90 @@
+"""Which engine a recipe may choose, and what weighs its samples."""
+
+from pathlib import Path
+
+import pytest
+
+from hybridflow.errors import ConfigError
+from hybridflow.recipe.load import load_recipe
+from hybridflow.sections import to_dict
+
+URL = "rollout.engine.urls=['http://localhost:8000']"
+SERVER = ["rollout.engine.kind=openai", URL, "rollout.engine.off_policy=true"]
+
+
+@pytest.fixture
+def load(tmp_path):
+    text = """
+name: tiny
+algorithm: grpo
+cluster: {ranks: 1}
+model: {num_layers: 2, hidden_size: 16, ffn_hidden_size: 32, num_attention_heads: 2, max_context: 24}
+data: {train: a, held_out: b}
+actor: {update: {dp: 1}, rollout: {dp: 1}, optimizer: {lr: 0.01}}
+rollout: {max_new_tokens: 4}
+trainer: {steps: 2, global_batch_size: 8}
+"""
+    path: Path = tmp_path / "tiny.yaml"
+    path.write_text(text)
+    return lambda *overrides: load_recipe(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], "none"),
+        (["correction.kind=truncate"], "truncate"),
+        (["rollout.engine.kind=vllm"], "truncate"),
+        (["rollout.engine.kind=vllm", "correction.kind=icepop"], "icepop"),
+        ([*SERVER, "correction.kind=none"], "none"),
+        (["rollout.engine.kind=tgi", URL, "trainer.steps=0"], "truncate"),
+        (["rollout.engine.kind=vllm", "rollout.temperature=0.7"], "truncate"),
+        (["rollout.engine.kind=vllm", "rollout.top_k=5"], "truncate"),
+        ([*SERVER, "rollout.engine.log_probs=processed", "rollout.temperature=0.7"], "truncate"),
+    ],
+)
+def test_what_is_corrected(load, overrides, expected):
+    assert load(*overrides).correction_kind == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.engine.kind=openai", "trainer.steps=0"], "rollout.engine.urls: missing"),
+        (["rollout.engine.kind=openai", URL], "do not follow"),
+        ([URL], "rollout.engine.urls: kind=megatron asks no server"),
+        (["rollout.engine.kind=vllm", "rollout.engine.auth_env=X"], "auth_env: kind=vllm asks no server"),
+        ([*SERVER, "rollout.temperature=0.5"], "log_probs=raw"),
+        ([*SERVER, "rollout.engine.log_probs=processed", "rollout.top_p=0.5"], "log_probs=processed"),
+        (["rollout.engine.kind=tgi", URL, "rollout.engine.off_policy=true", "rollout.top_k=5"], "TGI always"),
+        (["rollout.engine.kind=vllm", "rollout.stop=[x]"], "kind=vllm works on tokens"),
+        (["rollout.engine.kind=vllm", "rollout.top_k=5", "rollout.temperature=0.5"], "between"),
+        (["rollout.engine.kind=vllm", "rollout.min_p=0.1", "rollout.temperature=0.5"], "with rollout.min_p: vLLM"),
+        (["rollout.engine.kind=vllm", "rollout.presence_penalty=1", "rollout.temperature=0.5"], "presence_penalty: v"),
+        ([*SERVER, "rollout.engine.log_probs=processed", "rollout.repetition_penalty=1.1"], "log_probs=processed"),
+        (
+            ["rollout.engine.kind=vllm", "cluster.ranks=2", "actor.update={tp: 2}", "actor.rollout={tp: 2}"],
+            "set tp, pp",
+        ),
+        (["rollout.engine.kind=vllm", "cluster.ranks=2", "actor.ranks=[0]", "reference.ranks=[1]"], "all ranks"),
+        ([*SERVER, "rollout.engine.urls=['ftp://x']"], "expected http://host:port"),
+        ([*SERVER, "rollout.engine.urls=['http://x:99999']"], "no address"),
+        ([*SERVER, "rollout.engine.urls=['http://x/?key=1']"], "expected http://host:port"),
+        ([*SERVER, "rollout.engine.auth_env='a b'"], "auth_env"),
+        (["correction.kind=icepop", "correction.low=3"], "correction.low=3 is not below"),
+    ],
+)
+def test_what_does_not_fit_is_refused(load, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        load(*overrides)
+
+
+def test_a_secret_in_an_address_is_refused_and_not_repeated(load):
+    with pytest.raises(ConfigError, match="auth_env") as raised:
+        load(*SERVER, "rollout.engine.urls=['http://me:hunter2@x:80']")
+    assert "hunter2" not in str(raised.value)
+
+
+def test_the_token_is_not_part_of_the_recipe(load, monkeypatch):
+    monkeypatch.setenv("ENGINE_TOKEN", "hunter2")
+    assert "hunter2" not in str(to_dict(load(*SERVER, "rollout.engine.auth_env=ENGINE_TOKEN")))

@@ -1,0 +1,393 @@
+"""Recipes: every key is checked, and every complaint names the place, the key and the remedy."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridflow.config.losses import LossConfig
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.roles import OptimizerConfig
+from hybridflow.errors import ConfigError, LayoutError
+from hybridflow.families.cut import check_cut
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.recipe.load import find_recipe, load_recipe, recipe_from_dict
+from hybridflow.recipe.meshes import role_meshes
+from hybridflow.sections import keys_of, to_dict
+
+SMALLEST = """
+name: small
+algorithm: ppo
+cluster: {ranks: 4}
+model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, max_context: 32}
+data: {train: train.jsonl, held_out: held_out.jsonl}
+actor:
+  update: {tp: 2, dp: 2}
+  rollout: {dp: 4}
+  optimizer: {lr: 1e-4}
+critic:
+  layout: {pp: 2, dp: 2}
+  optimizer: {lr: 0.001}
+rollout: {max_new_tokens: 8}
+trainer: {steps: 10, global_batch_size: 16}
+"""
+
+
+OFFLINE_RECIPES = ["sft", "reward-model", "dpo", "ipo", "kto"]
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALLEST)
+    return path
+
+
+def test_smallest_recipe_takes_the_defaults(recipe_file):
+    recipe = load_recipe(recipe_file)
+    assert recipe.run_dir == "runs/small"
+    assert recipe.actor.update == ParallelLayout(tp=2, pp=1, dp=2)
+    assert recipe.actor.optimizer == OptimizerConfig(lr=1e-4)  # YAML 1.1 reads 1e-4 as text
+    assert recipe.loss == LossConfig()
+    assert recipe.trainer.mini_batch_size is None
+
+
+def test_overrides_win_and_later_ones_over_earlier(recipe_file):
+    overrides = ["trainer.steps=3", "trainer.steps=4", "actor.optimizer.lr=2", "warm_start={steps: 1, batch_size: 2}"]
+    recipe = load_recipe(recipe_file, [*overrides, "warm_start.lr=1e-3", "critic.ranks=[3, 2, 1, 0]"])
+    assert recipe.trainer.steps == 4
+    assert recipe.actor.optimizer.lr == 2.0 and isinstance(recipe.actor.optimizer.lr, float)
+    assert recipe.warm_start.lr == 1e-3
+    assert recipe.critic.ranks == (3, 2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainer.step=3", ["override 'trainer.step=3'", "trainer.step:", "did you mean trainer.steps?", "save_every"]),
+        ("gamma=0.9", ["gamma: unknown key; did you mean advantage.gamma?"]),
+        ("lr=0.9", ["did you mean warm_start.lr or actor.optimizer.lr or critic.optimizer.lr"]),
+        ("trainer.steps=many", ["trainer.steps: expected an integer of at least 0, found 'many' (text)"]),
+        ("trainer.steps=true", ["found True (true or false)"]),
+        ("trainer.steps=2.0", ["found 2.0 (a number)"]),
+        ("trainer.steps=-1", ["expected an integer of at least 0, found -1"]),
+        ("advantage.gamma=1.5", ["advantage.gamma: expected a number of at least 0 and at most 1, found 1.5"]),
+        ("advantage.gamma=.nan", ["found nan"]),
+        ("loss.clip_high=.inf", ["found inf"]),
+        ("actor.optimizer.lr=0", ["expected a number above 0, found 0.0"]),
+        ("kl.place=lossy", ["kl.place: expected one of reward, loss, found 'lossy'"]),
+        ("model.tied_embeddings=1", ["model.tied_embeddings: expected true or false, found 1 (an integer)"]),
+        ("name=yes", ["name: expected text", "found True"]),
+        ("name=a/b", ["expected text like [A-Za-z0-9]", "'a/b'"]),
+        ("trainer=null", ["trainer: expected a section with keys steps", "found null"]),
+        ("actor.ranks=3", ["actor.ranks: expected a list of integers or null, found 3"]),
+        ("actor.ranks=[0, x]", ["actor.ranks[1]: expected an integer, found 'x'"]),
+        ("seed.low=1", ["override 'seed.low=1'", "seed: expected an integer", "found {'low': 1} (a section)"]),
+        ("name.low=1", ["override 'name.low=1': name is 'small' (text), not a section"]),
+        ("trainer.steps", ["override 'trainer.steps': expected dotted.key=value"]),
+        ("trainer.steps=[", ["override 'trainer.steps=[': not valid YAML"]),
+        ("critic=null", ["critic: missing; algorithm=ppo needs this section"]),
+        ("algorithm=grpo", ["critic: algorithm=grpo would ignore this section"]),
+        ("lagrange.limit=0.1", ["lagrange: algorithm=ppo would ignore this section"]),
+        ("actor.optimizer.min_lr=1", ["actor.optimizer.min_lr=1 is above actor.optimizer.lr=0.0001"]),
+        ("critic.optimizer.min_lr=1e-4", ["critic.optimizer.schedule=constant never comes down to it"]),
+        ("critic.warmup_steps=11", ["critic.warmup_steps=11 is more than trainer.steps=10"]),
+        ("trainer.pass_k=2", ["trainer.pass_k=2 is more than trainer.validation_samples=0"]),
+        ("trainer.keep_best=true", ["trainer.keep_best=true: trainer.validate_every=0 compares no steps"]),
+        ("trainer.patience=3", ["trainer.patience=3: trainer.validate_every=0 compares no steps"]),
+        ("kl.target=6", ["kl.target: adaptive KL multiplies kl.coef, which is 0"]),
+        ("rollout.group_size=3", ["global_batch_size=16", "group_size=3", "set it to 18"]),
+        ("trainer.mini_batch_size=5", ["mini_batch_size=5 does not divide trainer.global_batch_size=16"]),
+        ("rollout.max_new_tokens=32", ["rollout.max_new_tokens=32", "model.max_context=32"]),
+        ("rollout.environment={}", ["rollout.environment.name: missing; expected text"]),
+        ("rollout.environment={name: calculator, max_turns: 0}", ["max_turns: expected an integer of at least 1"]),
+        ("rollout.environment={name: calculator, failure_reward: .nan}", ["failure_reward", "found nan"]),
+        ("model.num_query_groups=3", ["model.num_query_groups=3 does not divide model.num_attention_heads=4"]),
+        ("model.hidden_size=30", ["model.hidden_size=30", "multiple of 2·heads", "model.head_dim"]),
+        ("model.head_dim=7", ["model.head_dim=7", "even"]),
+        ("model.window_layers=[0]", ["model.window_layers=[0] without model.window", "give its width"]),
+        ("model.rotary_scaling={kind: yarn, factor: 2}", ["model.rotary_scaling.original_context: missing; yarn"]),
+        (
+            "model.rotary_scaling={kind: llama3, original_context: 8, low_freq_factor: 4}",
+            ["model.rotary_scaling.low_freq_factor=4.0 is not below", "high_freq_factor=4.0"],
+        ),
+        (
+            "model.rotary_scaling={kind: longrope, original_context: 8, short_factor: [1]}",
+            ["model.rotary_scaling.short_factor: 1 numbers; longrope with heads of", "give so many"],
+        ),
+        ("model.rotary_scaling={kind: linear, long_factor: [1]}", ["long_factor: 1 numbers", "remove it"]),
+        ("model.rotary_scaling={kind: dynamic}", ["model.rotary_scaling.kind: expected one of linear, llama3, yarn"]),
+    ],
+)
+def test_bad_key_is_named_with_the_remedy(recipe_file, override, says):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe_file, [override])
+    for words in says:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["model.window=4", "model.window_layers=[1, 2]"], "model.window_layers: [2] not among layers 0 to 1"),
+        (["model.num_experts=4", "model.experts_per_token=5"], "experts_per_token=5 is more than model.num_experts=4"),
+        (["model.num_experts=4", "model.experts_per_token=1"], "set normalized_experts to false"),
+        (
+            ["data.arithmetic={num_train: 9, num_held_out: 1, operation: multiply, mistake_share: 0.5}"],
+            "data.arithmetic.mistake_share=0.5: only additions have a wrong carry",
+        ),
+        (
+            ["rollout.environment={name: calculator}", "rollout.archive=true"],
+            "rollout.archive=true: the archive has no",
+        ),
+        (["loss={kind: gspo, aggregation: token-mean}"], "loss.aggregation=token-mean: loss.kind=gspo weighs each"),
+        (["loss={kind: cispo, dual_clip: 3.0}"], "loss.dual_clip=3: loss.kind=cispo has none; leave the key out"),
+        (["loss.norm_tokens=5"], "loss.norm_tokens=5: loss.aggregation=token-mean does not divide by it"),
+        (
+            ["algorithm=reinforce++", "critic=null", "advantage.gae_lambda=0.5"],
+            "advantage.gae_lambda=0.5: algorithm=reinforce++ has no critic",
+        ),
+        (["shaping.overlong_buffer=9999"], "shaping.overlong_buffer=9999 is above rollout.max_new_tokens="),
+        (["shaping.overlong_factor=2"], "shaping.overlong_factor=2: nothing is paid for without a buffer"),
+        (["correction.reject_high=3"], "correction.reject_high: nothing is rejected; set correction.reject"),
+        (["correction={reject: k3, reject_low: 0.1}"], "correction.reject_low=0.1: k3 is never negative"),
+        (["correction={reject: k1, reject_level: max}"], "correction.reject_level=max: a k1 near 0 may hide one"),
+        (["correction={reject: k1, reject_low: 2}"], "reject_low=2 is not below correction.reject_high=2; nothing"),
+        (
+            ["algorithm=dapo", "critic=null", "rollout.group_size=1"],
+            "rollout.group_size=1: algorithm=dapo compares the responses to a prompt",
+        ),
+    ],
+)
+def test_keys_at_odds_are_named_with_the_remedy(recipe_file, overrides, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load_recipe(recipe_file, overrides)
+
+
+def test_experts_are_dealt_to_equal_blocks(recipe_file):
+    dense, mixture = (load_recipe(recipe_file, [f"model.num_experts={count}"]).model for count in ("null", 4))
+    check_cut(mixture, ParallelLayout(dp=2, ep=2), "mesh")
+    for model, found in ((dense, "null"), (mixture, "4")):
+        with pytest.raises(LayoutError, match=f"mesh: ep=3 does not divide model.num_experts={found}"):
+            check_cut(model, ParallelLayout(dp=3, ep=3), "mesh")
+
+
+def test_heads_may_be_wider_than_their_share_of_the_hidden_size(recipe_file):
+    assert load_recipe(recipe_file, ["model.hidden_size=30", "model.head_dim=16"]).model.head_dim == 16
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["actor.update={tp: 2, pp: 4, dp: 4}"], ["actor.update", "= 32 ≠ 4 ranks"]),
+        (["actor.rollout.dp=2"], ["actor.rollout", "= 2 ≠ 4 ranks", "set dp=4"]),
+        (["actor.update.tp=0"], ["override 'actor.update.tp=0'", "actor.update: layout tp=0"]),
+        (["actor.update={cp: 2, dp: 2}"], ["actor.update.cp=2", "set cp=1"]),
+        (["actor.update={ep: 2, dp: 4}"], ["actor.update.ep=2"]),
+        (["critic.ranks=[2, 3, 4, 5]"], ["critic.ranks=[2, 3, 4, 5]", "[4, 5] not among ranks 0 to 3", "at least 6"]),
+        (["critic.ranks=[0, 0, 1, 2]"], ["critic: ranks [0, 0, 1, 2]: expected distinct"]),
+        (["critic.layout={pp: 4}"], ["critic: pp=4 does not divide model.num_layers=2"]),
+        (["actor.update={tp: 4}", "model.num_attention_heads=2"], ["tp=4 does not divide model.num_attention_heads=2"]),
+        (
+            ["model.num_query_groups=1", "actor.update={tp: 4}", "model.ffn_hidden_size=66"],
+            ["model.ffn_hidden_size=66"],
+        ),
+        (["reference.ranks=[0]", "kl.coef=0.1"], ["reference", "≠ 1 ranks"]),
+    ],
+)
+def test_layout_that_does_not_fit_is_refused_before_any_model(recipe_file, overrides, says):
+    with pytest.raises(LayoutError) as caught:
+        load_recipe(recipe_file, overrides)
+    for words in says:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "expected a mapping with keys name"),
+        ("name: [", "not valid YAML"),
+        ("name: a\nname: b", "key 'name' twice"),
+        (SMALLEST.replace("steps: 10, ", ""), "trainer.steps: missing; expected an integer of at least 0"),
+        (SMALLEST + "rewards: {}", "rewards: unknown key; did you mean reward?"),
+    ],
+)
+def test_bad_file_is_named(tmp_path, text, says):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert says in str(caught.value)
+
+
+def test_file_that_is_not_text(tmp_path):
+    (tmp_path / "bad.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match=r"bad\.yaml: cannot be read as UTF-8"):
+        load_recipe(tmp_path / "bad.yaml")
+
+
+def test_meshes_of_the_roles(recipe_file):
+    recipe = load_recipe(recipe_file, ["critic={ranks: [2, 3], layout: {pp: 2}, optimizer: {lr: 1}}", "kl.coef=1"])
+    meshes = role_meshes(recipe)
+    assert {name: (str(mesh.layout), mesh.ranks) for name, mesh in meshes.items()} == {
+        "actor.update": ("tp2.pp1.dp2", (0, 1, 2, 3)),
+        "actor.rollout": ("tp1.pp1.dp4", (0, 1, 2, 3)),
+        "critic": ("tp1.pp2.dp1", (2, 3)),
+        "reference": ("tp2.pp1.dp2", (0, 1, 2, 3)),
+        "reward": ("tp1.pp1.dp4", (0, 1, 2, 3)),
+    }
+    assert {mesh.ranks_per_node for mesh in meshes.values()} == {4}
+
+
+def test_rollout_takes_the_ranks_in_the_order_of_largest_overlap(recipe_file):
+    """TP4 holds quarters, TP2 needs halves: rank 1 joins rank 0, and its peer is rank 2."""
+    layouts = ["actor.update={tp: 4}", "actor.rollout={tp: 2, dp: 2}"]
+    meshes = role_meshes(load_recipe(recipe_file, layouts))
+    assert (meshes["actor.update"].ranks, meshes["actor.rollout"].ranks) == ((0, 1, 2, 3), (0, 2, 1, 3))
+    two_nodes = role_meshes(load_recipe(recipe_file, [*layouts, "cluster.ranks_per_node=2"]))
+    assert two_nodes["actor.rollout"].ranks == (0, 1, 2, 3)
+
+
+def test_unknown_recipe_lists_the_shipped_ones():
+    with pytest.raises(ConfigError, match=r"recipe nonsense: no such file; .* shipped recipe: .*quick"):
+        find_recipe("nonsense")
+
+
+def test_the_recipe_of_distillation_is_valid_with_a_teacher(tmp_path):
+    with pytest.raises(ConfigError, match=r"teacher\.model\.path: missing; .* runs/NAME/checkpoints/STEP/actor"):
+        load_recipe("distill", ["teacher.model.path=null"])
+    with pytest.raises(ConfigError, match=r"teacher\.model\.path='runs/sft/.*found nothing there"):
+        load_recipe("distill")
+    config = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=64, hidden_size=32)
+    config |= dict(intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=16)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "silu", "rms_norm_eps": 1e-5}))
+    recipe = load_recipe("distill", [f"teacher.model.path={tmp_path}"])
+    assert recipe.model_of("teacher").num_layers == 3 and recipe.model_of("actor") == recipe.model
+    scorer = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1, "id2label": {"0": "score"}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **scorer, "hidden_act": "silu", "rms_norm_eps": 1e-5}))
+    with pytest.raises(ConfigError, match=r"teacher\.model\.path=.*is a scorer, which gives no text"):
+        load_recipe("distill", [f"teacher.model.path={tmp_path}"])
+
+
+@given(
+    st.builds(
+        LossConfig,
+        dual_clip=st.none() | st.floats(1.5, 1e300),
+        clip_high=st.floats(0, 1e300),
+        entropy_coef=st.floats(0, 1e-300),
+        epochs=st.integers(1, 10**20),
+    ),
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
+    st.none() | st.permutations(range(4)).map(tuple),
+    st.integers(0, 2**63),
+)
+def test_recipe_survives_a_round_trip_through_yaml(loss, text, ranks, seed):
+    recipe = recipe_from_dict(yaml.safe_load(SMALLEST))
+    recipe = replace(
+        recipe,
+        loss=loss,
+        seed=seed,
+        run_dir=text,
+        actor=replace(recipe.actor, ranks=ranks),
+        reward=replace(recipe.reward, function=text),
+    )
+    assert recipe_from_dict(yaml.safe_load(yaml.safe_dump(to_dict(recipe)))) == recipe
+
+
+def test_every_field_of_a_recipe_can_be_overridden(recipe_file):
+    recipe = load_recipe(recipe_file)
+    shown = to_dict(recipe)
+    overrides = [f"{item.name}={yaml.safe_dump(shown[item.name], default_flow_style=True)}" for item in keys_of(Recipe)]
+    assert load_recipe(recipe_file, overrides) == recipe
+
+
+@pytest.mark.parametrize(
+    "override, says",
+    [
+        ("profile.steps=[0]", "profile.steps[0]: expected an integer of at least 1, found 0"),
+        ("profile.ranks=[-1]", "profile.ranks[0]: expected an integer of at least 0, found -1"),
+        ("profile.ranks=[0, 4, 7]", "profile.ranks=[0, 4, 7]: [4, 7] not among ranks 0 to 3"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused(recipe_file, override, says):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe_file, [override])
+    assert says in str(caught.value)
+
+
+def test_steps_and_ranks_are_chosen_for_profiles(recipe_file):
+    recipe = load_recipe(recipe_file, ["profile.steps=[3, 10]", "profile.ranks=[0, 3]"])
+    assert (recipe.profile.steps, recipe.profile.ranks) == ((3, 10), (0, 3))
+    assert load_recipe(recipe_file).profile.steps == ()
+
+
+OFFLINE = """
+name: offline
+algorithm: dpo
+model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, max_context: 32}
+data: {train: train.jsonl, held_out: held_out.jsonl}
+actor: {update: {}, optimizer: {lr: 1e-4}}
+trainer: {steps: 10, global_batch_size: 16}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["trainer.global_batch_size=15"], "trainer.global_batch_size=15: counts responses, of which a pair has two"),
+        (
+            ["algorithm=ipo", "trainer.global_batch_size=18", "trainer.mini_batch_size=9"],
+            "trainer.mini_batch_size=9: counts responses, of which a pair has two that belong together; set it to an "
+            "even number, 10 say",
+        ),
+        (["algorithm=kto", "trainer.mini_batch_size=1"], "trainer.mini_batch_size=1: algorithm=kto measures the KL"),
+        (["rollout.group_size=2"], "rollout.group_size=2: algorithm=dpo samples nothing; remove the key"),
+        (["rollout.max_new_tokens=8"], "rollout.max_new_tokens=8: algorithm=dpo samples nothing"),
+        (["actor.rollout={}"], "algorithm=dpo samples nothing"),
+        (["actor.offload=true"], "actor.offload=True: algorithm=dpo samples nothing"),
+        (["reward.function=exact_match"], "reward: algorithm=dpo would ignore this section"),
+        (["loss.epochs=2"], "loss: algorithm=dpo would ignore this section"),
+        (["preference.desirable_weight=2"], "preference.desirable_weight: algorithm=dpo would ignore it"),
+        (["algorithm=ipo", "preference.label_smoothing=0.1"], "ipo would ignore it; remove it, or choose dpo"),
+        (["algorithm=kto", "preference.reference_free=true"], "algorithm=kto would ignore it"),
+        (["algorithm=reward-model", "preference.beta=1"], "algorithm=reward-model would ignore"),
+        (
+            ["algorithm=reward-model", "warm_start={steps: 1, batch_size: 1, lr: 1}"],
+            "warm_start: algorithm=reward-model trains a scorer, which writes no text",
+        ),
+        (["algorithm=sft", "rollout.max_new_tokens=4", "rollout.group_size=2"], "a row has one solution to imitate"),
+        (
+            ["algorithm=sft", "rollout.max_new_tokens=4", "data.chosen_field=good"],
+            "data.chosen_field: algorithm=sft reads no preferences; remove the key",
+        ),
+        (
+            ["data.arithmetic={num_train: 1, num_held_out: 1, operation: multiply}"],
+            "data.arithmetic.operation=multiply: the rejected response is a wrong carry",
+        ),
+    ],
+)
+def test_what_learns_from_given_responses_has_keys_of_its_own(overrides, says):
+    with pytest.raises(ConfigError) as caught:
+        recipe_from_dict(yaml.safe_load(OFFLINE), overrides=overrides)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_reference", "samples"),
+    [
+        ([], True, 2),
+        (["preference.reference_free=true"], False, 2),
+        (["algorithm=kto", "preference.desirable_weight=2", "trainer.global_batch_size=3"], True, 1),
+        (["algorithm=reward-model"], False, 2),
+        (["algorithm=sft", "rollout.max_new_tokens=4", "warm_start={steps: 1, batch_size: 1, lr: 1}"], False, 1),
+    ],
+)
+def test_offline_algorithms_have_a_reference_where_they_measure_against_one(overrides, has_reference, samples):
+    recipe = recipe_from_dict(yaml.safe_load(OFFLINE), overrides=overrides)
+    assert (recipe.has_reference, recipe.samples_per_draw) == (has_reference, samples)
+    assert ("reference" in role_meshes(recipe)) is has_reference

@@ -1,0 +1,84 @@
+"""Whether two expressions are the same, by real workers: what they find, what takes for ever, what is none."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hybridflow.config.rewards import RewardConfig
+from hybridflow.errors import RewardError
+from hybridflow.rewards import maths
+from hybridflow.rewards.kinds import make_kind
+from hybridflow.rewards.sample import Sample
+from hybridflow.rewards.scorer import Scorer
+
+pytest.importorskip("math_verify")
+
+
+@pytest.fixture(scope="module")
+def made():
+    settings = RewardConfig(function="maths", timeout_s=20.0, max_in_flight=1)
+    scorer = Scorer(make_kind(settings, "reward"), settings, "reward")
+    yield scorer
+    scorer.close()
+
+
+def sample(response, answer):
+    return Sample(prompt="", response=response, answer=answer, place="data.jsonl:7")
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        ("The answer is 4.", "4", 1),
+        ("The answer is 5.", "4", 0),
+        (r"so $\boxed{\frac{1}{2}}$", "0.5", 1),
+        (r"so $\boxed{\frac{2}{4}}$", r"\frac{1}{2}", 1),
+        (r"$x^2 + 2x + 1$", r"$(x+1)^2$", 1),
+        (r"$x^2 + 2x$", r"$(x+1)^2$", 0),
+        (r"$\boxed{\{2, 1\}}$", r"$\{1, 2\}$", 1),
+        ("I do not know", "4", 0),
+        ("", "4", 0),
+        (r"\boxed{\frac{1}{", "4", 0),
+        ("\ud800 4", "4", 1),
+        ("$" * 5000, "4", 0),
+    ],
+)
+def test_what_is_equal(made, response, answer, score):
+    assert made.scores([sample(response, answer)]) == [score]
+
+
+def test_an_answer_that_is_none_is_a_failure(made):
+    with pytest.raises(RewardError, match="data.jsonl:7 .*is no expression; give LaTeX or a number"):
+        made.scores([sample("4", "")])
+
+
+def test_what_takes_for_ever_is_not_equal_and_the_others_go_on():
+    settings = RewardConfig(function="maths", timeout_s=5.0, max_in_flight=2)
+    scorer = Scorer(make_kind(settings, "reward"), settings, "reward")
+    begin_s = time.monotonic()
+    tower = r"$9^{9^{9^{9^{9}}}}$"
+    assert scorer.scores([sample(tower, "7"), sample("4", "4"), sample(tower, tower.replace("9}}}}", "8}}}}"))])[1] == 1
+    assert time.monotonic() - begin_s < 90
+    workers = list(scorer.kind.call._idle)
+    scorer.close()
+    assert all(worker._process.poll() is not None for worker in workers)
+
+
+def test_a_worker_that_is_killed_is_replaced(made):
+    assert made.scores([sample("4", "4")]) == [1]
+    (worker,) = made.kind.call._idle
+    worker._process.kill()
+    worker._process.wait()
+    with pytest.raises(RewardError, match="the process that compares was killed"):
+        made.scores([sample("4", "4")])
+    assert made.scores([sample("4", "4")]) == [1]
+
+
+def test_a_comparison_that_is_not_told_in_time_counts_as_different(monkeypatch):
+    made = maths.Maths(10.0, "reward.function")
+    assert made([sample("4", "4")]) == [1.0]
+    (worker,) = made._idle
+    monkeypatch.setattr(worker, "_line", lambda wait_s: None)
+    assert made([sample("4", "4")]) == [0.0] and not made._idle and worker._process.poll() is not None

@@ -1,0 +1,734 @@
+"""The sandbox of programs, tried for real: each bomb is stopped within its limit, and nothing of it is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config.rewards import RewardConfig, SandboxConfig
+from hybridflow.errors import ConfigError
+from hybridflow.rewards import kinds, sandbox
+from hybridflow.rewards.code import CodeTests, program_of
+from hybridflow.rewards.kinds import make_kind
+from hybridflow.rewards.sample import Sample, Unscored
+from hybridflow.rewards.sandbox import check_sandbox, run_confined, sandbox_problem
+from hybridflow.rewards.scorer import Scorer
+
+NOBODY = 65534
+SMALL = SandboxConfig(wall_s=5.0, cpu_s=3, memory_mib=256, processes=8, files_mib=8, output_kib=16)
+SYSTEM_PYTHON = "/usr/bin/python3"
+needs_namespaces = pytest.mark.skipif(sandbox_problem() is not None, reason=f"needs namespaces: {sandbox_problem()}")
+
+
+class Ours:
+    """Programs as the reward runs them, by whoever runs the tests."""
+
+    def __call__(self, code, *, is_protected=True, stdin="", limits=SMALL, files=None):
+        marker = secrets.token_hex(8)
+        # The marker is in the name of each process that comes of it.
+        ended = run_confined(
+            ["-I", "-B", "main.py", marker],
+            limits,
+            files={"main.py": code, **(files or {})},
+            stdin=stdin,
+            is_protected=is_protected,
+        )
+        assert_none_is_left(marker)
+        return ended
+
+
+class Theirs:
+    """The same by a user without any right, with the system's Python, since others may be where nobody may look."""
+
+    def __call__(self, code, *, is_protected=True, stdin="", limits=SMALL, files=None):
+        marker = secrets.token_hex(8)
+        asked = {
+            "argv": [SYSTEM_PYTHON, "-I", "-B", "main.py", marker],
+            "files": {"main.py": code, **(files or {})},
+            "stdin": stdin,
+            "environ": {"PATH": "/usr/bin:/bin"},
+            "readable": [path for path in sandbox._SYSTEM if os.path.exists(path)],
+            "is_protected": is_protected,
+            "wall_s": limits.wall_s,
+            "cpu_s": limits.cpu_s,
+            "memory_bytes": limits.memory_mib << 20,
+            "processes": limits.processes,
+            "files_bytes": limits.files_mib << 20,
+            "output_bytes": limits.output_kib << 10,
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            os.chmod(folder, 0o755)
+            script = shutil.copy(sandbox._CONFINE, folder)
+            os.chmod(script, 0o644)
+            done = subprocess.run(
+                [SYSTEM_PYTHON, "-I", "-S", script],
+                input=json.dumps(asked).encode(),
+                env={},
+                cwd="/",
+                capture_output=True,
+                timeout=60,
+                user=NOBODY,
+                group=NOBODY,
+                extra_groups=[],
+                check=True,
+            )
+        assert_none_is_left(marker)
+        told = json.loads(done.stdout)
+        if told.pop("error") is not None:
+            raise Unscored("refused")
+        return sandbox.Ended(**told)
+
+
+def assert_none_is_left(marker):
+    left = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if marker.encode() in words and state != "Z":
+            left.append(pid)
+    assert not left, left
+
+
+WHO = [pytest.param(Ours(), id="ours")]
+if os.geteuid() == 0 and os.path.exists(SYSTEM_PYTHON):
+    WHO.append(pytest.param(Theirs(), id="nobody"))
+run_by_all = pytest.mark.parametrize("run", WHO)
+
+pytestmark = needs_namespaces
+
+
+@run_by_all
+def test_a_program_runs_with_its_input_and_files(run):
+    code = "import sys; print(open('data.txt').read(), input(), file=sys.stderr); print('out'); sys.exit(3)"
+    ended = run(code, stdin="given\n", files={"data.txt": "file"})
+    assert (ended.status, ended.stopped, ended.stdout, ended.stderr) == (3, None, "out\n", "file given\n")
+
+
+@run_by_all
+def test_an_endless_loop_is_stopped_by_its_time_on_a_core(run):
+    begin_s = time.monotonic()
+    ended = run("while True: pass", limits=replace(SMALL, cpu_s=1, wall_s=20.0))
+    assert ended.status is not None and ended.status < 0 and time.monotonic() - begin_s < 15
+
+
+@run_by_all
+def test_one_that_sleeps_and_ignores_signals_is_stopped_by_the_clock(run):
+    code = """
+import os, signal, time
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+print("here", flush=True)
+while True:
+    time.sleep(100)
+"""
+    begin_s = time.monotonic()
+    ended = run(code, limits=replace(SMALL, wall_s=1.0))
+    assert (ended.status, ended.stopped) == (None, "wall_s") and ended.stdout == "here\nhere\n"
+    assert time.monotonic() - begin_s < 10
+
+
+@run_by_all
+def test_what_a_program_leaves_behind_is_ended_with_it(run):
+    begin_s = time.monotonic()
+    code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(100)\nprint('parent')"
+    ended = run(code, limits=replace(SMALL, wall_s=30.0))
+    assert ended.status == 0 and ended.stdout == "parent\n" and time.monotonic() - begin_s < 10
+
+
+@run_by_all
+def test_a_memory_bomb_gets_no_more(run):
+    ended = run("data = []\nwhile True: data.append(bytearray(1 << 20))")
+    assert ended.status == 1 and "MemoryError" in ended.stderr
+
+
+@run_by_all
+def test_memory_of_several_processes_counts_together(run):
+    code = """
+import os, time
+for _ in range(5):
+    if os.fork() == 0:
+        break
+data = bytearray(os.urandom(1 << 20)) * 120
+time.sleep(100)
+"""
+    begin_s = time.monotonic()
+    ended = run(code, limits=replace(SMALL, wall_s=60.0))
+    assert (ended.status, ended.stopped) == (None, "memory_mib") and time.monotonic() - begin_s < 30
+
+
+@run_by_all
+def test_a_fork_bomb_has_few_children(run):
+    code = """
+import os
+failed = 0
+children = 0
+while failed < 1000:
+    try:
+        if os.fork() == 0:
+            while True:
+                try:
+                    os.fork()
+                except OSError:
+                    pass
+        children += 1
+    except OSError:
+        failed += 1
+print(children, flush=True)
+"""
+    ended = run(code, limits=replace(SMALL, wall_s=3.0))
+    if ended.stopped is None:
+        assert int(ended.stdout) < SMALL.processes
+    else:
+        assert ended.stopped in ("wall_s", "processes")
+
+
+@run_by_all
+def test_threads_are_processes_too(run):
+    code = """
+import threading, time
+count = 0
+try:
+    while True:
+        threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+        count += 1
+except RuntimeError:
+    print(count, flush=True)
+"""
+    ended = run(code)
+    assert int(ended.stdout) < SMALL.processes and ended.stopped is None
+
+
+PLACES = ["/", "/usr", "/tmp", "/root", "/home", "/dev", "/etc", "/box/.."]
+
+
+@run_by_all
+def test_it_writes_to_its_folder_alone(run):
+    outside = tempfile.mkdtemp()
+    os.chmod(outside, 0o777)
+    places = [*PLACES, outside, os.path.realpath(sys.base_prefix), os.path.dirname(os.__file__)]
+    mine = f"hybridflow-{secrets.token_hex(8)}"
+    code = f"""
+import os, sys
+for place in {places!r}:
+    try:
+        open(place + "/{mine}", "w").close()
+        print("wrote", place)
+    except OSError:
+        pass
+for old in ("/usr/bin/env", "/etc/passwd", "/etc/ld.so.cache"):
+    try:
+        open(old, "a").close()
+        print("appended", old)
+    except OSError:
+        pass
+os.mkdir("deep"); open("deep/mine", "w").write("x"); open(os.environ["HOME"] + "/own", "w").close()
+print(sorted(os.listdir(".")), os.getcwd())
+"""
+    try:
+        ended = run(code)
+        assert ended.stdout == "['deep', 'main.py', 'own'] /box\n" and ended.status == 0, ended
+        written = [place for place in places if os.path.exists(f"{place}/{mine}")]
+        assert written == []
+    finally:
+        for place in places:
+            # Where the sandbox does not hold, nothing is left behind.
+            Path(f"{place}/{mine}").unlink(missing_ok=True)
+        os.rmdir(outside)
+
+
+@run_by_all
+def test_it_fills_no_disk(run):
+    code = """
+import os
+count = 0
+try:
+    for number in range(1000):
+        with open(f"file{number}", "wb") as file:
+            file.write(bytes(1 << 20))
+        count += 1
+except OSError:
+    pass
+print(count)
+"""
+    ended = run(code)
+    assert int(ended.stdout) <= SMALL.files_mib
+
+
+@run_by_all
+def test_it_sees_no_home_no_secrets_and_no_processes(run, monkeypatch):
+    monkeypatch.setenv("API_TOKEN", "s3cr3t")
+    code = f"""
+import os
+print(sorted(os.environ), [os.path.exists(each) for each in ("/proc/1", "/proc/self/environ", "/etc/passwd", "/sys")])
+print([os.path.exists(each) for each in {[__file__, os.path.expanduser("~/.bashrc"), os.getcwd()]!r}])
+print(os.getpid() < 10, os.getuid(), os.getgroups() in ([], [os.getgid()]), os.listdir("/dev"))
+for number in range(3, 64):
+    try:
+        os.fstat(number)
+        print("open", number)
+    except OSError:
+        pass
+"""
+    ended = run(code)
+    first, second, third, *rest = ended.stdout.splitlines()
+    assert "API_TOKEN" not in first and first.endswith("[False, False, False, False]") and "True" not in second
+    assert third.startswith(f"True {NOBODY} ") and "sd" not in third and rest == [], ended
+    assert "s3cr3t" not in str(ended)
+
+
+@run_by_all
+def test_it_reaches_no_network_and_no_other_process(run):
+    server = socket.create_server(("127.0.0.1", 0))
+    abstract = f"\0hybridflow-{secrets.token_hex(4)}"
+    local = socket.socket(socket.AF_UNIX)
+    local.bind(abstract)
+    local.listen()
+    # Of the program's own user, who might end it.
+    other = subprocess.Popen(["sleep", "100"], user=NOBODY if os.geteuid() == 0 else None)
+    code = f"""
+import os, signal, socket
+for family, where in ((socket.AF_INET, ("127.0.0.1", {server.getsockname()[1]})), (socket.AF_INET, ("8.8.8.8", 53)),
+                      (socket.AF_UNIX, {abstract!r})):
+    try:
+        socket.socket(family).connect(where)
+        print("connected", where)
+    except OSError:
+        pass
+try:
+    socket.getaddrinfo("example.com", 80)
+    print("resolved")
+except OSError:
+    pass
+try:
+    os.kill({other.pid}, signal.SIGKILL)
+    print("killed")
+except OSError:
+    pass
+"""
+    with server, local, other:
+        try:
+            ended = run(code)
+            assert (ended.status, ended.stdout) == (0, ""), ended
+            assert other.poll() is None
+        finally:
+            other.kill()
+
+
+@run_by_all
+def test_it_has_no_rights_and_gets_none(run):
+    # What a sandbox that does not hold would let through changes nothing either.
+    name = socket.gethostname()
+    code = f"""
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+print([libc.mount(b"none", b"/usr", None, 32 | 4096, None), libc.mount(b"tmpfs", b"/box", b"tmpfs", 0, None),
+       libc.umount2(b"/usr", 2), libc.chroot(b"/box"), libc.setuid(0),
+       libc.sethostname({name.encode()!r}, {len(name)})])
+header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+libc.capget(header, data)
+print(list(data))
+"""
+    ended = run(code)
+    lines = ended.stdout.splitlines()
+    assert lines[0] == "[-1, -1, -1, -1, -1, -1]" and lines[1] == "[0, 0, 0, 0, 0, 0]", ended
+
+
+@run_by_all
+def test_what_gives_memory_rights_or_keys_is_refused(run):
+    """Each call does something by itself: outside it is made with success, or fails for another reason."""
+    code = """
+import ctypes, errno, mmap, os
+libc = ctypes.CDLL(None, use_errno=True)
+def tried(name, *arguments):
+    if getattr(libc, name)(*arguments) >= 0:
+        return "done"
+    return errno.errorcode[ctypes.get_errno()]
+print(tried("memfd_create", b"x", 0), tried("shmget", 0, 4096, 0o1600), tried("msgget", 0, 0o1600),
+      tried("semget", 0, 1, 0o1600))
+print(*(tried("unshare", flag) for flag in (0x10000000, 0x20000, 0x2000000)), tried("ptrace", 0, 0, 0, 0))
+print(tried("syscall", 425, 8, None), tried("syscall", 435, None, 0), tried("mount", None, None, None, 0, None))
+for flag in (0x10000000, 0x40000000, 0x20000):
+    print(tried("syscall", CLONE, flag | 17, 0, 0, 0, 0))
+print(tried("syscall", KEYCTL, 0, -3, 0), tried("syscall", ADD_KEY, b"user", b"x", b"x", 1, -3))
+try:
+    mmap.mmap(-1, 4096)
+    print("shared memory")
+except OSError as error:
+    print(errno.errorcode[error.errno])
+mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+if os.fork() == 0:
+    os._exit(0)
+print(os.wait()[1], flush=True)
+"""
+    x86 = os.uname().machine == "x86_64"
+    numbers = {"CLONE": (56, 220), "KEYCTL": (250, 219), "ADD_KEY": (248, 217)}
+    for name, (older, newer) in numbers.items():
+        code = code.replace(name, str(older if x86 else newer))
+    ended = run(code)
+    assert ended.stdout.splitlines() == [
+        "EPERM EPERM EPERM EPERM",
+        "EPERM EPERM EPERM EPERM",
+        "EPERM ENOSYS EPERM",
+        *["EPERM"] * 3,
+        "EPERM EPERM",
+        "EPERM",
+        "0",
+    ], ended
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="another machine has no other one within it")
+@run_by_all
+def test_calls_of_the_older_machine_end_it(run):
+    """The numbers of 32 bits are others, so a program that makes such calls would pass by the filter."""
+    code = """
+import ctypes, mmap
+memory = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+memory.write(bytes.fromhex("b814000000cd80c3"))
+print("before", flush=True)
+print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(memory)))())
+"""
+    ended = run(code)
+    assert ended.stdout == "before\n" and ended.status in (-signal.SIGSYS, -signal.SIGSEGV), ended
+
+
+def test_no_key_of_the_job_is_there_without_protection():
+    """The user's session keyring is left behind, whether or not the calls are filtered."""
+    x86 = os.uname().machine == "x86_64"
+    add, ask, control = (248, 249, 250) if x86 else (217, 218, 219)
+    begin = f"""
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.syscall({control}, 1, None) < 0 or libc.syscall({add}, b"user", b"hybridflow-key", b"secret", 6, -3) < 0:
+    raise SystemExit(3)
+from hybridflow.config.rewards import SandboxConfig
+from hybridflow.rewards.sandbox import run_confined
+code = "import ctypes; print(ctypes.CDLL(None).syscall({ask}, b'user', b'hybridflow-key', None, 0) > 0)"
+print(libc.syscall({ask}, b"user", b"hybridflow-key", None, 0) > 0)
+for is_protected in (False, {sandbox_problem() is None}):
+    print(run_confined(["-I", "-c", code], Sandbox(), files={{}}, is_protected=is_protected).stdout, end="")
+"""
+    done = subprocess.run([sys.executable, "-c", begin], capture_output=True, text=True, check=False)
+    if done.returncode == 3:
+        pytest.skip("no keys here")
+    assert done.stdout == "True\nFalse\nFalse\n", done
+
+
+@run_by_all
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_huge_output_is_stopped(run, stream):
+    begin_s = time.monotonic()
+    ended = run(f"import sys\nwhile True: sys.{stream}.write('x' * 65536)", limits=replace(SMALL, wall_s=30.0))
+    assert (ended.status, ended.stopped) == (None, "output_kib") and time.monotonic() - begin_s < 10
+    assert len(getattr(ended, stream)) == SMALL.output_kib << 10
+
+
+@run_by_all
+def test_output_that_is_no_text(run):
+    ended = run("import os; os.write(1, bytes(range(256)))")
+    assert ended.status == 0 and "\ufffd" in ended.stdout
+
+
+def test_without_protection_limits_hold_all_the_same():
+    run = Ours()
+    assert run("print(input())", stdin="x", is_protected=False).stdout == "x\n"
+    ended = run(
+        "import os, time\nif os.fork(): time.sleep(100)\nos.setsid()\ntime.sleep(100)",
+        is_protected=False,
+        limits=replace(SMALL, wall_s=1.0),
+    )
+    assert ended.stopped == "wall_s"
+    assert "MemoryError" in run("data = []\nwhile True: data.append(bytearray(1 << 20))", is_protected=False).stderr
+    assert run("import os; print('API_TOKEN' in os.environ)", is_protected=False).stdout == "False\n"
+
+
+ORPHANS = """
+import os, time
+for _ in range(COUNT):
+    if os.fork() == 0:
+        if os.fork() == 0:
+            data = b"x" * (SIZE << 20)
+            time.sleep(100)
+        os._exit(0)
+    if os.wait()[1] != 0:
+        raise SystemExit("no more of them")
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(("count", "size", "limit"), [(20, 0, "processes"), (6, 100, "memory_mib")])
+@pytest.mark.parametrize("is_protected", [True, False])
+def test_processes_that_lose_their_parents_count(count, size, limit, is_protected):
+    code = ORPHANS.replace("COUNT", str(count)).replace("SIZE", str(size))
+    ended = Ours()(code, is_protected=is_protected, limits=replace(SMALL, wall_s=20.0))
+    # A system that counts processes itself begins no more.
+    assert ended.stopped == limit or (limit == "processes" and "BlockingIOError" in ended.stderr), ended
+
+
+@pytest.mark.parametrize("is_protected", [True, False])
+def test_who_dies_takes_its_program_along(is_protected):
+    marker = secrets.token_hex(8)
+    program = "import os, time; os.fork(); os.fork(); time.sleep(100)"
+    code = f"""
+from hybridflow.config.rewards import SandboxConfig
+from hybridflow.rewards.sandbox import run_confined
+arguments = ["-I", "-c", {program!r}, {marker!r}]
+run_confined(arguments, Sandbox(wall_s=100.0), files={{}}, is_protected={is_protected})
+"""
+    child = subprocess.Popen([sys.executable, "-c", code])
+    end_s = time.monotonic() + 20
+    while sum(marker.encode() in words and b"sleep(100)\0" in words for words in command_lines(child.pid)) < 4:
+        assert time.monotonic() < end_s and child.poll() is None
+        time.sleep(0.05)
+    child.kill()
+    child.wait()
+    time.sleep(1.0)
+    assert_none_is_left(marker)
+
+
+def test_what_a_link_leads_to_may_be_read(tmp_path):
+    for folder in ("real", "deep", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "data.txt").write_text(folder)
+    (tmp_path / "link").symlink_to("second")
+    (tmp_path / "second").symlink_to(tmp_path / "real")
+    (tmp_path / "deep" / "out").symlink_to("../elsewhere")
+    asked = (str(tmp_path / "link"), str(tmp_path / "deep"), str(tmp_path / "deep" / "out"))
+    code = f"print(*(open(path + '/data.txt').read() for path in {asked!r}))"
+    code += f"\nimport os; print(os.access({asked[0]!r}, os.W_OK), os.path.exists({str(tmp_path / 'second')!r}))"
+    ended = Ours()(code, limits=replace(SMALL, readable=asked))
+    assert ended.stdout == "real deep elsewhere\nFalse False\n", ended
+
+
+SLOW = """
+import sys, time
+sys.path.append(FOLDER)
+import confine
+make_root = confine._make_root
+def slow(spec):
+    time.sleep(1.0)
+    make_root(spec)
+confine._make_root = slow
+confine._BEGIN_S = MOST
+confine.main()
+"""
+
+
+@pytest.mark.parametrize(("begin_s", "outcome"), [(10.0, "done"), (0.3, "not begun")])
+def test_the_time_of_a_program_is_its_own(begin_s, outcome, tmp_path, monkeypatch):
+    """A root directory that takes longer to build than the program may takes nothing from it."""
+    folder = str(sandbox._CONFINE.parent)
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW.replace("FOLDER", repr(folder)).replace("MOST", str(begin_s)))
+    monkeypatch.setattr(sandbox, "_CONFINE", script)
+    limits = replace(SMALL, wall_s=0.8)
+    if outcome == "done":
+        assert Ours()("print('done')", limits=limits).stdout == "done\n"
+    else:
+        with pytest.raises(Unscored, match="not begun within 0.3 s"):
+            Ours()("print('done')", limits=limits)
+
+
+@pytest.mark.parametrize("name", ["code", "maths"])
+def test_ranks_of_a_node_share_its_cores(name, monkeypatch):
+    if name == "maths":
+        pytest.importorskip("math_verify")
+    for cores, sharing, together in ((8, 1, 8), (8, 4, 2), (8, 3, 2), (2, 8, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        made = make_kind(RewardConfig(function=name), "reward", sharing=sharing)
+        assert made.runner._most_together == together
+        made.close()
+    assert make_kind(RewardConfig(function=name, max_in_flight=5), "reward", sharing=4).runner._most_together == 5
+
+
+def test_what_is_to_be_read_must_be_there(tmp_path):
+    (tmp_path / "link").symlink_to("nothing")
+    for path in (tmp_path / "none", tmp_path / "link"):
+        settings = RewardConfig(function="code", sandbox=SandboxConfig(readable=(str(path),)))
+        with pytest.raises(ConfigError, match=rf"reward\.sandbox\.readable: {path} is not there"):
+            make_kind(settings, "reward")
+
+
+def command_lines(other_than):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(pid) != other_than and words.count(b"\0") < 8:
+            yield words
+
+
+ADD = "def add(a, b):\n    return a + b\n"
+ASSERTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
+CASES = json.dumps([{"input": "1 2\n", "output": "3\n"}, {"input": "2 2\n", "output": "4"}])
+SUM = "print(sum(map(int, input().split())))"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        (ADD, ASSERTS, 1),
+        (f"Well:\n```python\n{ADD}```\nThat is it.", ASSERTS, 1),
+        (f"```python\nwrong(\n```\nNo:\n```py\n{ADD}```", ASSERTS, 1),
+        (f"```python\n{ADD}```\nOutput:\n```text\n3\n```", ASSERTS, 1),
+        (ADD.replace("+", "-"), ASSERTS, 0),
+        ("def add(a, b:", ASSERTS, 0),
+        ("", ASSERTS, 0),
+        (f"{ADD}\nimport sys\nsys.exit(0)", ASSERTS, 0),
+        (f"{ADD}\nimport os\nos._exit(0)", ASSERTS, 0),
+        (f"{ADD}\nprint('all tests passed')\nraise SystemExit", ASSERTS, 0),
+        ("def add(a, b):\n    while True:\n        pass", ASSERTS, 0),
+        ("def add(a, b):\n    return 'x' * 10 ** 10", ASSERTS, 0),
+        (SUM, CASES, 1),
+        (f"{SUM}\nprint()", CASES, 1),
+        ("input()\nprint(3)", CASES, 0),
+        (f"{SUM}\nraise SystemExit(1)", CASES, 0),
+        ("import time\ntime.sleep(100)", CASES, 0),
+        ("\ud800", ASSERTS, 0),
+    ],
+)
+def test_programs_and_their_tests(response, answer, score):
+    limits = replace(SMALL, wall_s=2.0, cpu_s=1)
+    made = CodeTests(limits, is_protected=True)
+    assert made([Sample(prompt="", response=response, answer=answer, place="")]) == [score]
+
+
+LOOKS_FOR_TESTS = """
+import gc, os, sys
+found = [open(name).read() for name in os.listdir(".")]
+try:
+    found.append(os.pread(0, 10000, 0).decode())
+except OSError:
+    found.append(sys.stdin.read())
+frame = sys._getframe()
+while frame is not None:
+    found += map(repr, frame.f_locals.values())
+    frame = frame.f_back
+found += [repr(each) for each in gc.get_objects() if type(each) in (dict, list, tuple) and len(each) < 100]
+found += sys.argv + list(os.environ.values())
+print(any(" ".join(("of", "their", "own", "accord")) in each for each in found), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_program_does_not_find_its_tests_where_it_looks(monkeypatch):
+    seen = []
+
+    def told(*arguments, **keywords):
+        seen.append(run_confined(*arguments, **keywords))
+        return seen[-1]
+
+    monkeypatch.setattr("hybridflow.rewards.code.run_confined", told)
+    made = CodeTests(SMALL, is_protected=True)
+    answer = "text = 'of their own accord'\nassert add(1, 2) == 3"
+    assert made([Sample(prompt="", response=LOOKS_FOR_TESTS, answer=answer, place="")]) == [0]
+    assert seen[0].stdout == "False\n", seen
+    # The program that looks sees them once they are where it can: nothing else hid them.
+    assert made([Sample(prompt="", response=f"text = 'of their own accord'{LOOKS_FOR_TESTS}", answer=answer, place="")])
+    assert seen[1].stdout == "True\n", seen
+
+
+def test_tests_see_the_program_as_their_own_module():
+    program = """
+from __future__ import annotations
+import dataclasses, pickle, sys, threading
+@dataclasses.dataclass
+class Point:
+    x: int
+if __name__ == "__main__":
+    ready = sys.stdin.read() == "" and len(sys.argv) == 1
+threading.Thread(target=threading.Event().wait).start()
+"""
+    tests = "assert ready and pickle.loads(pickle.dumps(Point(1))) == Point(1)\n" + f"# {'x' * 200000}"
+    made = CodeTests(SMALL, is_protected=True)
+    assert made([Sample(prompt="", response=program, answer=tests, place="")]) == [1]
+    assert made([Sample(prompt="", response=program, answer=f"{tests}\nassert not ready", place="")]) == [0]
+    alone = CodeTests(replace(SMALL, processes=1), is_protected=True)
+    assert alone([Sample(prompt="", response=ADD, answer=ASSERTS, place="")]) == [1]
+
+
+def test_programs_that_are_stopped_idle_are_counted():
+    limits = replace(SMALL, wall_s=1.0, cpu_s=3)
+    settings = RewardConfig(function="code", sandbox=limits, max_in_flight=1)
+    made = Scorer(make_kind(settings, "reward"), settings, "reward")
+    sleeps = "import time\ntime.sleep(100)"
+
+    def idle_stops(*responses):
+        asked = [Sample(prompt="", response=each, answer=CASES, place="") for each in responses]
+        assert made.scores(asked) == [float(each == SUM) for each in responses]
+        return made.counts.idle_stops
+
+    assert idle_stops(sleeps, SUM, sleeps) == 2
+    assert idle_stops(SUM) == 0
+
+
+def test_work_on_cores_is_measured():
+    code = "import time\nwhile time.process_time() < 0.7: pass\ntime.sleep(100)"
+    ended = Ours()(code, limits=replace(SMALL, wall_s=4.0))
+    assert ended.stopped == "wall_s" and 0.6 < ended.cpu_s < 3.0, ended
+
+
+def test_what_stands_between_fences():
+    assert program_of("no fence") == "no fence" and program_of("```\nx\n```") == "x\n"
+    assert program_of("```python\nx\n```\n```bash\nls\n```") == "x\n"
+
+
+@pytest.mark.parametrize(
+    "answer", ["", " ", "[]", "3", '{"input": "1"}', '[{"input": "1"}]', '[{"input": 1, "output": "2"}]']
+)
+def test_tests_that_are_none_are_a_failure_of_their_sample(answer):
+    settings = RewardConfig(function="code", on_failure="drop", retries=3)
+    made = Scorer(make_kind(settings, "reward"), settings, "reward")
+    right = Sample(prompt="", response=ADD, answer=ASSERTS, place="d:1")
+    found = made.scores([right, Sample(prompt="", response=ADD, answer=answer, place="d:2")])
+    assert found[0] == 1 and found[1] != found[1] and made.counts.retries == 0
+    assert "d:2" in made.counts.first_failure and "the answer is" in made.counts.first_failure
+
+
+def test_one_failure_that_passes_leaves_no_program_unprotected(monkeypatch):
+    failures = [Unscored("the sandbox ended without a word")] * 2
+
+    def late(*arguments, **keywords):
+        if failures:
+            raise failures.pop()
+        return run_confined(*arguments, **keywords)
+
+    monkeypatch.setattr(sandbox, "run_confined", late)
+    monkeypatch.setattr(sandbox, "_BETWEEN_TRIES_S", 0.0)
+    # Not the one that is cached for all tests.
+    assert sandbox_problem.__wrapped__() is None and failures == []
+    failures += [Unscored("not allowed")] * 4
+    assert sandbox_problem.__wrapped__() == "not allowed"
+
+
+def test_where_the_means_are_lacking_it_is_refused(monkeypatch, capfd):
+    sandbox._warn.cache_clear()
+    monkeypatch.setattr(sandbox, "sandbox_problem", lambda: "no namespaces")
+    with pytest.raises(ConfigError, match=r"reward\.sandbox: .*no namespaces.*reward\.sandbox\.allow_unprotected=true"):
+        kinds.make_kind(RewardConfig(function="code"), "reward")
+    assert check_sandbox(SandboxConfig(allow_unprotected=True), "reward.sandbox") is False
+    settings = RewardConfig(function="code", sandbox=SandboxConfig(allow_unprotected=True))
+    made = Scorer(kinds.make_kind(settings, "reward"), settings, "reward")
+    assert made.scores([Sample(prompt="", response=ADD, answer=ASSERTS, place="")]) == [1]
+    said = capfd.readouterr().err
+    assert said.count("run with the rights of the job") == 1 and os.uname().nodename in said, said
+    assert said.startswith("hybridflow: reward.sandbox.allow_unprotected=true: ") and "no namespaces" in said, said

@@ -1,0 +1,116 @@
+"""Rows to train on from an archive's samples, by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow.config.data import DataConfig
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.rollout.archive import Archived
+from hybridflow.rollout.export import Export, as_lines
+from tests.support.row_files import examples_of_file
+
+
+class Letters:
+    """A tokenizer whose tokens are characters; 1 begins a sequence, 2 ends it, 3 is a mark that no text has."""
+
+    path, vocab_size, eos_id, stop_ids, pad_id, bos_id = Path("letters"), 0x110000, 2, (2,), 0, 1
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(each) for each in ids if each > 3)
+
+    def pieces(self) -> dict[int, str]:
+        return {}
+
+
+def sample(
+    step: int, draw: int, index: int, text: str, score: float, prompt: str = "", finish: str = "stop"
+) -> Archived:
+    tokens = [ord(letter) for letter in text] + [2] * (finish == "stop")
+    return Archived(
+        step=step,
+        draw=draw,
+        index=index,
+        finish=finish,
+        score=score,
+        prompt=[1, *map(ord, prompt or f"p{draw}")],
+        response=tokens,
+        log_probs=[0.0] * len(tokens),
+        versions=[0] * len(tokens),
+        sampled_log_probs=[0.0] * len(tokens),
+    )
+
+
+SAMPLES = [
+    sample(1, 0, 0, "bad", 0.0),
+    sample(1, 0, 1, "good", 1.0),
+    sample(1, 0, 2, "cut", 2.0, finish="length"),
+    sample(1, 1, 0, "same", 0.5),
+    sample(1, 1, 1, "equal", 0.5),
+    sample(1, 1, 2, "unknown", math.nan),
+    # The second epoch has the first prompt once more.
+    sample(2, 2, 0, "better", 1.0, prompt="p0"),
+    sample(2, 2, 1, "worst", -1.0, prompt="p0"),
+]
+
+
+def exported(kind: str, min_score: float | None = None) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    export = Export(kind, Letters(), min_score)
+    rows = export.rows(SAMPLES)
+    return [json.loads(line) for line in as_lines(rows)], dict(export.left_out)
+
+
+def test_of_each_prompt_the_best_is_imitated():
+    rows, left_out = exported("sft")
+    assert [(row["prompt"], row["answer"], row["score"], row["step"]) for row in rows] == [
+        ("p0", "better", 1.0, 2),
+        ("p1", "same", 0.5, 1),
+    ]
+    assert left_out == {"cut at the most tokens": 1, "without a score": 1}
+    rows, left_out = exported("sft", 0.6)
+    assert [row["prompt"] for row in rows] == ["p0"] and left_out["prompts whose best is below --min-score"] == 1
+
+
+def test_of_each_group_the_best_and_the_worst_are_a_pair():
+    rows, left_out = exported("dpo")
+    assert [(row["chosen"], row["rejected"], row["margin"], row["draw"]) for row in rows] == [
+        ("good", "bad", 1.0, 0),
+        ("better", "worst", 2.0, 2),
+    ]
+    assert left_out["groups in which nothing is better than the rest"] == 1
+
+
+def test_every_response_is_wanted_or_not():
+    rows, _ = exported("kto", 0.5)
+    assert [(row["completion"], row["wanted"]) for row in rows] == [
+        *(("bad", False), ("good", True), ("same", True), ("equal", True), ("better", True), ("worst", False)),
+    ]
+    with pytest.raises(ConfigError, match="--min-score"):
+        Export("kto", Letters())
+
+
+def test_training_reads_the_rows(tmp_path: Path):
+    path, data = tmp_path / "rows.jsonl", DataConfig(train="a", held_out="b")
+    for kind, read_as in (("sft", "problems"), ("dpo", "pairs"), ("kto", "preferences")):
+        path.write_bytes(b"".join(as_lines(Export(kind, Letters(), 0.5).rows(SAMPLES))))
+        found = examples_of_file(path, data, read_as)
+        if kind == "sft":
+            assert [each.answer for each in found] == ["better", "same"]
+        else:
+            assert [each.margin for each in found] == ([1.0, 2.0] if kind == "dpo" else [0.0] * 6)
+
+
+def test_what_gives_no_row_is_told():
+    with pytest.raises(DataError, match="no sample gives a row for --as dpo: 1 groups in which nothing is better"):
+        Export("dpo", Letters()).rows(SAMPLES[3:5])
+    with pytest.raises(DataError, match="step 1, draw 0: the prompt 'p0' would be read as other tokens"):
+        Export("sft", Letters()).rows([SAMPLES[0]._replace(prompt=[1, 3, *map(ord, "p0")])])

@@ -1,0 +1,91 @@
+"""An archive in the place of sampling: each response is found once, in any order of segments, or the run is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.data.rollout_log import Sampled
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.recipe.load import load_recipe
+from hybridflow.rollout.archive import SegmentName, write_segment
+from hybridflow.rollout.request import Request, SamplingParams
+from hybridflow.sampling.replay import Replay
+
+
+def write_archive(folder: Path) -> None:
+    """Three steps of two draws with two samples each, on two ranks."""
+    for first, last in ((1, 2), (3, 3)):
+        for rank in (0, 1):
+            rows, prompts = [], {}
+            for step in range(first, last + 1):
+                draw = 2 * step + rank
+                prompts[draw] = [draw, 1]
+                for index in (0, 1):
+                    tokens = np.arange(1 + index, dtype=np.int32) + 10 * draw
+                    told = [-np.full(len(tokens), part + draw + index / 2, np.float32) for part in (0.1, 0.2)]
+                    versions = np.full(len(tokens), step - 1, np.int32)
+                    sampled = Sampled(
+                        draw=draw,
+                        index=index,
+                        tokens=tokens,
+                        log_probs=told[0],
+                        sampled_log_probs=told[1],
+                        versions=versions,
+                        finish="stop" if index else "length",
+                    )
+                    rows.append((step, sampled))
+            write_segment(folder / "rollouts", SegmentName(first, last, rank), rows, prompts, {})
+
+
+def ask(draw: int, index: int, prompt: list[int] | None = None, most: int = 2) -> Request:
+    params = SamplingParams(max_new_tokens=most)
+    return Request(prompt=torch.tensor(prompt or [draw, 1]), params=params, draw=draw, index=index)
+
+
+def test_every_response_is_what_was_sampled(tmp_path: Path):
+    write_archive(tmp_path)
+    replay = Replay(tmp_path)
+    # Batches of another size than the run's own.
+    for draws in ((2,), (3, 4, 5), (6, 7)):
+        found = replay.find([ask(draw, index) for draw in draws for index in (1, 0)])
+        assert found.keys() == {(draw, index) for draw in draws for index in (0, 1)}
+        for (draw, index), response in found.items():
+            assert response.tokens.tolist() == [10 * draw + place for place in range(1 + index)]
+            assert response.log_probs.equal(-torch.full((1 + index,), 0.1 + draw + index / 2))
+            assert response.sampled_log_probs.equal(-torch.full((1 + index,), 0.2 + draw + index / 2))
+            assert response.versions.tolist() == [draw // 2 - 1] * (1 + index)
+            assert response.finish == ("stop" if index else "length")
+    with pytest.raises(DataError, match="draw 8, sample 0: is not in the archive"):
+        replay.find([ask(8, 0)])
+
+
+def test_what_cannot_be_replayed_is_refused(tmp_path: Path):
+    with pytest.raises(DataError, match="rollout.archive=true"):
+        Replay(tmp_path)
+    write_archive(tmp_path)
+    with pytest.raises(DataError, match="draw 4, sample 0: was sampled for another prompt"):
+        Replay(tmp_path).find([ask(4, 0, prompt=[9, 9])])
+    with pytest.raises(DataError, match="has 2 tokens; raise rollout.max_new_tokens=1"):
+        Replay(tmp_path).find([ask(4, 1, most=1)])
+
+
+@pytest.mark.parametrize(
+    "setting, key",
+    [
+        ("rollout.environment={name: calculator}", "rollout.environment"),
+        ("rollout.carry_over=true", "rollout.carry_over"),
+        ("run_dir=runs/first", "run_dir"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(setting: str, key: str):
+    with pytest.raises(ConfigError, match=f"rollout.replay=runs/first: .*{key}"):
+        load_recipe("grpo", ["rollout.replay=runs/first", setting])
+
+
+def test_other_weights_are_corrected_for():
+    assert load_recipe("grpo").correction_kind == "none"
+    assert load_recipe("grpo", ["rollout.replay=runs/first"]).correction_kind == "truncate"

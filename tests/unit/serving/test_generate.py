@@ -1,0 +1,349 @@
+"""Prompts, parameters and kept results of ``hybridflow generate``, and the form of requests, without a model."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from hybridflow.data.chat import chat_template, render_chat
+from hybridflow.errors import ConfigError, DataError, WriteError
+from hybridflow.rollout.texts import Texts, Watch, settled_text, text_before_stop
+from hybridflow.serving.api import ApiError, Sample, Served, completion, read_ask
+from hybridflow.serving.options import check_together, read_options
+from hybridflow.serving.prompts import deal, read_prompts
+from hybridflow.serving.results import ResultLog, Results
+
+
+class Letters:
+    """A tokenizer of bytes: tokens 0 to 255, and 256 ends a text."""
+
+    path = Path("letters/tokenizer.json")
+    vocab_size, eos_id, stop_ids, pad_id, bos_id = 257, 256, (256,), 256, None
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
+
+    def pieces(self):
+        return {}
+
+
+SERVED = Served(name="letters", tokenizer=Letters(), vocab_size=257, max_context=64)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("temperature", 0.5, {"temperature": 0.5}),
+        ("temperature", 0, {"temperature": 1.0, "greedy": True}),
+        ("stop", "a", {"stop": ("a",)}),
+        ("stop", ["a", "bc"], {"stop": ("a", "bc")}),
+        ("logit_bias", {"7": -1, "3": 2.5}, {"logit_bias": ((3, 2.5), (7, -1.0))}),
+        ("bad_ids", [[1, 2], [3]], {"bad_ids": ((1, 2), (3,))}),
+        ("n", 4, {"n": 4}),
+    ],
+)
+def test_sampling_parameters_take_the_form_of_the_engine(name, value, expected):
+    assert read_options({name: value}, "line") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[
+            ("temperature", value)
+            for value in (-0.1, 1e-9, float("nan"), float("inf"), "1", True, False, None, 10**400)
+        ],
+        *[("top_p", value) for value in (0, 1.1)],
+        *[("n", value) for value in (0, 1.0, True, 10**9)],
+        *[("stop", value) for value in ("", [""], [1], 3, ["a"] * 1025)],
+        *[("logit_bias", value) for value in (["x"], {"a": 1}, {"1": float("nan")}, 3)],
+        *[("bad_ids", value) for value in ([[]], [1], [["a"]])],
+        *[("stop_ids", value) for value in ([1.5], "12", 7)],
+        *[("seed", value) for value in (0.5, 2**63)],
+        ("top_q", 1),
+    ],
+)
+def test_what_is_not_allowed_is_named(name, value):
+    with pytest.raises(DataError, match=name):
+        read_options({name: value}, "line")
+
+
+def test_tokens_and_lengths_are_checked_against_each_other_and_the_model():
+    with pytest.raises(DataError, match="line: min_new_tokens: found 5, expected at most max_new_tokens=4"):
+        check_together({"min_new_tokens": 5, "max_new_tokens": 4}, 10, "line")
+    for options in ({"stop_ids": (10,)}, {"logit_bias": ((10, 0.0),)}, {"bad_ids": ((1, 12),)}):
+        with pytest.raises(DataError, match="not among the model's, which are 0 to 9"):
+            check_together(options, 10, "line")
+
+
+def test_bad_lines_are_kept_with_what_is_wrong_and_the_others_are_unharmed(tmp_path):
+    lines = [
+        b'{"prompt": "a", "id": 1, "sampling": {"n": 2}}',
+        b"",
+        b"nonsense",
+        b"[1]",
+        b'{"prompt": ""}',
+        b'{"prompt": "a", "prompt_ids": [1]}',
+        b'{"prompt": "a", "sampling": {"top_p": 2}}',
+        b"\xff",
+        b"[" * 100_000,
+        b'{"prompt_ids": [1, 2]}',
+    ]
+    (tmp_path / "p.jsonl").write_bytes(b"\n".join(lines))
+    prompts, sha256 = read_prompts(tmp_path / "p.jsonl")
+    assert [prompt.draw for prompt in prompts] == list(range(9))
+    assert [prompt.draw for prompt in prompts if prompt.error is None] == [0, 8]
+    assert prompts[0].options == {"n": 2} and prompts[0].fields["id"] == 1
+    assert prompts[1].place.endswith("p.jsonl:3"), "blank lines count in places"
+    assert "top_p" in prompts[5].error and "one of them" in prompts[4].error
+    (tmp_path / "p.jsonl").write_bytes(b"\n".join([*lines, b"{}"]))
+    assert read_prompts(tmp_path / "p.jsonl")[1] != sha256
+    for content in (b"", b"\n\n"):
+        (tmp_path / "p.jsonl").write_bytes(content)
+        with pytest.raises(DataError, match="holds no prompts"):
+            read_prompts(tmp_path / "p.jsonl")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_prompts(tmp_path / "absent.jsonl")
+
+
+@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 7))
+def test_all_work_is_dealt_once_and_evenly(lengths, num_replicas):
+    dealt = deal(lengths, num_replicas)
+    assert sorted(place for places in dealt for place in places) == list(range(len(lengths)))
+    assert all(places == sorted(places) for places in dealt)
+    sums = [sum(lengths[place] for place in places) for places in dealt]
+    # In turn from the longest, two replicas differ by no more than the longest.
+    assert max(sums) - min(sums) <= max(lengths, default=0)
+
+
+RUN = {"prompts": "abc", "seed": 1}
+
+
+def row(draw, index=0, text="x"):
+    return {"draw": draw, "index": index, "text": text, "token_ids": [1], "finish": "stop"}
+
+
+def test_what_a_kill_leaves_is_read_as_far_as_it_is_whole(tmp_path):
+    results = Results(tmp_path / "out.jsonl")
+    results.prepare(RUN, is_forced=False)
+    log = ResultLog(results, "1", 0)
+    log.add([row(0), row(1, text="first")])
+    log.add([row(2)])
+    path = next(results.folder.glob("*.log"))
+    whole = path.read_bytes()
+    other = ResultLog(results, "2", 3)
+    other.add([row(1, text="second"), row(3)])
+    assert sorted(results.find()) == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert [each["text"] for each in results.read(results.find())] == ["x", "first", "x", "x"]
+    second = whole.splitlines(keepends=True)[1]
+    for torn in (whole[:-1], whole[:-20]):
+        path.write_bytes(torn)
+        assert sorted(results.find()) == [(0, 0), (1, 0), (3, 0)], "the last line is not whole"
+    path.write_bytes(whole.replace(second, second.replace(b"first", b"burst")))
+    assert [each["text"] for each in results.read(results.find())] == ["x", "second", "x", "x"], "what was spoiled"
+
+
+def test_parts_of_something_else_are_noticed_and_force_begins_anew(tmp_path):
+    results = Results(tmp_path / "out.jsonl")
+    results.prepare(RUN, is_forced=False)
+    ResultLog(results, "1", 0).add([row(0)])
+    results.prepare(RUN, is_forced=False)
+    assert len(results.find()) == 1, "the same goes on"
+    with pytest.raises(ConfigError, match="another seed;"):
+        results.prepare({**RUN, "seed": 2}, is_forced=False)
+    results.prepare(RUN, is_forced=True)
+    assert len(results.find()) == 1, "force does not throw away what fits"
+    results.prepare({**RUN, "seed": 2}, is_forced=True)
+    assert results.find() == {}
+    (tmp_path / "out.jsonl").write_text("")
+    with pytest.raises(WriteError, match="--force"):
+        results.prepare({**RUN, "seed": 2}, is_forced=False)
+    with pytest.raises(WriteError, match="no directory"):
+        Results(tmp_path / "absent/out.jsonl").prepare(RUN, is_forced=False)
+
+
+def test_output_has_the_lines_in_order_with_their_own_fields(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "id": 7, "text": "old"}\nnonsense\n')
+    prompts = {prompt.draw: prompt for prompt in read_prompts(tmp_path / "p.jsonl")[0]}
+    results = Results(tmp_path / "out.jsonl")
+    results.prepare(RUN, is_forced=False)
+    log = ResultLog(results, "1", 0)
+    log.add([row(1), row(0, 1, "two \ud800"), row(0, 0, "one")])
+    results.finish(prompts, results.find())
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    made = {"token_ids": [1], "finish": "stop"}
+    assert lines[:2] == [
+        {"prompt": "a", "id": 7, "sample": 0, "text": "one", **made},
+        {"prompt": "a", "id": 7, "sample": 1, "text": "two \ud800", **made},
+    ]
+    assert lines[2]["place"].endswith("p.jsonl:2")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "p.jsonl"], "the parts are gone"
+
+
+TEMPLATES = {
+    "plain": "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "loops": "{%- for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}\n  {{ m.content | trim | tojson }}"
+    "{% if m.role == 'end' %}{% break %}{% endif %}{%- endfor %}",
+}
+MESSAGES = [
+    {"role": "user", "content": ' 1 + 1 <"é&'},
+    {"role": "end", "content": "x"},
+    {"role": "user", "content": "y"},
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_conversations_are_rendered_as_transformers_does(tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    from hybridflow.data.tokenizer import open_tokenizer
+    from tests.support.hf_models import START, write_tokenizer
+
+    write_tokenizer(tmp_path, bos_token=START, chat_template=TEMPLATES[name])
+    tokenizer = open_tokenizer(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert render_chat(chat_template(tokenizer), tokenizer, MESSAGES) == expected and expected
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        ("{{ raise_exception('no system role') }}", "refuses the messages: no system role"),
+        ("{{ messages.pop() }}", "SecurityError"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ nothing.at.all }}", "UndefinedError"),
+    ],
+)
+def test_a_template_that_fails_or_wants_more_is_an_error(template, found, tmp_path):
+    tokenizer = Letters()
+    tokenizer.path = tmp_path / "tokenizer.json"
+    with pytest.raises(DataError, match=found):
+        render_chat(template, tokenizer, MESSAGES)
+
+
+@given(
+    st.text(alphabet="abcé😀", max_size=12),
+    st.lists(st.text(alphabet="abcé", min_size=1, max_size=3), max_size=3),
+    st.integers(0, 6),
+)
+def test_what_is_streamed_is_a_beginning_of_the_text_without_its_stop(text, stop, fewest):
+    tokens, shown, num_sampled = Letters().encode(text), [""], 0
+    assume(len(tokens) >= fewest)
+    watch = Watch(Texts(Letters()), stop, [])
+    for token in tokens:
+        num_sampled += 1
+        if watch.add(token) and num_sampled >= fewest:
+            break
+        shown.append(settled_text(tokens[:num_sampled], stop, Letters()))
+    whole = text_before_stop(tokens[:num_sampled], stop, Letters())
+    assert all(after.startswith(before) for before, after in zip(shown, [*shown[1:], whole], strict=True)), shown
+    # By hand: the shortest beginning that is long enough and ends with a stop text, without the longest of those.
+    beginnings = [text[:end] for end in range(len(text) + 1) if len(text[:end].encode()) >= fewest]
+    ended = next((each for each in beginnings if any(map(each.endswith, stop))), None)
+    longest = max((len(each) for each in stop if ended is not None and ended.endswith(each)), default=0)
+    assert whole == (text if ended is None else ended[: len(ended) - longest])
+
+
+def ask(is_chat=False, **body):
+    return read_ask(json.dumps(body).encode(), SERVED, is_chat=is_chat)
+
+
+def test_a_request_becomes_prompts_and_parameters():
+    made = ask(prompt=["ab", "c"], n=2, stop="z", temperature=0, seed=5, model="letters", user="me", max_tokens=None)
+    assert made.prompts == [[97, 98], [99]] and made.count == 2
+    assert made.params == {
+        "greedy": True,
+        "temperature": 1.0,
+        "seed": 5,
+        "stop": ("z",),
+        "stop_ids": (256,),
+        "max_new_tokens": 16,
+    }
+    assert ask(prompt=[1, 2]).prompts == [[1, 2]] and ask(prompt=[[1], [2]]).prompts == [[1], [2]]
+    assert ask(prompt="a", ignore_eos=True, stop_token_ids=[7]).params["stop_ids"] == (7,)
+    assert ask(prompt="a" * 60).params["max_new_tokens"] == 4, "a default is what there is room for"
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ({}, "prompt is missing"),
+        ({"prompt": []}, "prompt is missing"),
+        ({"prompt": [[]]}, "expected text"),
+        ({"prompt": [1, "a"]}, "expected text"),
+        ({"prompt": [999]}, "not among the model's"),
+        ({"prompt": [-1]}, "not among the model's"),
+        ({"prompt": "\ud800"}, "surrogate"),
+        ({"prompt": "a", "max_tokens": 64}, "exceeds the context of 64"),
+        ({"prompt": "a" * 64}, "exceeds the context of 64"),
+        ({"prompt": "a", "n": 0}, "n: found 0"),
+        ({"prompt": "a", "n": 257}, "at most 256 samples"),
+        ({"prompt": ["a"] * 300}, "at most 256"),
+        ({"prompt": "a", "max_tokens": 4, "max_completion_tokens": 4}, "mean the same"),
+        ({"prompt": "a", "logprobs": 5}, "0 or 1"),
+        ({"prompt": "a", "best_of": 3}, "best_of=3"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "stream": 1}, "true or false"),
+        ({"prompt": "a", "stream": True, "logprobs": 0}, "cannot be streamed"),
+        ({"prompt": "a", "stream_options": []}, "include_usage"),
+        ({"prompt": "a", "tools": []}, "unknown parameters tools"),
+        ({"prompt": "a", "min_tokens": 9, "max_tokens": 4}, "min_new_tokens: found 9"),
+    ],
+)
+def test_what_cannot_be_met_is_refused_with_400(body, found):
+    with pytest.raises(ApiError, match=found) as refused:
+        ask(**body)
+    assert refused.value.status == 400
+    assert refused.value.body()["error"]["type"] == "invalid_request_error"
+
+
+def test_fewest_tokens_are_counted_without_the_one_that_stops():
+    assert ask(prompt="a", min_tokens=3).params["min_new_tokens"] == 4
+    assert ask(prompt="a", min_tokens=3, max_tokens=3).params["min_new_tokens"] == 3
+    assert ask(prompt="a", min_tokens=0).params["min_new_tokens"] == 0
+
+
+def test_bodies_that_are_no_objects_and_other_models_are_refused(tmp_path):
+    for content in (b"", b"{", b"[]", b"\xff", b"[" * 200_000):
+        with pytest.raises(ApiError) as refused:
+            read_ask(content, SERVED, is_chat=False)
+        assert refused.value.status == 400
+    with pytest.raises(ApiError) as refused:
+        ask(prompt="a", model="other")
+    assert refused.value.status == 404
+    with pytest.raises(ApiError, match="no chat_template"):
+        ask(is_chat=True, messages=[{"role": "user", "content": "a"}])
+    without = Served(name="letters", tokenizer=None, vocab_size=257, max_context=64)
+    for body, is_chat in (({"prompt": "a"}, False), ({"messages": [{}]}, True), ({"prompt": [1], "stop": "a"}, False)):
+        with pytest.raises(ApiError, match="no tokenizer"):
+            read_ask(json.dumps(body).encode(), without, is_chat=is_chat)
+
+
+def test_an_answer_with_echo_and_log_probs_has_a_number_for_each_token_but_the_first():
+    asked = ask(prompt=["ab", "c"], echo=True, logprobs=1)
+    assert asked.params["with_prompt_log_probs"]
+    samples = [
+        Sample(tokens=[120, 256], log_probs=[-1.0, -2.0], prompt_log_probs=[-3.0], finish="stop", error=None),
+        Sample(tokens=[121], log_probs=[-4.0], prompt_log_probs=[], finish="length", error=None),
+    ]
+    answer = completion(asked, SERVED, samples, "cmpl-1")
+    one, two = answer["choices"]
+    assert one["text"] == "abx" and one["logprobs"]["token_logprobs"] == [None, -3.0, -1.0, -2.0]
+    assert two["text"] == "cy" and two["logprobs"]["tokens"] == ["c", "y"] and two["finish_reason"] == "length"
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    failed = Sample(tokens=[], log_probs=[], prompt_log_probs=None, finish="failed", error="not finite")
+    with pytest.raises(ApiError, match="not finite") as refused:
+        completion(asked, SERVED, [samples[0], failed], "cmpl-1")
+    assert refused.value.status == 500
+    with pytest.raises(ApiError, match="not finite") as refused:
+        completion(asked, SERVED, [replace(failed, is_refused=True)], "cmpl-1")
+    assert refused.value.status == 400

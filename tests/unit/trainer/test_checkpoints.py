@@ -1,0 +1,101 @@
+"""What a run makes of the checkpoints that it finds."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hybridflow.checkpoint.store import complete_step, load_latest
+from hybridflow.errors import CheckpointError
+from hybridflow.parallel.coordinator import Coordinator
+from hybridflow.recipe.load import load_recipe
+from hybridflow.sections import to_dict
+from hybridflow.trainer.checkpoints import begin, check_new, check_recipe
+
+SETTINGS = ["seed=1", "trainer.global_batch_size=256", "trainer.mini_batch_size=64"]
+
+
+def test_a_new_run_is_refused_at_once_where_an_earlier_one_has_a_checkpoint(tmp_path):
+    check_new(tmp_path)
+    (tmp_path / "checkpoints/step_000003.tmp").mkdir(parents=True)
+    check_new(tmp_path)
+    complete_step(tmp_path, 3, {}, {}, keep_last=1)
+    with pytest.raises(CheckpointError, match="checkpoint of step 3; add --resume"):
+        check_new(tmp_path)
+
+
+def test_a_new_run_is_refused_within_another_and_around_one(tmp_path):
+    """As of a namespace and a run without one that have the same name."""
+    run, other = tmp_path / "search-rl", tmp_path / "other"
+    for folder in (run, other):
+        folder.mkdir()
+        check_new(folder)
+    (run / "starts.jsonl").touch()
+    for folder in (run, other):
+        check_new(folder)
+    with pytest.raises(CheckpointError, match=f"{run} is another run's directory"):
+        check_new(run / "grpo")
+    with pytest.raises(CheckpointError, match=f"{run} is another run's directory"):
+        check_new(tmp_path)
+
+
+def job_of(tmp_path, change=""):
+    recipe = load_recipe("quickstart", [f"run_dir={tmp_path}", *SETTINGS, *filter(None, change.split("; "))])
+    world = SimpleNamespace(coordinator=lambda ranks: Coordinator(0, (0,), None), rank=0)
+    return SimpleNamespace(recipe=recipe, world=world, meshes={"job": SimpleNamespace(ranks=(0,))})
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ("trainer.global_batch_size=128", "written with trainer.global_batch_size=256, the recipe now has 128"),
+        ("seed=2", "written with seed=1, the recipe now has 2"),
+        ("tokenizer.vocab_size=50", "written with tokenizer.vocab_size="),
+        ("actor.optimizer.beta2=0.9", "written with actor.optimizer.beta2=0.95, the recipe now has 0.9"),
+        ("critic.optimizer.clip_grad=0.5", "written with critic.optimizer.clip_grad=1.0, the recipe now has 0.5"),
+        ("model.qkv_bias=true", "written with model.qkv_bias=False, the recipe now has True"),
+        ("model.dtype=bf16", "written with model.dtype=fp32"),
+        ("rollout.temperature=0.5", "written with rollout.temperature="),
+        ("data.arithmetic.seed=9", "written with data.arithmetic.seed="),
+        ("data.arithmetic=null", "written with data.arithmetic=a section, the recipe now has None"),
+        (
+            "model.rotary_scaling={kind: linear, factor: 2}",
+            "written with model.rotary_scaling=None, the recipe now has a section",
+        ),
+    ],
+)
+def test_another_recipe_does_not_go_on_from_a_checkpoint(tmp_path, change, says):
+    complete_step(tmp_path, 3, {"recipe": to_dict(job_of(tmp_path).recipe)}, {}, keep_last=1)
+    with pytest.raises(CheckpointError) as caught:
+        begin(job_of(tmp_path, change), resume=True)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "cluster.ranks=8; actor.ranks=[0,1,2,3]; critic.ranks=[4,5,6,7]; reference.ranks=[3,2,1,0]",
+        "actor.update={dp: 4}; actor.rollout={tp: 2, dp: 2}; critic.layout={tp: 2, dp: 2}; actor.offload=true",
+        "actor.optimizer.lr=1e-5; critic.optimizer.lr=1e-5; actor.optimizer.distributed=false",
+        "trainer.steps=50; trainer.save_every=7; trainer.keep_last=5; trainer.micro_batch_tokens=128; name=other",
+        "model.vocab_divisible_by=8; rollout.max_concurrent=7; rollout.cache_memory=0.25; cluster.deadline_s=7",
+    ],
+)
+def test_where_and_how_fast_it_is_computed_may_change(tmp_path, change):
+    complete_step(tmp_path, 3, {"recipe": to_dict(job_of(tmp_path).recipe)}, {}, keep_last=1)
+    now = job_of(tmp_path, change)
+    assert to_dict(now.recipe) != to_dict(job_of(tmp_path).recipe)
+    checkpoint = begin(now, resume=True).checkpoint
+    assert checkpoint is not None and checkpoint.step == 3
+
+
+def test_keys_that_came_later_say_nothing(tmp_path):
+    saved = to_dict(job_of(tmp_path).recipe)
+    del saved["model"]["qk_norm"]
+    saved["model"]["of_old"] = 1
+    complete_step(tmp_path, 3, {"recipe": saved}, {}, keep_last=1)
+    check_recipe(job_of(tmp_path).recipe, load_latest(tmp_path))
+
+
+def test_a_start_without_resume_takes_up_nothing_and_each_has_a_name_of_its_own(tmp_path):
+    one, other = (begin(job_of(tmp_path), resume=resume) for resume in (True, False))
+    assert one.checkpoint is None and other.checkpoint is None and one.token != other.token

@@ -1,0 +1,85 @@
+"""A trace that cannot be written ends no training, and is not half there."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow.observe.timeline import Timeline
+from hybridflow.recipe.load import load_recipe
+from hybridflow.trainer.profiling import Profiler
+
+NAME = "step-000002-rank-00000.json.gz"
+
+
+def trace_steps(run_dir: Path, *overrides: str, rank: int = 0) -> list[str]:
+    """Steps 1 to 3; the files that they left."""
+    recipe = load_recipe("quickstart", [f"run_dir={run_dir}", "trainer.steps=3", *overrides])
+    timeline = Timeline()
+    profiler = Profiler(recipe, rank, timeline)
+    for step in (1, 2, 3):
+        profiler.begin(step)
+        with timeline.span("call", f"call {step}"):
+            torch.ones(3) + 1
+        profiler.end()
+    folder = run_dir / "trace"
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def test_a_chosen_step_alone_is_traced(tmp_path: Path):
+    assert trace_steps(tmp_path, "profile.steps=[2, 4]") == [NAME]
+    events = json.loads(gzip.decompress((tmp_path / "trace" / NAME).read_bytes()))["traceEvents"]
+    names = {event["name"] for event in events}
+    assert {"call 2", "aten::add"} <= names and not {"call 1", "call 3"} & names
+
+
+@pytest.mark.parametrize("overrides", [(), ("profile.steps=[2]", "profile.ranks=[1]"), ("profile.steps=[4]",)])
+def test_others_are_not(tmp_path: Path, overrides: tuple[str, ...]):
+    assert trace_steps(tmp_path, *overrides) == []
+
+
+@pytest.mark.parametrize("broken", ["os.replace", "gzip.open"])
+def test_a_disk_that_refuses_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
+):
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, fail)
+        assert trace_steps(tmp_path, "profile.steps=[2]") == []
+    assert f"{NAME}: not written: disk full" in capsys.readouterr().err
+    assert trace_steps(tmp_path, "profile.steps=[2]") == [NAME]
+
+
+BROKEN_OFF = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from hybridflow.recipe.load import load_recipe
+from hybridflow.parallel.rank import silence_libraries
+
+silence_libraries()
+from hybridflow.trainer.record import Record
+
+recipe = load_recipe("quickstart", [f"run_dir={sys.argv[1]}", "profile.steps=[3]", "profile.ranks=[1]"])
+record = Record(recipe, SimpleNamespace(rank=1, size=2, device=torch.device("cpu")), 1)
+record.begin_step(2, None)
+record.finish(2, is_done=False)
+"""
+
+
+def test_a_job_that_stops_in_a_step_that_is_traced_ends_in_order_and_without_a_trace(tmp_path: Path):
+    run = tmp_path / "run"
+    done = subprocess.run([sys.executable, "-c", BROKEN_OFF, str(run)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not run.exists()

@@ -138,8 +138,9 @@ def row(kind: type, field: Any, meaning: str, places: list[str]) -> str:
 def sections(kind: Any, key: str) -> Iterator[tuple[type, str]]:
     """A section and those inside it, each with its dotted key."""
     yield kind, key
-    for name, hint in typing.get_type_hints(kind).items():
-        inner = section_of(hint)
+    hints = typing.get_type_hints(kind)
+    for name in (field.name for field in keys_of_section(kind)):
+        inner = section_of(hints[name])
         if inner is not None:
             yield from sections(inner, f"{key}.{name}" if key else name)
 

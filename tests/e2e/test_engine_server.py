@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_http_engine import Server, ok
+from tests.unit.rollout.test_http_engine import Server, ok
 
 ROOT = Path(__file__).parents[2]
 SECRET = "s3cr3t-t0ken"

@@ -17,7 +17,7 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.parallel.world import World
 from tests.support.ranks import run_ranks
 
-TOOLS = Path(__file__).parents[2] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools/bench"
 sys.path.insert(0, str(TOOLS))
 
 from reshard_bench import bench as bench_module  # noqa: E402

@@ -21,7 +21,7 @@ from hybridflow.checkpoint.saver import RolePart, Saver, Step
 from hybridflow.checkpoint.store import clear_leftovers, latest_step, load_latest, open_role
 from hybridflow.errors import WriteError
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
-from tests.unit.test_checkpoint_store import MODEL, assert_is, save
+from tests.unit.checkpoint.test_store import MODEL, assert_is, save
 
 ROWS, WIDTH, NUM_RANKS = 512, 1024, 2
 SPEC = ModelSpec(

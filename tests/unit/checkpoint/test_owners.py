@@ -16,7 +16,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, num_elements
-from tests.unit.test_reshard_optimizer import LAYOUTS, dealt_state, make_model, over, whole_array, whole_state
+from tests.unit.reshard.test_optimizer import LAYOUTS, dealt_state, make_model, over, whole_array, whole_state
 
 # Tensor parallel ranks that are replicas of each other inside experts.
 MORE = [ParallelLayout.parse(text) for text in ("tp2.dp2.etp1", "tp4.ep2.etp1", "tp4.dp2.ep2.etp2")]

@@ -386,7 +386,7 @@ def test_ranks_share_a_stop_and_leave_in_order_and_strangers_are_sent_away():
 CROWD = """
 import resource, socket, sys
 from hybridflow.parallel.watch import Watch
-from tests.unit.test_watch import Memory
+from tests.unit.parallel.test_watch import Memory
 from tests.support.waiting import wait_until
 
 store, num_strangers, spare = Memory(), int(sys.argv[1]), int(sys.argv[2])

@@ -15,7 +15,7 @@ from hybridflow.serving.command import _serve
 from hybridflow.serving.desk import Desk
 from hybridflow.serving.endpoint import MAX_BODY_BYTES, Endpoint
 from tests.support.waiting import wait_until
-from tests.unit.test_serving import Letters
+from tests.unit.serving.test_generate import Letters
 
 SERVED = Served(name="letters", tokenizer=Letters(), vocab_size=257, max_context=64)
 JSON = {"Content-Type": "application/json"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools/bench"))
 
 import bench_async  # noqa: E402
 

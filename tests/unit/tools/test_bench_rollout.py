@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-TOOLS = Path(__file__).parents[3] / "tools"
+TOOLS = Path(__file__).parents[3] / "tools/bench"
 sys.path.insert(0, str(TOOLS))
 
 import bench_rollout  # noqa: E402

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools/bench"))
 
 import bench_step  # noqa: E402
 from rollout_bench.cases import SIZES, Lengths, Shape  # noqa: E402

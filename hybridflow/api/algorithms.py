@@ -30,7 +30,7 @@ class BaseAlgorithm(Part):
     name = "grpo"
 
     def __init__(self, critic: Critic | None = None, **settings: Any) -> None:
-        super().__init__(settings, {"algorithm": self} if self.is_own else {})
+        super().__init__(settings, {"algorithm": self} if self.is_user_class else {})
         self.critic = critic
         if critic is None and "critic" in PRESETS[self.name].needs:
             self.critic = Critic()
@@ -57,11 +57,11 @@ class BaseAlgorithm(Part):
         raise NotImplementedError
 
     @property
-    def is_own(self) -> bool:
+    def is_user_class(self) -> bool:
         """Whether a subclass overrides something."""
-        return self.has_own("advantages") or self.has_own("loss")
+        return self.has_user_method("advantages") or self.has_user_method("loss")
 
-    def has_own(self, method: str) -> bool:
+    def has_user_method(self, method: str) -> bool:
         """Whether a subclass overrides a method."""
         return getattr(type(self), method) is not getattr(BaseAlgorithm, method)
 
@@ -72,8 +72,8 @@ class BaseAlgorithm(Part):
             scores: The column to learn from.
         """
         flow = _without_source(STEPS[self.name])
-        if self.has_own("advantages"):
-            flow = _with_own_advantages(flow)
+        if self.has_user_method("advantages"):
+            flow = _with_user_advantages(flow)
         if scores != "scores":
             flow = _reading(flow, scores)
         parts = [self, *(() if self.critic is None else (self.critic,))]
@@ -104,7 +104,7 @@ def _without_source(flow: Flow) -> Flow:
     return Flow(elements=tuple(each for each in flow.elements if each not in (nodes.SAMPLE, nodes.SCORE)))
 
 
-def _with_own_advantages(flow: Flow) -> Flow:
+def _with_user_advantages(flow: Flow) -> Flow:
     own = nodes.advantages("own")
     return Flow(
         elements=tuple(own if isinstance(each, Node) and each.role == "advantage" else each for each in flow.elements)

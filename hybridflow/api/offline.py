@@ -13,7 +13,7 @@ from hybridflow.api.roles import Actor
 from hybridflow.api.session import Session
 from hybridflow.api.settings import merge, recipe_values
 from hybridflow.api.world import find_world
-from hybridflow.checkpoint.formats.in_memory import GivenModel, given_settings
+from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_info
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.recipe import Recipe
@@ -247,7 +247,7 @@ class OfflineTrainer:
     def _context(self, values: Mapping[str, Any]) -> int:
         """``max_length``, or what the model has, if that is less."""
         path = values["model"].get("path")
-        given = given_settings(self._objects)
+        given = in_memory_info(self._objects)
         if path is not None:
             return min(self._max_length, read_model_info(Path(path)).model.max_context)
         return min(self._max_length, given["model"].model.max_context) if "model" in given else self._max_length
@@ -402,4 +402,4 @@ def _in_memory(model: Any) -> Any:
     if not isinstance(model, str | Path):
         return model
     source = open_model(Path(model))
-    return GivenModel(source.model, source)
+    return InMemoryModel(source.model, source)

@@ -26,9 +26,9 @@ def split_model(model: Any) -> tuple[dict[str, Any], Any]:
         return {"path": str(model)}, None
     if isinstance(model, Mapping):
         return dict(model), None
-    from hybridflow.checkpoint.formats.in_memory import given_settings
+    from hybridflow.checkpoint.formats.in_memory import in_memory_info
 
-    if not given_settings({"actor": model}):
+    if not in_memory_info({"actor": model}):
         raise ConfigError(
             f"model: found {type(model).__name__}; give a directory, a PreTrainedModel of transformers, a GPTModel of "
             "megatron-core, or a class of your own (docs/extend.md)"

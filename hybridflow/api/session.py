@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.api.feed import Feed, check_same, given_prompts
+from hybridflow.api.feed import Feed, check_same, prompts_of
 from hybridflow.api.settings import finish_recipe
 from hybridflow.api.world import find_world
-from hybridflow.checkpoint.formats.in_memory import given_settings
+from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.prompts import Example, PromptSource
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
@@ -123,10 +123,10 @@ class Session:
             values["run_dir"] = _new_run_dir(self._world, values.get("namespace"))
         if tokenizer is not None:
             values.setdefault("tokenizer", {})["path"] = _tokenizer_place(tokenizer, values["run_dir"], self._world)
-        self.recipe = finish_recipe(values, num_prompts=num_prompts, given=given_settings(self._objects))
+        self.recipe = finish_recipe(values, num_prompts=num_prompts, given=in_memory_info(self._objects))
         self.trainer = make_trainer(self.recipe, self._world, resume=resume, flow=flow, open_job=self._open)
         self.trainer.begin()
-        self._next_draw = self.trainer.next_draw
+        self._next_prompt_index = self.trainer.next_prompt_index
         self._everyone = self._world.coordinator(self.trainer.job.meshes["job"].ranks)
         self._has_warned = False
 
@@ -141,7 +141,7 @@ class Session:
         Where a signal or the time limit asks the job to stop, it is saved, and the program ends with status 75.
 
         Args:
-            batch: Prompts, as ``feed.given_prompts`` takes them; None: the next ones of the session's own source.
+            batch: Prompts, as ``feed.prompts_of`` takes them; None: the next ones of the session's own source.
 
         Raises:
             DataError: The batch has another number of prompts than a step of this recipe, or others on another rank.
@@ -150,25 +150,25 @@ class Session:
         if batch is not None:
             if not isinstance(problems, Feed):
                 raise DataError("rollout: the prompts come from data_provider; call rollout() without a batch")
-            given = given_prompts(batch)
+            given = prompts_of(batch)
             if len(given) != wanted:
                 raise DataError(
                     f"rollout: {len(given)} prompts; this job takes {wanted} in each step (rollout_batch_size="
-                    f"{self.recipe.trainer.global_batch_size} over {self.recipe.samples_per_draw} samples of each): "
+                    f"{self.recipe.trainer.global_batch_size} over {self.recipe.samples_per_prompt} samples of each): "
                     "give so many, or set rollout_batch_size"
                 )
             check_same(given, self._everyone)
             self._check_answers([each.example for each in given])
-            problems.add(given, self._next_draw)
+            problems.add(given, self._next_prompt_index)
         elif isinstance(problems, Feed):
             raise DataError("rollout: no prompts; give a batch, or make the trainer with a data_provider")
         about = {
             "step": self.trainer.step + 1,
-            "first_draw": self._next_draw,
+            "first_prompt_index": self._next_prompt_index,
             "num_prompts": wanted,
             "version": self.trainer.step,
         }
-        self._next_draw += wanted
+        self._next_prompt_index += wanted
         scope = self.trainer.rollout(about)
         # A rollout that was told to stop has not all of its samples.
         self._stop_if_asked()
@@ -184,7 +184,7 @@ class Session:
             self._tell_stale(behind)
         # Several rollouts may be made before the first update: the step is the one that learns.
         metrics = self.trainer.learn(rollout.scope, {**rollout.about, "step": self.trainer.step + 1})
-        self._next_draw = max(self._next_draw, self.trainer.next_draw)
+        self._next_prompt_index = max(self._next_prompt_index, self.trainer.next_prompt_index)
         return metrics
 
     def run(self, steps: int | None) -> list[dict[str, float]]:
@@ -262,7 +262,7 @@ class Session:
         if make is None and recipe.algorithm in ("dapo", "remax"):
             raise ConfigError(
                 f"algorithm={recipe.algorithm} samples more than once in a step; give a data_provider, from which it "
-                "draws, in the place of batches"
+                "prompts, in the place of batches"
             )
         everyone = world.coordinator(plan.meshes["job"].ranks)
         problems = Feed(tokenizer, room) if make is None else make(tokenizer, recipe, everyone)
@@ -285,20 +285,21 @@ def problems_of(prompts: Any) -> MakeProblems:
     """How prompts that a program has all at once become problems.
 
     Args:
-        prompts: As ``feed.given_prompts`` takes them; or an object with ``problems(tokenizer, recipe, everyone)``.
+        prompts: As ``feed.prompts_of`` takes them; or an object with ``problems(tokenizer, recipe, everyone)``.
     """
     if hasattr(prompts, "problems"):
         made: MakeProblems = prompts.problems
         return made
-    given = given_prompts(prompts)
+    given = prompts_of(prompts)
 
     def make(tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator) -> Problems:
         check_same(given, everyone)
         feed = Feed(tokenizer, recipe.model.max_context - recipe.rollout.max_new_tokens)
-        draws = feed.add(given, 0)
-        examples: tuple[Example, ...] = tuple(feed.example(draw) for draw in draws)
+        prompt_indices = feed.add(given, 0)
+        examples: tuple[Example, ...] = tuple(feed.example(prompt_index) for prompt_index in prompt_indices)
         return ReadProblems(
-            source=PromptSource(examples=examples, seed=recipe.seed), prompts=tuple(feed.prompt(draw) for draw in draws)
+            source=PromptSource(examples=examples, seed=recipe.seed),
+            prompts=tuple(feed.prompt(prompt_index) for prompt_index in prompt_indices),
         )
 
     return make

@@ -168,7 +168,7 @@ def finish_recipe(
         if size is None:
             raise ConfigError("rollout_batch_size: missing; give the samples of a step, or batch_size")
         trainer["global_batch_size"] = size
-    return recipe_from_dict(values, source="config", given=given)
+    return recipe_from_dict(values, source="config", in_memory=given)
 
 
 def _context(values: Mapping[str, Any], given: Mapping[str, ModelInfo]) -> int | None:

@@ -25,7 +25,7 @@ from hybridflow.dataflow.schedule import (
 from hybridflow.errors import GraphError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.observe.activity import doing
+from hybridflow.observe.activity import current_activity
 from hybridflow.observe.timeline import Timeline
 from hybridflow.parallel.failure import lost_contact
 from hybridflow.parallel.world import World
@@ -121,7 +121,7 @@ class Executor:
                         self._roles[instruction.role].enter_phase(instruction.phase)
                 case Loop():
                     while value := self._decide(instruction):
-                        with doing(_turn(instruction, value)):
+                        with current_activity(_turn(instruction, value)):
                             self._run(instruction.body, dict(scope), {**decided, instruction.decision: value})
                 case Branch():
                     value = self._decide(instruction)
@@ -159,7 +159,7 @@ class Executor:
         if call.source:
             # New samples hide those of before, wherever this rank held them.
             scope.clear()
-        if self._world.rank not in mesh.holders(mesh.coordinate(self._world.rank).dp):
+        if self._world.rank not in mesh.output_ranks(mesh.coordinate(self._world.rank).dp):
             return
         written = () if result is None else tuple(result.columns)
         if set(written) != set(call.writes):

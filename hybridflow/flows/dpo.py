@@ -2,4 +2,4 @@
 
 from hybridflow.flows import nodes
 
-STEP = nodes.given("pairs", "margins") >> nodes.REFERENCE_LOG_PROBS >> nodes.update("ref_log_probs")
+STEP = nodes.offline("pairs", "margins") >> nodes.REFERENCE_LOG_PROBS >> nodes.update("ref_log_probs")

@@ -3,7 +3,7 @@
 from hybridflow.flows import nodes
 
 STEP = (
-    nodes.given("completions", "wanted", "mismatched_tokens")
+    nodes.offline("completions", "wanted", "mismatched_tokens")
     >> nodes.REFERENCE_LOG_PROBS
     >> nodes.REFERENCE_MISMATCHED_LOG_PROBS
     >> nodes.update("wanted", "mismatched_tokens", "ref_log_probs", "ref_mismatched_log_probs")

@@ -2,4 +2,4 @@
 
 from hybridflow.flows import nodes
 
-STEP = nodes.given("pairs", "margins") >> nodes.update("margins")
+STEP = nodes.offline("pairs", "margins") >> nodes.update("margins")

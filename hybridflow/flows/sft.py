@@ -2,4 +2,4 @@
 
 from hybridflow.flows import nodes
 
-STEP = nodes.given("solutions", "response_mask") >> nodes.update("response_mask")
+STEP = nodes.offline("solutions", "response_mask") >> nodes.update("response_mask")

@@ -95,7 +95,7 @@ def recipe_from_dict(
     *,
     source: str = "recipe",
     overrides: Sequence[str] = (),
-    given: Mapping[str, ModelInfo] | None = None,
+    in_memory: Mapping[str, ModelInfo] | None = None,
 ) -> Recipe:
     """Build and check a recipe from nested mappings, as YAML or JSON give them; the inverse of ``to_dict``.
 
@@ -103,8 +103,8 @@ def recipe_from_dict(
         values: The mapping.
         source: What messages call it.
         overrides: As for ``load_recipe``.
-        given: Section, such as ``model`` or ``critic.model`` -> what a model says of itself that a program has in
-            memory; see ``checkpoint.formats.in_memory.given_settings``. It counts as the section's directory.
+        in_memory: Section, such as ``model`` or ``critic.model`` -> what a model says of itself that a program has in
+            memory; see ``checkpoint.formats.in_memory.in_memory_info``. It counts as the section's directory.
 
     Raises:
         ConfigError: As for ``load_recipe``.
@@ -114,9 +114,9 @@ def recipe_from_dict(
     if isinstance(values, Mapping):
         values, origins = put_over(values, overrides)
         values = _with_preset(values)
-    given = {} if given is None else given
+    in_memory = {} if in_memory is None else in_memory
     try:
-        found = _settings_of_paths(values, given)
+        found = _settings_of_paths(values, in_memory)
     except HybridflowError as error:
         raise type(error)(f"{source}: {error}") from None
     recipe = read_section(Recipe, _with_settings(values, found), source=source, origins=origins)
@@ -128,7 +128,7 @@ def recipe_from_dict(
     recipe = replace(recipe, traits=PRESETS[recipe.algorithm])
     try:
         check_settings(recipe, found)
-        check_recipe(recipe, given)
+        check_recipe(recipe, in_memory)
     except (ConfigError, LayoutError) as error:
         raise type(error)(f"{source}: {error}") from None
     if isinstance(values, Mapping):
@@ -136,7 +136,7 @@ def recipe_from_dict(
             # One that does not fit is found out now, and not when a node has died.
             alone = {key: value for key, value in values.items() if key != "fallbacks"}
             try:
-                recipe_from_dict(alone, overrides=_overrides_of(fallback), given=given)
+                recipe_from_dict(alone, overrides=_overrides_of(fallback), in_memory=in_memory)
             except (ConfigError, LayoutError) as error:
                 raise type(error)(f"{source}: fallbacks[{index}]: {error}") from None
     return recipe
@@ -153,12 +153,12 @@ def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _settings_of_paths(values: Any, given: Mapping[str, ModelInfo]) -> dict[str, ModelInfo]:
+def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo]) -> dict[str, ModelInfo]:
     """What the directories that a recipe names, or models in memory, say, by dotted key of the section."""
-    found = dict(given)
+    found = dict(in_memory)
     for key in MODELS:
         path = _inner(values, f"{key}.path")
-        if key in given:
+        if key in in_memory:
             if path is not None:
                 raise ConfigError(f"{key}.path={path!r}: would not be read, a model was given in memory; give one")
             continue

@@ -69,7 +69,7 @@ class Critic:
             self.model.micro_batches(part), lambda output, micro_batch: self._loss(output, micro_batch, part, totals)
         )
         grad_norm = self.trainable.step()
-        if self.model.is_holder:
+        if self.model.is_output_rank:
             loss, clipped = self.model.add_up(kept, 2)
             self.metrics |= dict(zip(METRICS[self._role], (loss, clipped, grad_norm), strict=True))
 

@@ -82,7 +82,7 @@ class Reward:
             self._report(self._scorer.counts)
         return Batch(batch.ids, {SCORES[self._role]: scores})
 
-    def judge(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+    def score_validation(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Measure ``validation/accuracy``: the mean score of greedy responses to held-out problems; and pass@k.
 
         Collective: the reward's mesh.
@@ -105,7 +105,7 @@ class Reward:
     def _scores(self, batch: Batch, example_of: Callable[[int], Example]) -> torch.Tensor:
         if self._scorer is None:
             return batch.columns["environment_rewards"]
-        draws = batch.columns["draws"].tolist()
+        prompt_indices = batch.columns["prompt_indices"].tolist()
         prompt_lengths = batch.columns["prompt_lengths"].tolist()
         responses = [
             sequence[length:] for sequence, length in zip(column_rows(batch, "tokens"), prompt_lengths, strict=True)
@@ -114,7 +114,8 @@ class Reward:
             masks = column_rows(batch, "response_mask")
             responses = [_last_turn(*each) for each in zip(responses, masks, strict=True)]
         samples = [
-            self._sample(example_of(draw), response.tolist()) for response, draw in zip(responses, draws, strict=True)
+            self._sample(example_of(prompt_index), response.tolist())
+            for response, prompt_index in zip(responses, prompt_indices, strict=True)
         ]
         scores = torch.tensor(self._scorer.scores(samples), dtype=torch.float32)
         counts = self._scorer.counts

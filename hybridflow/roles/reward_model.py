@@ -46,7 +46,7 @@ class RewardModel:
         scores = self._scores(batch)
         return None if scores is None else Batch(batch.ids, {SCORES[self._role]: scores})
 
-    def judge(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+    def score_validation(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Measure ``validation/accuracy``: the mean score of greedy responses to held-out problems; and pass@k.
 
         Collective: the reward's mesh.
@@ -67,7 +67,7 @@ class RewardModel:
 
         parts = [last_tokens(part, self._pad_id) for part in self.model.micro_batches(batch)]
         shares = self.model.forward(parts, compute)
-        if not self.model.is_holder:
+        if not self.model.is_output_rank:
             return None
         found = dict(pair for share in shares for pair in share)
         return torch.tensor([found[index] for index in range(len(batch))], dtype=torch.float32)

@@ -10,7 +10,7 @@ from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
 from hybridflow.roles.offline_actor import OfflineActor
-from hybridflow.roles.offline_samples import Given
+from hybridflow.roles.offline_samples import OfflineSamples
 from hybridflow.roles.reference import Reference
 from hybridflow.roles.reward import Reward
 from hybridflow.roles.reward_model import RewardModel
@@ -42,7 +42,7 @@ def make_roles(job: Job, kl_coef: KLCoefficient) -> dict[str, Any]:
     if recipe.teacher is not None:
         roles["teacher"] = Teacher(job)
     if is_offline:
-        roles["given"] = Given(job)
+        roles["offline"] = OfflineSamples(job)
     if "loss" in recipe.traits.reads:
         roles["advantage"] = Advantage(job, kl_coef)
     groups = make_groups(job)

@@ -18,7 +18,7 @@ from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.run import Executor, Replicated, Scope
 from hybridflow.errors import LayoutError
 from hybridflow.mapping.memory import check_memory
-from hybridflow.observe.activity import doing
+from hybridflow.observe.activity import current_activity
 from hybridflow.observe.exporters import Exporter
 from hybridflow.observe.rank_log import open_rank_log, say
 from hybridflow.parallel.coordinator import Coordinator
@@ -30,7 +30,7 @@ from hybridflow.placement.peft import load_adapters
 from hybridflow.placement.placed_model import mini_batch_size
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.sampling.groups import Scores, Turn
-from hybridflow.sampling.rollout_log import KeptRollouts
+from hybridflow.sampling.rollout_log import RolloutLog
 from hybridflow.trainer import checkpoints
 from hybridflow.trainer.ahead import WORKING_AHEAD
 from hybridflow.trainer.open import open_job
@@ -116,9 +116,9 @@ def make_trainer(
         world.watch.before_exit = lambda cause: note_failure(
             run_dir, started.number, world.rank, cause, stopping.save_s
         )
-    with doing("reading data and making models"):
+    with current_activity("reading data and making models"):
         job = open_job(recipe, world, plan)
-        start = checkpoints.begin(job, resume=resume)
+        start = checkpoints.find_resume_point(job, resume=resume)
         job = replace(job, is_resumed=start.checkpoint is not None)
         return Trainer(job, plan, start, stopping, record)
 
@@ -150,16 +150,18 @@ class Trainer:
 
     Attributes:
         step: Training steps done.
-        next_draw: Of the first prompt that no step has used.
+        next_prompt_index: Of the first prompt that no step has used.
         num_prompts: Of a step.
         roles: Name -> role.
     """
 
-    def __init__(self, job: Job, plan: JobPlan, start: checkpoints.Begin, stopping: Stopping, record: Record) -> None:
+    def __init__(
+        self, job: Job, plan: JobPlan, start: checkpoints.ResumePoint, stopping: Stopping, record: Record
+    ) -> None:
         recipe = job.recipe
         self.step = 0
-        self.next_draw = 0
-        self.num_prompts = recipe.trainer.global_batch_size // recipe.samples_per_draw
+        self.next_prompt_index = 0
+        self.num_prompts = recipe.trainer.global_batch_size // recipe.samples_per_prompt
         self.kl_coef = KLCoefficient(recipe)
         self.roles = make_roles(job, self.kl_coef)
         self._multiplier = self.roles["advantage"].multiplier if "lagrange" in recipe.traits.reads else None
@@ -176,11 +178,11 @@ class Trainer:
         self._everyone = job.world.coordinator(plan.meshes["job"].ranks)
         self._mover = Mover(job.world, plan.meshes, chunk=mini_batch_size(job))
         self._critics = [name for name in ("critic", "cost_critic") if name in self.roles]
-        self._rollouts = KeptRollouts(job, start.token, start.fingerprint, self._start)
+        self._rollouts = RolloutLog(job, start.token, start.fingerprint, self._start)
         rollouts, rollout = self.roles["actor"].rollouts, plan.meshes["actor.rollout"]
         if rollouts is not None:
             replica = job.world.coordinator(rollout.replica(rollout.coordinate(job.world.rank).dp))
-            rollouts.kept, rollouts.is_stopping = self._rollouts, lambda: stopping.agree(replica)
+            rollouts.log, rollouts.is_stopping = self._rollouts, lambda: stopping.agree(replica)
 
     def run(self) -> bool:
         """Warm start, reinforcement learning, and validation before and after; or what is left of it after a resume.
@@ -295,11 +297,13 @@ class Trainer:
         about = decided["train_step"]
         self.step = about["step"]
         rates = {_RATE_OF[name]: rate for name, rate in self._rates(self.step).items()}
-        share = self._record.share(self._take_metrics() | rates, self._take_told())
-        own = [share, self._stopping.own_reason(), self._scores()]
+        share = self._record.share(self._take_metrics() | rates, self._take_sample_stats())
+        own = [share, self._stopping.local_reason(), self._scores()]
         gathered = self._everyone.gather(own, "metrics of the step")
         groups = self.roles.get("groups")
-        self.next_draw = about["first_draw"] + about["num_prompts"] if groups is None else groups.next_draw
+        self.next_prompt_index = (
+            about["first_prompt_index"] + about["num_prompts"] if groups is None else groups.next_prompt_index
+        )
         self._metrics = metrics = self._record.end_step(self.step, [Share(*found) for found, *_ in gathered])
         self._stopping.learn(metrics)
         self._stopping.settle(reason for _, reason, _ in gathered)
@@ -319,7 +323,7 @@ class Trainer:
         self._record.begin_step(self.step, self._stopping.job_end_s)
 
     def _scores(self) -> list[tuple[int, int, float]]:
-        """Those that this rank tells of the step's samples, by draw and index; where samples are archived."""
+        """Those that this rank tells of the step's samples, by prompt index and index; where samples are archived."""
         found: list[tuple[int, int, float]] = []
         for role in (self.roles[name] for name in ("groups", "advantage") if name in self.roles):
             own, role.scores = role.scores, []
@@ -330,7 +334,7 @@ class Trainer:
         """Begin to write a checkpoint, complete or not at all. Called on all ranks."""
         state = {
             "kl_coef": self.kl_coef.value,
-            "next_draw": self.next_draw,
+            "next_prompt_index": self.next_prompt_index,
             "rollouts": self._rollouts.state(),
             "validations": self._validations.state(),
             **self._record.state(),
@@ -350,7 +354,7 @@ class Trainer:
         self.kl_coef.value = checkpoint.state["kl_coef"]
         self._validations = Validations.resume(checkpoint.state.get("validations", {}))
         # Before steps could take more prompts than they train on, it was not kept.
-        self.next_draw = checkpoint.state.get("next_draw", self.step * self.num_prompts)
+        self.next_prompt_index = checkpoint.state.get("next_prompt_index", self.step * self.num_prompts)
         if self._multiplier is not None:
             self._multiplier.value = checkpoint.state["multiplier"]
         self._record.resume(checkpoint.state)
@@ -405,7 +409,7 @@ class Trainer:
                 self._is_warm_start_cut = True
                 break
             # The first rank of the last stage knows the loss.
-            if step % max(1, steps // 10) == 0 and self.job.world.rank == update.holders(0)[0]:
+            if step % max(1, steps // 10) == 0 and self.job.world.rank == update.output_ranks(0)[0]:
                 loss = self.roles["actor"].metrics.get("warm_start/loss")
                 say(f"warm start: step {step}/{steps}" + (f" | loss {loss:.3f}" if loss is not None else ""))
             yield {"step": step}
@@ -422,7 +426,7 @@ class Trainer:
         num_between = (step - self.step - 1) * self.num_prompts
         return {
             "step": step,
-            "first_draw": self.next_draw + num_between,
+            "first_prompt_index": self.next_prompt_index + num_between,
             "num_prompts": self.num_prompts,
             "version": self.step,
         }
@@ -430,15 +434,15 @@ class Trainer:
     def _rollout_turns(self) -> Iterator[Turn | None]:
         """The rollouts of one training step, of algorithms with several, then the end of the loop, and so on."""
         while True:
-            yield from self.roles["groups"].turns(self.next_draw, self.num_prompts, self._share_scores)
+            yield from self.roles["groups"].turns(self.next_prompt_index, self.num_prompts, self._share_scores)
             yield None
 
     def _share_scores(self, own: Scores) -> list[Scores] | None:
         """Those of all ranks; None: the step is left. Collective: all ranks."""
-        shares = self._everyone.gather([self._stopping.own_reason(), own], "scores of the step's groups")
+        shares = self._everyone.gather([self._stopping.local_reason(), own], "scores of the step's groups")
         if self._stopping.settle(reason for reason, _ in shares):
             return None
-        return [[(draw, score) for draw, score in scores] for _, scores in shares]
+        return [[(prompt_index, score) for prompt_index, score in scores] for _, scores in shares]
 
     def _step_to_sample(self) -> dict[str, int] | None:
         """What is sampled while a step learns."""
@@ -513,7 +517,7 @@ class Trainer:
                 if name == "actor":
                     load_adapters(self.job, role.model)
                 role.trainable.reload_weights()
-        if self._is_reference_given and self.roles["reference"].model is not None:
+        if self._is_reference_in_memory and self.roles["reference"].model is not None:
             with self.roles["reference"].model.at_hand(is_written=True):
                 self.roles["reference"].model.load()
 
@@ -524,7 +528,7 @@ class Trainer:
         """
         actor = self.roles["actor"]
         actor.mark_changed()
-        if "reference" in self.roles and not self.roles["reference"].is_base and not self._is_reference_given:
+        if "reference" in self.roles and not self.roles["reference"].is_base and not self._is_reference_in_memory:
             copy_weights(self.job, actor, "actor.update", self.roles["reference"], "reference")
         for name in self._critics:
             if not self._has_own_model(name):
@@ -538,7 +542,7 @@ class Trainer:
         return getattr(self.job.recipe, critic).model is not None or critic in self.job.objects
 
     @property
-    def _is_reference_given(self) -> bool:
+    def _is_reference_in_memory(self) -> bool:
         """Whether a program gave the reference, which then does not begin as the actor."""
         return "reference" in self.roles and "reference" in self.job.objects
 
@@ -577,14 +581,14 @@ class Trainer:
             each.metrics.clear()
         return metrics
 
-    def _take_told(self) -> dict[str, list[float]]:
+    def _take_sample_stats(self) -> dict[str, list[float]]:
         """What the roles of this rank told of single samples since they were last asked."""
-        told: dict[str, list[float]] = {}
+        sample_stats: dict[str, list[float]] = {}
         for role in self.roles.values():
-            own = getattr(role, "told", {})
-            told |= own
+            own = getattr(role, "sample_stats", {})
+            sample_stats |= own
             own.clear()
-        return told
+        return sample_stats
 
     def _finish(self) -> None:
         """Write what is known at the end. Collective: all ranks, which leave together."""

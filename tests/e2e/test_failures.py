@@ -240,7 +240,9 @@ def test_rank_that_hangs_is_found_by_where_it_stands(rewards):
     assert done.codes == (1, 1) and done.seconds < 20
     assert done.err.startswith(f"hybridflow: rank 0 on {HOST}, in reward.judge: validation: lost contact with some")
     assert "(deadline 3 s)" in done.err and done.err.count("\n") == 2, done.err
-    assert "in reward.judge, at rewards.py:" in where_it_stands(done, 1) and " endless" in where_it_stands(done, 1)
+    assert "in reward.score_validation, at rewards.py:" in where_it_stands(done, 1) and " endless" in where_it_stands(
+        done, 1
+    )
 
 
 def test_failure_does_not_wait_for_a_busy_rank(rewards):

@@ -150,7 +150,7 @@ def make_batch(count: int = 12, seed: int = 7) -> Batch:
         {
             "tokens": Ragged.from_list(sequences, torch.int64),
             "prompt_lengths": torch.tensor(prompts),
-            "draws": torch.arange(count),
+            "prompt_indices": torch.arange(count),
             "order": torch.arange(count),
             "response_mask": Ragged.from_list(masks, torch.float32),
             "old_log_probs": (old := ragged(-3.4, 0.7)),

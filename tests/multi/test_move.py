@@ -92,7 +92,7 @@ def move_everywhere(world: World) -> list[dict[str, Any]]:
                 dp = meshes["from"].coordinate(world.rank).dp
                 # Uneven: the second replica has none of the first few samples.
                 ids = [5 * sample for sample in range(count) if (sample // 3) % meshes["from"].layout.dp == dp]
-                if world.rank in meshes["from"].holders(dp):
+                if world.rank in meshes["from"].output_ranks(dp):
                     source = Batch(torch.tensor(ids, dtype=torch.int64), columns_of(ids))
             is_one_place = meshes["from"].key == meshes["to"].key
             moved = mover.move(there, source, source if is_one_place else None)
@@ -137,17 +137,17 @@ class Numbers:
     def __init__(self, where: DeviceMesh, rank: int) -> None:
         self.where = where
         self.rank = rank
-        self.draw = 0
+        self.prompt_index = 0
         self.seen: list[tuple[Any, ...]] = []
 
     def answer(self, batch: Batch, name: str, column: Column) -> Batch | None:
-        is_holder = self.rank in self.where.holders(self.where.coordinate(self.rank).dp)
-        return Batch(batch.ids, {name: column}) if is_holder else None
+        is_output_rank = self.rank in self.where.output_ranks(self.where.coordinate(self.rank).dp)
+        return Batch(batch.ids, {name: column}) if is_output_rank else None
 
     def sample(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         dp = self.where.coordinate(self.rank).dp
-        ids = [self.draw + index for index in range(10) if index % self.where.layout.dp == dp]
-        self.draw += 10
+        ids = [self.prompt_index + index for index in range(10) if index % self.where.layout.dp == dp]
+        self.prompt_index += 10
         columns = columns_of(ids)
         new = Batch(torch.tensor(ids, dtype=torch.int64), {})
         return self.answer(new, "tokens", columns["tokens"])

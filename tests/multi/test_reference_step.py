@@ -124,7 +124,7 @@ def given_columns() -> dict[str, list[Any]]:
     return {
         "tokens": sequences,
         "prompt_lengths": prompts,
-        "draws": [sample // GROUP_SIZE for sample in range(NUM_SAMPLES)],
+        "prompt_indices": [sample // GROUP_SIZE for sample in range(NUM_SAMPLES)],
         "response_mask": masks,
         "rollout_log_probs": [0.5 * torch.randn(length, generator=generator) - 4.0 for length in lengths],
         "scores": scores.tolist(),
@@ -295,7 +295,11 @@ class Plain:
             for role, tensors in weights.items()
         }
         given = given_columns()
-        self.tokens, self.prompts, self.draws = given["tokens"], given["prompt_lengths"], given["draws"]
+        self.tokens, self.prompts, self.prompt_indices = (
+            given["tokens"],
+            given["prompt_lengths"],
+            given["prompt_indices"],
+        )
         self.masks = [mask.double() for mask in given["response_mask"]]
         self.scores = torch.tensor(given["scores"], dtype=torch.float32).double()
         self.sampled = [row.double() for row in given["rollout_log_probs"]]
@@ -340,7 +344,9 @@ class Plain:
         return found
 
     def grpo_advantage(self, sample: int) -> Tensor:
-        group = self.scores[[other for other in range(NUM_SAMPLES) if self.draws[other] == self.draws[sample]]]
+        group = self.scores[
+            [other for other in range(NUM_SAMPLES) if self.prompt_indices[other] == self.prompt_indices[sample]]
+        ]
         return (self.scores[sample] - group.mean()) / (group.std(unbiased=True) + 1e-6)
 
     def gae(self, sample: int, found: dict[str, list[Tensor]]) -> tuple[Tensor, Tensor]:

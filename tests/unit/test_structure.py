@@ -53,7 +53,7 @@ LIGHT = [
         "observe.rank_log",
     ),
     *("dataflow.graph", "dataflow.schedule", "dataflow.compiler", "reshard.plan", "reshard.optimizer"),
-    *("reshard.report", "reshard.draw"),
+    *("reshard.report", "reshard.diagram"),
     *("observe.metrics", "observe.report", "observe.starts", "observe.timeline", "observe.timeline_file"),
     *("observe.distribution", "observe.work", "models.flops"),
     *("observe.table", "observe.status", "observe.status_command", "observe.status_file", "observe.status_text"),

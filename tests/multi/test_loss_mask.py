@@ -47,7 +47,7 @@ def scored(column):
     batch = make_batch()
     numbers = {name: torch.arange(12).float().sin() for name in ("scores", "costs", "baselines")}
     numbers[column][list(GONE)] = math.nan
-    more = {"draws": batch.ids // 3, "cost_values": batch.columns["values"]}
+    more = {"prompt_indices": batch.ids // 3, "cost_values": batch.columns["values"]}
     return batch.with_columns({**more, **numbers})
 
 

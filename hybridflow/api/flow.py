@@ -11,7 +11,7 @@ from hybridflow.api.session import Session, problems_of
 from hybridflow.api.settings import merge, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.dataflow.batch import Batch, Column
-from hybridflow.dataflow.graph import Flow, Node
+from hybridflow.dataflow.graph import Node, Step, step
 from hybridflow.errors import ConfigError, GraphError
 from hybridflow.trainer.roles import NODE
 
@@ -21,12 +21,12 @@ class RoleFlow:
     """Nodes, and what takes part in them.
 
     Attributes:
-        flow: The nodes.
+        step: The nodes, by stage.
         parts: What they need, each once.
         algorithm: Whose update it has; None: it has none.
     """
 
-    flow: Flow
+    step: Step
     parts: tuple[Part, ...]
     algorithm: str | None = None
 
@@ -38,7 +38,7 @@ class RoleFlow:
         if self.algorithm is not None and other.algorithm is not None:
             raise GraphError(f"two updates, of {self.algorithm} and of {other.algorithm}; a flow has one")
         return RoleFlow(
-            flow=self.flow >> other.flow,
+            step=self.step >> other.step,
             parts=tuple(dict.fromkeys((*self.parts, *other.parts))),
             algorithm=self.algorithm or other.algorithm,
         )
@@ -72,7 +72,7 @@ class RoleFlow:
             values,
             tokenizer=tokenizer_of(self.parts),
             objects=objects_of(self.parts),
-            flow=self.flow,
+            step=self.step,
             make_problems=problems_of(prompts),
         )
 
@@ -104,4 +104,4 @@ def node(
     """
     name = getattr(function, "__name__", "function")
     made = Node(name=name, role=name, call="call", mesh="actor.update", reads=reads, writes=writes)
-    return RoleFlow(flow=Flow(elements=(made,)), parts=(Part({}, {f"{NODE}{name}": _Called(function)}),))
+    return RoleFlow(step=step(experience=made), parts=(Part({}, {f"{NODE}{name}": _Called(function)}),))

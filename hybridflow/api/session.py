@@ -21,7 +21,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.data.prompts import Example, PromptSource
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.dataflow.batch import Batch, Ragged
-from hybridflow.dataflow.graph import Flow
+from hybridflow.dataflow.graph import Step
 from hybridflow.dataflow.run import Scope
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.exit_status import REQUEUE
@@ -91,7 +91,7 @@ class Session:
         values: A recipe's nested mapping, from ``settings.recipe_values``.
         tokenizer: Path, or a fast tokenizer of transformers; None: the one that lies beside the model.
         objects: Role -> model or function, as ``placement.job.Job`` takes them.
-        flow: What a step does in the place of the algorithm's own flow.
+        step: Stages of a training step, in the place of the algorithm's.
         make_problems: Where prompts come from; None: they are given to ``rollout``.
         num_prompts: Of a step, where ``values`` has no size of its batch.
         resume: Whether to go on from the last checkpoint of ``run_dir``, if there is one.
@@ -110,7 +110,7 @@ class Session:
         *,
         tokenizer: Any = None,
         objects: Mapping[str, Any] | None = None,
-        flow: Flow | None = None,
+        step: Step | None = None,
         make_problems: MakeProblems | None = None,
         num_prompts: int | None = None,
         resume: bool = False,
@@ -118,13 +118,13 @@ class Session:
         self._world = find_world()
         self._objects = {} if objects is None else dict(objects)
         self._make_problems = make_problems
-        self._scores = flow is None or any(each.role == "reward" for each in flow.nodes())
+        self._scores = step is None or any(each.role == "reward" for each in step.flow.nodes())
         if "run_dir" not in values:
             values["run_dir"] = _new_run_dir(self._world, values.get("namespace"))
         if tokenizer is not None:
             values.setdefault("tokenizer", {})["path"] = _tokenizer_place(tokenizer, values["run_dir"], self._world)
         self.recipe = finish_recipe(values, num_prompts=num_prompts, given=in_memory_info(self._objects))
-        self.trainer = make_trainer(self.recipe, self._world, resume=resume, flow=flow, open_job=self._open)
+        self.trainer = make_trainer(self.recipe, self._world, resume=resume, step=step, open_job=self._open)
         self.trainer.begin()
         self._next_prompt_index = self.trainer.next_prompt_index
         self._everyone = self._world.coordinator(self.trainer.job.meshes["job"].ranks)

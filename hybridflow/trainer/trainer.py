@@ -13,7 +13,7 @@ import torch
 from hybridflow.checkpoint.store import Checkpoint
 from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.batch import Batch
-from hybridflow.dataflow.graph import Flow
+from hybridflow.dataflow.graph import Step
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.run import Executor, Replicated, Scope
 from hybridflow.errors import LayoutError
@@ -67,7 +67,7 @@ def make_trainer(
     world: World,
     *,
     resume: bool = False,
-    flow: Flow | None = None,
+    step: Step | None = None,
     open_job: Callable[[Recipe, World, JobPlan], Job] = open_job,
 ) -> Trainer:
     """All that comes before a run: its data are read and its models made. Collective: all ranks.
@@ -76,7 +76,7 @@ def make_trainer(
         recipe: What is asked for.
         world: This rank and the others.
         resume: Whether to go on from the last checkpoint of ``run_dir``, if there is one.
-        flow: What a training step does in the place of the algorithm's own flow.
+        step: Stages of a training step, in the place of the algorithm's.
         open_job: Brings data and tokenizer.
 
     Raises:
@@ -92,7 +92,7 @@ def make_trainer(
     if not resume:
         checkpoints.check_new(Path(recipe.run_dir))
     recipe = _with_nodes(recipe, world)
-    plan = plan_job(recipe, flow)
+    plan = plan_job(recipe, step)
     check_memory(recipe, plan.meshes)
     for warning in placement_warnings(plan.meshes) if world.rank == 0 else ():
         print(f"hybridflow: {warning}", file=sys.stderr, flush=True)

@@ -37,7 +37,7 @@ LIGHT = [
         "checkpoint.model_info",
         "config.recipe",
         "recipe.load",
-        "flows.presets",
+        "flows.registry",
         "layout.parallel_layout",
         "layout.mesh",
         "parallel.start",

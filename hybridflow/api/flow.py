@@ -12,6 +12,7 @@ from hybridflow.api.settings import merge, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.dataflow.batch import Batch, Column
 from hybridflow.dataflow.graph import Node, Step, step
+from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.errors import ConfigError, GraphError
 from hybridflow.trainer.roles import NODE
 
@@ -77,12 +78,17 @@ class RoleFlow:
         )
 
 
-class _Called:
+class _Called(Role):
     """A function as a role of its own."""
 
     def __init__(self, function: Callable[[Batch], Mapping[str, Column]]) -> None:
-        self.metrics: dict[str, float] = {}
+        super().__init__()
         self._function = function
+
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {"call": self.call}
 
     def call(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """What the function makes of the columns that it reads."""

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import textwrap
+from dataclasses import replace
 
 import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
 import pytest
@@ -14,9 +15,10 @@ import torch.utils.tensorboard  # noqa: F401
 
 import hybridflow.trainer.trainer  # noqa: F401
 from hybridflow import cli
+from hybridflow.dataflow.graph import step
 from hybridflow.flows import nodes
+from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.roles.actor import Actor
-from hybridflow.trainer import plan
 from tests.e2e.commands import fork_ranks, run_command, write_recipe
 
 HOST = socket.gethostname()
@@ -67,7 +69,8 @@ def test_missing_column_is_refused_before_any_rank_is_started(folder, monkeypatc
     from hybridflow.cli import main
 
     monkeypatch.chdir(folder)
-    monkeypatch.setitem(plan.STEPS, "grpo", nodes.SAMPLE >> nodes.ACTOR_LOG_PROBS >> nodes.advantages("grpo"))
+    broken = step(sample=nodes.SAMPLE, experience=nodes.ACTOR_LOG_PROBS >> nodes.advantages("grpo"))
+    monkeypatch.setitem(ALGORITHMS, "grpo", replace(ALGORITHMS["grpo"], step=broken))
     assert main(["train", "tiny.yaml"]) == 2
     errors = capfd.readouterr().err
     assert errors.startswith("hybridflow: node 'advantage.grpo' reads column 'scores', which no earlier node writes")

@@ -364,7 +364,7 @@ def training(world, function: str | None):
     batch = batch.with_columns(reward.score(batch, {}).columns)
     batch = batch.with_columns(actor.log_probs(batch, {}).columns)
     batch = batch.with_columns({"ref_log_probs": batch.columns["old_log_probs"]})
-    batch = batch.with_columns(advantage.grpo(batch, {}).columns)
+    batch = batch.with_columns(advantage.calls["grpo"](batch, {}).columns)
     # Of 12 samples with ids from 0 on, the order is the id.
     actor.update(batch.with_columns({"order": batch.ids}), {"actor_mini_batch": {"epoch": 0, "index": 0}})
     reward.score_validation(actor.sample_validation(None, {}), {})

@@ -102,7 +102,7 @@ def keys_of(whole: type) -> str:
         places.setdefault(kind, []).append(key)
     lines = []
     for kind, keys in places.items():
-        heading = ", ".join(f"`{key}`" for key in keys) if kind is not whole else "Top level"
+        heading = ", ".join(f"`{key}`" for key in keys) if kind is not whole else "The whole"
         lines += ["", f"### {heading}", as_markdown((inspect.getdoc(kind) or "").splitlines()[0]), ""]
         lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
         meanings = attributes(kind)

@@ -30,41 +30,40 @@ from hybridflow.sections import NOT_A_KEY, CountOrZero
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All that a training run is asked to do.
+    """Describe a training run.
 
     Attributes:
-        name: What the run is called.
-        namespace: Of a project's runs: names of metrics begin with it, but for those in ``metrics.jsonl``, and so does
-            the place of ``run_dir``.
-        algorithm: Which flow a training step runs.
-        seed: Of weights, order of the data, and sampling.
-        run_dir: Where the run keeps its files; left out: ``runs/<name>``, or ``runs/<namespace>/<name>``.
-        cluster: The ranks of the job.
-        model: The language model: of the actor and the reference, and of a critic without one of its own.
-        data: Where prompts come from.
-        tokenizer: Text to token ids.
-        warm_start: Supervised training before reinforcement learning; None: none.
-        actor: The policy.
-        critic: The value model, of algorithms that have one.
-        reference: The frozen policy that drift is measured against.
-        reward: What scores a response.
-        cost: What tells a response's cost, of safe-rlhf; either of both as in ``reward``.
-        cost_critic: The value model of costs.
-        teacher: What distillation learns from.
-        rollout: How responses are sampled.
-        loss: How the policy learns from advantages.
-        kl: The distance to the reference that it pays for.
-        advantage: How rewards become advantages.
-        shaping: What is added to scores.
-        dynamic_sampling: What DAPO does about groups that teach nothing.
-        lagrange: The price of cost.
-        preference: Learning from preferences.
-        correction: Weighs tokens whose sampler was not quite the policy that is trained.
-        trainer: The loop.
-        metrics: Where the numbers of each step go.
-        profile: Which steps are looked at closely.
-        fallbacks: What else to run with, where ``cluster.ranks`` ranks are not there.
-        traits: What the algorithm asks of a recipe. Not a key: ``recipe.load`` looks it up.
+        name: Name of the run.
+        namespace: Project of the run. Metric names and ``run_dir`` begin with it. Names in ``metrics.jsonl`` do not.
+        algorithm: Algorithm of a training step.
+        seed: Seed of initial weights, data order and sampling.
+        run_dir: Directory of the run's files. Left out, it is ``runs/<name>`` or ``runs/<namespace>/<name>``.
+        cluster: Ranks of the job.
+        model: Language model of the actor and the reference. A critic without its own model uses it too.
+        data: Source of prompts.
+        tokenizer: Conversion of text to token ids.
+        warm_start: Supervised training before reinforcement learning. None means no warm start.
+        actor: Policy.
+        critic: Value model, for algorithms that have one.
+        reference: Frozen policy that the KL is measured against.
+        reward: Scorer of responses.
+        cost: Scorer of the cost of responses, for ``safe-rlhf``. It takes the same keys as ``reward``.
+        cost_critic: Value model of costs, for ``safe-rlhf``.
+        teacher: Model that ``distill`` learns from.
+        rollout: Sampling of responses.
+        loss: Policy loss.
+        kl: KL penalty against the reference.
+        advantage: Advantages from rewards.
+        shaping: Additions to scores.
+        dynamic_sampling: Replacement of groups with equal scores, for ``dapo``.
+        lagrange: Multiplier of the cost, for ``safe-rlhf``.
+        preference: Losses of ``dpo``, ``ipo`` and ``kto``.
+        correction: Weights for tokens that other weights or another engine sampled.
+        trainer: Training loop.
+        metrics: Exporters of metrics.
+        profile: Steps and ranks to trace.
+        fallbacks: Overrides for other numbers of ranks than ``cluster.ranks``.
+        traits: Traits of the algorithm. Not a key: ``recipe.load`` looks them up.
     """
 
     name: Name

@@ -30,6 +30,7 @@ from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover, balance
 from hybridflow.dataflow.run import Executor
 from hybridflow.families.model import ModelConfig
+from hybridflow.flows.presets import PRESETS
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.weights import local_shards
@@ -90,6 +91,7 @@ def recipe_of(case: Case) -> Recipe:
     recipe = Recipe(
         name="tiny",
         algorithm=case.name.removesuffix("-free"),
+        traits=PRESETS[case.name.removesuffix("-free")],
         cluster=ClusterConfig(ranks=size),
         model=MODEL,
         data=DataConfig(train="none", held_out="none"),

@@ -242,7 +242,7 @@ from pathlib import Path
 from hybridflow.config.data import DataConfig, DataSourceConfig
 from hybridflow.data.prepare import prepare
 from hybridflow.data.shaping import Shape
-prepare(DataSource(path=sys.argv[1]), Shape(data=Data(train="rows", held_out="none"), kind="problems"),
+prepare(DataSourceConfig(path=sys.argv[1]), Shape(data=DataConfig(train="rows", held_out="none"), kind="problems"),
         Path(sys.argv[2]), num_workers=2)
 """
 

@@ -424,7 +424,7 @@ from hybridflow.rewards.sandbox import run_confined
 code = "import ctypes; print(ctypes.CDLL(None).syscall({ask}, b'user', b'hybridflow-key', None, 0) > 0)"
 print(libc.syscall({ask}, b"user", b"hybridflow-key", None, 0) > 0)
 for is_protected in (False, {sandbox_problem() is None}):
-    print(run_confined(["-I", "-c", code], Sandbox(), files={{}}, is_protected=is_protected).stdout, end="")
+    print(run_confined(["-I", "-c", code], SandboxConfig(), files={{}}, is_protected=is_protected).stdout, end="")
 """
     done = subprocess.run([sys.executable, "-c", begin], capture_output=True, text=True, check=False)
     if done.returncode == 3:
@@ -491,7 +491,7 @@ def test_who_dies_takes_its_program_along(is_protected):
 from hybridflow.config.rewards import SandboxConfig
 from hybridflow.rewards.sandbox import run_confined
 arguments = ["-I", "-c", {program!r}, {marker!r}]
-run_confined(arguments, Sandbox(wall_s=100.0), files={{}}, is_protected={is_protected})
+run_confined(arguments, SandboxConfig(wall_s=100.0), files={{}}, is_protected={is_protected})
 """
     child = subprocess.Popen([sys.executable, "-c", code])
     end_s = time.monotonic() + 20

@@ -8,11 +8,8 @@ import socket
 import sys
 import textwrap
 
-import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
 import pytest
-import torch.utils.tensorboard  # noqa: F401
 
-import hybridflow.trainer.trainer  # noqa: F401
 from hybridflow import cli
 from hybridflow.flows import nodes
 from hybridflow.roles.actor import Actor

@@ -7,10 +7,8 @@ import signal
 import time
 from pathlib import Path
 
-import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
 import pytest
 import torch
-import torch.utils.tensorboard  # noqa: F401
 
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.errors import DeadlineError

@@ -13,15 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# What ranks import, imported once, before they are forked.
-import matplotlib.backends.backend_agg  # noqa: F401
-import matplotlib.figure  # noqa: F401
-import torch.utils.tensorboard  # noqa: F401
-
-import hybridflow.parallel.watch  # noqa: F401
-import hybridflow.trainer.trainer  # noqa: F401
 from hybridflow.cli import main
-from hybridflow.trainer import record
+from tests.support.forked import begin_rank
 
 RECIPE = """
 name: tiny
@@ -165,8 +158,7 @@ def _fork_rank(argv: list[str], folder: Path, rank: int, num_ranks: int, port: i
         size = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ.update({**size, **place})
-        # A third of a tiny run's time; ranks that a launcher starts draw it, in test_start.py.
-        record.draw_learning_curve = lambda run_dir: None
+        begin_rank()
         hook(rank)
         code = main(argv)
     finally:

@@ -17,6 +17,18 @@ settings.register_profile("hybridflow", deadline=None, derandomize=True)
 settings.load_profile("hybridflow")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """One file is run by one process, for the sake of its fixtures; all files of Slurm by one, which has one cluster."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return "tests/slurm" if nodeid.startswith("tests/slurm/") else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
+
+
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory):
     """A Kafka broker, for the tests of one module."""

@@ -19,7 +19,7 @@ settings.load_profile("hybridflow")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """One file is run by one process, for the sake of its fixtures; all files of Slurm by one, which has one cluster."""
+    """Give each file to one process, which has its fixtures, and the whole of tests/slurm to one, which has a cluster."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):

@@ -252,11 +252,12 @@ def test_long_call_that_holds_python_is_not_death(rewards):
     assert done.codes == (0, 0) and done.err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "status", "says"),
     [
         ("slow_to_die", 137, "error: rank 1 was killed by SIGKILL; if nobody did so, memory ran out"),
-        pytest.param("leaves", 9, "error: rank 1 exited with status 9; if it said why", marks=pytest.mark.slow),
+        ("leaves", 9, "error: rank 1 exited with status 9; if it said why"),
     ],
 )
 def test_launcher_says_how_a_rank_died_and_the_others_where_it_was(rewards, function, status, says):

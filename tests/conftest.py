@@ -19,7 +19,7 @@ settings.load_profile("hybridflow")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give each file to one process, which has its fixtures, and the whole of tests/slurm to one, which has a cluster."""
+    """Give each file to one process, for its fixtures, and all of tests/slurm to one, for its cluster."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):

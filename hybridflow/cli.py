@@ -239,7 +239,7 @@ def _plan_reshard(arguments: argparse.Namespace) -> int:
         print(_reshard_header(arguments.model, model, source, target))
         print(as_text(found, bandwidth))
     if arguments.draw is not None:
-        from hybridflow.reshard.draw import draw_reshard
+        from hybridflow.reshard.diagram import draw_reshard
 
         title = f"{arguments.model}: {source.layout} to {target.layout}"
         try:

@@ -119,10 +119,10 @@ class Recipe:
     @property
     def staleness_bound(self) -> int:
         """Most updates that weights which sampled a token may be behind those that learn from it."""
-        return self.trainer.max_staleness + self.rollout.carry_over + self.actor.reshard_every - 1
+        return self.trainer.max_staleness + self.rollout.partial_rollouts + self.actor.reshard_every - 1
 
     @property
-    def samples_per_draw(self) -> int:
+    def samples_per_prompt(self) -> int:
         """Samples of the global batch that come of one row of the data."""
         return 2 if self.traits.is_paired else self.rollout.group_size
 

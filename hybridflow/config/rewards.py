@@ -149,7 +149,7 @@ REWARD_KINDS = ("model", "service", "judge", "function")
 """Keys of ``Reward`` that name what scores."""
 
 
-def check_reward(reward: RewardConfig, key: str, *, is_given: bool = False) -> None:
+def check_reward(reward: RewardConfig, key: str, *, is_in_memory: bool = False) -> None:
     """Refuse a reward, or a cost, whose keys contradict each other. Raises ConfigError."""
     kind = reward.kind
     others = [name for name in REWARD_KINDS if getattr(reward, name) is not None and name != kind]
@@ -160,7 +160,7 @@ def check_reward(reward: RewardConfig, key: str, *, is_given: bool = False) -> N
         for name in ("layout", "offload"):
             if getattr(reward, name) != getattr(RewardConfig(), name):
                 raise ConfigError(f"{key}.{name}: a function has no weights; remove the key, or give {key}.model.path")
-    elif reward.model is not None and reward.model.path is None and not is_given:
+    elif reward.model is not None and reward.model.path is None and not is_in_memory:
         raise ConfigError(f"{key}.model.path: missing; a model that was not trained scores nothing, name its directory")
     _check_reward_policy(reward, key)
     _check_reward_function(reward, key)
@@ -174,8 +174,8 @@ def _check_reward_policy(reward: RewardConfig, key: str) -> None:
     """What calls that cannot fail, or are bounded elsewhere, would ignore."""
     what = "a model" if reward.model is not None else reward.function
     for name in REWARD_POLICY:
-        is_given = getattr(reward, name) != getattr(RewardConfig(), name)
-        if is_given and what in ("a model", *SURE_FUNCTIONS):
+        is_in_memory = getattr(reward, name) != getattr(RewardConfig(), name)
+        if is_in_memory and what in ("a model", *SURE_FUNCTIONS):
             raise ConfigError(f"{key}.{name}: {what} neither waits nor fails; remove the key")
     if reward.function == "code" and reward.timeout_s is not None:
         raise ConfigError(f"{key}.timeout_s: {key}.sandbox.wall_s is the limit of a program; remove the key, set that")

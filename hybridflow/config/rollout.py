@@ -95,9 +95,9 @@ class RolloutConfig:
         max_concurrent: Samples that one replica decodes together.
         cache_memory: Most memory of each rank's key-value cache: a share of what is free when generating begins, or,
             from 1 on, bytes. What has no room waits.
-        carry_over: Begin responses of the next step where this step's leave room, and go on with them when they are
-            all done and the weights have changed: no replica decodes a few long responses alone. Its weights may then
-            be one more update behind than ``trainer.max_staleness`` says.
+        partial_rollouts: Begin responses of the next step where this step's leave room, and go on with them when they
+            are all done and the weights have changed: no replica decodes a few long responses alone. Its weights may
+            then be one more update behind than ``trainer.max_staleness`` says.
         archive: Keep what was sampled, in HDF5; what a killed job had sampled is kept until it is used in any case.
         replay: Directory of a run with an archive: learn from what it has sampled, and sample for validation alone.
         environment: What answers the responses; None: a sample is one response.
@@ -117,7 +117,7 @@ class RolloutConfig:
     stop: tuple[StopText, ...] = ()
     max_concurrent: Count = 256
     cache_memory: Positive = 0.5
-    carry_over: bool = False
+    partial_rollouts: bool = False
     archive: bool = False
     replay: str | None = None
     environment: EnvironmentConfig | None = None

@@ -199,7 +199,7 @@ def _choose(samples: Iterator[Archived], arguments: argparse.Namespace) -> list[
         return heapq.nlargest(number, _scored(samples), key=lambda each: each.score)
     if arguments.worst:
         return heapq.nsmallest(number, _scored(samples), key=lambda each: each.score)
-    return heapq.nsmallest(number, samples, key=lambda each: (each.step, each.draw, each.index))
+    return heapq.nsmallest(number, samples, key=lambda each: (each.step, each.prompt_index, each.index))
 
 
 def _scored(samples: Iterator[Archived]) -> Iterator[Archived]:
@@ -214,7 +214,7 @@ def _as_text(sample: Archived, tokenizer: Tokenizer) -> str:
     weights = sorted(set(sample.versions))
     facts = [
         f"step {sample.step}",
-        f"draw {sample.draw}",
+        f"prompt {sample.prompt_index}",
         f"sample {sample.index}",
         "score unknown" if math.isnan(sample.score) else f"score {sample.score:g}",
         f"{len(sample.response)} tokens, {'ended by itself' if sample.finish == 'stop' else 'cut at the most tokens'}",

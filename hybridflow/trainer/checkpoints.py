@@ -31,7 +31,7 @@ from hybridflow.observe.starts import STARTS_FILE
 from hybridflow.placement.job import Job
 from hybridflow.placement.peft import adapter_config
 from hybridflow.placement.placed_model import PlacedModel
-from hybridflow.placement.pretrained import travelling
+from hybridflow.placement.pretrained import assets_of
 from hybridflow.recipe.meshes import reference_is_base
 from hybridflow.reshard.spec import ModelSpec
 from hybridflow.sampling.rollout_log import remove_logs
@@ -105,7 +105,7 @@ def check_new(run_dir: Path) -> None:
         )
 
 
-class Begin(NamedTuple):
+class ResumePoint(NamedTuple):
     """Where a run begins, as all ranks know it.
 
     Attributes:
@@ -119,7 +119,7 @@ class Begin(NamedTuple):
     fingerprint: str
 
 
-def begin(job: Job, *, resume: bool) -> Begin:
+def find_resume_point(job: Job, *, resume: bool) -> ResumePoint:
     """Find the checkpoint to go on from, and remove what killed writers left.
 
     The lowest rank looks, and tells the others: of a directory that is just changing each might see something else.
@@ -156,7 +156,7 @@ def begin(job: Job, *, resume: bool) -> Begin:
             f"{checkpoint.path}: rank {job.world.rank} finds this as the latest, the lowest rank one of step {step}; "
             "set run_dir to a directory on a file system that all ranks share"
         )
-    return Begin(checkpoint, token, fingerprint)
+    return ResumePoint(checkpoint, token, fingerprint)
 
 
 def _fingerprint(job: Job, checkpoint: Checkpoint | None, token: str) -> str:
@@ -260,7 +260,7 @@ class Checkpoints:
         metrics: ``checkpoint/*``, since the trainer last took them.
     """
 
-    def __init__(self, job: Job, roles: Mapping[str, Any], start: Begin) -> None:
+    def __init__(self, job: Job, roles: Mapping[str, Any], start: ResumePoint) -> None:
         trainer, saved = job.recipe.trainer, start.checkpoint
         self._job, self._models = job, saved_models(job, roles)
         written = {} if saved is None else saved.roles
@@ -323,7 +323,7 @@ class Checkpoints:
     def _part(self, name: str) -> RolePart:
         job, shares, saved = self._job, self._shares[name], self._models[name]
         is_lead = job.world.rank == saved.mesh.ranks[0]
-        family, assets = self._travelling[name] if is_lead else (None, {})
+        family, assets = self._role_assets[name] if is_lead else (None, {})
         assert saved.model is not None, "only those that have a part of it write it"
         with saved.model.at_hand():
             copied = tuple(shares.copied())
@@ -342,8 +342,8 @@ class Checkpoints:
         )
 
     @functools.cached_property
-    def _travelling(self) -> dict[str, tuple[str | None, dict[str, bytes]]]:
-        found = {name: travelling(self._job, name) for name in self._models}
+    def _role_assets(self) -> dict[str, tuple[str | None, dict[str, bytes]]]:
+        found = {name: assets_of(self._job, name) for name in self._models}
         if self._job.recipe.actor.lora is not None:
             family, assets = found["actor"]
             found["actor"] = family, {**assets, ADAPTER_CONFIG: adapter_config(self._job)}

@@ -7,13 +7,15 @@ import signal
 import socket
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 
 from hybridflow import cli
+from hybridflow.dataflow.graph import step
 from hybridflow.flows import nodes
+from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.roles.actor import Actor
-from hybridflow.trainer import plan
 from tests.e2e.commands import fork_ranks, run_command, write_recipe
 
 HOST = socket.gethostname()
@@ -64,7 +66,8 @@ def test_missing_column_is_refused_before_any_rank_is_started(folder, monkeypatc
     from hybridflow.cli import main
 
     monkeypatch.chdir(folder)
-    monkeypatch.setitem(plan.STEPS, "grpo", nodes.SAMPLE >> nodes.ACTOR_LOG_PROBS >> nodes.advantages("grpo"))
+    broken = step(sample=nodes.SAMPLE, experience=nodes.ACTOR_LOG_PROBS >> nodes.advantages("grpo"))
+    monkeypatch.setitem(ALGORITHMS, "grpo", replace(ALGORITHMS["grpo"], step=broken))
     assert main(["train", "tiny.yaml"]) == 2
     errors = capfd.readouterr().err
     assert errors.startswith("hybridflow: node 'advantage.grpo' reads column 'scores', which no earlier node writes")
@@ -232,7 +235,9 @@ def test_rank_that_hangs_is_found_by_where_it_stands(rewards):
     assert done.codes == (1, 1) and done.seconds < 20
     assert done.err.startswith(f"hybridflow: rank 0 on {HOST}, in reward.judge: validation: lost contact with some")
     assert "(deadline 3 s)" in done.err and done.err.count("\n") == 2, done.err
-    assert "in reward.judge, at rewards.py:" in where_it_stands(done, 1) and " endless" in where_it_stands(done, 1)
+    assert "in reward.score_validation, at rewards.py:" in where_it_stands(done, 1) and " endless" in where_it_stands(
+        done, 1
+    )
 
 
 def test_failure_does_not_wait_for_a_busy_rank(rewards):

@@ -119,12 +119,13 @@ def problems() -> tuple[list[Request], list[Example]]:
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in (3, 9, 15, 5, 7, 4)]
     requests = [
-        Request(prompt=prompts[draw], params=PARAMS, draw=100 + draw, index=index)
-        for draw in range(6)
+        Request(prompt=prompts[prompt_index], params=PARAMS, prompt_index=100 + prompt_index, index=index)
+        for prompt_index in range(6)
         for index in range(3)
     ]
     examples = [
-        Example(prompt=CHARACTERS.decode(ask.prompt.tolist()), answer="bcd", place=f"f:{ask.draw}") for ask in requests
+        Example(prompt=CHARACTERS.decode(ask.prompt.tolist()), answer="bcd", place=f"f:{ask.prompt_index}")
+        for ask in requests
     ]
     return requests, examples
 
@@ -153,7 +154,7 @@ def conversations(world, layouts: list[ParallelLayout], max_concurrent: int):
 
         trained = forward_only(model, groups, [batch], compute)
         for ask, got, expected in zip(requests, talks, trained[0] if trained else [], strict=bool(trained)):
-            found[str(layout), ask.draw, ask.index] = plain(got), expected.tolist()
+            found[str(layout), ask.prompt_index, ask.index] = plain(got), expected.tolist()
     return found
 
 
@@ -242,7 +243,7 @@ def one_by_one(world):
         sequence = torch.cat([request.prompt, talk.response.tokens])
         batch = pack([0], [sequence], [len(request.prompt)], world.device)
         logits = model(batch.tokens, batch.attention, batch.rows)[:, :VOCAB].detach() / TEMPERATURE
-        key = torch.tensor([sequence_key(SEED, "rollout", request.draw, request.index)])
+        key = torch.tensor([sequence_key(SEED, "rollout", request.prompt_index, request.index)])
         positions = torch.arange(len(request.prompt), len(sequence))
         best = torch.stack(
             [
@@ -276,7 +277,7 @@ def with_failures(world, layout: ParallelLayout):
     requests, examples = problems()
     well = environments(world, mesh, "Faulty").converse(engine, requests, examples)
     ways = [*WAYS_TO_FAIL, "huge", "long"]
-    ill_requests = [replace(requests[0], draw=200 + number) for number in range(len(ways))]
+    ill_requests = [replace(requests[0], prompt_index=200 + number) for number in range(len(ways))]
     ill_examples = [replace(examples[0], answer=way) for way in ways]
     led = environments(world, mesh, "Faulty", step_deadline_s=4.0, failure_reward=-0.5)
     both = led.converse(engine, [*requests, *ill_requests], [*examples, *ill_examples])
@@ -363,20 +364,22 @@ def training(world, function: str | None):
     job, _ = make_job(world, recipe)
     _, examples = problems()
     prompts = [CHARACTERS.encode(example.prompt) for example in examples[::3]]
-    train = SimpleNamespace(prompt=lambda draw: prompts[draw], example=lambda draw: examples[3 * draw])
+    train = SimpleNamespace(
+        prompt=lambda prompt_index: prompts[prompt_index], example=lambda prompt_index: examples[3 * prompt_index]
+    )
     tokenizer = SimpleNamespace(**{**vars(job.tokenizer), **vars(CHARACTERS)})
     held_out = tuple(zip(examples[::3], prompts, strict=True))
     job = replace(job, train=train, tokenizer=tokenizer, held_out=held_out)
     coefficient = KLCoefficient(recipe)
     actor, reward, advantage = Actor(job, coefficient), Reward(job), Advantage(job, coefficient)
-    batch = actor.sample(None, {"train_step": {"step": 1, "first_draw": 0, "num_prompts": 4}})
+    batch = actor.sample(None, {"train_step": {"step": 1, "first_prompt_index": 0, "num_prompts": 4}})
     batch = batch.with_columns(reward.score(batch, {}).columns)
     batch = batch.with_columns(actor.log_probs(batch, {}).columns)
     batch = batch.with_columns({"ref_log_probs": batch.columns["old_log_probs"]})
-    batch = batch.with_columns(advantage.grpo(batch, {}).columns)
+    batch = batch.with_columns(advantage.calls["grpo"](batch, {}).columns)
     # Of 12 samples with ids from 0 on, the order is the id.
     actor.update(batch.with_columns({"order": batch.ids}), {"actor_mini_batch": {"epoch": 0, "index": 0}})
-    reward.judge(actor.answer(None, {}), {})
+    reward.score_validation(actor.sample_validation(None, {}), {})
     columns = {
         name: [row.tolist() for row in column.to_list()] if hasattr(column, "to_list") else column.tolist()
         for name, column in batch.columns.items()
@@ -405,8 +408,8 @@ def test_a_step_learns_from_what_was_said_alone(function):
             rows.append((sample, row))
     assert len(rows) == 12 and num_turns > 14
     for sample, row in rows:
-        group = torch.tensor([other["scores"] for _, other in rows if other["draws"] == row["draws"]])
-        assert sample // 3 == row["draws"] and len(group) == 3
+        group = torch.tensor([other["scores"] for _, other in rows if other["prompt_indices"] == row["prompt_indices"]])
+        assert sample // 3 == row["prompt_indices"] and len(group) == 3
         expected = (row["scores"] - group.mean()) / (group.std() + 1e-6)
         for mask, advantage in zip(row["response_mask"], row["advantages"], strict=True):
             assert advantage == pytest.approx(float(expected) * mask, abs=1e-5)

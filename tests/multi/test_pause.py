@@ -29,8 +29,8 @@ def requests(params: SamplingParams = PARAMS) -> list[Request]:
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in (3, 17, 9, 1)]
     return [
-        Request(prompt=prompt, params=params, draw=100 + draw, index=index)
-        for draw, prompt in enumerate(prompts)
+        Request(prompt=prompt, params=params, prompt_index=100 + prompt_index, index=index)
+        for prompt_index, prompt in enumerate(prompts)
         for index in range(2)
     ]
 
@@ -40,7 +40,7 @@ def go_on(left: list[tuple[Request, Response]]) -> list[Request]:
 
 
 def key(ask: Request) -> tuple[int, int]:
-    return ask.draw, ask.index
+    return ask.prompt_index, ask.index
 
 
 def plain(got: Response) -> dict:
@@ -186,7 +186,7 @@ def expected_by(model, world, ask: Request, got: Response) -> tuple[list[int], n
     with torch.no_grad():
         logits = model(batch.tokens, batch.attention, batch.rows)[:, :VOCAB] / ask.params.temperature
     positions = torch.arange(len(ask.prompt), len(sequence))
-    keys = row_keys(torch.tensor([sequence_key(SEED, "rollout", ask.draw, ask.index)]), positions)
+    keys = row_keys(torch.tensor([sequence_key(SEED, "rollout", ask.prompt_index, ask.index)]), positions)
     log_probs = logits.log_softmax(-1).gather(1, got.tokens[:, None])[:, 0]
     return (logits + gumbel_noise(keys, 0, VOCAB)).argmax(-1).tolist(), log_probs.numpy()
 

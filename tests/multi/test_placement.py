@@ -17,7 +17,7 @@ from hybridflow.config.roles import ActorConfig, CriticConfig, OptimizerConfig, 
 from hybridflow.config.rollout import RolloutConfig
 from hybridflow.config.trainer import TrainerConfig
 from hybridflow.families.model import ModelConfig
-from hybridflow.flows.presets import PRESETS
+from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.world import World
 from hybridflow.recipe.checks import check_recipe
@@ -52,7 +52,7 @@ def recipe(folder: Path, name: str, algorithm: str, ranks: int, **placement: Any
     made = Recipe(
         name=name,
         algorithm=algorithm,
-        traits=PRESETS[algorithm],
+        traits=ALGORITHMS[algorithm].traits,
         seed=5,
         run_dir=str(folder / name),
         cluster=ClusterConfig(ranks=ranks),

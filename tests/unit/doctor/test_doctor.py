@@ -490,8 +490,8 @@ def test_reports_go_through_json_unchanged():
 
 
 def test_median_shares_against_numpy_free_arithmetic():
-    draw = random.Random(1)
-    nodes = [node(f"n{place}", speeds={"matmul": draw.uniform(1, 2)}) for place in range(9)]
+    prompt_index = random.Random(1)
+    nodes = [node(f"n{place}", speeds={"matmul": prompt_index.uniform(1, 2)}) for place in range(9)]
     middle = statistics.median([each.speeds["matmul"] for each in nodes])
     assert compare.ratios(nodes, "matmul") == {each.host: each.speeds["matmul"] / middle for each in nodes}
 

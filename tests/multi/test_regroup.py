@@ -375,7 +375,7 @@ def check_all(world: World) -> None:
         check_ranges(run.trainable, spec, state_holdings(spec, run.training), world.rank)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_megatron_lays_its_buffers_out_as_described(size: int) -> None:
     run_ranks(check_all, size)
 

@@ -90,6 +90,7 @@ setup(
                 "peft",
             ),
             *("prometheus_client", "pyarrow", "pytest", "ruff", "s3fs", "scipy", "transformers>=5", "types-PyYAML"),
+            "pytest-xdist",
             "wandb",
         ],
     },

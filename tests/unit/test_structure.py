@@ -24,7 +24,7 @@ ORDER = [
     *("testing", "api", "doctor", "launch", "serving", "cli", "__main__"),
 ]
 
-# Imported on login nodes and before ranks start: none may bring in torch or MPI.
+# Imported on login nodes and before ranks start: none may bring in torch, MPI or the HTTP server.
 LIGHT = [
     *(
         "errors",
@@ -123,7 +123,6 @@ LIGHT = [
         "serving.files",
         "serving.api",
         "serving.desk",
-        "serving.endpoint",
         "cli",
     ),
 ]
@@ -145,6 +144,8 @@ DOORS = [
     "pyarrow",
     "datasets",
     "confluent_kafka",
+    "starlette",
+    "uvicorn",
 ]
 
 
@@ -220,10 +221,11 @@ def test_one_third_party_package_one_door(package):
     assert len(doors) <= 1, f"{package} is imported by {doors}; go through one of them"
 
 
-def test_light_modules_bring_in_neither_torch_nor_mpi():
+def test_light_modules_bring_in_neither_torch_nor_mpi_nor_the_http_server():
     names = ["hybridflow", *(f"hybridflow.{name}" for name in LIGHT)]
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
-    code += "    heavy = {'torch', 'megatron', 'mpi4py'} & sys.modules.keys()\n    assert not heavy, (name, heavy)\n"
+    code += "    heavy = {'torch', 'megatron', 'mpi4py', 'starlette', 'uvicorn'} & sys.modules.keys()\n"
+    code += "    assert not heavy, (name, heavy)\n"
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv, installs what the tests need, Slurm, a Pushgateway and Kafka among it where it can, and runs them. Quick the second time.
+# Makes .venv, installs what the tests need, Slurm, a Pushgateway, bubblewrap and Kafka among it where it can, and runs them. Quick the second time.
 #   tests/run.sh [--all] [pytest arguments]      --all: with the tests marked slow, slurm and vllm, the last of which get
 #                                                .venv-vllm, an environment of some GB
 set -euo pipefail
@@ -14,6 +14,8 @@ fi
 "$root/tests/support/slurm.sh" || echo "Slurm could not be installed, see above: the tests that need it are skipped" >&2
 "$root/tests/support/apt.sh" prometheus-pushgateway=prometheus-pushgateway ||
     echo "prometheus-pushgateway could not be installed, see above: its test is skipped" >&2
+"$root/tests/support/apt.sh" bwrap=bubblewrap ||
+    echo "bubblewrap could not be installed, see above: the tests of the sandbox run without it" >&2
 "$root/tests/support/kafka.sh" || echo "Kafka could not be installed, see above: the tests that need it are skipped" >&2
 if [ -z "$marks" ]; then
     "$root/tests/support/vllm.sh" || echo "vLLM could not be installed, see above: the tests that need it are skipped" >&2

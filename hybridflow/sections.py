@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import types
@@ -128,14 +129,20 @@ def resume_rules(kind: Any) -> dict[str, bool]:
 
 
 def _resume_rules(kind: Any, prefix: str, *, is_free: bool, free_names: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     for item in keys_of(kind):
         may_change = is_free or item.name in free_names or item.metadata.get("may_change", False)
         yield f"{prefix}{item.name}", may_change
         hint, below = hints[item.name], item.metadata.get("may_change_below", ())
         for option in (hint, *typing.get_args(hint)):
-            if dataclasses.is_dataclass(option) and typing.get_origin(hint) is not tuple:
+            is_section = isinstance(option, type) and dataclasses.is_dataclass(option)
+            if is_section and typing.get_origin(hint) is not tuple:
                 yield from _resume_rules(option, f"{prefix}{item.name}.", is_free=may_change, free_names=below)
+
+
+@functools.cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -209,7 +216,7 @@ class _Reader:
     origins: Mapping[str, str]
 
     def section(self, kind: type[_Section], values: Mapping[Any, Any], prefix: str) -> _Section:
-        all_hints = typing.get_type_hints(kind, include_extras=True)
+        all_hints = _hints(typing.cast(type, kind))
         keys = keys_of(kind)
         hints = {item.name: all_hints[item.name] for item in keys}
         for key in values:

@@ -29,13 +29,11 @@ class RewardServiceConfig:
         urls: Where samples are posted, ``http://host:port/path`` each, asked in turn.
         auth_env: Environment variable that holds the token to show; None: none is asked for.
         batch_size: Most samples of one request.
-        connect_timeout_s: Longest wait for a connection.
     """
 
     urls: tuple[str, ...] = field(metadata=MAY_CHANGE)
     auth_env: Variable | None = field(default=None, metadata=MAY_CHANGE)
     batch_size: Count = field(default=64, metadata=MAY_CHANGE)
-    connect_timeout_s: Positive = field(default=10.0, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +50,6 @@ class JudgeConfig:
         high: The most.
         max_new_tokens: Longest answer in tokens.
         temperature: Of its sampling.
-        connect_timeout_s: Longest wait for a connection.
     """
 
     urls: tuple[str, ...] = field(metadata=MAY_CHANGE)
@@ -64,7 +61,6 @@ class JudgeConfig:
     high: Score = 10.0
     max_new_tokens: Count = 512
     temperature: NotNegative = 0.0
-    connect_timeout_s: Positive = field(default=10.0, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,6 @@ class SamplingEngineConfig:
         off_policy: Train on what a server samples, though its weights stay what they are.
         max_in_flight: Requests that a rank has at the servers at one time.
         retries: How often a request is sent again when a server fails.
-        connect_timeout_s: Longest wait for a connection.
         read_timeout_s: Longest wait for an answer.
         deadline_s: Longest time for a request, all tries together.
         memory_share: With ``vllm`` on a GPU: share of its memory that vLLM takes.
@@ -64,7 +63,6 @@ class SamplingEngineConfig:
     off_policy: bool = False
     max_in_flight: Count = field(default=64, metadata=MAY_CHANGE)
     retries: CountOrZero = field(default=5, metadata=MAY_CHANGE)
-    connect_timeout_s: Positive = field(default=10.0, metadata=MAY_CHANGE)
     read_timeout_s: Positive = field(default=600.0, metadata=MAY_CHANGE)
     deadline_s: Positive = field(default=1800.0, metadata=MAY_CHANGE)
     memory_share: Annotated[float, Bounds(low=0, high=1, above=True)] = field(default=0.4, metadata=MAY_CHANGE)

@@ -21,7 +21,7 @@ from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.recipe.resume import check_resume
 from hybridflow.sections import Bounds, put_over, read_section, to_dict
 
-NUM_LEAF_KEYS = 561
+NUM_LEAF_KEYS = 556
 
 
 class Key(NamedTuple):

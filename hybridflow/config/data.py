@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from hybridflow.config.types import Server, Variable
 from hybridflow.errors import ConfigError
 from hybridflow.sections import (
+    MAY_CHANGE,
     Count,
     CountOrZero,
     Positive,
@@ -68,8 +69,8 @@ class SpoolConfig:
     """
 
     path: str
-    deadline_s: Positive = 900.0
-    poll_s: Positive = 1.0
+    deadline_s: Positive = field(default=900.0, metadata=MAY_CHANGE)
+    poll_s: Positive = field(default=1.0, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +90,13 @@ class KafkaConfig:
         poll_s: Time for which the lowest rank collects messages before it passes them on, in seconds.
     """
 
-    servers: tuple[Server, ...]
+    servers: tuple[Server, ...] = field(metadata=MAY_CHANGE)
     topic: Annotated[str, re.compile(r"[A-Za-z0-9._-]{1,249}")]
-    options: dict[str, str] = field(default_factory=dict)
-    options_env: dict[str, Variable] = field(default_factory=dict)
-    on_lost: Literal["error", "skip"] = "error"
-    deadline_s: Positive = 900.0
-    poll_s: Positive = 1.0
+    options: dict[str, str] = field(default_factory=dict, metadata=MAY_CHANGE)
+    options_env: dict[str, Variable] = field(default_factory=dict, metadata=MAY_CHANGE)
+    on_lost: Literal["error", "skip"] = field(default="error", metadata=MAY_CHANGE)
+    deadline_s: Positive = field(default=900.0, metadata=MAY_CHANGE)
+    poll_s: Positive = field(default=1.0, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,10 +155,10 @@ class DataConfig:
     chat_template: str | None = None
     prompt_as_message: bool = False
     max_prompt_tokens: Count | None = None
-    on_bad_row: Literal["error", "skip"] = "error"
-    max_row_bytes: Count = 16777216
-    num_workers: Count = 1
-    cache_dir: str | None = None
+    on_bad_row: Literal["error", "skip"] = field(default="error", metadata=MAY_CHANGE)
+    max_row_bytes: Count = field(default=16777216, metadata=MAY_CHANGE)
+    num_workers: Count = field(default=1, metadata=MAY_CHANGE)
+    cache_dir: str | None = field(default=None, metadata=MAY_CHANGE)
     arithmetic: ArithmeticConfig | None = None
 
     @property

@@ -25,7 +25,7 @@ from hybridflow.config.rollout import RolloutConfig
 from hybridflow.config.trainer import ProfileConfig, TrainerConfig
 from hybridflow.config.types import Name
 from hybridflow.families.model import ModelConfig
-from hybridflow.sections import NOT_A_KEY, CountOrZero
+from hybridflow.sections import MAY_CHANGE, NOT_A_KEY, CountOrZero, may_change_below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,19 +66,19 @@ class Recipe:
         traits: Traits of the algorithm. Not a key: ``recipe.load`` looks them up.
     """
 
-    name: Name
-    namespace: Name | None = None
+    name: Name = field(metadata=MAY_CHANGE)
+    namespace: Name | None = field(default=None, metadata=MAY_CHANGE)
     algorithm: str
     seed: CountOrZero = 1
-    run_dir: str = ""
-    cluster: ClusterConfig = ClusterConfig()
-    model: ModelConfig
+    run_dir: str = field(default="", metadata=MAY_CHANGE)
+    cluster: ClusterConfig = field(default=ClusterConfig(), metadata=MAY_CHANGE)
+    model: ModelConfig = field(metadata=may_change_below("path"))
     data: DataConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
     warm_start: WarmStartConfig | None = None
     actor: ActorConfig
     critic: CriticConfig | None = None
-    reference: ReferenceConfig = ReferenceConfig()
+    reference: ReferenceConfig = field(default=ReferenceConfig(), metadata=MAY_CHANGE)
     reward: RewardConfig = RewardConfig()
     cost: RewardConfig | None = None
     cost_critic: CriticConfig | None = None
@@ -93,9 +93,9 @@ class Recipe:
     preference: PreferenceConfig = PreferenceConfig()
     correction: CorrectionConfig = CorrectionConfig()
     trainer: TrainerConfig
-    metrics: MetricsConfig = MetricsConfig()
-    profile: ProfileConfig = ProfileConfig()
-    fallbacks: tuple[FallbackConfig, ...] = ()
+    metrics: MetricsConfig = field(default=MetricsConfig(), metadata=MAY_CHANGE)
+    profile: ProfileConfig = field(default=ProfileConfig(), metadata=MAY_CHANGE)
+    fallbacks: tuple[FallbackConfig, ...] = field(default=(), metadata=MAY_CHANGE)
     traits: AlgorithmTraits = field(default=AlgorithmTraits(reads=frozenset()), metadata=NOT_A_KEY)
 
     def __post_init__(self) -> None:

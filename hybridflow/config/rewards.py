@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -13,6 +13,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.sections import (
+    MAY_CHANGE,
     Count,
     CountOrZero,
     NotNegative,
@@ -28,13 +29,11 @@ class RewardServiceConfig:
         urls: Addresses that samples are posted to, ``http://host:port/path`` each, in turn.
         auth_env: Environment variable that holds the token. None is for services that ask for no token.
         batch_size: Most samples of one request.
-        connect_timeout_s: Longest wait for a connection, in seconds.
     """
 
-    urls: tuple[str, ...]
-    auth_env: Variable | None = None
-    batch_size: Count = 64
-    connect_timeout_s: Positive = 10.0
+    urls: tuple[str, ...] = field(metadata=MAY_CHANGE)
+    auth_env: Variable | None = field(default=None, metadata=MAY_CHANGE)
+    batch_size: Count = field(default=64, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +50,17 @@ class JudgeConfig:
         high: Highest valid score.
         max_new_tokens: Longest answer, in tokens.
         temperature: Sampling temperature of the judge.
-        connect_timeout_s: Longest wait for a connection, in seconds.
     """
 
-    urls: tuple[str, ...]
+    urls: tuple[str, ...] = field(metadata=MAY_CHANGE)
     template: str
     model: str | None = None
-    auth_env: Variable | None = None
+    auth_env: Variable | None = field(default=None, metadata=MAY_CHANGE)
     pattern: str = r"(?i)score\D{0,20}?([-+]?\d+(?:\.\d+)?)"
     low: Score = 0.0
     high: Score = 10.0
     max_new_tokens: Count = 512
     temperature: NotNegative = 0.0
-    connect_timeout_s: Positive = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +87,7 @@ class SandboxConfig:
     files_mib: Count = 64
     output_kib: Count = 256
     readable: tuple[str, ...] = ()
-    allow_unprotected: bool = False
+    allow_unprotected: bool = field(default=False, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,15 +128,15 @@ class RewardConfig:
     model: ModelConfig | None = None
     service: RewardServiceConfig | None = None
     judge: JudgeConfig | None = None
-    ranks: tuple[int, ...] | None = None
-    layout: ParallelLayout | None = None
-    offload: bool = False
-    timeout_s: Positive | None = None
-    retries: CountOrZero = 0
+    ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
+    layout: ParallelLayout | None = field(default=None, metadata=MAY_CHANGE)
+    offload: bool = field(default=False, metadata=MAY_CHANGE)
+    timeout_s: Positive | None = field(default=None, metadata=MAY_CHANGE)
+    retries: CountOrZero = field(default=0, metadata=MAY_CHANGE)
     on_failure: Literal["error", "score", "drop"] = "error"
     failure_score: Score = 0.0
-    cache: CountOrZero = 0
-    max_in_flight: Count | None = None
+    cache: CountOrZero = field(default=0, metadata=MAY_CHANGE)
+    max_in_flight: Count | None = field(default=None, metadata=MAY_CHANGE)
 
     @property
     def kind(self) -> str | None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.sections import (
+    MAY_CHANGE,
     Bounds,
     Count,
     CountOrZero,
     NotNegative,
     Positive,
     Share,
+    may_change_below,
 )
 
 LoRATarget = Literal[
@@ -39,16 +41,16 @@ class OptimizerConfig:
         distributed: Whether the optimizer state is sharded over the data-parallel ranks.
     """
 
-    lr: Positive
+    lr: Positive = field(metadata=MAY_CHANGE)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: CountOrZero = 0
-    min_lr: NotNegative = 0.0
+    min_lr: NotNegative = field(default=0.0, metadata=MAY_CHANGE)
     beta1: Share = 0.9
     beta2: Share = 0.95
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.0
     clip_grad: NotNegative = 1.0
-    distributed: bool = True
+    distributed: bool = field(default=True, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,7 @@ class LoRAConfig:
     dropout: Annotated[float, Bounds(low=0, high=0.99)] = 0.0
     targets: tuple[LoRATarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     merge_every: CountOrZero = 0
-    path: str | None = None
+    path: str | None = field(default=None, metadata=MAY_CHANGE)
 
     @property
     def effective_alpha(self) -> float:
@@ -125,14 +127,14 @@ class ActorConfig:
         lora: Train adapters instead of the weights. None trains the weights.
     """
 
-    ranks: tuple[int, ...] | None = None
-    update: ParallelLayout
-    rollout: ParallelLayout | None = None
-    rollout_ranks: tuple[int, ...] | None = None
+    ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
+    update: ParallelLayout = field(metadata=MAY_CHANGE)
+    rollout: ParallelLayout | None = field(default=None, metadata=MAY_CHANGE)
+    rollout_ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
     optimizer: OptimizerConfig
-    reshard: Literal["auto", "shared", "torch", "mpi"] = "auto"
+    reshard: Literal["auto", "shared", "torch", "mpi"] = field(default="auto", metadata=MAY_CHANGE)
     reshard_every: Count = 1
-    offload: bool = False
+    offload: bool = field(default=False, metadata=MAY_CHANGE)
     lora: LoRAConfig | None = None
 
 
@@ -149,10 +151,10 @@ class CriticConfig:
         warmup_steps: Training steps at the start in which only the critic learns. The actor does not change.
     """
 
-    ranks: tuple[int, ...] | None = None
-    layout: ParallelLayout
+    ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
+    layout: ParallelLayout = field(metadata=MAY_CHANGE)
     optimizer: OptimizerConfig
-    model: ModelConfig | None = None
+    model: ModelConfig | None = field(default=None, metadata=may_change_below("path"))
     value_clip: Positive = 0.5
     warmup_steps: CountOrZero = 0
 
@@ -186,7 +188,7 @@ class TeacherConfig:
     """
 
     model: ModelConfig
-    ranks: tuple[int, ...] | None = None
-    layout: ParallelLayout | None = None
+    ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
+    layout: ParallelLayout | None = field(default=None, metadata=MAY_CHANGE)
     top_k: CountOrZero = 0
-    offload: bool = False
+    offload: bool = field(default=False, metadata=MAY_CHANGE)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from hybridflow.config.types import Score, StopText, Variable
 from hybridflow.sections import (
+    MAY_CHANGE,
     Bounds,
     Count,
     CountOrZero,
@@ -51,24 +52,22 @@ class SamplingEngineConfig:
         off_policy: Allow training on a server's samples, although the server's weights do not change.
         max_in_flight: Requests that a rank has at the servers at one time.
         retries: How often a request is sent again after a server fails.
-        connect_timeout_s: Longest wait for a connection, in seconds.
         read_timeout_s: Longest wait for an answer, in seconds.
         deadline_s: Longest time for a request with all its tries, in seconds.
         memory_share: Share of a GPU's memory that ``vllm`` takes.
     """
 
     kind: Literal["megatron", "vllm", "openai", "tgi"] = "megatron"
-    urls: tuple[str, ...] = ()
+    urls: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
     model: str | None = None
-    auth_env: Variable | None = None
+    auth_env: Variable | None = field(default=None, metadata=MAY_CHANGE)
     log_probs: Literal["raw", "processed"] = "raw"
     off_policy: bool = False
-    max_in_flight: Count = 64
-    retries: CountOrZero = 5
-    connect_timeout_s: Positive = 10.0
-    read_timeout_s: Positive = 600.0
-    deadline_s: Positive = 1800.0
-    memory_share: Annotated[float, Bounds(low=0, high=1, above=True)] = 0.4
+    max_in_flight: Count = field(default=64, metadata=MAY_CHANGE)
+    retries: CountOrZero = field(default=5, metadata=MAY_CHANGE)
+    read_timeout_s: Positive = field(default=600.0, metadata=MAY_CHANGE)
+    deadline_s: Positive = field(default=1800.0, metadata=MAY_CHANGE)
+    memory_share: Annotated[float, Bounds(low=0, high=1, above=True)] = field(default=0.4, metadata=MAY_CHANGE)
 
     @property
     def is_server(self) -> bool:
@@ -119,10 +118,10 @@ class RolloutConfig:
     presence_penalty: Annotated[float, Bounds(low=-1e4, high=1e4)] = 0.0
     frequency_penalty: Annotated[float, Bounds(low=-1e4, high=1e4)] = 0.0
     stop: tuple[StopText, ...] = ()
-    max_concurrent: Count = 256
-    cache_memory: Positive = 0.5
+    max_concurrent: Count = field(default=256, metadata=MAY_CHANGE)
+    cache_memory: Positive = field(default=0.5, metadata=MAY_CHANGE)
     partial_rollouts: bool = False
-    archive: bool = False
+    archive: bool = field(default=False, metadata=MAY_CHANGE)
     replay: str | None = None
     environment: EnvironmentConfig | None = None
     engine: SamplingEngineConfig = SamplingEngineConfig()

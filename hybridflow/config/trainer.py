@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybridflow.sections import (
+    MAY_CHANGE,
     Count,
     CountOrZero,
 )
@@ -36,21 +37,21 @@ class TrainerConfig:
             run is not started again.
     """
 
-    steps: CountOrZero
+    steps: CountOrZero = field(metadata=MAY_CHANGE)
     global_batch_size: Count
     mini_batch_size: Count | None = None
-    micro_batch_tokens: Count = 4096
-    save_every: CountOrZero = 0
-    keep_last: Count = 2
-    keep_every: CountOrZero = 0
-    validate_every: CountOrZero = 0
-    num_validation: Count | None = None
-    validation_samples: CountOrZero = 0
-    pass_k: Count | None = None
-    keep_best: bool = False
-    patience: CountOrZero = 0
+    micro_batch_tokens: Count = field(default=4096, metadata=MAY_CHANGE)
+    save_every: CountOrZero = field(default=0, metadata=MAY_CHANGE)
+    keep_last: Count = field(default=2, metadata=MAY_CHANGE)
+    keep_every: CountOrZero = field(default=0, metadata=MAY_CHANGE)
+    validate_every: CountOrZero = field(default=0, metadata=MAY_CHANGE)
+    num_validation: Count | None = field(default=None, metadata=MAY_CHANGE)
+    validation_samples: CountOrZero = field(default=0, metadata=MAY_CHANGE)
+    pass_k: Count | None = field(default=None, metadata=MAY_CHANGE)
+    keep_best: bool = field(default=False, metadata=MAY_CHANGE)
+    patience: CountOrZero = field(default=0, metadata=MAY_CHANGE)
     max_staleness: CountOrZero = 0
-    max_idle_starts: Count = 3
+    max_idle_starts: Count = field(default=3, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)

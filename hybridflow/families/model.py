@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hybridflow.errors import ConfigError
-from hybridflow.sections import Count, Positive
+from hybridflow.sections import MAY_CHANGE, Count, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class ModelConfig:
     head_dim: Count | None = None
     max_context: Count
     vocab_size: Count | None = None
-    vocab_divisible_by: Count = 1
+    vocab_divisible_by: Count = field(default=1, metadata=MAY_CHANGE)
     rotary_base: Positive = 10000.0
     rotary_scaling: RotaryScaling | None = None
     norm_eps: Positive = 1e-5
@@ -108,7 +108,7 @@ class ModelConfig:
     num_experts: Count | None = None
     experts_per_token: Count = 2
     normalized_experts: bool = True
-    init_std: Positive = 0.02
+    init_std: Positive = field(default=0.02, metadata=MAY_CHANGE)
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
 
     @property

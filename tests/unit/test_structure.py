@@ -204,6 +204,18 @@ def test_order_lists_packages_that_exist_and_is_the_table_of_the_docs():
     assert named == [name for name in ORDER if name != "__main__"]
 
 
+def test_a_training_step_is_read_in_few_files():
+    """From the README to the optimizer step, as docs/architecture.md lists it."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- path -->")[2].partition("<!-- end of path -->")[0]
+    rows = re.findall(r"^\| (\d) \| \[([\w./]+)\]", table, flags=re.MULTILINE)
+    files = [ROOT / name for _, name in rows]
+    assert files[0] == ROOT / "README.md" and files[-1] == PACKAGE / "models/training.py"
+    assert "hybridflow/trainer/loop.py" in files[0].read_text(encoding="utf-8")
+    assert len(files) <= 12 and int(rows[-1][0]) <= 6
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 2500
+
+
 def test_no_import_runs_in_a_circle():
     pending = {name: set(own_imports(name)) for name in MODULES}
     while pending:

@@ -90,8 +90,8 @@ setup(
                 "pdoc",
                 "peft",
             ),
-            *("prometheus_client", "pyarrow", "pytest", "ruff", "s3fs", "scipy", "starlette", "transformers>=5"),
-            *("types-PyYAML", "uvicorn", "wandb"),
+            *("prometheus_client", "pyarrow", "pytest", "pytest-xdist", "ruff", "s3fs", "scipy", "starlette"),
+            *("transformers>=5", "types-PyYAML", "uvicorn", "wandb"),
         ],
     },
 )

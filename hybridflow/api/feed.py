@@ -33,7 +33,7 @@ class GivenPrompt:
     tokens: tuple[int, ...] | None = None
 
 
-def given_prompts(batch: Any, place: str = "prompts") -> list[GivenPrompt]:
+def prompts_of(batch: Any, place: str = "prompts") -> list[GivenPrompt]:
     """The prompts in what a program gives.
 
     Args:
@@ -131,7 +131,7 @@ def check_same(given: Sequence[GivenPrompt], everyone: Coordinator) -> None:
 
 
 class Feed:
-    """Problems that a program gives batch by batch; a draw's number is its place among all that were given.
+    """Problems that a program gives batch by batch; a prompt index's number is its place among all that were given.
 
     Args:
         tokenizer: Gives the tokens of texts, and the texts of tokens.
@@ -144,14 +144,14 @@ class Feed:
         self._rows: dict[int, tuple[Example, tuple[int, ...]]] = {}
         self._batches: list[range] = []
 
-    def add(self, given: Sequence[GivenPrompt], first_draw: int) -> range:
-        """Take a batch. Returns its draws.
+    def add(self, given: Sequence[GivenPrompt], first_prompt_index: int) -> range:
+        """Take a batch. Returns its prompt indices.
 
         Raises:
             DataError: A prompt leaves no room for a response.
         """
-        draws = range(first_draw, first_draw + len(given))
-        for draw, each in zip(draws, given, strict=True):
+        prompt_indices = range(first_prompt_index, first_prompt_index + len(given))
+        for prompt_index, each in zip(prompt_indices, given, strict=True):
             example = each.example
             tokens = prompt_tokens(example, self._tokenizer) if each.tokens is None else each.tokens
             if len(tokens) > self._max_tokens:
@@ -161,36 +161,38 @@ class Feed:
                 )
             if example.prompt == "":
                 example = Example(prompt=self._tokenizer.decode(tokens), answer=example.answer, place=example.place)
-            self._rows[draw] = (example, tokens)
-        self._batches.append(draws)
+            self._rows[prompt_index] = (example, tokens)
+        self._batches.append(prompt_indices)
         for old in self._batches[:-_KEPT]:
-            for draw in old:
-                self._rows.pop(draw, None)
+            for prompt_index in old:
+                self._rows.pop(prompt_index, None)
         self._batches = self._batches[-_KEPT:]
-        return draws
+        return prompt_indices
 
-    def example(self, draw: int) -> Example:
-        """The example of a draw."""
-        return self._row(draw)[0]
+    def example(self, prompt_index: int) -> Example:
+        """The example of a prompt index."""
+        return self._row(prompt_index)[0]
 
-    def prompt(self, draw: int) -> tuple[int, ...]:
+    def prompt(self, prompt_index: int) -> tuple[int, ...]:
         """Token ids of its prompt."""
-        return self._row(draw)[1]
+        return self._row(prompt_index)[1]
 
-    def solution(self, draw: int) -> Solution:
+    def solution(self, prompt_index: int) -> Solution:
         """Nothing is to be imitated. Raises DataError."""
-        raise DataError(f"prompt {draw}: a program that gives prompts gives no solutions; train on a file of them")
+        raise DataError(
+            f"prompt {prompt_index}: a program that gives prompts gives no solutions; train on a file of them"
+        )
 
-    def responses(self, draw: int) -> tuple[Response, ...]:
+    def responses(self, prompt_index: int) -> tuple[Response, ...]:
         """Nothing is preferred. Raises DataError."""
-        raise DataError(f"prompt {draw}: a program that gives prompts gives no preferences; use DPOTrainer")
+        raise DataError(f"prompt {prompt_index}: a program that gives prompts gives no preferences; use DPOTrainer")
 
     @property
     def sha256(self) -> str:
         """Whoever goes on gives other problems."""
         return "given by a program"
 
-    def _row(self, draw: int) -> tuple[Example, tuple[int, ...]]:
-        if draw not in self._rows:
-            raise DataError(f"prompt {draw}: forgotten; an update must come within {_KEPT} rollouts of its own")
-        return self._rows[draw]
+    def _row(self, prompt_index: int) -> tuple[Example, tuple[int, ...]]:
+        if prompt_index not in self._rows:
+            raise DataError(f"prompt {prompt_index}: forgotten; an update must come within {_KEPT} rollouts of its own")
+        return self._rows[prompt_index]

@@ -22,7 +22,7 @@ from hybridflow.api.roles import split_model
 from hybridflow.api.settings import finish_recipe, merge, recipe_values, sizes_of
 from hybridflow.api.token_rows import IGNORED, TokenRows, labelled, token_rows
 from hybridflow.api.world import find_world
-from hybridflow.checkpoint.formats.in_memory import given_settings
+from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, DataError
@@ -33,12 +33,12 @@ from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
 from hybridflow.placement.peft import load_adapters
-from hybridflow.placement.pretrained import travelling
-from hybridflow.placement.user_objects import check_objects, own_of
-from hybridflow.roles.stepped_actor import DrivenActor
+from hybridflow.placement.pretrained import assets_of
+from hybridflow.placement.user_objects import check_objects, user_class_of
+from hybridflow.roles.stepped_actor import SteppedActor
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.request import Request, Response, expand
-from hybridflow.trainer.checkpoints import Begin, Checkpoints
+from hybridflow.trainer.checkpoints import Checkpoints, ResumePoint
 from hybridflow.trainer.plan import JobPlan, plan_job
 
 
@@ -140,7 +140,7 @@ class HybridActor:
         self._job = _job(self.recipe, self._world, plan, None if place is None else open_tokenizer(place), objects)
         check_objects(self._job)
         self._everyone = self._world.coordinator(plan.meshes["job"].ranks)
-        self._role = DrivenActor(self._job)
+        self._role = SteppedActor(self._job)
         assert self._role.model is not None and self._role.trainable is not None, "all ranks are in its mesh"
         self._role.model.load()
         load_adapters(self._job, self._role.model)
@@ -149,10 +149,10 @@ class HybridActor:
         # What is not shared is made when it is needed.
         self._role.enter_phase("update")
         self._phase = "update"
-        self._ends = ends_in(travelling(self._job, "actor")[1])
+        self._ends = ends_in(assets_of(self._job, "actor")[1])
         if not self._ends.eos_ids and self._job.tokenizer is not None:
             self._ends = self._ends._replace(eos_ids=self._job.tokenizer.stop_ids)
-        self._next_draw = 0
+        self._next_prompt_index = 0
         self._cost: dict[str, float] = {}
 
     @classmethod
@@ -308,7 +308,7 @@ class HybridActor:
             WriteError: The file system refuses.
         """
         path = Path(path)
-        if own_of(self._job, "actor") is not None:
+        if user_class_of(self._job, "actor") is not None:
             raise ConfigError(f"{path}: transformers does not read a class of your own; save its state_dict() yourself")
         check_free(path, self._world)
         token = self._everyone.decide("a name", secrets.token_hex(8))
@@ -317,7 +317,7 @@ class HybridActor:
         # Without the optimizer, which transformers does not read.
         role = SimpleNamespace(spec=self._role.spec, model=self._role.model)
         try:
-            checkpoints = Checkpoints(job, {"actor": role}, Begin(None, token, ""))
+            checkpoints = Checkpoints(job, {"actor": role}, ResumePoint(None, token, ""))
             checkpoints.save(self._role.num_updates, {}, None)
             checkpoints.finish()
             self._everyone.barrier("the weights")
@@ -376,8 +376,8 @@ class HybridActor:
                     f"{self.recipe.model.max_context}; shorten it, or ask for fewer"
                 )
         # A seed gives the same responses each time, and its absence others.
-        first_draw = self._next_draw if asked.params.seed is None else 0
-        self._next_draw += count
+        first_prompt_index = self._next_prompt_index if asked.params.seed is None else 0
+        self._next_prompt_index += count
         mesh: DeviceMesh = self._job.meshes["actor.rollout"]
         place, layout = mesh.coordinate(self._world.rank), mesh.layout
         own = list(range(place.dp, count, layout.dp))
@@ -385,7 +385,8 @@ class HybridActor:
             each
             for row in own
             for each in expand(
-                Request(prompt=rows.sequences[row], params=asked.params, draw=first_draw + row), asked.num_samples
+                Request(prompt=rows.sequences[row], params=asked.params, prompt_index=first_prompt_index + row),
+                asked.num_samples,
             )
         ]
         responses = self._ask(requests)
@@ -439,7 +440,7 @@ def _recipe(
     # How long responses may be, and how they are sampled, is told with each call.
     values.setdefault("rollout", {})["max_new_tokens"] = 1
     values.setdefault("trainer", {})["global_batch_size"] = num_ranks
-    recipe = finish_recipe(values, given=given_settings(objects))
+    recipe = finish_recipe(values, given=in_memory_info(objects))
     if recipe.rollout.temperature != 1:
         raise ConfigError(
             "hybrid_config: temperature is told with each call: generate(…, do_sample=True, temperature=…)"

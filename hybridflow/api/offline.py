@@ -13,7 +13,7 @@ from hybridflow.api.roles import Actor
 from hybridflow.api.session import Session
 from hybridflow.api.settings import merge, recipe_values
 from hybridflow.api.world import find_world
-from hybridflow.checkpoint.formats.in_memory import GivenModel, given_settings
+from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_info
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.recipe import Recipe
@@ -22,7 +22,7 @@ from hybridflow.data.preferences import encode_responses, margin_of
 from hybridflow.data.prompts import Example, Judged, PromptSource, encode_solutions, prompt_tokens
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.flows.presets import PRESETS
+from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.placement.job import ReadProblems
 
@@ -147,7 +147,7 @@ class OfflineTrainer:
         values.setdefault("model", {}).setdefault("max_context", self._context(values))
         # Nothing is sampled, and the last token is room enough for it.
         values.setdefault("rollout", {})["max_new_tokens"] = 1
-        per_row = 2 if PRESETS[self.algorithm].is_paired else 1
+        per_row = 2 if ALGORITHMS[self.algorithm].traits.is_paired else 1
         values["trainer"] = {**values.get("trainer", {}), "steps": steps, "global_batch_size": rows * per_row}
         if output_dir is not None:
             values.setdefault("run_dir", f"{output_dir}-run")
@@ -247,7 +247,7 @@ class OfflineTrainer:
     def _context(self, values: Mapping[str, Any]) -> int:
         """``max_length``, or what the model has, if that is less."""
         path = values["model"].get("path")
-        given = given_settings(self._objects)
+        given = in_memory_info(self._objects)
         if path is not None:
             return min(self._max_length, read_model_info(Path(path)).model.max_context)
         return min(self._max_length, given["model"].model.max_context) if "model" in given else self._max_length
@@ -402,4 +402,4 @@ def _in_memory(model: Any) -> Any:
     if not isinstance(model, str | Path):
         return model
     source = open_model(Path(model))
-    return GivenModel(source.model, source)
+    return InMemoryModel(source.model, source)

@@ -9,7 +9,7 @@ from typing import Any
 from hybridflow.api.flow import RoleFlow
 from hybridflow.api.parts import Part
 from hybridflow.config.roles import LoRAConfig
-from hybridflow.dataflow.graph import Flow
+from hybridflow.dataflow.graph import step
 from hybridflow.errors import ConfigError
 from hybridflow.flows import nodes
 from hybridflow.sections import to_dict
@@ -26,9 +26,9 @@ def split_model(model: Any) -> tuple[dict[str, Any], Any]:
         return {"path": str(model)}, None
     if isinstance(model, Mapping):
         return dict(model), None
-    from hybridflow.checkpoint.formats.in_memory import given_settings
+    from hybridflow.checkpoint.formats.in_memory import in_memory_info
 
-    if not given_settings({"actor": model}):
+    if not in_memory_info({"actor": model}):
         raise ConfigError(
             f"model: found {type(model).__name__}; give a directory, a PreTrainedModel of transformers, a GPTModel of "
             "megatron-core, or a class of your own (docs/extend.md)"
@@ -81,7 +81,7 @@ class Actor(Part):
         Args:
             sampling: Keys of a recipe's ``rollout``: ``group_size``, ``max_new_tokens``, ``temperature``, ….
         """
-        return RoleFlow(flow=Flow(elements=(nodes.SAMPLE,)), parts=(self, Part({"rollout": sampling})))
+        return RoleFlow(step=step(sample=nodes.SAMPLE), parts=(self, Part({"rollout": sampling})))
 
 
 class Critic(Part):
@@ -131,7 +131,7 @@ class Reward(Part):
 
     def score(self) -> RoleFlow:
         """The scores of what was sampled."""
-        return RoleFlow(flow=Flow(elements=(nodes.SCORE,)), parts=(self,))
+        return RoleFlow(step=step(score=nodes.SCORE), parts=(self,))
 
 
 class RewardModel(Reward):

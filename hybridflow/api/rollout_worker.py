@@ -15,13 +15,13 @@ from torch import Tensor
 from hybridflow.api.device_mesh import DeviceMesh
 from hybridflow.api.parts import Part
 from hybridflow.api.token_rows import token_rows
-from hybridflow.api.worker_engines import Options, OurWorker, OwnWorker, VllmWorker, WorkerEngine
+from hybridflow.api.worker_engines import MegatronWorker, Options, UserWorker, VllmWorker, WorkerEngine
 from hybridflow.api.world import find_world
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, DataError, EngineError
 from hybridflow.layout import mesh as geometry
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.user_model import is_own
+from hybridflow.models.user_model import is_user_class
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.rollout.request import Request, Response, SamplingParams, expand, length_refusal
@@ -93,17 +93,17 @@ class RolloutWorker:
         self._everyone = tuple(range(self._world.size))
         self._world.make_groups([*rank_sets([self._mesh], self._world.size), self._everyone])
         self._version = 0
-        self._next_draw = 0
+        self._next_prompt_index = 0
         options = Options(max_context, dtype, max_concurrent, seed, self.tokenizer)
         self._worker: WorkerEngine
-        if is_own(model):
+        if is_user_class(model):
             if engine == "vllm":
                 raise ConfigError("RolloutWorker: engine='vllm' does not run a class of your own; leave it out")
-            self._worker = OwnWorker(model, self._world, self._mesh, options)
+            self._worker = UserWorker(model, self._world, self._mesh, options)
         elif engine == "vllm":
             self._worker = VllmWorker(model, self._world, options)
         else:
-            self._worker = OurWorker(model, self._world, self._mesh, options)
+            self._worker = MegatronWorker(model, self._world, self._mesh, options)
 
     def generate(
         self,
@@ -154,15 +154,15 @@ class RolloutWorker:
             seed=seed,
         )
         encoded = self._encoded(prompts)
-        first_draw = self._next_draw if seed is None else 0
+        first_prompt_index = self._next_prompt_index if seed is None else 0
         requests = [
             each
-            for draw, prompt in enumerate(encoded, first_draw)
-            for each in expand(Request(prompt=prompt, params=params, draw=draw), num_samples)
+            for prompt_index, prompt in enumerate(encoded, first_prompt_index)
+            for each in expand(Request(prompt=prompt, params=params, prompt_index=prompt_index), num_samples)
         ]
-        self._check(requests, first_draw)
+        self._check(requests, first_prompt_index)
         if seed is None:
-            self._next_draw += len(encoded)
+            self._next_prompt_index += len(encoded)
         share: list[Any] = []
         if self._world.rank in self._mesh:
             place = self._mesh.coordinate(self._world.rank)
@@ -173,10 +173,10 @@ class RolloutWorker:
                 share = [_told(*each) for each in zip(mine, responses, strict=True)]
         told: list[Any] = self._world.coordinator(self._everyone).gather(share, "responses")
         found = sorted((row for each in told for row in each), key=lambda row: (row[0], row[1]))
-        for draw, _, _, _, finish, error in found:
+        for prompt_index, _, _, _, finish, error in found:
             if finish == "failed":
-                raise EngineError(f"RolloutWorker.generate: prompt {draw - first_draw}: {error}")
-        return [self._generated(draw - first_draw, *row) for draw, *row in found]
+                raise EngineError(f"RolloutWorker.generate: prompt {prompt_index - first_prompt_index}: {error}")
+        return [self._generated(prompt_index - first_prompt_index, *row) for prompt_index, *row in found]
 
     def update_weights(self, model: Any) -> None:
         """Generate with other weights of the same shape from now on. Collective: all ranks.
@@ -196,14 +196,14 @@ class RolloutWorker:
             self._worker.engine.version = self._version
             self._worker.engine.weights_changed()
 
-    def _check(self, requests: list[Request], first_draw: int) -> None:
+    def _check(self, requests: list[Request], first_prompt_index: int) -> None:
         """Refuse, alike on all ranks, what an engine would refuse on those that are to meet it."""
         for request in requests:
             reason = length_refusal(request, self._worker.max_context, "the model's context")
             if reason is None and request.params.has_texts and self.tokenizer is None:
                 reason = "stop texts need a tokenizer; give tokenizer=…, or stop_ids"
             if reason is not None:
-                raise DataError(f"RolloutWorker.generate: prompt {request.draw - first_draw}: {reason}")
+                raise DataError(f"RolloutWorker.generate: prompt {request.prompt_index - first_prompt_index}: {reason}")
 
     def _encoded(self, prompts: Any) -> list[Tensor]:
         if isinstance(prompts, Mapping) and "input_ids" in prompts:
@@ -230,10 +230,16 @@ class RolloutWorker:
         return rows
 
     def _generated(
-        self, draw: int, index: int, tokens: list[int], log_probs: list[float | None], finish: str, error: str | None
+        self,
+        prompt_index: int,
+        index: int,
+        tokens: list[int],
+        log_probs: list[float | None],
+        finish: str,
+        error: str | None,
     ) -> Generated:
         return Generated(
-            prompt=draw,
+            prompt=prompt_index,
             text=None if self.tokenizer is None else self.tokenizer.decode(tokens),
             tokens=torch.tensor(tokens, dtype=torch.int64),
             log_probs=torch.tensor([math.nan if each is None else each for each in log_probs], dtype=torch.float32),
@@ -285,7 +291,7 @@ def _mesh(world: World, device_mesh: DeviceMesh | None, tp: int, pp: int, engine
 def _told(request: Request, response: Response) -> list[Any]:
     """A response as a message."""
     return [
-        request.draw,
+        request.prompt_index,
         request.index,
         response.tokens.tolist(),
         # JSON has no other way to say that one is not known.

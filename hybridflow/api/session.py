@@ -13,15 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.api.feed import Feed, check_same, given_prompts
+from hybridflow.api.feed import Feed, check_same, prompts_of
 from hybridflow.api.settings import finish_recipe
 from hybridflow.api.world import find_world
-from hybridflow.checkpoint.formats.in_memory import given_settings
+from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.prompts import Example, PromptSource
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.dataflow.batch import Batch, Ragged
-from hybridflow.dataflow.graph import Flow
+from hybridflow.dataflow.graph import Step
 from hybridflow.dataflow.run import Scope
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.exit_status import REQUEUE
@@ -91,7 +91,7 @@ class Session:
         values: A recipe's nested mapping, from ``settings.recipe_values``.
         tokenizer: Path, or a fast tokenizer of transformers; None: the one that lies beside the model.
         objects: Role -> model or function, as ``placement.job.Job`` takes them.
-        flow: What a step does in the place of the algorithm's own flow.
+        step: Stages of a training step, in the place of the algorithm's.
         make_problems: Where prompts come from; None: they are given to ``rollout``.
         num_prompts: Of a step, where ``values`` has no size of its batch.
         resume: Whether to go on from the last checkpoint of ``run_dir``, if there is one.
@@ -110,7 +110,7 @@ class Session:
         *,
         tokenizer: Any = None,
         objects: Mapping[str, Any] | None = None,
-        flow: Flow | None = None,
+        step: Step | None = None,
         make_problems: MakeProblems | None = None,
         num_prompts: int | None = None,
         resume: bool = False,
@@ -118,22 +118,22 @@ class Session:
         self._world = find_world()
         self._objects = {} if objects is None else dict(objects)
         self._make_problems = make_problems
-        self._scores = flow is None or any(each.role == "reward" for each in flow.nodes())
+        self._scores = step is None or any(each.role == "reward" for each in step.flow.nodes())
         if "run_dir" not in values:
             values["run_dir"] = _new_run_dir(self._world, values.get("namespace"))
         if tokenizer is not None:
             values.setdefault("tokenizer", {})["path"] = _tokenizer_place(tokenizer, values["run_dir"], self._world)
-        self.recipe = finish_recipe(values, num_prompts=num_prompts, given=given_settings(self._objects))
-        self.trainer = make_trainer(self.recipe, self._world, resume=resume, flow=flow, open_job=self._open)
+        self.recipe = finish_recipe(values, num_prompts=num_prompts, given=in_memory_info(self._objects))
+        self.trainer = make_trainer(self.recipe, self._world, resume=resume, step=step, open_job=self._open)
         self.trainer.begin()
-        self._next_draw = self.trainer.next_draw
+        self._next_prompt_index = self.trainer.progress.next_prompt_index
         self._everyone = self._world.coordinator(self.trainer.job.meshes["job"].ranks)
         self._has_warned = False
 
     @property
     def step(self) -> int:
         """Training steps done."""
-        return self.trainer.step
+        return self.trainer.progress.step
 
     def rollout(self, batch: Any = None) -> Rollout:
         """Sample and score. Collective: all ranks, with the same batch.
@@ -141,34 +141,34 @@ class Session:
         Where a signal or the time limit asks the job to stop, it is saved, and the program ends with status 75.
 
         Args:
-            batch: Prompts, as ``feed.given_prompts`` takes them; None: the next ones of the session's own source.
+            batch: Prompts, as ``feed.prompts_of`` takes them; None: the next ones of the session's own source.
 
         Raises:
             DataError: The batch has another number of prompts than a step of this recipe, or others on another rank.
         """
-        problems, wanted = self.trainer.job.train, self.trainer.num_prompts
+        problems, wanted = self.trainer.job.train, self.trainer.progress.num_prompts
         if batch is not None:
             if not isinstance(problems, Feed):
                 raise DataError("rollout: the prompts come from data_provider; call rollout() without a batch")
-            given = given_prompts(batch)
+            given = prompts_of(batch)
             if len(given) != wanted:
                 raise DataError(
                     f"rollout: {len(given)} prompts; this job takes {wanted} in each step (rollout_batch_size="
-                    f"{self.recipe.trainer.global_batch_size} over {self.recipe.samples_per_draw} samples of each): "
+                    f"{self.recipe.trainer.global_batch_size} over {self.recipe.samples_per_prompt} samples of each): "
                     "give so many, or set rollout_batch_size"
                 )
             check_same(given, self._everyone)
             self._check_answers([each.example for each in given])
-            problems.add(given, self._next_draw)
+            problems.add(given, self._next_prompt_index)
         elif isinstance(problems, Feed):
             raise DataError("rollout: no prompts; give a batch, or make the trainer with a data_provider")
         about = {
-            "step": self.trainer.step + 1,
-            "first_draw": self._next_draw,
+            "step": self.trainer.progress.step + 1,
+            "first_prompt_index": self._next_prompt_index,
             "num_prompts": wanted,
-            "version": self.trainer.step,
+            "version": self.trainer.progress.step,
         }
-        self._next_draw += wanted
+        self._next_prompt_index += wanted
         scope = self.trainer.rollout(about)
         # A rollout that was told to stop has not all of its samples.
         self._stop_if_asked()
@@ -179,18 +179,18 @@ class Session:
 
         Of one that updates have come after, ``rollout/staleness_max`` tells how many.
         """
-        behind = self.trainer.step - rollout.about["version"]
+        behind = self.trainer.progress.step - rollout.about["version"]
         if behind > 0:
             self._tell_stale(behind)
         # Several rollouts may be made before the first update: the step is the one that learns.
-        metrics = self.trainer.learn(rollout.scope, {**rollout.about, "step": self.trainer.step + 1})
-        self._next_draw = max(self._next_draw, self.trainer.next_draw)
+        metrics = self.trainer.learn(rollout.scope, {**rollout.about, "step": self.trainer.progress.step + 1})
+        self._next_prompt_index = max(self._next_prompt_index, self.trainer.progress.next_prompt_index)
         return metrics
 
     def run(self, steps: int | None) -> list[dict[str, float]]:
         """So many steps on the session's own prompts; None: up to where each has been used equally often."""
         if steps is None:
-            whole = max(1, getattr(self.trainer.job.train, "num_rows", 1) // self.trainer.num_prompts)
+            whole = max(1, getattr(self.trainer.job.train, "num_rows", 1) // self.trainer.progress.num_prompts)
             steps = whole - self.step % whole
         return [self.learn(self.rollout()) for _ in range(steps)]
 
@@ -218,7 +218,7 @@ class Session:
             self.close()
 
     def _tell_stale(self, behind: int) -> None:
-        actor = self.trainer.roles["actor"]
+        actor = self.trainer.roles.actor
         actor.metrics["rollout/staleness_max"] = max(float(behind), actor.metrics.get("rollout/staleness_max", 0.0))
         if self.recipe.correction_kind == "none" and not self._has_warned and self._world.rank == 0:
             print(
@@ -262,7 +262,7 @@ class Session:
         if make is None and recipe.algorithm in ("dapo", "remax"):
             raise ConfigError(
                 f"algorithm={recipe.algorithm} samples more than once in a step; give a data_provider, from which it "
-                "draws, in the place of batches"
+                "prompts, in the place of batches"
             )
         everyone = world.coordinator(plan.meshes["job"].ranks)
         problems = Feed(tokenizer, room) if make is None else make(tokenizer, recipe, everyone)
@@ -285,20 +285,21 @@ def problems_of(prompts: Any) -> MakeProblems:
     """How prompts that a program has all at once become problems.
 
     Args:
-        prompts: As ``feed.given_prompts`` takes them; or an object with ``problems(tokenizer, recipe, everyone)``.
+        prompts: As ``feed.prompts_of`` takes them; or an object with ``problems(tokenizer, recipe, everyone)``.
     """
     if hasattr(prompts, "problems"):
         made: MakeProblems = prompts.problems
         return made
-    given = given_prompts(prompts)
+    given = prompts_of(prompts)
 
     def make(tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator) -> Problems:
         check_same(given, everyone)
         feed = Feed(tokenizer, recipe.model.max_context - recipe.rollout.max_new_tokens)
-        draws = feed.add(given, 0)
-        examples: tuple[Example, ...] = tuple(feed.example(draw) for draw in draws)
+        prompt_indices = feed.add(given, 0)
+        examples: tuple[Example, ...] = tuple(feed.example(prompt_index) for prompt_index in prompt_indices)
         return ReadProblems(
-            source=PromptSource(examples=examples, seed=recipe.seed), prompts=tuple(feed.prompt(draw) for draw in draws)
+            source=PromptSource(examples=examples, seed=recipe.seed),
+            prompts=tuple(feed.prompt(prompt_index) for prompt_index in prompt_indices),
         )
 
     return make

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from hybridflow.api.algorithms import BaseAlgorithm
 from hybridflow.api.checkpoints import export_actor, keep_checkpoint
 from hybridflow.api.device_mesh import DeviceMesh
-from hybridflow.api.feed import given_prompts
+from hybridflow.api.feed import prompts_of
 from hybridflow.api.flow import RoleFlow
 from hybridflow.api.parts import Part, objects_of, settings_of_mesh, tokenizer_of
 from hybridflow.api.roles import Actor, Critic, Reward
@@ -248,12 +248,12 @@ class OnlineTrainer:
         if self._session is None:
             if "model" not in self._values and "actor" not in self._objects:
                 raise ConfigError(f"{type(self).__name__}: no model; give actor_model=…, a directory or a model")
-            num_prompts = None if batch is None else len(given_prompts(batch))
+            num_prompts = None if batch is None else len(prompts_of(batch))
             self._session = Session(
                 self._values,
                 tokenizer=self._tokenizer,
                 objects=self._objects,
-                flow=None if self._flow is None else self._flow.flow,
+                step=None if self._flow is None else self._flow.step,
                 make_problems=None if self._data is None else problems_of(self._data),
                 num_prompts=num_prompts,
                 resume=self._resume,

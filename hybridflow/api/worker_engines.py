@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from hybridflow.api.trainers import OnlineTrainer
-from hybridflow.checkpoint.formats.in_memory import GivenModel, given_model, is_model
+from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_model, is_model
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.data.tokenizer import Tokenizer
@@ -20,18 +20,18 @@ from hybridflow.families.config_json import describe
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.models.user_model import own_settings
+from hybridflow.models.user_model import user_model_info
 from hybridflow.models.weights import local_shards
 from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.world import World
 from hybridflow.placement.copy_weights import copy_weights
 from hybridflow.placement.pretrained import Pretrained, from_pretrained, load_pretrained
-from hybridflow.placement.user_objects import own_of
+from hybridflow.placement.user_objects import user_class_of
 from hybridflow.reshard.plan import participants
 from hybridflow.reshard.spec import ModelSpec
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.hf_weights import hf_weights
-from hybridflow.rollout.engines.user_engine import OwnEngine
+from hybridflow.rollout.engines.user_engine import UserEngine
 
 _VLLM_CACHE_BYTES = 1 << 29
 """Of vLLM's key-value cache on a CPU."""
@@ -82,14 +82,14 @@ def source_of(model: Any) -> Source:
     if isinstance(model, str | Path):
         return open_model(Path(model))
     if is_model(model):
-        return given_model(model).source
+        return in_memory_model(model).source
     raise ConfigError(
         f"RolloutWorker: found {type(model).__name__}; give a directory, a PreTrainedModel of transformers, a GPTModel "
         "of megatron-core, or an actor class of your own (docs/extend.md)"
     )
 
 
-class OurWorker:
+class MegatronWorker:
     """Our engine, see ``WorkerEngine``. Collective: all ranks, also those outside the mesh.
 
     Args:
@@ -104,7 +104,7 @@ class OurWorker:
         check_cut(source.model, mesh.layout, mesh.name)
         self._world, self._mesh, self._seed = world, mesh, options.seed
         # Once: of a GPTModel that is cut it is brought together from all ranks.
-        given = GivenModel(source.model, source)
+        given = InMemoryModel(source.model, source)
         self._placed = from_pretrained(
             given, world, mesh, max_context=options.max_context, dtype=options.dtype, seed=options.seed
         )
@@ -180,7 +180,7 @@ class VllmWorker:
         self.engine.load(hf_weights(self._described, _Read(source)))
 
 
-class OwnWorker:
+class UserWorker:
     """A class of the user's own, whole on each rank, see ``WorkerEngine``.
 
     Args:
@@ -193,14 +193,14 @@ class OwnWorker:
     def __init__(self, module: nn.Module, world: World, mesh: DeviceMesh, options: Options) -> None:
         if mesh.layout.tp * mesh.layout.pp > 1:
             raise ConfigError(f"RolloutWorker: layout {mesh.layout}: a class of your own is not cut; leave sizes out")
-        settings = own_settings(module)
+        settings = user_model_info(module)
         if settings is None or settings.model.vocab_size is None:
             raise ConfigError(f"RolloutWorker: {type(module).__name__} is no actor; give one with forward(input_ids)")
         self._module = module.to(world.device)
         self.max_context = settings.model.max_context
-        self.engine: OwnEngine | None = None
+        self.engine: UserEngine | None = None
         if world.rank in mesh:
-            self.engine = OwnEngine(
+            self.engine = UserEngine(
                 module,
                 collection(world, mesh).tp,
                 vocab_size=settings.model.vocab_size,
@@ -259,8 +259,8 @@ class _Live:
 
 def _take_live(trainer: OnlineTrainer, placed: Pretrained, mesh: DeviceMesh, world: World) -> None:
     """Fill the worker's weights with those of a trainer's actor. Collective: all ranks."""
-    job, actor = trainer.session().trainer.job, trainer.session().trainer.roles["actor"]
-    if job.recipe.actor.lora is not None or own_of(job, "actor") is not None:
+    job, actor = trainer.session().trainer.job, trainer.session().trainer.roles.actor
+    if job.recipe.actor.lora is not None or user_class_of(job, "actor") is not None:
         raise ConfigError(
             "update_weights: the trainer's actor has adapters, or is a class of your own; give the directory that "
             "save_checkpoint writes, or the class itself"

@@ -1,12 +1,12 @@
 """Prompts that come while the job runs, wherever from: the lowest rank takes them, and all read what it has taken.
 
-    FOLDER/journal.jsonl      a line for each part that was taken, in the order of the draws
+    FOLDER/journal.jsonl      a line for each part that was taken, in the order of the prompt indices
     FOLDER/part-00000.rows    its rows, as in ``row_store``
     FOLDER/problem.txt        why nothing more is taken
     FOLDER/note.txt           what is in the way just now
 
-A part is on disk before the journal has its line, and the journal decides what each draw is: who takes goes on from
-what it says, so a run that was killed at any moment neither repeats nor misses a row.
+A part is on disk before the journal has its line, and the journal decides what each prompt index is: who takes goes on
+from what it says, so a run that was killed at any moment neither repeats nor misses a row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Entry = dict[str, Any]
 
 
 class Taken:
-    """What was taken, by the serial number of a draw: in the order in which it was taken, each row once.
+    """What was taken, by the prompt index: in the order in which it was taken, each row once.
 
     Args:
         folder: Of the journal and its parts.
@@ -75,25 +75,25 @@ class Taken:
         self._wait(lambda: self._token != "", "its journal")
         return self._token
 
-    def place(self, draw: int) -> tuple[int, int]:
-        """A draw is a row of its own."""
-        return 0, draw
+    def place(self, prompt_index: int) -> tuple[int, int]:
+        """Each prompt index is a row of its own."""
+        return 0, prompt_index
 
     def stored(self, place: tuple[int, int]) -> Stored:
-        """The row of a draw; waits for it.
+        """The row of a prompt index; waits for it.
 
         Raises:
             DataError: It does not come, or cannot be taken, or the store is damaged.
         """
-        draw = place[1]
-        self._wait(lambda: draw < self._num_rows, f"prompt {draw}")
-        number = bisect.bisect_right(self._starts, draw) - 1
+        prompt_index = place[1]
+        self._wait(lambda: prompt_index < self._num_rows, f"prompt {prompt_index}")
+        number = bisect.bisect_right(self._starts, prompt_index) - 1
         entry = self._entries[number]
         try:
-            line = self._line(entry["part"], draw - self._starts[number])
+            line = self._line(entry["part"], prompt_index - self._starts[number])
             at, which, begins, row = json.loads(line)
         except (OSError, ValueError, struct.error) as error:
-            raise DataError(f"{self._folder / entry['part']}: row {draw} cannot be read: {error}") from error
+            raise DataError(f"{self._folder / entry['part']}: row {prompt_index} cannot be read: {error}") from error
         return Stored(row, self._place(entry, at), bool(begins), which, len(line))
 
     def _line(self, part: str, number: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Which source each draw of a mixture comes from: a pure function, in exact proportion."""
+"""Which source each prompt index of a mixture comes from: a pure function, in exact proportion."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(weight // divisor for weight in whole)
 
 
-def source_of(draw: int, weights: Sequence[int]) -> tuple[int, int]:
-    """The source of a draw, and how many draws before it came from that source.
+def source_of(prompt_index: int, weights: Sequence[int]) -> tuple[int, int]:
+    """The source of a prompt index, and how many prompt indices before it came from that source.
 
-    The sources are halved, and halved again. Of the n draws that a half with the weights ``a`` and ``b`` has had, its
-    first half had the whole part of ``n a / (a + b)``. So among the first n draws each source has had its share to
-    within 1 for each halving, and any window of draws has it to within twice that.
+    The sources are halved, and halved again. Of the n prompts that a half with the weights ``a`` and ``b`` has had, its
+    first half had the whole part of ``n a / (a + b)``. So among the first n prompts each source has had its share to
+    within 1 for each halving, and any window of prompt indices has it to within twice that.
 
     Args:
-        draw: From 0.
+        prompt_index: From 0.
         weights: From ``whole_weights``.
     """
-    low, high, count = 0, len(weights), draw
+    low, high, count = 0, len(weights), prompt_index
     while high - low > 1:
         middle = (low + high) // 2
         first, both = sum(weights[low:middle]), sum(weights[low:high])

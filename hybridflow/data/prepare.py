@@ -415,12 +415,12 @@ class _Part:
             rows = read(piece, max_row_bytes=self._shape.data.max_row_bytes)
         for number, row in enumerate(rows):
             try:
-                draws = _draws_of(row, number, shaper)
+                prompt_indices = _prompt_indices_of(row, number, shaper)
             except DataError as error:
                 self._leave_out(error, piece, number)
                 continue
-            self._num_long += row is not None and not draws
-            for content, line in draws:
+            self._num_long += row is not None and not prompt_indices
+            for content, line in prompt_indices:
                 # As json.dumps writes the list of all of them.
                 digest.update(content if writer.num_rows == before else b", " + content)
                 writer.add(line)
@@ -457,8 +457,8 @@ def _place_in(piece: Piece | Given | ReadRows, number: int) -> str:
     return piece.place(number) if isinstance(piece, ReadRows) else place_of(piece, number)
 
 
-def _draws_of(row: Row | DataError | None, number: int, shaper: Shaper) -> list[tuple[bytes, bytes]]:
-    """Of each draw that a row makes its content and its line in the store; none of a blank line or a long prompt."""
+def _prompt_indices_of(row: Row | DataError | None, number: int, shaper: Shaper) -> list[tuple[bytes, bytes]]:
+    """Return content and store line of each example of a row; none for a blank line or a long prompt."""
     shaped = shaped_row(row, shaper)
     if shaped is None:
         return []

@@ -1,6 +1,6 @@
 """Problems in the order in which training draws them, read from prepared stores when they are drawn.
 
-A draw is a function of its serial number, the seed and the sources, so all that a checkpoint keeps of the data is one
+A prompt is a function of its prompt index, the seed and the sources, so all that a checkpoint keeps of the data is one
 integer, which means the same to any number of ranks; and a rank reads the rows that it draws alone.
 """
 
@@ -37,12 +37,12 @@ _ENTRY_BYTES, _BYTES_PER_BYTE = 1024, 8
 
 
 class Order:
-    """Which row of which store each draw is: each store in epochs of its own, shuffled anew in each.
+    """Which row of which store each prompt index is: each store in epochs of its own, shuffled anew in each.
 
     Args:
         sizes: Rows of each store.
         weights: How often each is drawn from, in proportion; None: as often as it has rows, so that ``sum(sizes)``
-            draws are all the rows.
+            prompt indices are all the rows.
         seed: Of the order.
     """
 
@@ -50,16 +50,16 @@ class Order:
         self._sizes, self._seed = tuple(sizes), seed
         self.weights = whole_weights([w if w is not None else size for w, size in zip(weights, sizes, strict=True)])
 
-    def __call__(self, draw: int) -> tuple[int, int]:
-        """The store and the row of a draw, counted from 0 over all epochs."""
-        source, count = source_of(draw, self.weights)
+    def __call__(self, prompt_index: int) -> tuple[int, int]:
+        """The store and the row of a prompt index, counted from 0 over all epochs."""
+        source, count = source_of(prompt_index, self.weights)
         epoch, index = divmod(count, self._sizes[source])
         # Of a single source the order is that of ``prompts.PromptSource``.
         key = (self._seed, epoch) if len(self._sizes) == 1 else (self._seed, epoch, source)
         return source, permuted(index, size=self._sizes[source], key=key)
 
     def sha256(self, stores: Sequence[RowStore]) -> str:
-        """Of the rows in their order and of the weights, which with the seed decide what each draw is."""
+        """Of the rows in their order and of the weights, which with the seed decide what each prompt index is."""
         if len(stores) == 1:
             return stores[0].sha256
         told = [[store.sha256, weight] for store, weight in zip(stores, self.weights, strict=True)]
@@ -76,14 +76,14 @@ class _Drawn(NamedTuple):
 
 
 class Drawable(Protocol):
-    """Rows by the serial number of a draw."""
+    """Rows by the prompt index."""
 
     @property
     def sha256(self) -> str:
-        """Of all that decides what each draw is."""
+        """Of all that decides what each prompt index is."""
 
-    def place(self, draw: int) -> tuple[int, int]:
-        """What the draw's row is known by: the same for every draw of it."""
+    def place(self, prompt_index: int) -> tuple[int, int]:
+        """What the prompt index's row is known by: the same for every prompt index of it."""
 
     def stored(self, place: tuple[int, int]) -> Stored:
         """The row that is known by this. Raises DataError: it cannot be read."""
@@ -108,12 +108,12 @@ class Stores:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of the rows in their order and of the weights, which with the seed decide what each draw is."""
+        """Of the rows in their order and of the weights, which with the seed decide what each prompt index is."""
         return self._order.sha256(self._stores)
 
-    def place(self, draw: int) -> tuple[int, int]:
-        """The store and the row of a draw."""
-        return self._order(draw)
+    def place(self, prompt_index: int) -> tuple[int, int]:
+        """The store and the row of a prompt index."""
+        return self._order(prompt_index)
 
     def stored(self, place: tuple[int, int]) -> Stored:
         """The row there."""
@@ -126,13 +126,13 @@ class Stores:
 
 
 class StoredProblems:
-    """Problems by the serial number of a draw; see ``placement.job.Problems``.
+    """Problems by the prompt index; see ``placement.job.Problems``.
 
     Attributes:
         num_rows: In all sources; None: it is not known, more may come.
 
     Args:
-        rows: By the draw.
+        rows: By the prompt index.
         shape: What the rows were prepared as.
         tokenizer: Gives the tokens.
     """
@@ -148,29 +148,29 @@ class StoredProblems:
 
     @property
     def sha256(self) -> str:
-        """Of all that decides what each draw is."""
+        """Of all that decides what each prompt index is."""
         return self._rows.sha256
 
-    def example(self, draw: int) -> Example:
-        """The example of a draw. Raises DataError: its row cannot be read; as all methods here."""
-        return self._drawn(draw).example
+    def example(self, prompt_index: int) -> Example:
+        """The example of a prompt index. Raises DataError: its row cannot be read; as all methods here."""
+        return self._drawn(prompt_index).example
 
-    def prompt(self, draw: int) -> tuple[int, ...]:
+    def prompt(self, prompt_index: int) -> tuple[int, ...]:
         """Token ids of its prompt."""
-        return self._drawn(draw).prompt
+        return self._drawn(prompt_index).prompt
 
-    def solution(self, draw: int) -> Solution:
+    def solution(self, prompt_index: int) -> Solution:
         """What to imitate of it."""
-        found = self._drawn(draw).solution
+        found = self._drawn(prompt_index).solution
         assert found is not None, "solutions are asked for where is_imitating says so"
         return found
 
-    def responses(self, draw: int) -> tuple[Response, ...]:
+    def responses(self, prompt_index: int) -> tuple[Response, ...]:
         """Of a preference: the better and the other, or one."""
-        return self._drawn(draw).responses
+        return self._drawn(prompt_index).responses
 
-    def _drawn(self, draw: int) -> _Drawn:
-        place = self._rows.place(draw)
+    def _drawn(self, prompt_index: int) -> _Drawn:
+        place = self._rows.place(prompt_index)
         with self._lock:
             if place in self._kept:
                 self._kept.move_to_end(place)

@@ -84,8 +84,8 @@ class Solution(NamedTuple):
 class PromptSource:
     """The examples in the order of training, shuffled anew in each epoch.
 
-    The example of a draw is a function of the draw's serial number, the seed and the number of examples, so all that a
-    checkpoint keeps of the data order is one integer.
+    The example of a prompt index is a function of the prompt index's serial number, the seed and the number of
+    examples, so all that a checkpoint keeps of the data order is one integer.
 
     Attributes:
         examples: The rows of the file.
@@ -97,17 +97,17 @@ class PromptSource:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of the problems in their order, which with the seed decide what each draw is."""
+        """Of the problems in their order, which with the seed decide what each prompt index is."""
         return hashlib.sha256(json.dumps([each.content for each in self.examples]).encode()).hexdigest()
 
-    def row(self, draw: int) -> int:
-        """Index into ``examples`` of a draw, counted from 0 over all epochs."""
-        epoch, index = divmod(draw, len(self.examples))
+    def row(self, prompt_index: int) -> int:
+        """Index into ``examples`` of a prompt index, counted from 0 over all epochs."""
+        epoch, index = divmod(prompt_index, len(self.examples))
         return permuted(index, size=len(self.examples), key=(self.seed, epoch))
 
-    def example(self, draw: int) -> Example:
-        """The example of a draw."""
-        return self.examples[self.row(draw)]
+    def example(self, prompt_index: int) -> Example:
+        """The example of a prompt index."""
+        return self.examples[self.row(prompt_index)]
 
 
 def example_of(row: Row, place: str, data: DataConfig) -> Example:

@@ -106,7 +106,7 @@ class DataProvider:
         self._tokenizer = open_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         self._seed, self._batch_size, self._num_epochs = seed, batch_size, num_epochs
         self._dp_rank, self._dp_size, self._prefetch = dp_rank, dp_size, prefetch_factor
-        self._next_draw = 0
+        self._next_prompt_index = 0
         self._rows: _Rows | None = None
 
     @property
@@ -123,16 +123,16 @@ class DataProvider:
         """This rank's batches from here on; what was read ahead and not taken is given again."""
         rows = self._opened()
         if self._prefetch == 0:
-            turns: Iterator[tuple[Batch, int]] = self._turns(rows, self._next_draw)
+            turns: Iterator[tuple[Batch, int]] = self._turns(rows, self._next_prompt_index)
         else:
-            turns = _ahead(self._turns(rows, self._next_draw), self._prefetch)
+            turns = _ahead(self._turns(rows, self._next_prompt_index), self._prefetch)
         for batch, after in turns:
-            self._next_draw = after
+            self._next_prompt_index = after
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands, the same on all ranks that have taken as many batches; JSON."""
-        return {"next_draw": self._next_draw, "sha256": self.sha256}
+        return {"next_prompt_index": self._next_prompt_index, "sha256": self.sha256}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; with any ``dp_size``, ``dp_rank`` and ``batch_size``.
@@ -143,15 +143,15 @@ class DataProvider:
         Raises:
             DataError: It is of other rows, or none.
         """
-        draw, sha256 = state.get("next_draw"), state.get("sha256")
-        if type(draw) is not int or draw < 0:
-            raise DataError(f"DataProvider: next_draw={draw!r} is no state of one; give what state_dict gave")
+        prompt_index, sha256 = state.get("next_prompt_index"), state.get("sha256")
+        if type(prompt_index) is not int or prompt_index < 0:
+            raise DataError(f"DataProvider: next_draw={prompt_index!r} is no state of one; give what state_dict gave")
         if sha256 != self.sha256:
             raise DataError(
                 f"DataProvider: the state is of other rows: sha256 {sha256}, these have {self.sha256}; restore the "
                 "files, or begin anew"
             )
-        self._next_draw = draw
+        self._next_prompt_index = prompt_index
 
     def problems(self, tokenizer: Tokenizer, recipe: Recipe, everyone: Everyone | None = None) -> StoredProblems:
         """What a trainer learns from; see ``placement.job.Problems``. Collective: ``everyone``.
@@ -193,19 +193,19 @@ class DataProvider:
             self._rows = _Rows(self._sources, shape, tokenizer, 1 if self._seed is None else self._seed)
         return self._rows
 
-    def _turns(self, rows: _Rows, draw: int) -> Iterator[tuple[Batch, int]]:
-        """This rank's part of each turn of all ranks, with the draw that comes after the turn."""
+    def _turns(self, rows: _Rows, prompt_index: int) -> Iterator[tuple[Batch, int]]:
+        """This rank's part of each turn of all ranks, with the prompt index that comes after the turn."""
         end = None if self._num_epochs is None else self._num_epochs * rows.num_rows
-        while end is None or draw < end:
+        while end is None or prompt_index < end:
             whole = self._batch_size * self._dp_size
-            count = whole if end is None else min(whole, end - draw)
-            first, last = (draw + count * rank // self._dp_size for rank in (self._dp_rank, self._dp_rank + 1))
-            draw += count
-            yield [rows[each] for each in range(first, last)], draw
+            count = whole if end is None else min(whole, end - prompt_index)
+            first, last = (prompt_index + count * rank // self._dp_size for rank in (self._dp_rank, self._dp_rank + 1))
+            prompt_index += count
+            yield [rows[each] for each in range(first, last)], prompt_index
 
 
 class _Rows:
-    """The rows of a provider by the serial number of a draw."""
+    """The rows of a provider by the prompt index."""
 
     def __init__(
         self, sources: Sequence[DataSourceConfig | Given], shape: Shape, tokenizer: Tokenizer | None, seed: int
@@ -218,8 +218,8 @@ class _Rows:
         self._stores = Stores(stores, [source.weight for source in sources], seed)
         self.num_rows, self.sha256 = self._stores.num_rows, self._stores.sha256
 
-    def __getitem__(self, draw: int) -> dict[str, Any]:
-        stored = self._stores.stored(self._stores.place(draw))
+    def __getitem__(self, prompt_index: int) -> dict[str, Any]:
+        stored = self._stores.stored(self._stores.place(prompt_index))
         if self._tokenizer is None or not isinstance(stored.row.get(self._shape.data.prompt_field), str):
             return stored.row
         prompt = stored.row[self._shape.data.prompt_field]

@@ -2,7 +2,8 @@
 
     16 bytes            MAGIC
     block               JSON: what the file is, ``LogHeader``
-    block …             a response each: draw, index, number of tokens, how it ended (its place in ``FINISHES``); of
+    block …             a response each: prompt index, index, number of tokens, how it ended (its place in
+    ``FINISHES``); of
                         each token: id (int32), log-probability, that of the distribution sampled from (fp32), weights'
                         version (int32)
 
@@ -90,7 +91,7 @@ class Sampled:
     """A response.
 
     Attributes:
-        draw: Serial number of its prompt in the data order.
+        prompt_index: Serial number of its prompt in the data order.
         index: Its number among those of its prompt.
         tokens: ``[response]``.
         log_probs: The sampler's own, before penalties and cuts, ``[response]``.
@@ -99,7 +100,7 @@ class Sampled:
         finish: One of ``FINISHES``.
     """
 
-    draw: int
+    prompt_index: int
     index: int
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float32]
@@ -228,19 +229,19 @@ def pack_response(response: Sampled) -> bytes:
     """A response as a block of a log has it."""
     columns = (response.tokens, response.log_probs, response.sampled_log_probs, response.versions)
     assert all(each.shape == response.tokens.shape for each in columns), "a number of each kind for each token"
-    head = _RECORD.pack(response.draw, response.index, len(response.tokens), FINISHES.index(response.finish))
+    head = _RECORD.pack(response.prompt_index, response.index, len(response.tokens), FINISHES.index(response.finish))
     return head + b"".join(each.astype(kind).tobytes() for each, kind in zip(columns, _TOKEN_TYPES, strict=True))
 
 
 def unpack_response(content: bytes) -> Sampled:
     """What ``pack_response`` has packed."""
-    draw, index, count, finish = _RECORD.unpack_from(content)
+    prompt_index, index, count, finish = _RECORD.unpack_from(content)
     tokens, log_probs, sampled, versions = (
         np.frombuffer(content, kind, count, _RECORD.size + 4 * count * place).astype(kind[1:])
         for place, kind in enumerate(_TOKEN_TYPES)
     )
     return Sampled(
-        draw=draw,
+        prompt_index=prompt_index,
         index=index,
         tokens=tokens,
         log_probs=log_probs,

@@ -5,7 +5,7 @@
     FOLDER/part-00000.places      where each of them begins and the last ends, 8 bytes each
 
 A row is ``[number, which, begins, fields]``: its number in the piece of a file that it was read from, which of the
-draws that this row makes, whether the prompt's text has the beginning of a sequence in it, and its fields.
+prompt indices that this row makes, whether the prompt's text has the beginning of a sequence in it, and its fields.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stored(NamedTuple):
         row: Its fields.
         place: File and line, or row, that it came from.
         begins: As in ``shaping.Shaped``.
-        which: Which of the draws that the row makes.
+        which: Which of the prompt indices that the row makes.
         num_bytes: Its size on disk.
     """
 

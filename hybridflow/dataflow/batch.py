@@ -88,7 +88,7 @@ class Batch:
     """Samples and what is known of them.
 
     Attributes:
-        ids: ``[samples]`` int64, distinct: ``draw * group_size + sample index``.
+        ids: ``[samples]`` int64, distinct: ``prompt_index * group_size + sample index``.
         columns: Name -> dense or ragged column with one row for each id, on the CPU.
 
     Raises:

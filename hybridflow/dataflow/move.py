@@ -86,9 +86,9 @@ def plan_transfers(
         shares = {replica: tuple(wanted[replicas == replica].tolist()) for replica in np.unique(replicas).tolist()}
         for receiver in destination_mesh.replica(dp):
             for replica, share in shares.items():
-                holders = source_mesh.holders(replica)
-                near = [rank for rank in holders if source_mesh.node(rank) == source_mesh.node(receiver)]
-                giver = receiver if receiver in holders else min(near or holders, key=given.__getitem__)
+                output_ranks = source_mesh.output_ranks(replica)
+                near = [rank for rank in output_ranks if source_mesh.node(rank) == source_mesh.node(receiver)]
+                giver = receiver if receiver in output_ranks else min(near or output_ranks, key=given.__getitem__)
                 given[giver] += len(share) if giver != receiver else 0
                 transfers[giver, receiver] = share
     return transfers
@@ -129,13 +129,15 @@ class Mover:
         coordinator = self.world.coordinator(ranks)
         report = self._report(move, source, destination)
         reports = dict(zip(ranks, coordinator.gather(report, describe(move)), strict=True))
-        shares = [reports[source_mesh.holders(dp)[0]]["source"] for dp in range(source_mesh.layout.dp)]
+        shares = [reports[source_mesh.output_ranks(dp)[0]]["source"] for dp in range(source_mesh.layout.dp)]
         table = [_array(share["ids"]) for share in shares]
         everything, _ = _by_id(table)
         if bool((everything[1:] == everything[:-1]).any()):
             raise DataError(f"{describe(move)}: a sample id is in two replicas of {move.source}; ids must be distinct")
         common = _common(move, shares)
-        known = [reports[destination_mesh.holders(dp)[0]]["destination"] for dp in range(destination_mesh.layout.dp)]
+        known = [
+            reports[destination_mesh.output_ranks(dp)[0]]["destination"] for dp in range(destination_mesh.layout.dp)
+        ]
         wanted = self._assign(everything, known, shares)
         transfers = plan_transfers(table, wanted, source_mesh, destination_mesh)
 
@@ -301,7 +303,7 @@ def _by_id(table: Table) -> tuple[Array, Array]:
 
 def _speaks(mesh: DeviceMesh, rank: int) -> bool:
     """Whether the rank is the first holder of its replica."""
-    return rank in mesh and mesh.holders(mesh.coordinate(rank).dp)[0] == rank
+    return rank in mesh and mesh.output_ranks(mesh.coordinate(rank).dp)[0] == rank
 
 
 def _aligned(num_bytes: int) -> int:

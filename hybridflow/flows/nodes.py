@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hybridflow.dataflow.graph import SCORED, Flow, Node, Repeat, repeat
+from hybridflow.dataflow.graph import SCORED, Flow, Node, Repeat, Step, repeat
 
 SEQUENCES = ("tokens", "prompt_lengths")
 
@@ -15,7 +15,7 @@ SAMPLE = Node(
     mesh="actor.rollout",
     phase="rollout",
     source=True,
-    writes=(*SEQUENCES, "draws", "response_mask", "rollout_log_probs"),
+    writes=(*SEQUENCES, "prompt_indices", "response_mask", "rollout_log_probs"),
 )
 
 
@@ -25,7 +25,7 @@ def _score(role: str, column: str) -> Node:
         role=role,
         call="score",
         mesh=role,
-        reads=(*SEQUENCES, "draws"),
+        reads=(*SEQUENCES, "prompt_indices"),
         writes=(column,),
     )
 
@@ -77,7 +77,7 @@ def advantages(call: str, *, reads: tuple[str, ...] = (), writes: tuple[str, ...
         role="advantage",
         call=call,
         mesh="actor.update",
-        reads=("tokens", "scores", "draws", "response_mask", _OLD, _REFERENCE, *reads),
+        reads=("tokens", "scores", "prompt_indices", "response_mask", _OLD, _REFERENCE, *reads),
         writes=writes,
     )
 
@@ -124,23 +124,29 @@ IMITATE = repeat(
     Node(name="actor.imitate", role="actor", call="imitate", mesh="actor.update", phase="update"),
     mesh="actor.update",
 )
-ANSWER = Node(
-    name="actor.answer",
+SAMPLE_VALIDATION = Node(
+    name="actor.sample_validation",
     role="actor",
-    call="answer",
+    call="sample_validation",
     mesh="actor.rollout",
     phase="rollout",
     source=True,
-    writes=(*SEQUENCES, "draws", "response_mask", "rollout_log_probs"),
+    writes=(*SEQUENCES, "prompt_indices", "response_mask", "rollout_log_probs"),
 )
-JUDGE = Node(name="reward.judge", role="reward", call="judge", mesh="reward", reads=(*SEQUENCES, "draws"))
+SCORE_VALIDATION = Node(
+    name="reward.score_validation",
+    role="reward",
+    call="score_validation",
+    mesh="reward",
+    reads=(*SEQUENCES, "prompt_indices"),
+)
 
 
-def given(call: str, *writes: str) -> Node:
+def offline(call: str, *writes: str) -> Node:
     """Samples that are read and not sampled, in one of the ways that ``roles.offline_samples`` has."""
     return Node(
-        name=f"given.{call}",
-        role="given",
+        name=f"offline.{call}",
+        role="offline",
         call=call,
         mesh="actor.update",
         source=True,
@@ -156,18 +162,20 @@ REFERENCE_MISMATCHED_LOG_PROBS = Node(
     reads=("mismatched_tokens", "prompt_lengths"),
     writes=("ref_mismatched_log_probs",),
 )
-JUDGE_PAIRS = Node(
-    name="actor.judge",
+VALIDATE_PAIRS = Node(
+    name="actor.validate_pairs",
     role="actor",
-    call="judge",
+    call="validate_pairs",
     mesh="actor.update",
     phase="update",
     reads=(*SEQUENCES, _REFERENCE),
 )
 
 WARM_START = Flow(elements=(IMITATE,))
-VALIDATION = ANSWER >> JUDGE
-VALIDATION_OF_PAIRS = given("held_out_pairs") >> replace(REFERENCE_LOG_PROBS, name="reference.judge") >> JUDGE_PAIRS
+VALIDATION = SAMPLE_VALIDATION >> SCORE_VALIDATION
+VALIDATION_OF_PAIRS = (
+    offline("held_out_pairs") >> replace(REFERENCE_LOG_PROBS, name="reference.validation_log_probs") >> VALIDATE_PAIRS
+)
 
 
 def without(flow: Flow, column: str, *, role: str | None = None) -> Flow:
@@ -191,17 +199,17 @@ def without(flow: Flow, column: str, *, role: str | None = None) -> Flow:
     return Flow(elements=tuple(elements))
 
 
-def with_drops(flow: Flow) -> Flow:
-    """The flow where samples may be left out: who learns reads the columns that tell which."""
-    written = {column for node in flow.nodes() for column in node.writes}
+def with_drops(step: Step) -> Step:
+    """Return the step where samples may be left out: the update reads the columns that tell which."""
+    written = {column for node in step.flow.nodes() for column in node.writes}
     found = tuple(column for column in SCORED if column in written)
-    changed: list[Node | Repeat] = []
-    for element in flow.elements:
-        if isinstance(element, Repeat) and not element.has_source:
-            body = [replace(node, reads=tuple(dict.fromkeys((*node.reads, *found)))) for node in element.nodes()]
-            element = replace(element, body=Flow(elements=tuple(body)))
-        changed.append(element)
-    return Flow(elements=tuple(changed))
+
+    def reading(element: Node | Repeat) -> Node | Repeat:
+        if isinstance(element, Node):
+            return replace(element, reads=tuple(dict.fromkeys((*element.reads, *found))))
+        return replace(element, body=Flow(elements=tuple(map(reading, element.body.elements))))
+
+    return replace(step, update=Flow(elements=tuple(map(reading, step.update.elements))))
 
 
 def with_environment(flow: Flow) -> Flow:

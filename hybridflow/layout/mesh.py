@@ -100,7 +100,7 @@ class DeviceMesh:
         """All ranks of one data-parallel replica of the model, in mesh order."""
         return tuple(rank for rank in self.ranks if self._coordinates[rank].dp == dp)
 
-    def holders(self, dp: int) -> tuple[int, ...]:
+    def output_ranks(self, dp: int) -> tuple[int, ...]:
         """The ranks of a replica that own what the model computes: those of the last pipeline stage."""
         last = self.layout.pp - 1
         return tuple(rank for rank in self.replica(dp) if self._coordinates[rank].pp == last)

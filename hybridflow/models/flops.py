@@ -68,12 +68,12 @@ def sampling_flops(model: ModelFlops, samples: Iterable[tuple[int, int, int]]) -
 
     Args:
         model: Of the sampler.
-        samples: Of each its draw, and the tokens of its prompt and of its response.
+        samples: Of each its prompt index, and the tokens of its prompt and of its response.
     """
     prompts: dict[int, int] = {}
     flops = 0.0
-    for draw, prompt, response in samples:
-        prompts[draw] = prompt
+    for prompt_index, prompt, response in samples:
+        prompts[prompt_index] = prompt
         # The last token is sampled, and goes through the model no more.
         length = prompt + max(response - 1, 0)
         flops += model.forward(length - prompt, sequence_pairs(length, prompt), response)

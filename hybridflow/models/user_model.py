@@ -91,7 +91,7 @@ class RewardModel:
         raise NotImplementedError(f"{type(self).__name__} has no scores(prompts, responses, answers)")
 
 
-def is_own(given: object) -> bool:
+def is_user_class(given: object) -> bool:
     """Whether something is a class of a user's own that can be trained: an actor, or a critic."""
     return isinstance(given, nn.Module) and (isinstance(given, ActorModel | CriticModel) or not _is_library(given))
 
@@ -102,7 +102,7 @@ def _is_library(given: nn.Module) -> bool:
     return any(base.__module__.partition(".")[0] in libraries for base in type(given).__mro__)
 
 
-def own_settings(given: object) -> ModelInfo | None:
+def user_model_info(given: object) -> ModelInfo | None:
     """What a class of one's own says of itself; None: it is none.
 
     Of the settings only ``vocab_size``, ``max_context`` and ``dtype`` mean anything.
@@ -110,7 +110,7 @@ def own_settings(given: object) -> ModelInfo | None:
     Raises:
         ConfigError: It does not say how long its sequences are, or has nothing to be trained.
     """
-    if not is_own(given):
+    if not is_user_class(given):
         return None
     assert isinstance(given, nn.Module), "is_own says so"
     name, is_critic = type(given).__name__, callable(getattr(given, "values", None))

@@ -19,7 +19,7 @@ _CLIP_EPS = 1e-6
 """As megatron-core has it, so that both clip alike."""
 
 
-class OwnTrainable:
+class UserTrainable:
     """One replica of a module in training, with what ``training.Trainable`` has.
 
     Optimizer state is not cut over the replicas, whatever ``optimizer.distributed`` says.

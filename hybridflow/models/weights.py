@@ -107,7 +107,7 @@ def initialize(
     seed: int,
     std: float,
     names: Collection[str] | None = None,
-    draw: int = 0,
+    variant: int = 0,
 ) -> None:
     """Set initial weights, of all tensors or of those named: a function of (seed, logical name) whatever the layout.
 
@@ -123,7 +123,7 @@ def initialize(
         seed: Of the numbers.
         std: Standard deviation of matrices.
         names: The tensors to set; None: all.
-        draw: Another number, other matrices.
+        variant: Another number gives other matrices.
     """
     shapes = {tensor.name: tensor for tensor in spec.tensors}
     config = (model if isinstance(model, nn.Module) else model[0]).config
@@ -134,7 +134,7 @@ def initialize(
         local.zero_()
         inner = tuple(slice(0, stop - start) for start, stop in part.box)
         outer = tuple(slice(start, stop) for start, stop in part.box)
-        origin = f"{seed}:{name}:{draw}" if draw else f"{seed}:{name}"
+        origin = f"{seed}:{name}:{variant}" if variant else f"{seed}:{name}"
         local[inner].copy_(_initial_value(shapes[name], origin, std, spec.num_layers, norm)[outer])
 
 

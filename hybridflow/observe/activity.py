@@ -13,7 +13,7 @@ _between = "start"
 
 
 @contextmanager
-def doing(name: str) -> Iterator[None]:
+def current_activity(name: str) -> Iterator[None]:
     """Say what the body of a ``with`` does; an exception that leaves it takes the words along."""
     global _between
     _between = "the work between calls"
@@ -22,7 +22,7 @@ def doing(name: str) -> Iterator[None]:
         yield
     except BaseException as error:
         # Where it was raised is known here alone: whoever tells of it stands outside.
-        error.__dict__.setdefault("hybridflow_doing", now())
+        error.__dict__.setdefault("hybridflow_activity", now())
         raise
     finally:
         _open.pop()
@@ -42,11 +42,11 @@ def since_s() -> float | None:
     return next((began_s for _, began_s in _open[-1:]), None)
 
 
-def was_doing(error: BaseException) -> str:
+def activity_at(error: BaseException) -> str:
     """What was being done when an exception, or the one that it came from, was raised; else what is being done."""
     found: BaseException | None = error
     words = now()
     while found is not None:
-        words = found.__dict__.get("hybridflow_doing", words)
+        words = found.__dict__.get("hybridflow_activity", words)
         found = found.__cause__ or found.__context__
     return words

@@ -44,14 +44,14 @@ _MEASURES: Mapping[str, Callable[[Ordered], float]] = {
 
 
 def measure_distributions(
-    told: Mapping[str, Sequence[float]], asked: Mapping[str, tuple[str, str]]
+    sample_stats: Mapping[str, Sequence[float]], asked: Mapping[str, tuple[str, str]]
 ) -> dict[str, float]:
     """Metrics of numbers that were told one by one.
 
     Args:
-        told: What -> the numbers, of all ranks together, in any order; without any there is no metric.
+        sample_stats: What -> the numbers, of all ranks together, in any order; without any there is no metric.
         asked: Metric -> what it is of, and what of that: ``mean``, ``std``, ``min``, ``max``, the share of those that
             are the smallest (``min_share``) or the largest, or a quantile, ``p50`` the median.
     """
-    ordered = {what: sorted(values) for what, values in told.items() if values}
+    ordered = {what: sorted(values) for what, values in sample_stats.items() if values}
     return {name: _MEASURES[measure](ordered[what]) for name, (what, measure) in asked.items() if what in ordered}

@@ -35,8 +35,8 @@ class RunStatus:
         run: Its directory.
         state: ``silent``: it should run, and has given no sign of life for long; ``requeue``: it has saved and stopped,
             to be begun again. ``failed`` is what the job itself could still note; ``finished`` is done.
-        doing: What the lowest rank does, or did last.
-        doing_age_s: For how long it had done so when it gave the last sign of life.
+        activity: What the lowest rank does, or did last.
+        activity_age_s: For how long it had done so when it gave the last sign of life.
         sign_age_s: Age of the last sign of life.
         step: Training steps done.
         steps: How many it is to make.
@@ -66,8 +66,8 @@ class RunStatus:
 
     run: str
     state: State
-    doing: str | None = None
-    doing_age_s: float | None = None
+    activity: str | None = None
+    activity_age_s: float | None = None
     sign_age_s: float | None = None
     step: int | None = None
     steps: int | None = None
@@ -134,8 +134,8 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
     return RunStatus(
         run=str(run_dir),
         state=state,
-        doing=kept.text("doing") if state in ("running", "silent") else None,
-        doing_age_s=_age(kept.number("doing_since_s"), now_s if sign_s is None else sign_s),
+        activity=kept.text("activity") if state in ("running", "silent") else None,
+        activity_age_s=_age(kept.number("activity_since_s"), now_s if sign_s is None else sign_s),
         sign_age_s=_age(sign_s, now_s),
         left_s=left_s,
         job_left_s=_job_left_s(kept, now_s) if state == "running" else None,

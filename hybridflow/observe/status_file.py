@@ -64,7 +64,7 @@ class StatusFile:
     def _write(self) -> None:
         began_s = activity.since_s()
         now = {"time_s": time.time()}
-        work = {} if began_s is None else {"doing": activity.now(), "doing_since_s": began_s}
+        work = {} if began_s is None else {"activity": activity.now(), "activity_since_s": began_s}
         aside = self._path.with_name(f".{self._path.name}.tmp")
         with contextlib.suppress(OSError):
             aside.write_text(json.dumps({**self._facts, **now, **work}, indent=1) + "\n", encoding="utf-8")

@@ -50,13 +50,15 @@ def duration(seconds: float) -> str:
 
 def _headline(status: RunStatus) -> str:
     told = _STATES.get(status.state, status.state)
-    doing = None if status.doing is None else _printable(status.doing)
+    activity = None if status.activity is None else _printable(status.activity)
     if status.state == "silent":
         told += "" if status.sign_age_s is None else f" for {duration(status.sign_age_s)}"
-        return told + ": killed, or its node is down" + ("" if doing is None else f"; it was at {doing}")
-    if doing is None:
+        return told + ": killed, or its node is down" + ("" if activity is None else f"; it was at {activity}")
+    if activity is None:
         return told + ("" if status.end_age_s is None else f", {duration(status.end_age_s)} ago")
-    return told + f": {doing}" + ("" if status.doing_age_s is None else f", for {duration(status.doing_age_s)}")
+    return (
+        told + f": {activity}" + ("" if status.activity_age_s is None else f", for {duration(status.activity_age_s)}")
+    )
 
 
 def _step_line(status: RunStatus) -> str | None:
@@ -112,7 +114,7 @@ def _row(status: RunStatus) -> tuple[str, ...]:
     def known(value: float | None, text: str) -> str:
         return "-" if value is None else text.format(value)
 
-    last = status.doing if status.cause is None else status.cause
+    last = status.activity if status.cause is None else status.cause
     told = "" if last is None else _printable(last)
     return (
         status.run,

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter, time
 from typing import NamedTuple, Protocol
 
-from hybridflow.observe.activity import doing
+from hybridflow.observe.activity import current_activity
 
 
 class Span(NamedTuple):
@@ -91,7 +91,7 @@ class Timeline:
         if meter is not None:
             meter.begin()
         try:
-            with mark, doing(name):
+            with mark, current_activity(name):
                 yield
         finally:
             if meter is not None:

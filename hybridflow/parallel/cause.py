@@ -14,7 +14,7 @@ from types import FrameType
 from hybridflow.errors import DeadlineError, HybridflowError
 from hybridflow.exit_status import FAILURE, exit_status
 from hybridflow.layout.mesh import format_ranks
-from hybridflow.observe.activity import now, was_doing
+from hybridflow.observe.activity import activity_at, now
 
 _MOST_PLACES = 32
 """Groups of ranks in a report; the logs have them all."""
@@ -29,7 +29,7 @@ class Cause:
             ``waited``: a rank waited in vain for another, which may know more.
         rank: Whose failure it is.
         host: Its node.
-        doing: What the rank was doing.
+        activity: What the rank was doing.
         text: The message, or the traceback.
         status: With which every rank exits.
     """
@@ -37,7 +37,7 @@ class Cause:
     kind: str
     rank: int
     host: str
-    doing: str
+    activity: str
     text: str
     status: int
 
@@ -48,12 +48,12 @@ class Place:
 
     Attributes:
         host: Its node.
-        doing: What it is doing.
+        activity: What it is doing.
         line: The line of code that its main thread is at; empty: the rank does not answer.
     """
 
     host: str
-    doing: str
+    activity: str
     line: str
 
 
@@ -68,16 +68,16 @@ def cause_of(error: Exception, rank: int, host: str) -> Cause:
         kind = "explained"
     elif kind == "ours":
         text = "".join(traceback.format_exception(error)).rstrip()
-    return Cause(kind=kind, rank=rank, host=host, doing=was_doing(error), text=text, status=status)
+    return Cause(kind=kind, rank=rank, host=host, activity=activity_at(error), text=text, status=status)
 
 
-def lost_rank(rank: int, host: str, doing: str, *, is_closed: bool, dead_after_s: float) -> Cause:
+def lost_rank(rank: int, host: str, activity: str, *, is_closed: bool, dead_after_s: float) -> Cause:
     """The failure of a rank that cannot tell of it.
 
     Args:
         rank: Which.
         host: Its node.
-        doing: What it said last that it was doing.
+        activity: What it said last that it was doing.
         is_closed: Its connection closed; else it was silent for ``dead_after_s``.
         dead_after_s: In seconds.
     """
@@ -88,18 +88,18 @@ def lost_rank(rank: int, host: str, doing: str, *, is_closed: bool, dead_after_s
             f"no sign of life for {dead_after_s:g} s: its node or network is down, or it was stopped; if it was only "
             "busy in one long call of a library, raise cluster.dead_after_s"
         )
-    return Cause(kind="lost", rank=rank, host=host, doing=doing, text=what, status=FAILURE)
+    return Cause(kind="lost", rank=rank, host=host, activity=activity, text=what, status=FAILURE)
 
 
 def tell_cause(cause: Cause) -> str:
     """A cause as the console shows it: one line, or a traceback between two."""
     who = f"hybridflow: rank {cause.rank} on {cause.host}"
     if cause.kind == "lost":
-        return f"{who} was lost, last seen in {cause.doing}: {cause.text}"
+        return f"{who} was lost, last seen in {cause.activity}: {cause.text}"
     if cause.kind == "ours":
         end = "hybridflow: this is an error of hybridflow's own"
-        return f"{who} failed in {cause.doing}:\n{cause.text}\n{end}"
-    return f"{who}, in {cause.doing}: {cause.text}"
+        return f"{who} failed in {cause.activity}:\n{cause.text}\n{end}"
+    return f"{who}, in {cause.activity}: {cause.text}"
 
 
 def in_a_line(cause: Cause) -> str:
@@ -112,13 +112,13 @@ def tell_places(places: Mapping[int, Place]) -> list[str]:
     """A line for all ranks that are at the same place, the fewest first: who is alone there is likely in trouble."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, place in sorted(places.items()):
-        groups.setdefault((place.line, place.doing), []).append(rank)
+        groups.setdefault((place.line, place.activity), []).append(rank)
     lines = []
-    for (line, doing), ranks in sorted(groups.items(), key=lambda item: (item[0][0] != "", len(item[1]), item[1])):
+    for (line, activity), ranks in sorted(groups.items(), key=lambda item: (item[0][0] != "", len(item[1]), item[1])):
         hosts = list(dict.fromkeys(places[rank].host for rank in ranks))
         where = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more nodes" if len(hosts) > 4 else "")
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
-        what = f"in {doing}, at {line}" if line else f"no answer, last seen in {doing}"
+        what = f"in {activity}, at {line}" if line else f"no answer, last seen in {activity}"
         lines.append(f"  {who} on {where}: {what}")
     if len(lines) > _MOST_PLACES:
         lines = [*lines[:_MOST_PLACES], f"  and {len(lines) - _MOST_PLACES} more places, which the ranks' logs have"]
@@ -127,7 +127,7 @@ def tell_places(places: Mapping[int, Place]) -> list[str]:
 
 def own_place(host: str) -> Place:
     """Where this process's main thread is; for another thread to ask."""
-    return Place(host=host, doing=now(), line=_lines(sys._current_frames().get(threading.main_thread().ident or 0)))
+    return Place(host=host, activity=now(), line=_lines(sys._current_frames().get(threading.main_thread().ident or 0)))
 
 
 def place_of(error: Exception, host: str) -> Place:
@@ -138,7 +138,7 @@ def place_of(error: Exception, host: str) -> Place:
     trace = first.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return Place(host=host, doing=was_doing(error), line=_lines(trace.tb_frame if trace is not None else None))
+    return Place(host=host, activity=activity_at(error), line=_lines(trace.tb_frame if trace is not None else None))
 
 
 def _lines(frame: FrameType | None) -> str:

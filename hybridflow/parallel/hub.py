@@ -23,7 +23,7 @@ _GATHER_S = 2.0
 @dataclass(kw_only=True)
 class _Rank:
     host: str = "a node that is not known yet"
-    doing: str = "start"
+    activity: str = "start"
     is_here: bool = False
     has_left: bool = False
     process: Process = (0, 0)
@@ -85,8 +85,8 @@ class Hub:
     def take(self, rank: int, message: Message, now_s: float) -> None:
         """Act on what a rank says."""
         found = self._ranks[rank]
-        if "doing" in message:
-            found.doing = str(message["doing"])
+        if "activity" in message:
+            found.activity = str(message["activity"])
         elif "stop" in message and self._stop is None:
             self._stop = f"rank {rank} on {found.host} {message['stop']}"
             self._to_all({"stop": self._stop})
@@ -129,7 +129,7 @@ class Hub:
             self._cause = lost_rank(
                 number,
                 each.host,
-                each.doing,
+                each.activity,
                 is_closed=each.closed_s is not None,
                 dead_after_s=self._dead_after_s,
             )
@@ -179,7 +179,8 @@ class Hub:
         text = tell_cause(cause)
         if cause.kind in ("lost", "waited"):
             silent = {
-                number: Place(host=each.host, doing=each.doing, line="") for number, each in enumerate(self._ranks)
+                number: Place(host=each.host, activity=each.activity, line="")
+                for number, each in enumerate(self._ranks)
             }
             others = {number: place for number, place in {**silent, **self._places}.items() if number != cause.rank}
             text = "\n".join([text, *tell_places(others)])

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hybridflow.observe.activity import doing
+from hybridflow.observe.activity import current_activity
 from hybridflow.observe.rank_log import tell
 from hybridflow.parallel.cause import cause_of, tell_cause
 from hybridflow.parallel.signals import CaughtSignals
@@ -72,7 +72,7 @@ def run_rank(
                 signals=signals,
             )
             status = work(world)
-            with doing("the end of the job"):
+            with current_activity("the end of the job"):
                 world.close()
                 watch.close()
                 signals.ignore()

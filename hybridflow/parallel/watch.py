@@ -123,7 +123,7 @@ class Watch:
         self._ear.setblocking(False)
         # Counts while this process is awake: after a suspension of the whole job nobody is late.
         self._clock_s = self._beat_at_s = 0.0
-        self._doing = ""
+        self._activity = ""
         self._links: dict[int, Link] = {}
         self._strangers: list[Link] = []
         self._ready: set[int] = set()
@@ -141,7 +141,7 @@ class Watch:
                 tell=_show,
             )
         # Which rank speaks when rank 0 is gone, and what is then known of rank 0.
-        self._deputy, self._hub_host, self._hub_doing = 1, address, "start"
+        self._deputy, self._hub_host, self._hub_activity = 1, address, "start"
         self._hub_process: Process = (0, 0)
         self._looked_s = 0.0
         self._store = store
@@ -163,7 +163,7 @@ class Watch:
         """End all ranks' processes, this one too, with the status of the first cause, which is told once."""
         cause = cause_of(error, self._rank, self._host)
         trace = "".join(traceback.format_exception(error)).rstrip()
-        _within(_NOTE_S, note, f"failed in {cause.doing}\n{trace}")
+        _within(_NOTE_S, note, f"failed in {cause.activity}\n{trace}")
         self._failed_at = place_of(error, self._host)
         self._request({"failure": asdict(cause)})
         # It ends this process, unless the job has ended in order before.
@@ -327,8 +327,8 @@ class Watch:
                 self._to_hub({"seen": message["look"]})
         elif "kill" in message:
             kill(_process(message["kill"]))
-        elif "doing" in message:
-            self._hub_doing = str(message["doing"])
+        elif "activity" in message:
+            self._hub_activity = str(message["activity"])
         elif "end" in message:
             self._cause = Cause(**message["end"])
             place = self._place()
@@ -344,8 +344,8 @@ class Watch:
         is_due = self._clock_s >= self._beat_at_s
         if is_due:
             self._beat_at_s = self._clock_s + self._beat_s
-            message: Message = {} if (doing := now()) == self._doing else {"doing": doing}
-            self._doing = doing
+            message: Message = {} if (activity := now()) == self._activity else {"activity": activity}
+            self._activity = activity
         for link in self._links.values():
             if is_due:
                 link.send(message)
@@ -373,7 +373,7 @@ class Watch:
             cause = lost_rank(
                 0,
                 self._hub_host,
-                self._hub_doing,
+                self._hub_activity,
                 is_closed=not link.is_open,
                 dead_after_s=self._dead_after_s,
             )
@@ -432,7 +432,7 @@ def _show(text: str) -> None:
 
 
 def _note_end(cause: Cause, place: Place) -> None:
-    note(f"the job ends: {in_a_line(cause)}\nthis rank is in {place.doing}, at {place.line}\n{all_stacks()}")
+    note(f"the job ends: {in_a_line(cause)}\nthis rank is in {place.activity}, at {place.line}\n{all_stacks()}")
 
 
 def _process(numbers: Sequence[int]) -> Process:

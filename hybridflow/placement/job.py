@@ -19,23 +19,23 @@ READERS = ("actor", "critic", "reward", "cost", "cost_critic", "teacher")
 
 
 class Problems(Protocol):
-    """What is learned from, by the serial number of a draw, over all epochs. A rank asks for what it uses alone."""
+    """What is learned from, by the prompt index, over all epochs. A rank asks for what it uses alone."""
 
-    def example(self, draw: int) -> Example:
-        """The example of a draw."""
+    def example(self, prompt_index: int) -> Example:
+        """The example of a prompt index."""
 
-    def prompt(self, draw: int) -> tuple[int, ...]:
+    def prompt(self, prompt_index: int) -> tuple[int, ...]:
         """Token ids of its prompt."""
 
-    def solution(self, draw: int) -> Solution:
+    def solution(self, prompt_index: int) -> Solution:
         """What to imitate of it."""
 
-    def responses(self, draw: int) -> tuple[Response, ...]:
+    def responses(self, prompt_index: int) -> tuple[Response, ...]:
         """Of a preference: the better and the other, or one."""
 
     @property
     def sha256(self) -> str:
-        """Of all that decides what each draw is."""
+        """Of all that decides what each prompt index is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,25 +54,25 @@ class ReadProblems:
     solutions: tuple[Solution, ...] = ()
     all_responses: tuple[tuple[Response, ...], ...] = ()
 
-    def example(self, draw: int) -> Example:
-        """The example of a draw."""
-        return self.source.example(draw)
+    def example(self, prompt_index: int) -> Example:
+        """The example of a prompt index."""
+        return self.source.example(prompt_index)
 
-    def prompt(self, draw: int) -> tuple[int, ...]:
-        """The prompt's tokens of a draw."""
-        return self.prompts[self.source.row(draw)]
+    def prompt(self, prompt_index: int) -> tuple[int, ...]:
+        """The prompt's tokens of a prompt index."""
+        return self.prompts[self.source.row(prompt_index)]
 
-    def solution(self, draw: int) -> Solution:
-        """What to imitate of a draw."""
-        return self.solutions[self.source.row(draw)]
+    def solution(self, prompt_index: int) -> Solution:
+        """What to imitate of a prompt index."""
+        return self.solutions[self.source.row(prompt_index)]
 
-    def responses(self, draw: int) -> tuple[Response, ...]:
-        """The responses of a draw."""
-        return self.all_responses[self.source.row(draw)]
+    def responses(self, prompt_index: int) -> tuple[Response, ...]:
+        """The responses of a prompt index."""
+        return self.all_responses[self.source.row(prompt_index)]
 
     @property
     def num_rows(self) -> int:
-        """How many different ones there are; so many draws are an epoch."""
+        """How many different ones there are; so many prompt indices are an epoch."""
         return len(self.prompts)
 
     @property

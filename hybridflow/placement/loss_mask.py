@@ -9,7 +9,7 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.graph import SCORED
 
 
-def kept(batch: Batch) -> Tensor:
+def loss_mask(batch: Batch) -> Tensor:
     """Whether each sample is learned from, ``[samples]``."""
     found = torch.ones(len(batch), dtype=torch.bool)
     for name in SCORED:
@@ -20,7 +20,7 @@ def kept(batch: Batch) -> Tensor:
 
 def without_dropped(batch: Batch) -> Batch:
     """The samples, of which no token counts where one is left out: losses and their denominators go by the mask."""
-    found, mask = kept(batch), batch.columns.get("response_mask")
+    found, mask = loss_mask(batch), batch.columns.get("response_mask")
     if mask is None or bool(found.all()):
         return batch
     assert isinstance(mask, Ragged), "response_mask is ragged"

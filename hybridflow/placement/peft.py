@@ -17,7 +17,7 @@ from hybridflow.models.adapters import factor_spec
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.placement.pretrained import load_pretrained
-from hybridflow.placement.user_objects import has_weights, travelling_with
+from hybridflow.placement.user_objects import has_weights, in_memory_assets
 
 
 def described(job: Job) -> Described:
@@ -27,7 +27,7 @@ def described(job: Job) -> Described:
         ConfigError: No family has.
     """
     model = job.model_of("actor")
-    given = travelling_with(job, "actor")
+    given = in_memory_assets(job, "actor")
     family = None if given is None else given[0]
     if model.path is not None:
         family = read_model_info(Path(model.path)).family

@@ -27,14 +27,14 @@ from hybridflow.parallel.megatron import collection
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import without_dropped
 from hybridflow.placement.pretrained import load_pretrained
-from hybridflow.placement.user_objects import has_weights, own_of, role_of, weights_of
+from hybridflow.placement.user_objects import has_weights, role_of, user_class_of, weights_of
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.spec import ModelSpec
 
 
 def role_spec(job: Job, role: str = "actor", *, has_value_head: bool = False) -> ModelSpec:
     """How the tensors of a role's model are cut, its adapters too; the same on every rank, in its meshes or not."""
-    own = own_of(job, role)
+    own = user_class_of(job, role)
     if own is not None:
         return Uncut(own).describe()
     model = job.model_of(role)
@@ -116,7 +116,7 @@ class PlacedModel:
         return Trainable(self.transformer, self.groups, settings)
 
     @property
-    def is_holder(self) -> bool:
+    def is_output_rank(self) -> bool:
         """Whether this rank has the model's outputs: the last pipeline stage."""
         return self.transformer.post_process
 
@@ -178,10 +178,10 @@ class PlacedModel:
         with self.at_hand():
             return forward_only(self.transformer, self.groups, parts, compute)
 
-    def begin_adapters(self, draw: int) -> None:
+    def begin_adapters(self, prompt_index: int) -> None:
         """Give the adapters initial values: another number, others."""
         spec, std = factor_spec(self.spec), self._model.init_std
-        initialize(self.transformer, spec, self.mesh, self._rank, seed=self._seed, std=std, draw=draw)
+        initialize(self.transformer, spec, self.mesh, self._rank, seed=self._seed, std=std, prompt_index=prompt_index)
 
     def tensors(self) -> dict[str, Tensor]:
         """Live weights by logical name, as this rank holds them."""
@@ -288,7 +288,7 @@ class PlacedModel:
             return list(zip(micro_batch.samples, zip(*split, strict=True), strict=True))
 
         parts = self.forward(self.micro_batches(batch), rows)
-        if not self.is_holder:
+        if not self.is_output_rank:
             return None
         by_sample: Mapping[int, tuple[Tensor, ...]] = dict(pair for part in parts for pair in part)
         return [by_sample[index] for index in range(len(batch))]
@@ -330,7 +330,7 @@ def length_metrics(batch: Batch, sum_over_ranks: Callable[[Tensor], Tensor]) -> 
     return {"response/length_mean": num_response_tokens / num_samples, "batch/num_tokens": num_tokens}
 
 
-def told_lengths(job: Job, batch: Batch) -> dict[str, list[float]]:
+def length_stats(job: Job, batch: Batch) -> dict[str, list[float]]:
     """Response tokens of each sample of this rank's replica, on one of its ranks."""
     mesh = job.meshes["actor.update"]
     place = mesh.coordinate(job.world.rank)

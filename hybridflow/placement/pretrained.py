@@ -12,7 +12,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from hybridflow.checkpoint.formats.in_memory import GivenModel, given_model
+from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_model
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.sharded import ShardedSource
 from hybridflow.checkpoint.formats.source import Source
@@ -27,7 +27,7 @@ from hybridflow.models.weights import describe_model, initialize, local_shards
 from hybridflow.parallel.megatron import collection, rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
-from hybridflow.placement.user_objects import travelling_with
+from hybridflow.placement.user_objects import in_memory_assets
 from hybridflow.reshard.spec import Box, ModelSpec
 
 
@@ -48,7 +48,7 @@ class Pretrained(NamedTuple):
 
 
 def from_pretrained(
-    path: str | Path | nn.Module | GivenModel,
+    path: str | Path | nn.Module | InMemoryModel,
     world: World,
     mesh: DeviceMesh,
     *,
@@ -63,7 +63,7 @@ def from_pretrained(
 
     Args:
         path: The directory; or a model of ``transformers`` or megatron-core, see
-            ``checkpoint.formats.in_memory.given_model``.
+            ``checkpoint.formats.in_memory.in_memory_model``.
         world: This rank and the others.
         mesh: Where the model is to be.
         role: What it is to be: an actor is a causal language model, a reward a scorer with one label; a critic may be
@@ -76,7 +76,7 @@ def from_pretrained(
         CheckpointError: The directory is damaged, or its tensors are not those of its settings.
         ConfigError: There is no such directory, its model is not computed here, or is none for the role.
     """
-    source = open_model(Path(path)) if isinstance(path, str | Path) else given_model(path).source
+    source = open_model(Path(path)) if isinstance(path, str | Path) else in_memory_model(path).source
     if source.has_value_head != (role == "reward") and role != "critic":
         found, expected = (
             ("a scorer", "a language model") if source.has_value_head else ("a language model", "a scorer")
@@ -156,13 +156,13 @@ def _read(source: Source, name: str, box: Box) -> Tensor:
     return source.read(name)[tuple(slice(start, stop) for start, stop in box)]
 
 
-def travelling(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
+def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
     """Family and small files that belong with a role's weights wherever they are written.
 
     They are those of the model that was given or of the directory that the recipe names, with the tokenizer that the
     job uses. A run that goes on needs no weights there.
     """
-    family, assets = travelling_with(job, role) or _in_directory(job.recipe.model_of(role).path)
+    family, assets = in_memory_assets(job, role) or _in_directory(job.recipe.model_of(role).path)
     if job.tokenizer is None:
         return family, assets
     file = job.tokenizer.path
@@ -189,7 +189,7 @@ def _aligned(assets: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, byt
 
 def align_ends(job: Job) -> None:
     """Let responses end, too, where the actor's own settings say so, wherever its tokenizer lies."""
-    _, assets = travelling_with(job, "actor") or _in_directory(job.recipe.model.path)
+    _, assets = in_memory_assets(job, "actor") or _in_directory(job.recipe.model.path)
     known = [index for index in ends_in(assets).eos_ids if 0 <= index < job.vocab_size]
     job.tokenizer.stop_ids = tuple(dict.fromkeys((*job.tokenizer.stop_ids, *known)))
 

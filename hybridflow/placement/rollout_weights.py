@@ -36,8 +36,8 @@ class RolloutWeights:
         self._has_adapters = job.recipe.actor.lora is not None
         self._base = base_spec(spec)
         self._is_base_current = False
-        travelling = factor_spec(spec) if self._has_adapters else spec
-        source, target = self._holdings(travelling)
+        moved = factor_spec(spec) if self._has_adapters else spec
+        source, target = self._holdings(moved)
         self._owner = f"rank {job.world.rank}: weights of the rollout layout"
         self._own: list[Tensor] = []
         self._own_bytes = 0
@@ -50,14 +50,14 @@ class RolloutWeights:
             own = {name: tensor for name, tensor in rollout.tensors().items() if name not in shared}
             self._own_bytes = sum(tensor.nbytes for tensor in own.values())
             self._own = [tensor for name, tensor in own.items() if is_factor(name) or not self._has_adapters]
-        self._adapter_bytes = held_bytes(travelling, target, job.world.rank)
+        self._adapter_bytes = held_bytes(moved, target, job.world.rank)
         self._resharder = Resharder(
             job.world,
-            travelling,
+            moved,
             source,
             target,
-            source_tensors=_tensors(update, travelling),
-            target_tensors=_tensors(rollout, travelling),
+            source_tensors=_tensors(update, moved),
+            target_tensors=_tensors(rollout, moved),
             transport=job.recipe.actor.reshard,
         )
 

@@ -14,10 +14,10 @@ from hybridflow.config.roles import OptimizerConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.user_model import Uncut, ask_logits, ask_values
-from hybridflow.models.user_training import OwnTrainable
+from hybridflow.models.user_training import UserTrainable
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel
-from hybridflow.placement.user_objects import own_of, role_of
+from hybridflow.placement.user_objects import role_of, user_class_of
 from hybridflow.reshard.spec import ModelSpec
 
 
@@ -33,7 +33,7 @@ def place_model(
         has_value_head: Values instead of logits.
         is_filled_later: Its weights are written before it is used.
     """
-    kind = PlacedModel if own_of(job, role_of(mesh.name)) is None else OwnModel
+    kind = PlacedModel if user_class_of(job, role_of(mesh.name)) is None else UserModel
     return kind(job, mesh, spec, has_value_head=has_value_head, is_filled_later=is_filled_later)
 
 
@@ -61,7 +61,7 @@ def place_frozen(job: Job, role: str, spec: ModelSpec, *, has_value_head: bool =
     return model
 
 
-class OwnModel(PlacedModel):
+class UserModel(PlacedModel):
     """A user's module as a role's model. All replicas begin as that of the mesh's first rank.
 
     An actor, and an actor's reference, is asked by ``forward``, a critic by ``values``; rows of a micro-batch are
@@ -74,7 +74,7 @@ class OwnModel(PlacedModel):
     transformer: Uncut
 
     def _build(self, *, has_value_head: bool) -> Uncut:
-        given = own_of(self._job, self._role)
+        given = user_class_of(self._job, self._role)
         assert given is not None, "an own model is placed where one was given"
         # A reference that stays what the actor was must not be the very object that learns.
         is_shared = self._role != "actor" and given is self._job.objects.get("actor")
@@ -95,10 +95,10 @@ class OwnModel(PlacedModel):
 
     def make_trainable(self, settings: OptimizerConfig) -> Any:
         """Gradients and an optimizer for it, as ``PlacedModel`` has them."""
-        return OwnTrainable(self.transformer, self.output, self.groups.dp, settings)
+        return UserTrainable(self.transformer, self.output, self.groups.dp, settings)
 
     @property
-    def is_holder(self) -> bool:
+    def is_output_rank(self) -> bool:
         """Whether this rank has the model's outputs: each has."""
         return True
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from torch import nn
 
-from hybridflow.checkpoint.formats.in_memory import given_model, is_model
+from hybridflow.checkpoint.formats.in_memory import in_memory_model, is_model
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.families.model import ModelConfig
-from hybridflow.models.user_model import FAMILY, is_own
+from hybridflow.models.user_model import FAMILY, is_user_class
 from hybridflow.placement.job import Job
 
 _OF_DIRECTORY = ("path", "max_context", "vocab_divisible_by", "init_std", "dtype")
@@ -42,7 +42,7 @@ def weights_of(job: Job, role: str) -> Source | None:
     model = job.model_of(role)
     if role not in job.objects:
         return None if model.path is None else open_model(Path(model.path))
-    found = given_model(job.objects[role], vocab_size=model.vocab_size)
+    found = in_memory_model(job.objects[role], vocab_size=model.vocab_size)
     _check_same(found.section, model, role)
     return found.source
 
@@ -57,23 +57,23 @@ def _check_same(found: ModelConfig, model: ModelConfig, role: str) -> None:
             )
 
 
-def travelling_with(job: Job, role: str) -> tuple[str | None, dict[str, bytes]] | None:
+def in_memory_assets(job: Job, role: str) -> tuple[str | None, dict[str, bytes]] | None:
     """Family and small files of a model that was given; None: none was."""
     given = job.objects.get(role)
-    if own_of(job, role) is not None:
+    if user_class_of(job, role) is not None:
         return FAMILY, {}
     if given is None or not is_model(given):
         return None
-    source = given_model(given).source
+    source = in_memory_model(given).source
     return source.family, source.assets()
 
 
-def own_of(job: Job, role: str) -> nn.Module | None:
+def user_class_of(job: Job, role: str) -> nn.Module | None:
     """The class of a user's own that stands for a role's model; a reference has the actor's. None: it is none."""
     given = job.objects.get(role)
     if given is None and role == "reference":
         given = job.objects.get("actor")
-    return given if isinstance(given, nn.Module) and is_own(given) else None
+    return given if isinstance(given, nn.Module) and is_user_class(given) else None
 
 
 def check_objects(job: Job) -> None:
@@ -85,7 +85,7 @@ def check_objects(job: Job) -> None:
     """
     for role in ("actor", "reference", "critic", "cost_critic", "teacher"):
         given = job.objects.get(role)
-        if given is not None and not is_model(given) and own_of(job, role) is None:
+        if given is not None and not is_model(given) and user_class_of(job, role) is None:
             raise ConfigError(
                 f"{role}: found {type(given).__name__}, expected a PreTrainedModel of transformers, a GPTModel of "
                 "megatron-core, or a class of your own (docs/extend.md)"
@@ -93,13 +93,13 @@ def check_objects(job: Job) -> None:
     if "reference" in job.objects and job.recipe.actor.lora is not None:
         raise ConfigError("reference: was given, and actor.lora makes it the actor without adapters; remove one")
     for name, mesh in job.meshes.items():
-        if own_of(job, role_of(name)) is not None and mesh.layout.tp * mesh.layout.pp > 1:
+        if user_class_of(job, role_of(name)) is not None and mesh.layout.tp * mesh.layout.pp > 1:
             raise LayoutError(f"{name}: layout {mesh.layout}: a class of your own is not cut; set tp and pp to 1")
-    if own_of(job, "actor") is not None:
-        _check_own_actor(job)
+    if user_class_of(job, "actor") is not None:
+        _check_user_actor(job)
 
 
-def _check_own_actor(job: Job) -> None:
+def _check_user_actor(job: Job) -> None:
     recipe = job.recipe
     rollout = recipe.rollout
     refused = {
@@ -108,7 +108,7 @@ def _check_own_actor(job: Job) -> None:
         "actor.reshard_every": recipe.actor.reshard_every > 1,
         "actor.rollout_ranks": recipe.actor.rollout_ranks is not None,
         "rollout.environment": rollout.environment is not None,
-        "rollout.carry_over": rollout.carry_over,
+        "rollout.partial_rollouts": rollout.partial_rollouts,
         "rollout.stop": bool(rollout.stop),
         "rollout.engine.kind=vllm": rollout.engine.kind == "vllm",
     }

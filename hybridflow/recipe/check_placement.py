@@ -10,15 +10,15 @@ from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.recipe.meshes import SAMPLING_MESHES, meshes_as_given, reference_is_base
+from hybridflow.recipe.meshes import SAMPLING_MESHES, meshes_in_recipe_order, reference_is_base
 
 
-def check_uncut(recipe: Recipe, given: Mapping[str, ModelInfo]) -> None:
+def check_uncut(recipe: Recipe, in_memory: Mapping[str, ModelInfo]) -> None:
     """A class of a user's own is on each of its ranks whole."""
-    whole = {key.rpartition(".")[0] or "actor" for key, settings in given.items() if not settings.is_cut}
+    whole = {key.rpartition(".")[0] or "actor" for key, settings in in_memory.items() if not settings.is_cut}
     if "actor" in whole:
         whole.add("reference")
-    for name, mesh in meshes_as_given(recipe).items() if whole else ():
+    for name, mesh in meshes_in_recipe_order(recipe).items() if whole else ():
         key = name if name in ("actor.update", "actor.rollout") else f"{name}.layout"
         for axis in ("tp", "pp"):
             if name.partition(".")[0] in whole and getattr(mesh.layout, axis) > 1:
@@ -40,7 +40,7 @@ def check_placement(recipe: Recipe) -> None:
                 f"{key}={list(ranks)}: {strangers} not among ranks 0 to {recipe.cluster.ranks - 1}; "
                 f"set cluster.ranks to at least {max(ranks) + 1}, or name ranks that exist"
             )
-    for name, mesh in meshes_as_given(recipe).items():
+    for name, mesh in meshes_in_recipe_order(recipe).items():
         mesh.layout.check_trainable(name)
         check_cut(recipe.model_of(name), mesh.layout, name)
 
@@ -71,7 +71,7 @@ def check_split(recipe: Recipe) -> None:
             "actor.offload=true: makes no room for a rollout on other ranks; set it to false, or remove "
             "actor.rollout_ranks"
         )
-    meshes = meshes_as_given(recipe)
+    meshes = meshes_in_recipe_order(recipe)
     common = sorted({*meshes["actor.update"].ranks} & {*actor.rollout_ranks})
     if common:
         raise LayoutError(
@@ -82,17 +82,17 @@ def check_split(recipe: Recipe) -> None:
         _check_async(recipe, meshes)
 
 
-def check_carry_over(recipe: Recipe) -> None:
+def check_partial_rollouts(recipe: Recipe) -> None:
     """Refuse partial rollouts where responses cannot continue after an update. Raises ConfigError."""
     rollout = recipe.rollout
-    if not rollout.carry_over:
+    if not rollout.partial_rollouts:
         return
-    _check_ahead(recipe, "rollout.carry_over=true", off="false")
+    _check_ahead(recipe, "rollout.partial_rollouts=true", off="false")
     if rollout.engine.kind != "megatron" or rollout.environment is not None:
         other = "rollout.environment" if rollout.engine.kind == "megatron" else "rollout.engine.kind"
         raise ConfigError(
-            f"rollout.carry_over=true: only responses of the engine of kind megatron, without an environment, go on "
-            f"after an update; set it to false, or change {other}"
+            f"rollout.partial_rollouts=true: only responses of the engine of kind megatron, without an environment, go "
+            f"on after an update; set it to false, or change {other}"
         )
 
 
@@ -105,7 +105,7 @@ def check_reshard_every(recipe: Recipe) -> None:
         "trainer.max_staleness": recipe.trainer.max_staleness > 0,
         "actor.lora": recipe.actor.lora is not None,
         "rollout.engine.kind": recipe.rollout.engine.kind != "megatron",
-        "rollout.carry_over": recipe.rollout.carry_over,
+        "rollout.partial_rollouts": recipe.rollout.partial_rollouts,
     }
     for key, is_there in others.items():
         if is_there:
@@ -125,7 +125,7 @@ def check_replay(recipe: Recipe) -> None:
     others = {
         "rollout.environment": (rollout.environment, None),
         "rollout.engine.kind": (rollout.engine.kind, "megatron"),
-        "rollout.carry_over": (rollout.carry_over, False),
+        "rollout.partial_rollouts": (rollout.partial_rollouts, False),
         "trainer.max_staleness": (recipe.trainer.max_staleness, 0),
         "actor.reshard_every": (recipe.actor.reshard_every, 1),
     }
@@ -205,7 +205,7 @@ def check_lora(recipe: Recipe) -> None:
                 f"actor.{name}: tp={layout.tp} is above model.num_query_groups={groups}, and q_proj, k_proj, v_proj "
                 f"have no adapters where ranks share a group; lower tp, or take them out of {key}"
             )
-    if recipe.has_reference and recipe.reference.offload and reference_is_base(recipe, meshes_as_given(recipe)):
+    if recipe.has_reference and recipe.reference.offload and reference_is_base(recipe, meshes_in_recipe_order(recipe)):
         raise ConfigError(
             "reference.offload=true: the actor without its adapters is the reference, and stays where it is; remove it"
         )

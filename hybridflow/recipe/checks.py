@@ -17,10 +17,10 @@ from hybridflow.config.rollout import RolloutConfig
 from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig, check_model
 from hybridflow.families.model_info import ModelInfo
-from hybridflow.flows.presets import CHOSEN, PRESETS
+from hybridflow.flows.registry import ALGORITHMS, CHOSEN
 from hybridflow.recipe.check_placement import (
-    check_carry_over,
     check_lora,
+    check_partial_rollouts,
     check_placement,
     check_replay,
     check_reshard_every,
@@ -67,22 +67,22 @@ def check_settings(recipe: Recipe, found: Mapping[str, ModelInfo]) -> None:
             )
 
 
-def check_recipe(recipe: Recipe, given: Mapping[str, ModelInfo] | None = None) -> None:
+def check_recipe(recipe: Recipe, in_memory: Mapping[str, ModelInfo] | None = None) -> None:
     """Refuse keys that are right one by one and wrong together.
 
     Args:
         recipe: The recipe.
-        given: As for ``recipe_from_dict``.
+        in_memory: As for ``recipe_from_dict``.
 
     Raises:
         ConfigError: Two keys contradict each other.
         LayoutError: A layout does not fit its ranks or its model.
     """
-    given = {} if given is None else given
+    in_memory = {} if in_memory is None else in_memory
     _check_algorithm(recipe)
-    check_reward(recipe.reward, "reward", is_given="reward.model" in given)
+    check_reward(recipe.reward, "reward", is_in_memory="reward.model" in in_memory)
     if recipe.cost is not None:
-        check_reward(recipe.cost, "cost", is_given="cost.model" in given)
+        check_reward(recipe.cost, "cost", is_in_memory="cost.model" in in_memory)
         if recipe.cost.kind is None:
             raise ConfigError("cost.function: missing; name what tells the cost of a response, or give cost.model.path")
     for key in MODELS:
@@ -91,12 +91,12 @@ def check_recipe(recipe: Recipe, given: Mapping[str, ModelInfo] | None = None) -
         if model.dtype == "fp16":
             raise ConfigError(f"{key}.dtype=fp16: is for generating alone, since gradients underflow; set bf16 or fp32")
     _check_contexts(recipe)
-    check_uncut(recipe, given)
+    check_uncut(recipe, in_memory)
     check_data(recipe.data)
     _check_live(recipe)
     check_placement(recipe)
     check_split(recipe)
-    check_carry_over(recipe)
+    check_partial_rollouts(recipe)
     check_reshard_every(recipe)
     check_replay(recipe)
     check_lora(recipe)
@@ -121,7 +121,7 @@ def _check_algorithm(recipe: Recipe) -> None:
     defaults = {field.name: field.default for field in fields(Recipe)}
     for key in sorted(CHOSEN - preset.reads):
         if getattr(recipe, key) != defaults[key]:
-            users = ", ".join(other for other in PRESETS if key in PRESETS[other].reads)
+            users = ", ".join(other for other in ALGORITHMS if key in ALGORITHMS[other].traits.reads)
             raise ConfigError(
                 f"{key}: algorithm={name} would ignore this section; remove it, or choose one that reads it: {users}"
             )
@@ -273,7 +273,7 @@ def _check_offline(recipe: Recipe) -> None:
         raise ConfigError(f"rollout.group_size={rollout.group_size}: a row has one solution to imitate; remove the key")
     for key in (each.name for each in fields(PreferenceConfig)):
         if key not in preset.preference_keys and getattr(preference, key) != getattr(PreferenceConfig(), key):
-            users = ", ".join(other for other in PRESETS if key in PRESETS[other].preference_keys)
+            users = ", ".join(other for other in ALGORITHMS if key in ALGORITHMS[other].traits.preference_keys)
             raise ConfigError(f"preference.{key}: algorithm={name} would ignore it; remove it, or choose {users}")
     for key in _PREFERENCE_FIELDS:
         default = next(each.default for each in fields(DataConfig) if each.name == key)

@@ -21,7 +21,7 @@ def role_meshes(recipe: Recipe) -> dict[str, DeviceMesh]:
         LayoutError: A layout does not fill its ranks, or a rank is named twice.
         ReshardError: The layers cannot be dealt to the stages of the actor's layouts.
     """
-    meshes = meshes_as_given(recipe)
+    meshes = meshes_in_recipe_order(recipe)
     update, rollout = meshes["actor.update"], meshes["actor.rollout"]
     if recipe.actor.rollout_ranks is None:
         meshes["actor.rollout"] = max_overlap(
@@ -30,7 +30,7 @@ def role_meshes(recipe: Recipe) -> dict[str, DeviceMesh]:
     return meshes
 
 
-def meshes_as_given(recipe: Recipe) -> dict[str, DeviceMesh]:
+def meshes_in_recipe_order(recipe: Recipe) -> dict[str, DeviceMesh]:
     """The meshes of all roles with their ranks in the recipe's order."""
     actor = recipe.actor
     everyone = tuple(range(recipe.cluster.ranks))

@@ -100,10 +100,12 @@ class WeightHoldings:
         block = None if tensor.expert is None else expert_block(tensor, layout)
         if tensor.tp_dim is None:
             whole = tuple((0, size) for size in tensor.shape)
-            return (Part(whole, self._holders(stages, block, None)),)
+            return (Part(whole, self._output_ranks(stages, block, None)),)
         number = layout.tp if block is None else layout.expert_tp
         boxes = ((index, cut(tensor, number, index).box) for index in range(number))
-        return tuple(Part(box, self._holders(stages, block, index)) for index, box in boxes if num_elements(box) > 0)
+        return tuple(
+            Part(box, self._output_ranks(stages, block, index)) for index, box in boxes if num_elements(box) > 0
+        )
 
     def regions(self, tensor: TensorSpec, rank: int) -> tuple[Shard, ...]:
         """See ``Holdings.regions``."""
@@ -120,7 +122,7 @@ class WeightHoldings:
         """See ``Holdings.identity``."""
         return ["weights", str(self.mesh.layout), list(self.mesh.ranks), self.mesh.ranks_per_node]
 
-    def _holders(self, stages: tuple[int, ...], block: int | None, index: int | None) -> tuple[int, ...]:
+    def _output_ranks(self, stages: tuple[int, ...], block: int | None, index: int | None) -> tuple[int, ...]:
         """The ranks of some stages with a tensor parallel index, of one block of experts or of dense tensors."""
         key = (stages, block, index)
         found = self._ranks.get(key)

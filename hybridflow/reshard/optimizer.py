@@ -80,7 +80,7 @@ class OptimizerHoldings:
         layout = self.mesh.layout
         number = 1 if tensor.tp_dim is None else layout.tp if tensor.expert is None else layout.expert_tp
         return tuple(
-            Part(region.box, self._holders(tensor, None if tensor.tp_dim is None else index, dealt.replica))
+            Part(region.box, self._output_ranks(tensor, None if tensor.tp_dim is None else index, dealt.replica))
             for index in range(number)
             for dealt in self._ranges[tensor.name]
             for region in flat_regions(cut(tensor, number, index), dealt.start, dealt.stop)
@@ -114,7 +114,7 @@ class OptimizerHoldings:
         """See ``Holdings.identity``."""
         return ["distributed optimizer", *self._weights.identity()[1:], self._model.digest()]
 
-    def _holders(self, tensor: TensorSpec, index: int | None, replica: int) -> tuple[int, ...]:
+    def _output_ranks(self, tensor: TensorSpec, index: int | None, replica: int) -> tuple[int, ...]:
         """The ranks of a replica that hold part ``index`` of a tensor; None: a tensor that they all hold whole."""
         layout = self.mesh.layout
         size, width, first = layout.tp * layout.cp * layout.dp, layout.tp, replica * layout.tp

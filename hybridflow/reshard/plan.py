@@ -132,14 +132,14 @@ class Stream:
     """All elements that one set of ranks holds and another needs: its blocks, one after the other.
 
     Attributes:
-        holders: Global ranks that hold it.
+        output_ranks: Global ranks that hold it.
         needers: Global ranks that need it.
         order: Sorts the streams alike on every rank, whichever of them a rank looks at.
         blocks: Its boxes.
         ends: Where each block ends, in bytes from the start of the stream.
     """
 
-    holders: tuple[int, ...]
+    output_ranks: tuple[int, ...]
     needers: tuple[int, ...]
     order: tuple[int, int]
     blocks: list[Block] = field(default_factory=list)
@@ -294,27 +294,27 @@ class Flows:
 
     def _demands(self, stream: Stream) -> Iterator[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
         """The groups that take a stream, by who may send it to them."""
-        holders, needers = self._by_node(stream.holders), self._by_node(stream.needers)
-        for node in holders.keys() & needers.keys() if len(holders) < len(needers) else needers:
-            near = holders.get(node)
+        output_ranks, needers = self._by_node(stream.output_ranks), self._by_node(stream.needers)
+        for node in output_ranks.keys() & needers.keys() if len(output_ranks) < len(needers) else needers:
+            near = output_ranks.get(node)
             if near is not None:
                 missing: list[tuple[int, ...]] = [(rank,) for rank in needers[node] if rank not in near]
                 if missing:
                     yield near, missing
         far = self._entering(stream)
         if far:
-            yield stream.holders, far
+            yield stream.output_ranks, far
 
     def _entering(self, stream: Stream) -> list[tuple[int, ...]]:
         """The needers of each node that holds nothing of a stream."""
-        holders = self._by_node(stream.holders)
-        return [ranks for node, ranks in self._by_node(stream.needers).items() if node not in holders]
+        output_ranks = self._by_node(stream.output_ranks)
+        return [ranks for node, ranks in self._by_node(stream.needers).items() if node not in output_ranks]
 
     def _entering_with(self, stream: Stream, rank: int) -> tuple[int, ...] | None:
         """The group of ``_entering`` that has a rank."""
         node = rank // self._ranks_per_node
         group = self._by_node(stream.needers).get(node, ())
-        return group if rank in group and node not in self._by_node(stream.holders) else None
+        return group if rank in group and node not in self._by_node(stream.output_ranks) else None
 
     def _by_node(self, ranks: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
         found = self._nodes.get(ranks)
@@ -394,7 +394,7 @@ def plan(model: ModelSpec, source: Holdings, target: Holdings, rank: int) -> Ran
     local: list[Copy] = []
     waves: list[tuple[list[Copy], list[Copy]]] = [([], []) for _ in range(WAVES)]
     for stream in found.streams:
-        if rank in stream.holders and rank in stream.needers:
+        if rank in stream.output_ranks and rank in stream.needers:
             local += _copies(stream.pieces(0, stream.num_bytes), rank, rank)
     boxes: dict[tuple[int, int, int], list[tuple[Sequence[int], Box]]] = {}
     for index, sender, receiver, wave, start, stop in found.of(rank):
@@ -445,10 +445,10 @@ def _streams(model: ModelSpec, source: Holdings, target: Holdings, stages: froze
         if blocks is None:
             blocks = alike[key] = []
             cells = _cells(tensor, source.parts(tensor), target.parts(tensor))
-            for place, (box, holders, needers) in enumerate(cells):
-                stream = streams.get((holders, needers))
+            for place, (box, output_ranks, needers) in enumerate(cells):
+                stream = streams.get((output_ranks, needers))
                 if stream is None:
-                    stream = streams[holders, needers] = Stream(holders, needers, (index, place))
+                    stream = streams[output_ranks, needers] = Stream(output_ranks, needers, (index, place))
                 size = num_elements(box) * ITEM_BYTES[tensor.dtype]
                 row = size if len(box) > 1 else ITEM_BYTES[tensor.dtype]
                 for start, stop in box[:-1]:
@@ -475,7 +475,7 @@ def _cells(
         low, high = box[dim]
         while is_sorted and held[first].box[dim][1] <= low:
             first += 1
-        for other, holders in itertools.islice(held, first if is_sorted else 0, None):
+        for other, output_ranks in itertools.islice(held, first if is_sorted else 0, None):
             if is_sorted and other[dim][0] >= high:
                 break
             cell = []
@@ -485,7 +485,7 @@ def _cells(
                     break
                 cell.append((start, stop))
             else:
-                yield tuple(cell), holders, needers
+                yield tuple(cell), output_ranks, needers
 
 
 def shares_storage(one: DeviceMesh, other: DeviceMesh) -> bool:

@@ -220,7 +220,7 @@ class _Wire:
     def _sums(self, stream: Stream) -> Iterator[tuple[int, int]]:
         """Both at the start of the stream, and at the end of each block."""
         runs = packed = 0
-        sender = (stream.holders if self._wave == 0 else stream.needers)[0]
+        sender = (stream.output_ranks if self._wave == 0 else stream.needers)[0]
         yield runs, packed
         for block in stream.blocks:
             copy = Copy(block.tensors[0], sender, stream.needers[0], block.box)
@@ -253,7 +253,7 @@ def _time_s(sums: Mapping[Traffic, int], mesh: DeviceMesh, bandwidth: Bandwidth)
 def _own(streams: Iterable[Stream], ranks: Iterable[int]) -> dict[int, int]:
     own = dict.fromkeys(ranks, 0)
     for stream in streams:
-        for rank in set(stream.holders).intersection(stream.needers):
+        for rank in set(stream.output_ranks).intersection(stream.needers):
             own[rank] += stream.num_bytes
     return own
 
@@ -261,7 +261,7 @@ def _own(streams: Iterable[Stream], ranks: Iterable[int]) -> dict[int, int]:
 def _entering_limits(streams: Iterable[Stream], mesh: DeviceMesh) -> Iterator[int]:
     """For each stream, its bytes times the nodes that need it and hold nothing of it."""
     for stream in streams:
-        nodes = {mesh.node(rank) for rank in stream.needers}.difference(map(mesh.node, stream.holders))
+        nodes = {mesh.node(rank) for rank in stream.needers}.difference(map(mesh.node, stream.output_ranks))
         yield stream.num_bytes * len(nodes)
 
 

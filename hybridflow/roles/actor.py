@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.losses import Totals, aggregate
 from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.models.lora import merge
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import LossFunction, Trainable, sum_over
@@ -19,48 +20,45 @@ from hybridflow.placement.peft import check_targets
 from hybridflow.placement.placed_model import (
     column_rows,
     length_metrics,
+    length_stats,
     mini_batch,
     pad_rows,
     padded,
     role_spec,
-    told_lengths,
 )
 from hybridflow.placement.rollout_weights import RolloutWeights
-from hybridflow.placement.user_model import OwnModel, place_model
+from hybridflow.placement.user_model import UserModel, place_model
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient
-from hybridflow.roles.offline_samples import told_of
+from hybridflow.roles.offline_samples import row_stats
 from hybridflow.roles.policy_loss import LOSS_MASK, LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
-from hybridflow.sampling.engines import PushedEngine, our_engine, own_engine, server_engine
+from hybridflow.sampling.engines import PushedEngine, make_megatron_engine, make_server_engine, make_user_engine
 from hybridflow.sampling.rollout_buffer import asked, measure_staleness
 from hybridflow.sampling.rollouts import Rollouts
 
 _LOSS_COLUMNS = ("response_mask", LOSS_MASK, "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
 
 
-class Actor:
+class Actor(Role):
     """The policy being trained.
 
     Attributes:
         model: Its weights in the update layout; None on a rank outside that mesh.
         trainable: Gradients and optimizer of ``model``.
-        metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
-        told: Numbers of each sample that this rank tells of, see ``step_metrics.DISTRIBUTIONS``; emptied alike.
         rollouts: Samples for it; None on a rank outside the rollout mesh.
     """
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
-        self.metrics: dict[str, float] = {}
-        self.told: dict[str, list[float]] = {}
+        super().__init__()
         self.spec = role_spec(job, has_value_head=job.recipe.traits.is_scorer)
         check_targets(job)
         self._job = job
         self._lora = job.recipe.actor.lora
         self._kl_coef = kl_coef
         own = job.objects.get("algorithm")
-        own_loss = own.loss if own is not None and own.has_own("loss") else None
-        self._policy_loss = PolicyLoss(job.recipe, kl_coef, own_loss)
+        user_loss = own.loss if own is not None and own.has_user_method("loss") else None
+        self._policy_loss = PolicyLoss(job.recipe, kl_coef, user_loss)
         self._compared = torch.zeros(len(SAMPLER_SUMS), dtype=torch.float64)
         self._num_sampled = self._num_rejected = 0
         self._distilled = torch.zeros(2, dtype=torch.float64)
@@ -90,9 +88,21 @@ class Actor:
         self.rollouts: Rollouts | None = None
         if rank in rollout and generates:
             self.rollouts = Rollouts(
-                job, self._make_engine(), is_holder=self._rollout is None or self._rollout.is_holder
+                job, self._make_engine(), is_output_rank=self._rollout is None or self._rollout.is_output_rank
             )
-            self.rollouts.told = self.told
+            self.rollouts.sample_stats = self.sample_stats
+
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {
+            "sample": self.sample,
+            "sample_validation": self.sample_validation,
+            "log_probs": self.log_probs,
+            "update": self.update,
+            "distill": self.distill,
+            "imitate": self.imitate,
+        }
 
     def enter_phase(self, phase: str) -> None:
         """Make room for a phase and bring what it needs. Collective: all ranks of both layouts.
@@ -142,10 +152,10 @@ class Actor:
     def sample(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Generate the responses of a step, or of one of its rollouts: ``group_size`` for each prompt, or a greedy one.
 
-        Source of ``tokens``, ``prompt_lengths``, ``draws``, ``response_mask`` and ``rollout_log_probs``, and where
-        batches are made ahead ``versions``: of the oldest weights that sampled a token, so many updates. Whole groups
-        are dealt to the replicas in turn; who has short responses generates some of another's, which are then brought
-        back. What an earlier start has sampled for the step is taken from its log. A replica that is told to stop
+        Source of ``tokens``, ``prompt_lengths``, ``prompt_indices``, ``response_mask`` and ``rollout_log_probs``, and
+        where batches are made ahead ``versions``: of the oldest weights that sampled a token, so many updates. Whole
+        groups are dealt to the replicas in turn; who has short responses generates some of another's, which are then
+        brought back. What an earlier start has sampled for the step is taken from its log. A replica that is to stop
         returns no samples, since the step is left, and logs what it has of them.
 
         Collective: the rollout mesh.
@@ -161,16 +171,16 @@ class Actor:
             self.metrics |= measure_staleness(self._job, [behind])
         return self._taken(self.rollouts.sample(**found))
 
-    def answer(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
+    def sample_validation(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Responses to the held-out problems: a greedy one and ``trainer.validation_samples`` sampled ones to each.
 
-        Their ``draws`` are places in the held-out file, their ids those of ``judging.validation_id``.
+        Their ``prompt_indices`` are places in the held-out file, their ids those of ``judging.validation_id``.
         A source, as ``sample``. Collective: the rollout mesh.
         """
         assert self.rollouts is not None, "called outside the rollout mesh"
         limit = self._job.recipe.trainer.num_validation
         count = len(self._job.held_out) if limit is None else min(limit, len(self._job.held_out))
-        return self._taken(self.rollouts.answer(count))
+        return self._taken(self.rollouts.sample_validation(count))
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``old_log_probs``: those of the weights at the start of the update."""
@@ -196,7 +206,7 @@ class Actor:
             self.model.micro_batches(part),
             lambda output, micro_batch: self._loss(output, micro_batch, part, totals, is_first=is_first),
         )
-        if self.model.is_holder:
+        if self.model.is_output_rank:
             self._report([sums for sums, _, _ in kept], grad_norm)
             if is_first:
                 self._report_distance(kept)
@@ -226,7 +236,7 @@ class Actor:
         index = decided["actor_mini_batch"]["index"]
         if index == 0:
             self.metrics |= length_metrics(batch, sum_over(self.model.groups.dp))
-            self.told |= told_lengths(self._job, batch)
+            self.sample_stats |= length_stats(self._job, batch)
             self._distilled = torch.zeros(2, dtype=torch.float64)
         part = mini_batch(self._job, batch, index)
         totals = self.model.totals(part)
@@ -237,7 +247,7 @@ class Actor:
             self.model.micro_batches(part),
             lambda output, micro_batch: self._distance(output, micro_batch, part, totals),
         )
-        if self.model.is_holder:
+        if self.model.is_output_rank:
             (loss,) = self.model.add_up(kept, 1)
             self._distilled += torch.tensor([loss * totals.num_tokens, totals.num_tokens])
             kl_sum, num_tokens = self._distilled.tolist()
@@ -246,12 +256,12 @@ class Actor:
     def _distance(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
         """The micro-batch's share of the KL to the teacher, and the same to report."""
         assert self.model is not None, "called outside the update mesh"
-        told = [
+        sample_stats = [
             torch.cat([column_rows(part, name)[sample] for sample in micro_batch.samples])
             for name in ("teacher_log_probs", "teacher_ids")
             if name in part.columns
         ]
-        kl = self.model.reverse_kl(output, told[0], told[1] if len(told) > 1 else None)
+        kl = self.model.reverse_kl(output, sample_stats[0], sample_stats[1] if len(sample_stats) > 1 else None)
         mask = padded(part, "response_mask", micro_batch.samples, output.device)
         loss = aggregate(pad_rows(kl.split(micro_batch.response_lengths)), mask, "token-mean", totals)
         return loss, loss.detach()[None]
@@ -265,10 +275,12 @@ class Actor:
         warm = self._job.recipe.warm_start
         assert warm is not None, "a warm start was scheduled without its section"
         problems, step = self._job.train, decided["warm_step"]["step"]
-        draws = range(step * warm.batch_size, (step + 1) * warm.batch_size)
-        num_tokens = sum(told_of(self._job, draws, lambda draw: sum(problems.solution(draw).is_written)))
+        prompt_indices = range(step * warm.batch_size, (step + 1) * warm.batch_size)
+        num_tokens = sum(
+            row_stats(self._job, prompt_indices, lambda prompt_index: sum(problems.solution(prompt_index).is_written))
+        )
         layout, place = self.model.mesh.layout, self.model.mesh.coordinate(self._job.world.rank)
-        solutions = [problems.solution(draw) for draw in draws[place.dp :: layout.dp]]
+        solutions = [problems.solution(prompt_index) for prompt_index in prompt_indices[place.dp :: layout.dp]]
         self.trainable.set_learning_rate(warm.lr)
         kept, _ = self._imitate(
             [torch.tensor(each.prompt + each.tokens) for each in solutions],
@@ -276,7 +288,7 @@ class Actor:
             [torch.tensor(each.is_written) for each in solutions],
             num_tokens,
         )
-        if self.model.is_holder:
+        if self.model.is_output_rank:
             (self.metrics["warm_start/loss"],) = self.model.add_up(kept, 1)
 
     def _imitate(
@@ -319,7 +331,7 @@ class Actor:
         What adapters have learned becomes part of the weights, which the reference begins with.
         """
         if self._job.recipe.warm_start is not None and self._lora is not None:
-            self._merge(draw=1)
+            self._merge(prompt_index=1)
         if self.trainable is not None:
             self.trainable.reset_optimizer()
 
@@ -329,17 +341,17 @@ class Actor:
         Collective: all ranks of either mesh, in so far as each then knows that the weights have changed.
         """
         if self._lora is not None and self._lora.merge_every and step % self._lora.merge_every == 0:
-            self._merge(draw=1 + step // self._lora.merge_every)
+            self._merge(prompt_index=1 + step // self._lora.merge_every)
         self.num_updates = step
         if self._reshard_every > 1 and step % self._reshard_every == 0:
             self.mark_changed()
 
-    def _merge(self, draw: int) -> None:
+    def _merge(self, prompt_index: int) -> None:
         """The weights take the updates up, and the adapters begin anew, from other numbers, with no moments."""
         if self.model is not None and self.trainable is not None:
             with self.optimizer_at_hand():
                 merge(self.model.transformer)
-                self.model.begin_adapters(draw)
+                self.model.begin_adapters(prompt_index)
                 self.trainable.reset_optimizer()
                 self.trainable.reload_weights()
         self.mark_changed()
@@ -358,11 +370,11 @@ class Actor:
         if self._pushed is not None:
             return self._pushed.engine
         if engine.is_server:
-            return server_engine(engine, tokenizer=job.tokenizer, seed=job.recipe.seed, vocab_size=job.vocab_size)
+            return make_server_engine(engine, tokenizer=job.tokenizer, seed=job.recipe.seed, vocab_size=job.vocab_size)
         assert self._rollout is not None, "a rank of the rollout mesh has its weights"
-        if isinstance(self._rollout, OwnModel):
-            return own_engine(job, self._rollout)
-        return our_engine(job, self._rollout)
+        if isinstance(self._rollout, UserModel):
+            return make_user_engine(job, self._rollout)
+        return make_megatron_engine(job, self._rollout)
 
     def _taken(self, batch: Batch | None) -> Batch | None:
         """What was sampled, its metrics taken over."""

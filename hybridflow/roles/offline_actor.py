@@ -10,10 +10,11 @@ from torch import Tensor
 
 from hybridflow.algorithms.preference import bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
 from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.dataflow.role import NodeCall
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel, column_rows, mini_batch, mini_batch_size, mismatched
-from hybridflow.placement.user_objects import own_of
+from hybridflow.placement.user_objects import user_class_of
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.reward_model import last_tokens, padding_of
@@ -29,8 +30,13 @@ class OfflineActor(Actor):
         super().__init__(job, kl_coef)
         # As what it trains will be asked once it is a reward model.
         self._pad_id = (
-            padding_of(job, "actor") if job.recipe.traits.is_scorer and own_of(job, "actor") is None else None
+            padding_of(job, "actor") if job.recipe.traits.is_scorer and user_class_of(job, "actor") is None else None
         )
+
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {**super().calls, "validate_pairs": self.validate_pairs}
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """One optimizer step on one mini-batch. Collective: all ranks of the update mesh."""
@@ -43,7 +49,7 @@ class OfflineActor(Actor):
             case _:
                 self._update_pairs(part)
 
-    def judge(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+    def validate_pairs(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Measure ``validation/accuracy`` and ``validation/margin`` on held-out pairs.
 
         The share in which the wanted response has the larger number, where a tie counts half, and by how much on
@@ -55,7 +61,7 @@ class OfflineActor(Actor):
             return _ahead(*self._numbers(output, micro_batch, batch).view(-1, 2).unbind(1), self._scale)
 
         shares = model.forward(self._micro_batches(batch), compute)
-        if model.is_holder:
+        if model.is_output_rank:
             accuracy, margin, count = model.add_up(shares, 3)
             self.metrics |= {"validation/accuracy": accuracy / count, "validation/margin": margin / count}
 
@@ -67,7 +73,7 @@ class OfflineActor(Actor):
         kept, grad_norm = self._imitate(
             column_rows(part, "tokens"), part.columns["prompt_lengths"].tolist(), masks, totals.num_tokens
         )
-        if model.is_holder:
+        if model.is_output_rank:
             (loss,) = model.add_up(kept, 1)
             self.metrics |= {"actor/loss": loss, "actor/grad_norm": grad_norm}
 
@@ -91,7 +97,7 @@ class OfflineActor(Actor):
             return share, torch.cat([share.detach()[None].double(), ahead])
 
         kept, grad_norm = self._step(self._micro_batches(part), loss)
-        if self._placed().is_holder:
+        if self._placed().is_output_rank:
             share, accuracy, margin, count = self._placed().add_up(kept, 4)
             self.metrics |= {
                 "actor/loss": share,
@@ -123,7 +129,7 @@ class OfflineActor(Actor):
             return share, torch.stack([share.detach(), *sums]).double()
 
         kept, grad_norm = self._step(self._micro_batches(part), loss)
-        if not self._placed().is_holder:
+        if not self._placed().is_output_rank:
             return
         share, of_wanted, num_wanted, of_others = self._placed().add_up(kept, 4)
         self.metrics |= {"actor/loss": share, "actor/grad_norm": grad_norm, "preference/z_ref": float(z_ref)}

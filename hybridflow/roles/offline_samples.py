@@ -11,43 +11,49 @@ from hybridflow.data.preferences import Response
 from hybridflow.data.prompts import Solution
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.move import balance
+from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import mini_batch_size
 
 
-class Given:
+class OfflineSamples(Role):
     """Sources of samples that are read and not sampled. What a step has is a function of its number.
 
     A rank reads the rows that its replica learns from, and for the dealing, which is by tokens, its share of the
     others. An id is the sample's place among all that are ever drawn: the two responses of a pair stand next to each
     other, the better one first, and go to the same replica. Collective: the update mesh.
-
-    Attributes:
-        metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
-        told: Numbers of each sample, on one rank, see ``step_metrics.DISTRIBUTIONS``; emptied alike.
     """
 
     def __init__(self, job: Job) -> None:
-        self.metrics: dict[str, float] = {}
-        self.told: dict[str, list[float]] = {}
+        super().__init__()
         self._job = job
+
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {
+            "solutions": self.solutions,
+            "pairs": self.pairs,
+            "completions": self.completions,
+            "held_out_pairs": self.held_out_pairs,
+        }
 
     def solutions(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Solutions to imitate: ``response_mask`` is 1 on what is to be written, 0 on what is observed."""
-        problems, draws = self._job.train, _draws(decided)
-        lengths = self._lengths(draws, lambda draw: (problems.solution(draw),))
-        dealt = [draws[index] for index in self._dealt(lengths, mini_batch_size(self._job))]
-        rows = [problems.solution(draw) for draw in dealt]
-        return _batch([((row,), draw) for row, draw in zip(rows, dealt, strict=True)]).with_columns(
+        problems, prompt_indices = self._job.train, _prompt_indices(decided)
+        lengths = self._lengths(prompt_indices, lambda prompt_index: (problems.solution(prompt_index),))
+        dealt = [prompt_indices[index] for index in self._dealt(lengths, mini_batch_size(self._job))]
+        rows = [problems.solution(prompt_index) for prompt_index in dealt]
+        return _batch([((row,), prompt_index) for row, prompt_index in zip(rows, dealt, strict=True)]).with_columns(
             {"response_mask": Ragged.from_list([row.is_written for row in rows], torch.float32)}
         )
 
     def pairs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """The responses of pairs; ``margins`` are their pair's."""
-        problems, draws = self._job.train, _draws(decided)
-        lengths = self._lengths(draws, problems.responses)
-        dealt = [draws[index] for index in self._dealt(lengths, mini_batch_size(self._job) // 2)]
-        pairs = [problems.responses(draw) for draw in dealt]
+        problems, prompt_indices = self._job.train, _prompt_indices(decided)
+        lengths = self._lengths(prompt_indices, problems.responses)
+        dealt = [prompt_indices[index] for index in self._dealt(lengths, mini_batch_size(self._job) // 2)]
+        pairs = [problems.responses(prompt_index) for prompt_index in dealt]
         margins = [each.margin for pair in pairs for each in pair]
         return _batch(list(zip(pairs, dealt, strict=True))).with_columns(
             {"margins": torch.tensor(margins, dtype=torch.float32)}
@@ -58,15 +64,16 @@ class Given:
 
         These ``mismatched_tokens`` are cut where they exceed the model's context.
         """
-        problems, draws, size = self._job.train, _draws(decided), mini_batch_size(self._job)
-        chosen = self._dealt(self._lengths(draws, problems.responses), size)
-        rows = [problems.responses(draws[index])[0] for index in chosen]
+        problems, prompt_indices, size = self._job.train, _prompt_indices(decided), mini_batch_size(self._job)
+        chosen = self._dealt(self._lengths(prompt_indices, problems.responses), size)
+        rows = [problems.responses(prompt_indices[index])[0] for index in chosen]
         before = [
-            problems.responses(draws[index - 1 if index % size else index + size - 1])[0].tokens for index in chosen
+            problems.responses(prompt_indices[index - 1 if index % size else index + size - 1])[0].tokens
+            for index in chosen
         ]
         context = self._job.recipe.model.max_context
         rotated = [(row.prompt + tokens)[:context] for row, tokens in zip(rows, before, strict=True)]
-        return _batch([((row,), draws[index]) for row, index in zip(rows, chosen, strict=True)]).with_columns(
+        return _batch([((row,), prompt_indices[index]) for row, index in zip(rows, chosen, strict=True)]).with_columns(
             {
                 "wanted": torch.tensor([float(row.is_wanted) for row in rows], dtype=torch.float32),
                 "mismatched_tokens": Ragged.from_list(rotated, torch.int64),
@@ -79,9 +86,9 @@ class Given:
         lengths = [sum(map(sum, map(_sizes, pair))) for pair in pairs]
         return _batch([(pairs[index], index) for index in self._dealt(lengths, len(pairs))])
 
-    def _lengths(self, draws: range, read: Callable[[int], Sequence[Response | Solution]]) -> list[int]:
-        """Tokens of each draw, prompts and responses, which are measured too."""
-        sizes = told_of(self._job, draws, lambda draw: [_sizes(each) for each in read(draw)])
+    def _lengths(self, prompt_indices: range, read: Callable[[int], Sequence[Response | Solution]]) -> list[int]:
+        """Tokens of each prompt index, prompts and responses, which are measured too."""
+        sizes = row_stats(self._job, prompt_indices, lambda prompt_index: [_sizes(each) for each in read(prompt_index)])
         responses = [length for row in sizes for _, length in row]
         lengths = [sum(map(sum, row)) for row in sizes]
         self.metrics |= {
@@ -89,7 +96,7 @@ class Given:
             "response/length_mean": sum(responses) / len(responses),
         }
         if self._job.world.rank == min(self._job.meshes["actor.update"].ranks):
-            self.told = {"length": [float(length) for length in responses]}
+            self.sample_stats = {"length": [float(length) for length in responses]}
         return lengths
 
     def _dealt(self, lengths: Sequence[int], chunk: int) -> list[int]:
@@ -100,29 +107,29 @@ class Given:
         return [index for index, part in enumerate(parts) if part == dp]
 
 
-def told_of(job: Job, draws: range, tell: Callable[[int], Any]) -> list[Any]:
-    """What is told of each draw's row; of several replicas each rank reads its share of the rows for it.
+def row_stats(job: Job, prompt_indices: range, tell: Callable[[int], Any]) -> list[Any]:
+    """What is told of each prompt index's row; of several replicas each rank reads its share of the rows for it.
 
     Collective: the update mesh.
 
     Args:
         job: The job.
-        draws: Serial numbers.
+        prompt_indices: Serial numbers.
         tell: From one of them to JSON.
     """
     mesh = job.meshes["actor.update"]
     if mesh.layout.dp == 1:
         # Every rank learns from every row.
-        return [tell(draw) for draw in draws]
+        return [tell(prompt_index) for prompt_index in prompt_indices]
     ranks = tuple(sorted(mesh.ranks))
-    mine = [tell(draw) for draw in draws[ranks.index(job.world.rank) :: len(ranks)]]
+    mine = [tell(prompt_index) for prompt_index in prompt_indices[ranks.index(job.world.rank) :: len(ranks)]]
     shares = job.world.coordinator(ranks).gather(mine, "the lengths of rows")
-    return [shares[place % len(ranks)][place // len(ranks)] for place in range(len(draws))]
+    return [shares[place % len(ranks)][place // len(ranks)] for place in range(len(prompt_indices))]
 
 
-def _draws(decided: Mapping[str, Any]) -> range:
+def _prompt_indices(decided: Mapping[str, Any]) -> range:
     about = decided["train_step"]
-    return range(about["first_draw"], about["first_draw"] + about["num_prompts"])
+    return range(about["first_prompt_index"], about["first_prompt_index"] + about["num_prompts"])
 
 
 def _sizes(row: Response | Solution) -> tuple[int, int]:
@@ -130,8 +137,10 @@ def _sizes(row: Response | Solution) -> tuple[int, int]:
 
 
 def _batch(dealt: Sequence[tuple[tuple[Response | Solution, ...], int]]) -> Batch:
-    """The responses of some draws, of equally many each."""
-    ids = [draw * len(responses) + index for responses, draw in dealt for index in range(len(responses))]
+    """The responses of some prompt indices, of equally many each."""
+    ids = [
+        prompt_index * len(responses) + index for responses, prompt_index in dealt for index in range(len(responses))
+    ]
     rows = [each for responses, _ in dealt for each in responses]
     return Batch(
         torch.tensor(ids, dtype=torch.int64),

@@ -27,7 +27,7 @@ SAMPLER_SUMS = (
 """Of the global batch, each mini-batch once: how far the trainer is from sampler and reference, and the corrections."""
 
 
-OwnLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+UserLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``(log_probs, old_log_probs, advantages, mask) -> loss of each token``, all ``[samples, tokens]``."""
 
 
@@ -37,14 +37,14 @@ class PolicyLoss:
     Args:
         recipe: The recipe.
         kl_coef: The weight of the KL, where it is a term of the loss.
-        own_loss: A program's own, in the place of the recipe's.
+        user_loss: A program's own, in the place of the recipe's.
     """
 
-    def __init__(self, recipe: Recipe, kl_coef: KLCoefficient, own_loss: OwnLoss | None = None) -> None:
+    def __init__(self, recipe: Recipe, kl_coef: KLCoefficient, user_loss: UserLoss | None = None) -> None:
         self._recipe = recipe
         self._settings = recipe.loss
         self._kl_coef = kl_coef
-        self._own_loss = own_loss
+        self._user_loss = user_loss
 
     def __call__(
         self, log_probs: Tensor, entropy: Tensor, columns: Mapping[str, Tensor], totals: Totals
@@ -125,8 +125,8 @@ class PolicyLoss:
     def _per_token(self, log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, ClipStats]:
         """The loss of each token, of the kind that the recipe names."""
         settings = self._settings
-        if self._own_loss is not None:
-            per_token = own_loss_of(self._own_loss, log_probs, old, advantages, mask)
+        if self._user_loss is not None:
+            per_token = user_loss_of(self._user_loss, log_probs, old, advantages, mask)
             nowhere = torch.zeros_like(mask, dtype=torch.bool)
             return per_token, ClipStats(
                 ratio=(log_probs - old).detach().exp(), is_clipped=nowhere, is_dual_clipped=nowhere
@@ -152,7 +152,7 @@ class PolicyLoss:
         )
 
 
-def own_loss_of(loss: OwnLoss, log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+def user_loss_of(loss: UserLoss, log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """A program's own loss of each token, ``[samples, tokens]`` as all arguments.
 
     Raises:

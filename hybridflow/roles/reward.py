@@ -12,6 +12,7 @@ from hybridflow.config.rewards import REWARD_POLICY
 from hybridflow.config.rewards import RewardConfig as Settings
 from hybridflow.data.prompts import Example
 from hybridflow.dataflow.batch import Batch
+from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
@@ -39,22 +40,19 @@ METRICS = {
 """Role -> what is told of its calls."""
 
 
-class Reward:
+class Reward(Role):
     """Scores responses on its mesh, one data-parallel replica a rank, so that each sample is scored once.
 
     Args:
         job: The job; a function or object that it has for the role comes before what the recipe names.
         role: ``reward``, or ``cost``: which section of the recipe it is, and which mesh.
 
-    Attributes:
-        metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
-
     Raises:
         ConfigError: What scores cannot be found or made.
     """
 
     def __init__(self, job: Job, role: str = "reward") -> None:
-        self.metrics: dict[str, float] = {}
+        super().__init__()
         self._job = job
         self._role = role
         self._totals = Counts()
@@ -69,6 +67,11 @@ class Reward:
             sharing = sum(rank // mesh.ranks_per_node == node for rank in mesh.ranks)
             self._scorer = Scorer(make_kind(settings, role, given, sharing=sharing), settings, role)
 
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {"score": self.score, "score_validation": self.score_validation}
+
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``scores``, or ``costs``, of responses to training problems; NaN of those that are to be left out.
 
@@ -82,7 +85,7 @@ class Reward:
             self._report(self._scorer.counts)
         return Batch(batch.ids, {SCORES[self._role]: scores})
 
-    def judge(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+    def score_validation(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Measure ``validation/accuracy``: the mean score of greedy responses to held-out problems; and pass@k.
 
         Collective: the reward's mesh.
@@ -105,7 +108,7 @@ class Reward:
     def _scores(self, batch: Batch, example_of: Callable[[int], Example]) -> torch.Tensor:
         if self._scorer is None:
             return batch.columns["environment_rewards"]
-        draws = batch.columns["draws"].tolist()
+        prompt_indices = batch.columns["prompt_indices"].tolist()
         prompt_lengths = batch.columns["prompt_lengths"].tolist()
         responses = [
             sequence[length:] for sequence, length in zip(column_rows(batch, "tokens"), prompt_lengths, strict=True)
@@ -114,7 +117,8 @@ class Reward:
             masks = column_rows(batch, "response_mask")
             responses = [_last_turn(*each) for each in zip(responses, masks, strict=True)]
         samples = [
-            self._sample(example_of(draw), response.tolist()) for response, draw in zip(responses, draws, strict=True)
+            self._sample(example_of(prompt_index), response.tolist())
+            for response, prompt_index in zip(responses, prompt_indices, strict=True)
         ]
         scores = torch.tensor(self._scorer.scores(samples), dtype=torch.float32)
         counts = self._scorer.counts

@@ -55,7 +55,7 @@ class Prediction:
     logits: list[Tensor] | None
 
 
-class DrivenActor(Actor):
+class SteppedActor(Actor):
     """An actor whose rows come from a program, the same on all ranks, and are dealt to the replicas in turn.
 
     Its mesh has all ranks of the job.
@@ -68,7 +68,7 @@ class DrivenActor(Actor):
         self._has_gradients = False
         place = self.model.mesh.coordinate(job.world.rank)
         self._dp = place.dp
-        self._tells = place.tp == 0 and self.model.is_holder
+        self._tells = place.tp == 0 and self.model.is_output_rank
         self._everyone = job.world.group(self.model.mesh.ranks)
 
     @property

@@ -3,7 +3,7 @@
     <folder>/segments/step-000001-000010-rank-00003.h5     renamed into place when it is whole, never changed
     <folder>/all.h5                                        virtual datasets over all segments, by relative names
 
-Datasets of one number for each sample: ``step``, ``draw``, ``index``, ``finish`` (its place in ``FINISHES``),
+Datasets of one number for each sample: ``step``, ``prompt_index``, ``index``, ``finish`` (its place in ``FINISHES``),
 ``prompt_length``, ``response_length``, ``score`` (NaN where it is not known); and of all samples one behind the other:
 ``prompt_tokens``, ``response_tokens``, ``log_probs``, ``sampled_log_probs``, ``versions``. Where a segment is missing,
 h5py gives -1, or NaN.
@@ -29,7 +29,7 @@ _SEGMENTS = "segments"
 _NAME = re.compile(r"step-(\d{6,})-(\d{6,})-rank-(\d{5,})\.h5")
 _DTYPES = {
     "step": np.int64,
-    "draw": np.int64,
+    "prompt_index": np.int64,
     "index": np.int64,
     "finish": np.int8,
     "prompt_length": np.int64,
@@ -44,7 +44,7 @@ _DTYPES = {
 
 
 Key = tuple[int, int, int]
-"""Step, draw, index."""
+"""Step, prompt index, index."""
 
 
 class SegmentName(NamedTuple):
@@ -89,23 +89,23 @@ def write_segment(
         name: Of the segment.
         rows: Samples and their steps; without any nothing is written.
         prompts: Draw -> the prompt's tokens.
-        scores: Step, draw, index -> score, of samples of which it is known.
+        scores: Step, prompt index, index -> score, of samples of which it is known.
 
     Raises:
         WriteError: The file system refuses.
     """
-    rows = sorted(rows, key=lambda row: (row[0], row[1].draw, row[1].index))
+    rows = sorted(rows, key=lambda row: (row[0], row[1].prompt_index, row[1].index))
     if not rows:
         return
-    asked = [prompts[each.draw] for _, each in rows]
+    asked = [prompts[each.prompt_index] for _, each in rows]
     arrays = {
         "step": [step for step, _ in rows],
-        "draw": [each.draw for _, each in rows],
+        "prompt_index": [each.prompt_index for _, each in rows],
         "index": [each.index for _, each in rows],
         "finish": [FINISHES.index(each.finish) for _, each in rows],
         "prompt_length": [len(prompt) for prompt in asked],
         "response_length": [len(each.tokens) for _, each in rows],
-        "score": [scores.get((step, each.draw, each.index), math.nan) for step, each in rows],
+        "score": [scores.get((step, each.prompt_index, each.index), math.nan) for step, each in rows],
         "prompt_tokens": [token for prompt in asked for token in prompt],
         "response_tokens": np.concatenate([each.tokens for _, each in rows]),
         "log_probs": np.concatenate([each.log_probs for _, each in rows]),
@@ -125,7 +125,7 @@ class Archived(NamedTuple):
 
     Attributes:
         step: Training step that it was sampled for.
-        draw: Number of its prompt in the data order.
+        prompt_index: Number of its prompt in the data order.
         index: Its number among those of its prompt.
         finish: Why it ended.
         score: NaN where it is not known.
@@ -137,7 +137,7 @@ class Archived(NamedTuple):
     """
 
     step: int
-    draw: int
+    prompt_index: int
     index: int
     finish: str
     score: float
@@ -161,7 +161,7 @@ def read_segment(folder: Path, name: SegmentName) -> Iterator[Archived]:
             slice(starts[part][row], starts[part][row] + arrays[f"{part}_length"][row]) for part in starts
         )
         yield Archived(
-            *(int(arrays[each][row]) for each in ("step", "draw", "index")),
+            *(int(arrays[each][row]) for each in ("step", "prompt_index", "index")),
             finish=FINISHES[arrays["finish"][row]],
             score=float(arrays["score"][row]),
             prompt=arrays["prompt_tokens"][prompt].tolist(),

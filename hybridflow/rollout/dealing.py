@@ -1,6 +1,6 @@
 """Which replica generates what: each is dealt a first share, and takes of the rest when it has room.
 
-A sample is the same whoever generates it: its noise depends on its draw and index alone.
+A sample is the same whoever generates it: its noise depends on its prompt index and index alone.
 """
 
 from __future__ import annotations

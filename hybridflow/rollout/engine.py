@@ -143,7 +143,7 @@ class MegatronEngine:
         session = self.open(expected, purpose)
         for request in expected:
             if reason := self.refusal(request):
-                raise DataError(f"prompt of draw {request.draw}: {reason}")
+                raise DataError(f"prompt {request.prompt_index}: {reason}")
         session.add(requests)
         done: list[tuple[Request, Response]] = []
         num_told = 0
@@ -315,7 +315,7 @@ class Session:
         self._requests: dict[int, Request] = {}
         self._ready: list[tuple[Request, Response]] = []
         self.num_steps = self._next_look = self._num_added = self._num_prompt = 0
-        self._last_draw: int | None = None
+        self._last_prompt_index: int | None = None
         self._num_changes = engine.num_changes
         self._watches: dict[int, Watch] = {}
         self._clocks: dict[int, _Clock] = {}
@@ -375,9 +375,9 @@ class Session:
                 self._watches[number] = self._watch(request)
             self._num_prompt += len(request.prompt)
             # Samples of one prompt, which come one after the other, stay together: one computes it, the others wait.
-            if request.draw != self._last_draw:
+            if request.prompt_index != self._last_prompt_index:
                 self._lane = min(self._lanes, key=lambda lane: lane.scheduler.num_open)
-            self._last_draw = request.draw
+            self._last_prompt_index = request.prompt_index
             self._lane.scheduler.add([_job(number, request)])
 
     @torch.inference_mode()
@@ -496,7 +496,7 @@ class Session:
         request = self._requests[number]
         lane.records.seat(slot, number, request)
         seed = self._engine.seed if request.params.seed is None else request.params.seed
-        key = sequence_key(seed, self._purpose, request.draw, request.index)
+        key = sequence_key(seed, self._purpose, request.prompt_index, request.index)
         lane.sampler.seat(slot, request.params, key, len(request.prompt))
         lane.is_watched[slot] = request.params.has_texts
         lane.num_prompt[slot] = len(request.prompt)

@@ -152,7 +152,7 @@ class Environments:
         session = engine.open(requests, purpose)
         for request in requests:
             if reason := engine.refusal(request):
-                raise DataError(f"prompt of draw {request.draw}: {reason}")
+                raise DataError(f"prompt {request.prompt_index}: {reason}")
         for number, example in enumerate(examples):
             self._begin(number, talks[number], example)
         # Of the conversations that are going on, some wait for their environment; others, by request, for the policy.

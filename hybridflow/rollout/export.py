@@ -83,10 +83,10 @@ class Export:
     def _pairs(self, samples: Iterable[Archived]) -> Iterator[Row]:
         groups: dict[tuple[int, int], tuple[Archived, Archived]] = {}
         for sample in samples:
-            worst, best = groups.get((sample.step, sample.draw), (sample, sample))
+            worst, best = groups.get((sample.step, sample.prompt_index), (sample, sample))
             worst = sample if sample.score < worst.score else worst
             best = sample if sample.score > best.score else best
-            groups[sample.step, sample.draw] = worst, best
+            groups[sample.step, sample.prompt_index] = worst, best
         for worst, best in groups.values():
             chosen, rejected = self._text(best), self._text(worst)
             if best.score == worst.score or chosen == rejected:
@@ -111,8 +111,8 @@ class Export:
         begin = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
         if begin + self._tokenizer.encode(text) != sample.prompt:
             raise DataError(
-                f"step {sample.step}, draw {sample.draw}: the prompt {text!r:.60} would be read as other tokens than "
-                "were answered, as of a chat template, whose marks no text has; take the tokens from --json"
+                f"step {sample.step}, prompt {sample.prompt_index}: the prompt {text!r:.60} would be read as other "
+                "tokens than were answered, as of a chat template, whose marks no text has; take the tokens from --json"
             )
         return text
 
@@ -122,7 +122,7 @@ class Export:
 
 def _origin(sample: Archived) -> Row:
     """Where a row comes from; training does not read it."""
-    return {"score": sample.score, "step": sample.step, "draw": sample.draw, "index": sample.index}
+    return {"score": sample.score, "step": sample.step, "prompt_index": sample.prompt_index, "index": sample.index}
 
 
 def as_lines(rows: Iterable[Row]) -> Iterator[bytes]:

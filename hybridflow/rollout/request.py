@@ -161,14 +161,14 @@ class Request:
     Attributes:
         prompt: Token ids, ``[tokens]`` int64, at least one.
         params: How to sample it.
-        draw: Serial number of the prompt in the data order.
+        prompt_index: Serial number of the prompt in the data order.
         index: Number of this sample among those of its prompt.
         begun: What was sampled of it before, to go on from; None: nothing.
     """
 
     prompt: Tensor
     params: SamplingParams
-    draw: int
+    prompt_index: int
     index: int = 0
     begun: Response | None = None
 

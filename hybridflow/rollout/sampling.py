@@ -1,9 +1,9 @@
 """Choosing the next token from vocabulary-parallel logits, the same in every layout.
 
-Noise is counter-based: a hash of (seed, purpose, draw, sample index, position, vocabulary id), so no generator has a
-state to keep, and a tensor-parallel rank makes the noise of its own columns alone. The token is the argmax of logits
-plus Gumbel noise, which samples from the softmax (Gumbel-max, see arXiv 1611.00712); only each rank's best candidate
-crosses the group.
+Noise is counter-based: a hash of (seed, purpose, prompt index, sample index, position, vocabulary id), so no generator
+has a state to keep, and a tensor-parallel rank makes the noise of its own columns alone. The token is the argmax of
+logits plus Gumbel noise, which samples from the softmax (Gumbel-max, see arXiv 1611.00712); only each rank's best
+candidate crosses the group.
 
 Rows whose requests ask for nothing but a temperature, or for the likeliest token, are done in one go over all rows. The
 others are then gone over again, alone: each rank edits and cuts its own columns of them. What is known of each slot is
@@ -45,17 +45,17 @@ _WORD = (1 << 64) - 1
 _BELOW_ONE = 1.0 - 2.0**-24
 
 
-def sequence_key(seed: int, purpose: str, draw: int, index: int) -> int:
+def sequence_key(seed: int, purpose: str, prompt_index: int, index: int) -> int:
     """The 64-bit key of a sequence's noise.
 
     Args:
         seed: The run's seed.
         purpose: What the sample is for, a key of ``PURPOSES``.
-        draw: Serial number of the prompt in the data order.
+        prompt_index: Serial number of the prompt in the data order.
         index: Number of the sample among those of its prompt.
     """
     key = seed * _GOLDEN + PURPOSES[purpose]
-    for part in (draw, index):
+    for part in (prompt_index, index):
         key = _mix_integer(_mix_integer(key) + part)
     return _signed(key)
 
@@ -197,8 +197,8 @@ class Sampler:
         """Forbid what would complete a bad text, and sample such rows again, with the noise they had. Collective: tp.
 
         The best of what is left, with the same noise, is a sample of what is left (Plackett-Luce), so that without cuts
-        this samples exactly from the tokens that complete none. Each try is a draw of its own, cuts included; the
-        log-probability is that of the last.
+        this samples exactly from the tokens that complete none. Each try is a prompt index of its own, cuts included;
+        the log-probability is that of the last.
         """
         forbidden: list[tuple[int, int]] = []
         asked = np.flatnonzero(rows.values["has_bad_texts"])

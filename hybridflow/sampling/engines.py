@@ -14,7 +14,7 @@ from hybridflow.models.weights import local_shards
 from hybridflow.placement.job import Job
 from hybridflow.placement.peft import described
 from hybridflow.placement.placed_model import PlacedModel
-from hybridflow.placement.user_model import OwnModel
+from hybridflow.placement.user_model import UserModel
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec
 from hybridflow.rollout.budget import cache_bytes
 from hybridflow.rollout.engine import MegatronEngine
@@ -22,7 +22,7 @@ from hybridflow.rollout.engines.hf_weights import hf_weights
 from hybridflow.rollout.engines.http_engine import HttpEngine
 from hybridflow.rollout.engines.openai import OpenAi, find_model
 from hybridflow.rollout.engines.tgi import Tgi
-from hybridflow.rollout.engines.user_engine import OwnEngine
+from hybridflow.rollout.engines.user_engine import UserEngine
 from hybridflow.rollout.engines.wire import Lines, token_of
 
 
@@ -80,7 +80,7 @@ class _Whole(Mapping[str, Tensor]):
         return len(self._shards)
 
 
-def our_engine(job: Job, model: PlacedModel) -> MegatronEngine:
+def make_megatron_engine(job: Job, model: PlacedModel) -> MegatronEngine:
     """Generates with the weights being trained."""
     return MegatronEngine(
         model.transformer,
@@ -94,9 +94,9 @@ def our_engine(job: Job, model: PlacedModel) -> MegatronEngine:
     )
 
 
-def own_engine(job: Job, model: OwnModel) -> OwnEngine:
+def make_user_engine(job: Job, model: UserModel) -> UserEngine:
     """Generates with a user's own module, which is being trained."""
-    return OwnEngine(
+    return UserEngine(
         model.module,
         model.groups.tp,
         vocab_size=job.vocab_size,
@@ -107,7 +107,7 @@ def own_engine(job: Job, model: OwnModel) -> OwnEngine:
     )
 
 
-def server_engine(
+def make_server_engine(
     settings: SamplingEngineConfig, *, tokenizer: Tokenizer, seed: int, vocab_size: int | None
 ) -> HttpEngine:
     """Generates with the servers that a recipe names.
@@ -122,7 +122,7 @@ def server_engine(
         ConfigError: The token's environment variable is not set.
         EngineError: The servers do not answer, or have no such model.
     """
-    lines = Lines(settings.urls, token_of(settings.auth_env), settings.connect_timeout_s)
+    lines = Lines(settings.urls, token_of(settings.auth_env))
     api: OpenAi | Tgi
     if settings.kind == "tgi":
         api = Tgi(tokenizer)

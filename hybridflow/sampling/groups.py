@@ -14,13 +14,14 @@ import torch
 
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover
+from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.dataflow.schedule import Move
 from hybridflow.errors import DataError
 from hybridflow.placement.job import Job
 from hybridflow.sampling.shaping import shaped
 
 Turn = dict[str, Any]
-"""One rollout of a step: ``number`` from 1, ``first_draw``, ``num_prompts``, ``is_greedy``."""
+"""One rollout of a step: ``number`` from 1, ``first_prompt_index``, ``num_prompts``, ``is_greedy``."""
 
 Scores = list[tuple[int, float]]
 """Draw and score of each sample of a rollout."""
@@ -29,38 +30,42 @@ Share = Callable[[Scores], list[Scores] | None]
 """Gathers what every rank passes over all ranks of the job; None: they leave the step. Collective: all ranks."""
 
 
-class Groups(ABC):
+class Groups(Role, ABC):
     """Keeps rollouts of a step on the rollout mesh, and takes the batch from them. Made on all ranks of the job.
 
     Attributes:
-        metrics: What the last step measured, equal on all ranks; emptied by the trainer.
-        scores: Draw, index and score of every sample that was scored since they were taken, those that are not learned
-            from too; on one rank of each replica, where samples are archived.
-        next_draw: Where the prompts of the next step begin in the data order, once a step's rollouts are done.
+        scores: Prompt index, index and score of every sample that was scored since they were taken, those that are not
+            learned from too; on one rank of each replica, where samples are archived.
+        next_prompt_index: Where the prompts of the next step begin in the data order, once a step's rollouts are done.
     """
 
     def __init__(self, job: Job) -> None:
-        self.metrics: dict[str, float] = {}
+        super().__init__()
         self.scores: list[tuple[int, int, float]] = []
-        self.next_draw = 0
+        self.next_prompt_index = 0
         self._job = job
         self._mesh = job.meshes["actor.rollout"]
         self._rollouts: list[Batch] = []
-        self._draws: list[int] = []
+        self._prompt_indices: list[int] = []
+
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {"keep": self.keep, "take": self.take}
 
     @property
     def num_samples(self) -> int:
         """Samples of the step's batch, once its rollouts are done."""
-        return len(self._draws) * self._job.recipe.rollout.group_size
+        return len(self._prompt_indices) * self._job.recipe.rollout.group_size
 
     @abstractmethod
-    def turns(self, first_draw: int, num_prompts: int, share: Share) -> Iterator[Turn]:
+    def turns(self, first_prompt_index: int, num_prompts: int, share: Share) -> Iterator[Turn]:
         """The rollouts of one step, each to be kept before the next is asked for; the same on every rank.
 
         Collective: all ranks of the job, through ``share``.
 
         Args:
-            first_draw: Its first prompt in the data order.
+            first_prompt_index: Its first prompt in the data order.
             num_prompts: Groups of a batch.
             share: Gathers scores.
         """
@@ -69,26 +74,35 @@ class Groups(ABC):
         """Take in a rollout with its ``scores``."""
         if self._job.recipe.rollout.archive and self._is_telling:
             size = self._job.recipe.rollout.group_size
-            draws, scores = batch.columns["draws"].tolist(), batch.columns["scores"].tolist()
+            prompt_indices, scores = batch.columns["prompt_indices"].tolist(), batch.columns["scores"].tolist()
             # A greedy response stands behind its group.
-            indices = [number - draw * size for number, draw in zip(batch.ids.tolist(), draws, strict=True)]
-            self.scores += zip(draws, indices, scores, strict=True)
+            indices = [
+                number - prompt_index * size
+                for number, prompt_index in zip(batch.ids.tolist(), prompt_indices, strict=True)
+            ]
+            self.scores += zip(prompt_indices, indices, scores, strict=True)
         self._rollouts.append(self._kept(batch, decided))
 
     def take(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """The step's batch: a source. Whole groups are dealt to the replicas in turn. Collective: the rollout mesh."""
         own = Batch.concat([self._finished(each) for each in self._rollouts])
-        draws = own.columns["draws"]
-        assert isinstance(draws, torch.Tensor), "draws is a dense column"
-        own = own.select(torch.isin(draws, torch.tensor(self._draws, dtype=torch.int64)).nonzero()[:, 0])
+        prompt_indices = own.columns["prompt_indices"]
+        assert isinstance(prompt_indices, torch.Tensor), "prompt_indices is a dense column"
+        own = own.select(
+            torch.isin(prompt_indices, torch.tensor(self._prompt_indices, dtype=torch.int64)).nonzero()[:, 0]
+        )
         self._rollouts = []
         if self._mesh.layout.dp == 1:
             return own
         place = self._mesh.coordinate(self._job.world.rank).dp
         size = self._job.recipe.rollout.group_size
-        home = [draw * size + index for draw in self._draws[place :: self._mesh.layout.dp] for index in range(size)]
+        home = [
+            prompt_index * size + index
+            for prompt_index in self._prompt_indices[place :: self._mesh.layout.dp]
+            for index in range(size)
+        ]
         names = tuple(own.columns)
-        mover = Mover(self._job.world, self._job.meshes, chunk=max(1, len(self._draws) * size))
+        mover = Mover(self._job.world, self._job.meshes, chunk=max(1, len(self._prompt_indices) * size))
         move = Move(columns=names, source=self._mesh.name, destination=self._mesh.name)
         moved = mover.move(move, own, Batch(torch.tensor(home, dtype=torch.int64), {}))
         assert moved is not None, "called outside the rollout mesh"
@@ -106,10 +120,10 @@ class Groups(ABC):
     def _is_telling(self) -> bool:
         """Whether this rank tells of its replica's samples."""
         rank = self._job.world.rank
-        return rank in self._mesh and self._mesh.holders(self._mesh.coordinate(rank).dp)[0] == rank
+        return rank in self._mesh and self._mesh.output_ranks(self._mesh.coordinate(rank).dp)[0] == rank
 
     def _begin(self) -> None:
-        self._rollouts, self._draws = [], []
+        self._rollouts, self._prompt_indices = [], []
 
     def _own_scores(self) -> Scores:
         """Of the last rollout, on one rank of each replica, but for samples that have none.
@@ -119,8 +133,8 @@ class Groups(ABC):
         if not self._is_telling:
             return []
         columns = self._rollouts[-1].columns
-        scored = zip(columns["draws"].tolist(), columns["scores"].double().tolist(), strict=True)
-        return [(draw, score) for draw, score in scored if not math.isnan(score)]
+        scored = zip(columns["prompt_indices"].tolist(), columns["scores"].double().tolist(), strict=True)
+        return [(prompt_index, score) for prompt_index, score in scored if not math.isnan(score)]
 
 
 class InformativeGroups(Groups):
@@ -132,7 +146,7 @@ class InformativeGroups(Groups):
     Paper: arXiv 2503.14476.
     """
 
-    def turns(self, first_draw: int, num_prompts: int, share: Share) -> Iterator[Turn]:
+    def turns(self, first_prompt_index: int, num_prompts: int, share: Share) -> Iterator[Turn]:
         """See ``Groups.turns``.
 
         Raises:
@@ -141,27 +155,35 @@ class InformativeGroups(Groups):
         self._begin()
         settings = self._job.recipe.dynamic_sampling
         kept: list[int] = []
-        draw, number = first_draw, 0
+        prompt_index, number = first_prompt_index, 0
         while len(kept) < num_prompts and number < settings.max_tries:
             number += 1
             # As many as will do if the prompts to come are like those before, and a whole batch at most.
-            expected = math.ceil((num_prompts - len(kept)) * (draw - first_draw) / len(kept)) if kept else num_prompts
+            expected = (
+                math.ceil((num_prompts - len(kept)) * (prompt_index - first_prompt_index) / len(kept))
+                if kept
+                else num_prompts
+            )
             count = min(num_prompts, expected)
-            yield {"number": number, "first_draw": draw, "num_prompts": count, "is_greedy": False}
+            yield {"number": number, "first_prompt_index": prompt_index, "num_prompts": count, "is_greedy": False}
             shares = share(self._own_scores())
             if shares is None:
                 return
-            draw += count
+            prompt_index += count
             kept += _informative(shares)
-        self.metrics |= {"groups/tries": float(number), "groups/kept_share": len(kept) / (draw - first_draw)}
+        self.metrics |= {
+            "groups/tries": float(number),
+            "groups/kept_share": len(kept) / (prompt_index - first_prompt_index),
+        }
         if not kept or (len(kept) < num_prompts and settings.when_short == "error"):
             raise DataError(
-                f"after {number} rollouts the scores differ within {len(kept)} of {draw - first_draw} groups, "
-                f"{num_prompts} are wanted; raise dynamic_sampling.max_tries, choose problems that are neither too "
-                "easy nor too hard" + (", or set dynamic_sampling.when_short=train" if kept else "")
+                f"after {number} rollouts the scores differ within {len(kept)} of "
+                f"{prompt_index - first_prompt_index} groups, {num_prompts} are wanted; raise "
+                "dynamic_sampling.max_tries, choose problems that are neither too easy nor too hard"
+                + (", or set dynamic_sampling.when_short=train" if kept else "")
             )
-        self._draws = kept[:num_prompts]
-        self.next_draw = draw if len(kept) < num_prompts else self._draws[-1] + 1
+        self._prompt_indices = kept[:num_prompts]
+        self.next_prompt_index = prompt_index if len(kept) < num_prompts else self._prompt_indices[-1] + 1
 
 
 class GreedyBaselines(Groups):
@@ -174,20 +196,20 @@ class GreedyBaselines(Groups):
         super().__init__(job)
         self._baselines: dict[int, float] = {}
 
-    def turns(self, first_draw: int, num_prompts: int, share: Share) -> Iterator[Turn]:
+    def turns(self, first_prompt_index: int, num_prompts: int, share: Share) -> Iterator[Turn]:
         """See ``Groups.turns``."""
         self._begin()
-        about = {"first_draw": first_draw, "num_prompts": num_prompts}
+        about = {"first_prompt_index": first_prompt_index, "num_prompts": num_prompts}
         yield {"number": 1, **about, "is_greedy": True}
         shares = share(self._own_scores())
         if shares is None:
             return
-        self._baselines = {draw: score for each in shares for draw, score in each}
+        self._baselines = {prompt_index: score for each in shares for prompt_index, score in each}
         # Greedy responses are not learned from.
         self._rollouts = []
         yield {"number": 2, **about, "is_greedy": False}
-        self._draws = list(range(first_draw, first_draw + num_prompts))
-        self.next_draw = first_draw + num_prompts
+        self._prompt_indices = list(range(first_prompt_index, first_prompt_index + num_prompts))
+        self.next_prompt_index = first_prompt_index + num_prompts
 
     def _kept(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """A baseline is shaped like the scores that it is compared with."""
@@ -198,7 +220,9 @@ class GreedyBaselines(Groups):
 
     def _finished(self, rollout: Batch) -> Batch:
         # Of a step that is left there may be none; of a greedy response that has no score neither.
-        baselines = [self._baselines.get(draw, math.nan) for draw in rollout.columns["draws"].tolist()]
+        baselines = [
+            self._baselines.get(prompt_index, math.nan) for prompt_index in rollout.columns["prompt_indices"].tolist()
+        ]
         return rollout.with_columns({"baselines": torch.tensor(baselines, dtype=torch.float32)})
 
 
@@ -210,9 +234,9 @@ def make_groups(job: Job) -> Groups | None:
 
 
 def _informative(shares: list[Scores]) -> list[int]:
-    """Draws of the groups whose scores are not all equal, in order; a group may be in several shares."""
+    """Prompt indices of the groups whose scores are not all equal, in order; a group may be in several shares."""
     scores: dict[int, set[float]] = {}
     for share in shares:
-        for draw, score in share:
-            scores.setdefault(draw, set()).add(score)
-    return sorted(draw for draw, found in scores.items() if len(found) > 1)
+        for prompt_index, score in share:
+            scores.setdefault(prompt_index, set()).add(score)
+    return sorted(prompt_index for prompt_index, found in scores.items() if len(found) > 1)

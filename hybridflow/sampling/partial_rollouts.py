@@ -14,14 +14,14 @@ Key = tuple[int, int]
 Pairs = list[tuple[Request, Response]]
 
 
-class CarryOver:
+class PartialRollouts:
     """What a replica has of the next step's responses; the same on all its ranks."""
 
     def __init__(self) -> None:
         self._begun: dict[Key, Response] = {}
 
     def take(self) -> Mapping[Key, Response]:
-        """What there is of the step that begins, by draw and index, done or paused; nothing is kept any more."""
+        """Return, and forget, what there is of the step that begins, by prompt index and index, done or paused."""
         begun, self._begun = self._begun, {}
         return begun
 
@@ -98,4 +98,4 @@ class _UntilDone:
 
 
 def _key(request: Request) -> Key:
-    return request.draw, request.index
+    return request.prompt_index, request.index

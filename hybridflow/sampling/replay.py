@@ -37,24 +37,24 @@ class Replay:
             )
 
     def find(self, requests: Sequence[Request]) -> dict[tuple[int, int], Response]:
-        """A response to each request, by draw and index. Draws before theirs are forgotten.
+        """A response to each request, by prompt index and index. Prompt indices before theirs are forgotten.
 
         Raises:
             DataError: One is not there, was sampled for another prompt, or is longer than it may be.
             CheckpointError: The archive is damaged.
         """
-        found = {(ask.draw, ask.index): ask for ask in requests}
+        found = {(ask.prompt_index, ask.index): ask for ask in requests}
         while self._unread and not found.keys() <= self._known.keys():
             samples = read_segment(self._folder, self._unread.popleft())
-            self._known |= {(each.draw, each.index): each for each in samples}
+            self._known |= {(each.prompt_index, each.index): each for each in samples}
         responses = {key: self._response(ask) for key, ask in found.items()}
-        first = min((draw for draw, _ in found), default=0)
+        first = min((prompt_index for prompt_index, _ in found), default=0)
         self._known = {key: sample for key, sample in self._known.items() if key[0] >= first}
         return responses
 
     def _response(self, ask: Request) -> Response:
-        place = f"rollout.replay={self._run_dir}: draw {ask.draw}, sample {ask.index}"
-        sample = self._known.get((ask.draw, ask.index))
+        place = f"rollout.replay={self._run_dir}: prompt {ask.prompt_index}, sample {ask.index}"
+        sample = self._known.get((ask.prompt_index, ask.index))
         if sample is None:
             raise DataError(
                 f"{place}: is not in the archive; train for no more steps than that run made, on batches and groups no "

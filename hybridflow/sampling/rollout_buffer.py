@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hybridflow.dataflow.batch import Batch
+from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.errors import DataError
 from hybridflow.placement.job import Job
 from hybridflow.rollout.buffer import AsyncRolloutBuffer
@@ -23,24 +24,25 @@ class _Waiting(NamedTuple):
     batch: Batch | None
 
 
-class RolloutBuffer:
-    """Keeps batches until their step comes, and sees to it that their weights are not too old then.
-
-    Attributes:
-        metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
-    """
+class RolloutBuffer(Role):
+    """Keeps batches until their step comes, and sees to it that their weights are not too old then."""
 
     def __init__(self, job: Job) -> None:
-        self.metrics: dict[str, float] = {}
+        super().__init__()
         self._job = job
         self._mesh = job.meshes["actor.rollout"]
         self._bound = job.recipe.staleness_bound
         self._buffer = AsyncRolloutBuffer(max_buffers=job.recipe.trainer.max_staleness + 1)
 
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {"put": self.put, "take": self.take}
+
     def put(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Keep the samples of a step that is still to come."""
-        is_holder = self._job.world.rank in self._mesh.holders(self._mesh.coordinate(self._job.world.rank).dp)
-        self._buffer.put(_Waiting(asked(decided)["step"], batch if is_holder else None))
+        is_output_rank = self._job.world.rank in self._mesh.output_ranks(self._mesh.coordinate(self._job.world.rank).dp)
+        self._buffer.put(_Waiting(asked(decided)["step"], batch if is_output_rank else None))
 
     def take(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """The samples of this step. A source of all columns that ``put`` was given.
@@ -73,7 +75,7 @@ def measure_staleness(job: Job, behind: list[int]) -> dict[str, float]:
     shares = job.world.coordinator(mesh.ranks).gather(behind, "versions of the weights")
     # A replica may have several holders, with the same samples each.
     by_rank = dict(zip(mesh.ranks, shares, strict=True))
-    told = [number for dp in range(mesh.layout.dp) for number in by_rank[mesh.holders(dp)[0]]]
+    told = [number for dp in range(mesh.layout.dp) for number in by_rank[mesh.output_ranks(dp)[0]]]
     if not told:
         return {}
     return {"rollout/staleness_mean": sum(told) / len(told), "rollout/staleness_max": float(max(told))}
@@ -82,7 +84,7 @@ def measure_staleness(job: Job, behind: list[int]) -> dict[str, float]:
 def asked(decided: Mapping[str, Any]) -> dict[str, Any]:
     """What ``Rollouts.sample`` is to sample, whichever decision asks for it; several rollouts of one step differ."""
     found = {**next(decided[name] for name in ASKED_BY if name in decided), **decided.get("fill", {})}
-    keys = [key for key in ("step", "first_draw", "num_prompts", "version", "is_greedy") if key in found]
+    keys = [key for key in ("step", "first_prompt_index", "num_prompts", "version", "is_greedy") if key in found]
     # The step's own weights, if nothing else is said.
     return {"version": found["step"] - 1, **{key: found[key] for key in keys}}
 

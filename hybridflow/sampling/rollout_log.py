@@ -42,7 +42,7 @@ from hybridflow.rollout.request import FinishReason, Request, Response
 _FOLDER, _LOGS = "rollouts", "log"
 
 
-class KeptRollouts:
+class RolloutLog:
     """This rank's part of them. Made on all ranks, which is collective.
 
     Args:
@@ -82,11 +82,11 @@ class KeptRollouts:
         self._fingerprint = hashlib.sha256(" ".join([self._fingerprint, *told]).encode()).hexdigest()
 
     def add_scores(self, step: int, scores: Iterable[tuple[int, int, float]]) -> None:
-        """What samples of a step, by draw and index, are worth; for the archive."""
-        self._scores |= {(step, draw, index): score for draw, index, score in scores}
+        """What samples of a step, by prompt index and index, are worth; for the archive."""
+        self._scores |= {(step, prompt_index, index): score for prompt_index, index, score in scores}
 
     def find(self, step: int, requests: list[Request]) -> dict[tuple[int, int], Response]:
-        """Responses to some of the requests that an earlier start of the run has sampled, by draw and index.
+        """Responses to some of the requests that an earlier start of the run has sampled, by prompt index and index.
 
         Some may be paused: of those that are not there whole, the longest.
 
@@ -99,7 +99,7 @@ class KeptRollouts:
         replica = self._job.world.coordinator(mesh.group_of(self._rank, "tp", "pp"))
         found = [_to_text(each) for each in self._read(names, step, requests)] if replica.is_lead else None
         responses = map(_from_text, replica.decide("rollouts of earlier starts", found))
-        return {(each.draw, each.index): _response(each) for each in responses}
+        return {(each.prompt_index, each.index): _response(each) for each in responses}
 
     @contextlib.contextmanager
     def log(self, step: int) -> Iterator[LogWriter | None]:
@@ -108,7 +108,7 @@ class KeptRollouts:
         Of the ranks of a replica that know the log-probabilities one has a log, the first.
         """
         mesh = self._job.meshes["actor.rollout"]
-        if mesh.holders(mesh.coordinate(self._rank).dp)[0] != self._rank:
+        if mesh.output_ranks(mesh.coordinate(self._rank).dp)[0] != self._rank:
             yield None
             return
         name = LogName(step, self._start, self._rank, 1 + sum(each.step == step for each in self._written))
@@ -171,7 +171,7 @@ class KeptRollouts:
         return log is not None and log.header == self._header(1)
 
     def _read(self, names: list[LogName], step: int, requests: list[Request]) -> Iterable[Sampled]:
-        wanted = {(request.draw, request.index) for request in requests}
+        wanted = {(request.prompt_index, request.index) for request in requests}
         best: dict[tuple[int, int], Sampled] = {}
         for name in names:
             try:
@@ -182,7 +182,7 @@ class KeptRollouts:
             if log is None or log.header != self._header(step):
                 continue
             for each in log.responses:
-                key = each.draw, each.index
+                key = each.prompt_index, each.index
                 if key in wanted and (key not in best or _is_better(each, best[key])):
                     best[key] = each
         return best.values()
@@ -216,7 +216,7 @@ class KeptRollouts:
                 except OSError as error:
                     raise WriteError(f"{self._logs / str(name)}: cannot be archived: {error}") from error
                 rows += [] if log is None else [(name.step, each) for each in log.responses if each.is_whole]
-            prompts = {each.draw: self._job.train.prompt(each.draw) for _, each in rows}
+            prompts = {each.prompt_index: self._job.train.prompt(each.prompt_index) for _, each in rows}
             segment = archive.SegmentName(chosen[0].step, chosen[-1].step, rank)
             archive.write_segment(self._folder, segment, rows, prompts, self._scores)
 
@@ -242,7 +242,7 @@ def _not_removed(folder: Path, error: OSError) -> WriteError:
 def to_sampled(request: Request, response: Response) -> Sampled:
     """What a log keeps of a response."""
     return Sampled(
-        draw=request.draw,
+        prompt_index=request.prompt_index,
         index=request.index,
         tokens=response.tokens.int().numpy(),
         log_probs=response.log_probs.numpy(),

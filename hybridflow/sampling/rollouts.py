@@ -20,16 +20,16 @@ from hybridflow.errors import EngineError
 from hybridflow.models.flops import model_flops, sampling_flops
 from hybridflow.observe.work import add_work
 from hybridflow.placement.job import Job
-from hybridflow.placement.user_objects import own_of
+from hybridflow.placement.user_objects import user_class_of
 from hybridflow.rollout.dealing import Claims, Deal
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.http_engine import HttpEngine
 from hybridflow.rollout.environment import Conversation, Environments
 from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, SamplingParams, expand
-from hybridflow.sampling.partial_rollouts import CarryOver
+from hybridflow.sampling.partial_rollouts import PartialRollouts
 from hybridflow.sampling.replay import Replay
 from hybridflow.sampling.rollout_buffer import measure_staleness
-from hybridflow.sampling.rollout_log import KeptRollouts, to_sampled
+from hybridflow.sampling.rollout_log import RolloutLog, to_sampled
 from hybridflow.sampling.validation import validation_id
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Pairs = list[tuple[Request, Response]]
 IdOf = Callable[[Request], int]
 
-_COLUMNS = ("tokens", "prompt_lengths", "draws", "response_mask", "rollout_log_probs")
+_COLUMNS = ("tokens", "prompt_lengths", "prompt_indices", "response_mask", "rollout_log_probs")
 """What generating gives of each sample."""
 
 
@@ -61,33 +61,33 @@ class Rollouts:
     Args:
         job: The job.
         engine: What generates, with this rank.
-        is_holder: Whether this rank has the replica's samples when they are done.
+        is_output_rank: Whether this rank has the replica's samples when they are done.
 
     Attributes:
         metrics: What the last calls measured; taken and emptied by the actor.
-        told: Numbers of each sample that this rank tells of, see ``step_metrics.DISTRIBUTIONS``; taken alike.
+        sample_stats: Numbers of each sample that this rank tells of, see ``step_metrics.DISTRIBUTIONS``; taken alike.
         is_stopping: Whether ``sample`` is to end early, as a step that is left. Asked on all ranks of a replica at the
             same points, and answers the same on all of them. Collective: tp, pp.
         kept: What was sampled and is not yet part of a checkpoint; None: nothing is kept.
     """
 
-    def __init__(self, job: Job, engine: MegatronEngine | VllmEngine | HttpEngine, *, is_holder: bool) -> None:
+    def __init__(self, job: Job, engine: MegatronEngine | VllmEngine | HttpEngine, *, is_output_rank: bool) -> None:
         self.metrics: dict[str, float] = {}
-        self.told: dict[str, list[float]] = {}
+        self.sample_stats: dict[str, list[float]] = {}
         self.is_stopping: Callable[[], bool] = lambda: False
-        self.kept: KeptRollouts | None = None
+        self.log: RolloutLog | None = None
         self._job = job
         self._engine = engine
-        self._is_holder = is_holder
+        self._is_output_rank = is_output_rank
         self._has_versions = job.recipe.trainer.max_staleness > 0
         self._mesh = job.meshes["actor.rollout"]
         self._place = self._mesh.coordinate(job.world.rank)
-        self._is_telling = self._mesh.holders(self._place.dp)[0] == job.world.rank
+        self._is_telling = self._mesh.output_ranks(self._place.dp)[0] == job.world.rank
         model = job.model_of("actor.rollout")
         assert model.vocab_size is not None, "a job's models have a vocabulary"
         self._flops = model_flops(model, vocab_size=model.vocab_size)
         self._claims: Claims | None = None
-        self._carry_over = CarryOver()
+        self._carry_over = PartialRollouts()
         replayed = job.recipe.rollout.replay
         self._replay = None if replayed is None else Replay(Path(replayed))
         self._conversations: Environments | None = None
@@ -105,45 +105,45 @@ class Rollouts:
         self._engine.weights_changed()
 
     def sample(
-        self, *, step: int, first_draw: int, num_prompts: int, version: int, is_greedy: bool = False
+        self, *, step: int, first_prompt_index: int, num_prompts: int, version: int, is_greedy: bool = False
     ) -> Batch | None:
         """``group_size`` responses to each prompt; see ``Actor.sample``. Collective: rollout.
 
         Args:
             step: Training step that is to learn from them.
-            first_draw: Of the first prompt.
+            first_prompt_index: Of the first prompt.
             num_prompts: How many.
             version: Updates that the weights have had.
             is_greedy: One greedy response to each instead, with the index behind those of its group.
         """
-        groups = self._groups(first_draw, num_prompts, is_greedy=is_greedy)
+        groups = self._groups(first_prompt_index, num_prompts, is_greedy=is_greedy)
         self._engine.version = version
         if self._conversations is not None:
             return self._converse(self._conversations, groups, self._job.train.example)
         deal = self._deal(groups)
         following: list[Request] = []
-        if self._job.recipe.rollout.carry_over and step < self._job.recipe.trainer.steps:
-            following = self._share(self._groups(first_draw + num_prompts, num_prompts))
+        if self._job.recipe.rollout.partial_rollouts and step < self._job.recipe.trainer.steps:
+            following = self._share(self._groups(first_prompt_index + num_prompts, num_prompts))
         try:
             pairs = self._sample(step, deal, groups, following)
         except RolloutStopped:
             pairs = []
         self._check_known(pairs)
-        if self._job.recipe.rollout.carry_over and not self._has_versions:
+        if self._job.recipe.rollout.partial_rollouts and not self._has_versions:
             self.metrics |= measure_staleness(self._job, [version - oldest for oldest in self._oldest(pairs)])
         return self._as_batch(pairs, groups, deal, self._id_of)
 
-    def answer(self, count: int) -> Batch | None:
+    def sample_validation(self, count: int) -> Batch | None:
         """Responses to the first held-out problems; see ``Actor.answer``. Collective: rollout."""
         held_out, num_sampled = self._job.held_out, self._job.recipe.trainer.validation_samples
         greedy, sampled = self._sampling(greedy=True), self._sampling(greedy=False)
         groups = []
         for row in range(count):
-            first = Request(prompt=torch.tensor(held_out[row][1]), params=greedy, draw=row)
+            first = Request(prompt=torch.tensor(held_out[row][1]), params=greedy, prompt_index=row)
             groups.append([first, *expand(replace(first, params=sampled, index=1), num_sampled)])
         if self._conversations is not None:
             requests = self._share(groups)
-            examples = [held_out[ask.draw][0] for ask in requests]
+            examples = [held_out[ask.prompt_index][0] for ask in requests]
             assert isinstance(self._engine, MegatronEngine), "refused by the recipe"
             found = self._conversations.converse(self._engine, requests, examples, "validation")
             self._count([(ask, each.response) for ask, each in zip(requests, found, strict=True)])
@@ -153,15 +153,15 @@ class Rollouts:
         self._count(pairs)
         return self._as_batch(pairs, groups, deal, self._validation_id)
 
-    def _groups(self, first_draw: int, num_prompts: int, *, is_greedy: bool = False) -> list[list[Request]]:
+    def _groups(self, first_prompt_index: int, num_prompts: int, *, is_greedy: bool = False) -> list[list[Request]]:
         """What is asked of prompts that follow one another in the data order."""
         params, group_size = self._sampling(greedy=is_greedy), self._job.recipe.rollout.group_size
         index, number = (group_size, 1) if is_greedy else (0, group_size)
-        draws = range(first_draw, first_draw + num_prompts)
-        prompts = {draw: torch.tensor(self._job.train.prompt(draw)) for draw in draws}
+        prompt_indices = range(first_prompt_index, first_prompt_index + num_prompts)
+        prompts = {prompt_index: torch.tensor(self._job.train.prompt(prompt_index)) for prompt_index in prompt_indices}
         return [
-            expand(Request(prompt=prompt, params=params, draw=draw, index=index), number)
-            for draw, prompt in prompts.items()
+            expand(Request(prompt=prompt, params=params, prompt_index=prompt_index, index=index), number)
+            for prompt_index, prompt in prompts.items()
         ]
 
     def _sampling(self, *, greedy: bool) -> SamplingParams:
@@ -194,7 +194,7 @@ class Rollouts:
             return self._claims
 
         num_slots = self._job.recipe.rollout.max_concurrent
-        if not isinstance(self._engine, MegatronEngine) or self._job.recipe.rollout.carry_over:
+        if not isinstance(self._engine, MegatronEngine) or self._job.recipe.rollout.partial_rollouts:
             # Other engines are given all at once; and what is begun goes on where it was.
             num_slots = max(1, sum(map(len, groups)))
         return Deal(
@@ -219,7 +219,7 @@ class Rollouts:
 
     def _sample(self, step: int, deal: Deal, groups: list[list[Request]], following: list[Request]) -> Pairs:
         """A response to each request of this replica's; what is in a log is not generated again."""
-        expected, kept = _expected(deal, groups), self.kept
+        expected, kept = _expected(deal, groups), self.log
         carried = self._carry_over.take()
         found = {**({} if kept is None else kept.find(step, expected)), **carried}
         if self._replay is not None:
@@ -231,13 +231,13 @@ class Rollouts:
 
             def missing(requests: list[Request]) -> list[Request]:
                 nonlocal num_begun, num_done_early
-                pairs = [(ask, found.get((ask.draw, ask.index))) for ask in requests]
+                pairs = [(ask, found.get((ask.prompt_index, ask.index))) for ask in requests]
                 done = [(ask, got) for ask, got in pairs if got is not None and got.finish != "paused"]
                 if done:
                     # So that the log of this start has the whole step.
                     progress.finished(done)
                     again.extend(done)
-                num_done_early += sum((ask.draw, ask.index) in carried for ask, _ in done)
+                num_done_early += sum((ask.prompt_index, ask.index) in carried for ask, _ in done)
                 begun = [replace(ask, begun=got) for ask, got in pairs if got is None or got.finish == "paused"]
                 num_begun += sum(ask.begun is not None for ask in begun)
                 return begun
@@ -276,7 +276,7 @@ class Rollouts:
         So what is computed from them does not depend on who was quicker. Collective: the rollout mesh, if there was a
         choice.
         """
-        pairs = sorted(pairs, key=lambda pair: (pair[0].draw, pair[0].index))
+        pairs = sorted(pairs, key=lambda pair: (pair[0].prompt_index, pair[0].index))
         batch = self._columns(pairs, id_of)
         if not deal.has_queue:
             return batch
@@ -295,29 +295,30 @@ class Rollouts:
         unknown = [ask for ask, got in pairs if got.finish != "failed" and got.log_probs.isnan().any()]
         if unknown:
             raise EngineError(
-                f"draw {unknown[0].draw}: rollout.engine.kind={self._job.recipe.rollout.engine.kind} did not tell the "
-                "log-probability of a token that it sampled; train with a server that tells them all, such as vLLM's"
+                f"prompt {unknown[0].prompt_index}: rollout.engine.kind={self._job.recipe.rollout.engine.kind} did not "
+                "tell the log-probability of a token that it sampled; train with a server that tells "
+                "them all, such as vLLM's"
             )
 
     def _id_of(self, request: Request) -> int:
-        return request.draw * self._job.recipe.rollout.group_size + request.index
+        return request.prompt_index * self._job.recipe.rollout.group_size + request.index
 
     def _validation_id(self, request: Request) -> int:
-        return validation_id(self._job, request.draw, request.index)
+        return validation_id(self._job, request.prompt_index, request.index)
 
     def _columns(self, pairs: Pairs, id_of: IdOf) -> Batch | None:
-        if not self._is_holder:
+        if not self._is_output_rank:
             return None
         for ask, got in pairs:
             if got.finish == "failed":
-                raise EngineError(f"response {ask.index} to draw {ask.draw} failed: {got.error}")
+                raise EngineError(f"response {ask.index} to prompt {ask.prompt_index} failed: {got.error}")
         responses = [got for _, got in pairs]
         batch = Batch(
             torch.tensor([id_of(ask) for ask, _ in pairs], dtype=torch.int64),
             {
                 "tokens": Ragged.from_list([torch.cat([ask.prompt, got.tokens]) for ask, got in pairs], torch.int64),
                 "prompt_lengths": torch.tensor([len(ask.prompt) for ask, _ in pairs], dtype=torch.int64),
-                "draws": torch.tensor([ask.draw for ask, _ in pairs], dtype=torch.int64),
+                "prompt_indices": torch.tensor([ask.prompt_index for ask, _ in pairs], dtype=torch.int64),
                 "response_mask": Ragged.from_list([torch.ones(len(got.tokens)) for got in responses], torch.float32),
                 "rollout_log_probs": Ragged.from_list([got.log_probs for got in responses], torch.float32),
             },
@@ -335,7 +336,7 @@ class Rollouts:
     ) -> Batch | None:
         """As ``sample``, of conversations with the environment."""
         requests = self._share(groups)
-        examples = [example_of(ask.draw) for ask in requests]
+        examples = [example_of(ask.prompt_index) for ask in requests]
         assert isinstance(self._engine, MegatronEngine), "refused by the recipe"
         try:
             found = conversations.converse(self._engine, requests, examples, "rollout", self.is_stopping)
@@ -359,9 +360,9 @@ class Rollouts:
 
     def _count(self, pairs: Pairs) -> None:
         """Add this rank's share of what sampling has taken; not of servers, nor of a model that nobody described."""
-        if not isinstance(self._engine, HttpEngine) and own_of(self._job, "actor") is None:
+        if not isinstance(self._engine, HttpEngine) and user_class_of(self._job, "actor") is None:
             num_ranks = self._mesh.layout.tp * self._mesh.layout.pp
-            lengths = [(ask.draw, len(ask.prompt), len(got.tokens)) for ask, got in pairs]
+            lengths = [(ask.prompt_index, len(ask.prompt), len(got.tokens)) for ask, got in pairs]
             flops = sampling_flops(self._flops, lengths)
             add_work(flops / num_ranks, sum(response for *_, response in lengths) / num_ranks)
 
@@ -369,13 +370,13 @@ class Rollouts:
         """How long each response took, and whether it was cut."""
         if not self._is_telling:
             return
-        told = {
+        sample_stats = {
             "latency_s": [got.latency_s for _, got in pairs],
             "first_token_s": [got.first_token_s for _, got in pairs],
             "is_cut": [float(got.finish == "length") for _, got in pairs],
         }
-        for name, numbers in told.items():
-            self.told.setdefault(name, []).extend(round(each, 6) for each in numbers if math.isfinite(each))
+        for name, numbers in sample_stats.items():
+            self.sample_stats.setdefault(name, []).extend(round(each, 6) for each in numbers if math.isfinite(each))
 
     def _measure_engine(self) -> None:
         if isinstance(self._engine, MegatronEngine):
@@ -391,8 +392,8 @@ class Rollouts:
         # Each replica has its own samples, and its first rank tells of them.
         shares = self._job.world.coordinator(mesh.ranks).gather(share, "conversations")
         firsts = [mesh.group_of(each, "tp", "pp")[0] for each in mesh.group_of(self._job.world.rank, "dp")]
-        told: list[list[Any]] = [shares[mesh.ranks.index(each)] for each in firsts]
-        num_samples, num_turns, num_failed = (sum(each) for each in zip(*told, strict=True))
+        sample_stats: list[list[Any]] = [shares[mesh.ranks.index(each)] for each in firsts]
+        num_samples, num_turns, num_failed = (sum(each) for each in zip(*sample_stats, strict=True))
         self.metrics["environment/turns_mean"] = num_turns / max(num_samples, 1)
         self.metrics["environment/failed"] = float(num_failed)
 

@@ -17,7 +17,7 @@ import torch
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 from hybridflow.exit_status import DONE, FAILURE, REQUEUE
-from hybridflow.observe.activity import doing
+from hybridflow.observe.activity import current_activity
 from hybridflow.observe.rank_log import tell
 from hybridflow.parallel.world import World
 from hybridflow.rollout.engine import LOOK_STEPS
@@ -84,8 +84,8 @@ def dry_run(arguments: argparse.Namespace) -> int:
         f"layout {layout} on {layout.world_size} ranks, {model.dtype}\n"
         f"{memory_line(model, layout, sum(lengths[-arguments.max_concurrent :]), arguments.cache_memory)}"
     )
-    for draw, reason in list(bad.items())[:5]:
-        print(f"{prompts[draw].place}: {reason}")
+    for prompt_index, reason in list(bad.items())[:5]:
+        print(f"{prompts[prompt_index].place}: {reason}")
     return FAILURE if bad else DONE
 
 
@@ -98,12 +98,12 @@ def generate(arguments: argparse.Namespace, world: World) -> int:
         HybridflowError: Something that was asked for cannot be, or a file cannot be written.
     """
     began_s = time.monotonic()
-    with doing("reading the prompts"):
+    with current_activity("reading the prompts"):
         prompts, sha256 = read_prompts(arguments.prompts)
         options = sampling_of(arguments)
-    with doing("reading the model"):
+    with current_activity("reading the model"):
         placed = place_model(arguments, world)
-    with doing("preparing"):
+    with current_activity("preparing"):
         tasks, bad = _tasks(prompts, placed.tokenizer, options, placed.vocab_size, placed.model.max_context)
         if arguments.strict and bad:
             raise _strict(prompts, bad)
@@ -116,13 +116,15 @@ def generate(arguments: argparse.Namespace, world: World) -> int:
     start = placed.everyone.decide("the name of this start", f"{time.time_ns():020d}-{secrets.token_hex(4)}")
     log = ResultLog(results, start, world.rank) if placed.is_reporter or world.rank == 0 else None
     if world.rank == 0 and log is not None:
-        log.add(_refusal(draw, reason) for draw, reason in bad.items() if (draw, 0) not in there)
+        log.add(
+            _refusal(prompt_index, reason) for prompt_index, reason in bad.items() if (prompt_index, 0) not in there
+        )
     requests = _requests(tasks, there, placed)
     num_wanted = sum(task.count for task in tasks)
     counts = _Counts(world, num_wanted - sum(key[0] not in bad for key in there), num_wanted)
-    with doing("generating"):
+    with current_activity("generating"):
         _run(requests, placed, Stopping(world), counts, log, arguments)
-    with doing("waiting for the other replicas"):
+    with current_activity("waiting for the other replicas"):
         counts.wait_for_all(world.size)
     if log is not None:
         log.close()
@@ -170,13 +172,13 @@ def _tasks(
     tasks, bad = [], {}
     for prompt in prompts:
         if prompt.error is not None:
-            bad[prompt.draw] = prompt.error
+            bad[prompt.prompt_index] = prompt.error
             continue
         try:
             ids = encode_prompt(prompt, tokenizer, vocab_size)
             tasks.append(_task(prompt, ids, tokenizer, options, max_context))
         except DataError as error:
-            bad[prompt.draw] = str(error)
+            bad[prompt.prompt_index] = str(error)
     return tasks, bad
 
 
@@ -195,7 +197,9 @@ def _task(prompt: Prompt, ids: list[int], tokenizer: Tokenizer | None, options: 
 
 def _requests(tasks: Sequence[Task], there: dict[Key, Any], placed: Placed) -> list[Request]:
     """What this rank's replica is to generate: all but what is there."""
-    missing = [(task, index) for task in tasks for index in range(task.count) if (task.prompt.draw, index) not in there]
+    missing = [
+        (task, index) for task in tasks for index in range(task.count) if (task.prompt.prompt_index, index) not in there
+    ]
     replicas = placed.mesh.layout.dp
     # Samples of a prompt share its computation, so they stay together, but not where replicas would have nothing.
     most = max(1, math.ceil(len(missing) / (_PIECES * replicas)))
@@ -205,9 +209,14 @@ def _requests(tasks: Sequence[Task], there: dict[Key, Any], placed: Placed) -> l
             pieces.append([])
         pieces[-1].append((task, index))
     lengths = (sum(len(task.ids) + task.params.max_new_tokens for task, _ in piece) for piece in pieces)
-    prompts = {task.prompt.draw: as_tensor(task.ids) for task, _ in missing}
+    prompts = {task.prompt.prompt_index: as_tensor(task.ids) for task, _ in missing}
     return [
-        Request(prompt=prompts[task.prompt.draw], params=task.params, draw=task.prompt.draw, index=index)
+        Request(
+            prompt=prompts[task.prompt.prompt_index],
+            params=task.params,
+            prompt_index=task.prompt.prompt_index,
+            index=index,
+        )
         for place in deal(lengths, replicas)[placed.dp]
         for task, index in pieces[place]
     ]
@@ -215,7 +224,7 @@ def _requests(tasks: Sequence[Task], there: dict[Key, Any], placed: Placed) -> l
 
 def _row(request: Request, response: Response, tokenizer: Tokenizer | None, arguments: argparse.Namespace) -> Row:
     tokens = response.tokens.tolist()
-    row: Row = {"draw": request.draw, "index": request.index}
+    row: Row = {"prompt_index": request.prompt_index, "index": request.index}
     if tokenizer is not None:
         row["text"] = text_before_stop(tokens, request.params.stop, tokenizer)
     row["token_ids"] = tokens
@@ -229,13 +238,13 @@ def _row(request: Request, response: Response, tokenizer: Tokenizer | None, argu
     return row
 
 
-def _refusal(draw: int, reason: str) -> Row:
-    return {"draw": draw, "index": 0, "text": "", "token_ids": [], "finish": "failed", "error": reason}
+def _refusal(prompt_index: int, reason: str) -> Row:
+    return {"prompt_index": prompt_index, "index": 0, "text": "", "token_ids": [], "finish": "failed", "error": reason}
 
 
 def _strict(prompts: Sequence[Prompt], bad: dict[int, str]) -> DataError:
-    draw, reason = next(iter(bad.items()))
-    return DataError(f"{prompts[draw].place}: {reason}; without --strict the other prompts are answered")
+    prompt_index, reason = next(iter(bad.items()))
+    return DataError(f"{prompts[prompt_index].place}: {reason}; without --strict the other prompts are answered")
 
 
 def _finish(
@@ -248,7 +257,7 @@ def _finish(
         sys.stdout.flush()
         return REQUEUE
     failed = sum(row["finish"] == "failed" for row in results.read(found))
-    results.finish({prompt.draw: prompt for prompt in prompts}, found)
+    results.finish({prompt.prompt_index: prompt for prompt in prompts}, found)
     seconds, (num_samples, num_tokens) = time.monotonic() - began_s, counts.totals()
     rate = num_tokens / max(counts.seconds, 1e-9)
     print(

@@ -54,7 +54,7 @@ class Desk:
         self._commands: list[dict[str, Any]] = []
         self._waiting: dict[int, tuple[Ticket, int, int]] = {}
         self._loads = [0] * num_replicas
-        self._ids, self._draws = itertools.count(), itertools.count()
+        self._ids, self._prompt_indices = itertools.count(), itertools.count()
         self._num_open = 0
         self._is_closed = False
 
@@ -88,7 +88,7 @@ class Desk:
                         "prompt": prompt,
                         "params": ask.params,
                         # With a seed of its own the same request gives the same answer.
-                        "draw": place if "seed" in ask.params else next(self._draws),
+                        "prompt_index": place if "seed" in ask.params else next(self._prompt_indices),
                         "is_streamed": ask.is_streamed,
                     }
                 )

@@ -23,14 +23,14 @@ class Prompt:
     """A line of a file of prompts.
 
     Attributes:
-        draw: Its number in the file, counted from 0, blank lines not counted.
+        prompt_index: Its number in the file, counted from 0, blank lines not counted.
         place: File and line, for messages.
         fields: All that the line has, for the output.
         options: Sampling parameters of its own.
         error: What is wrong with it; None: nothing.
     """
 
-    draw: int
+    prompt_index: int
     place: str
     fields: dict[str, Any] = field(default_factory=dict)
     options: Options = field(default_factory=dict)
@@ -50,13 +50,17 @@ def read_prompts(path: Path) -> tuple[list[Prompt], str]:
             texts = read_texts(path, "prompt")
             content = json.dumps(texts).encode()
             prompts = [
-                _checked(Prompt(draw=draw, place=f"{path}: prompt {draw}", fields={"prompt": text}))
-                for draw, text in enumerate(texts)
+                _checked(
+                    Prompt(prompt_index=prompt_index, place=f"{path}: prompt {prompt_index}", fields={"prompt": text})
+                )
+                for prompt_index, text in enumerate(texts)
             ]
         else:
             content = path.read_bytes()
             numbered = ((number, line) for number, line in enumerate(content.split(b"\n"), start=1) if line.strip())
-            prompts = [_of_line(draw, f"{path}:{number}", line) for draw, (number, line) in enumerate(numbered)]
+            prompts = [
+                _of_line(prompt_index, f"{path}:{number}", line) for prompt_index, (number, line) in enumerate(numbered)
+            ]
     except OSError as error:
         raise DataError(f"--prompts {path}: cannot be read: {error.strerror or error}") from error
     if not prompts:
@@ -114,14 +118,16 @@ def encode_chat(messages: Any, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(render_chat(template, tokenizer, read_messages(messages, "messages")))
 
 
-def _of_line(draw: int, place: str, line: bytes) -> Prompt:
+def _of_line(prompt_index: int, place: str, line: bytes) -> Prompt:
     try:
         fields = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        return Prompt(draw=draw, place=place, error=f"not JSON in UTF-8: {error}")
+        return Prompt(prompt_index=prompt_index, place=place, error=f"not JSON in UTF-8: {error}")
     if not isinstance(fields, dict):
-        return Prompt(draw=draw, place=place, error=f"found {type(fields).__name__}, expected a JSON object")
-    return _checked(Prompt(draw=draw, place=place, fields=fields))
+        return Prompt(
+            prompt_index=prompt_index, place=place, error=f"found {type(fields).__name__}, expected a JSON object"
+        )
+    return _checked(Prompt(prompt_index=prompt_index, place=place, fields=fields))
 
 
 def _checked(prompt: Prompt) -> Prompt:
@@ -129,8 +135,8 @@ def _checked(prompt: Prompt) -> Prompt:
     try:
         options = _options(prompt.fields)
     except DataError as error:
-        return Prompt(draw=prompt.draw, place=prompt.place, fields=prompt.fields, error=str(error))
-    return Prompt(draw=prompt.draw, place=prompt.place, fields=prompt.fields, options=options)
+        return Prompt(prompt_index=prompt.prompt_index, place=prompt.place, fields=prompt.fields, error=str(error))
+    return Prompt(prompt_index=prompt.prompt_index, place=prompt.place, fields=prompt.fields, options=options)
 
 
 def _options(fields: dict[str, Any]) -> Options:

@@ -87,7 +87,7 @@ class Results:
         try:
             for path in sorted(self.folder.glob(_LOGS)):
                 for where, row in _lines(path):
-                    found.setdefault((row["draw"], row["index"]), where)
+                    found.setdefault((row["prompt_index"], row["index"]), where)
         except OSError as error:
             raise self._refused(error) from error
         return found
@@ -107,7 +107,7 @@ class Results:
         Raises:
             WriteError: The file system refuses; the parts are still there.
         """
-        rows = (merge_row(prompts[row["draw"]], row) for row in self.read(found))
+        rows = (merge_row(prompts[row["prompt_index"]], row) for row in self.read(found))
         try:
             if self.out.suffix in HDF5_SUFFIXES:
                 _write_hdf5(self.out, list(rows))
@@ -191,7 +191,7 @@ def check_free(out: Path, *, is_forced: bool) -> None:
 
 def merge_row(prompt: Prompt, row: Row) -> Row:
     """A line of the output: the fields of the prompt's line, then what was generated, ours where names are equal."""
-    made = {name: value for name, value in row.items() if name not in ("draw", "index")}
+    made = {name: value for name, value in row.items() if name not in ("prompt_index", "index")}
     if prompt.error is not None and not prompt.fields:
         made["place"] = prompt.place
     return {**prompt.fields, "sample": row["index"], **made}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hybridflow.exit_status import DONE
-from hybridflow.observe.activity import doing
+from hybridflow.observe.activity import current_activity
 from hybridflow.observe.rank_log import say, tell
 from hybridflow.parallel.world import World
 from hybridflow.rollout.request import Request, Response, SamplingParams, expand
@@ -36,12 +36,12 @@ def serve(arguments: argparse.Namespace, world: World) -> int:
     Raises:
         HybridflowError: The model cannot be served as was asked, or the address not be listened on.
     """
-    with doing("reading the model"):
+    with current_activity("reading the model"):
         placed = place_model(arguments, world)
     replica = _Replica(placed)
     front = _Front(arguments, placed, world) if world.rank == 0 else None
     news: dict[str, Any] = {}
-    with doing("serving"):
+    with current_activity("serving"):
         while True:
             if front is not None:
                 news["commands"], news["is_over"] = front.take(), front.is_over()
@@ -88,7 +88,7 @@ class _Replica:
 
     def _add(self, command: dict[str, Any]) -> None:
         params = SamplingParams(**{name: as_tuples(value) for name, value in command["params"].items()})
-        request = Request(prompt=as_tensor(command["prompt"]), params=params, draw=command["draw"])
+        request = Request(prompt=as_tensor(command["prompt"]), params=params, prompt_index=command["prompt_index"])
         requests = expand(request, len(command["ids"]))
         for sample_id, request in zip(command["ids"], requests, strict=True):
             self._ids[id(request)], self._running[sample_id] = sample_id, request

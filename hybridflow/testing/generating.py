@@ -148,8 +148,8 @@ def check_engine(engine: Any, vocab_size: int, max_new_tokens: int, seed: int, f
         params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)
         requests = [
             each
-            for draw, prompt in enumerate(sequences(vocab_size, seed))
-            for each in expand(Request(prompt=prompt, params=params, draw=draw), 2)
+            for prompt_index, prompt in enumerate(sequences(vocab_size, seed))
+            for each in expand(Request(prompt=prompt, params=params, prompt_index=prompt_index), 2)
         ]
         try:
             responses = list(engine.generate(requests))

@@ -9,7 +9,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
-from hybridflow.checkpoint.formats.in_memory import given_settings, is_model
+from hybridflow.checkpoint.formats.in_memory import in_memory_info, is_model
 from hybridflow.errors import ConfigError, ContractError
 from hybridflow.models.user_model import said
 from hybridflow.testing.generating import check_engine, check_generate
@@ -96,7 +96,7 @@ def check_critic(critic: Any, *, vocab_size: int | None = None, tolerance: float
 def _check_known(given: nn.Module, fail: Fail) -> None:
     """Settings can be read off it."""
     try:
-        found = given_settings({"actor": given})
+        found = in_memory_info({"actor": given})
     except ConfigError as error:
         raise ContractError(f"settings: {error}") from error
     if not found:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.checkpoint.formats.in_memory import given_settings, is_model
+from hybridflow.checkpoint.formats.in_memory import in_memory_info, is_model
 from hybridflow.errors import ConfigError, ContractError
 from hybridflow.models.user_model import said
 from hybridflow.rewards.functions import as_function
@@ -96,7 +96,7 @@ async def _awaited(found: Sequence[Any]) -> list[Any]:
 def _check_scorer(model: Any) -> None:
     """A scorer of ``transformers``: its settings, and its values."""
     try:
-        (settings,) = given_settings({"reward": model}).values()
+        (settings,) = in_memory_info({"reward": model}).values()
     except ConfigError as error:
         raise ContractError(f"check_reward: settings: {error}") from error
     if not settings.has_value_head:

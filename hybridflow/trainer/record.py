@@ -90,9 +90,9 @@ class Record:
         if self._status is not None:
             self._status.note(step=steps_done, job_end_s=job_end_s)
 
-    def share(self, metrics: Mapping[str, float], told: Mapping[str, Sequence[float]]) -> Share:
+    def share(self, metrics: Mapping[str, float], sample_stats: Mapping[str, Sequence[float]]) -> Share:
         """What this rank has to say of the step: what its roles measured, and told of samples, and its timeline."""
-        return Share(metrics, self.timeline.spans, told, self.timeline.costs, self._peak_flops)
+        return Share(metrics, self.timeline.spans, sample_stats, self.timeline.costs, self._peak_flops)
 
     def end_step(self, step: int, shares: Sequence[Share]) -> dict[str, float]:
         """Write down a step. Returns its metrics, the same on every rank.

@@ -25,7 +25,7 @@ _NO_MODELS = ("job", "reward", WORKING_AHEAD)
 _PROBLEMS: Mapping[str, type[Exception]] = {each.__name__: each for each in (ConfigError, CheckpointError)}
 
 
-class Started(NamedTuple):
+class JobStart(NamedTuple):
     """This start of the run.
 
     Attributes:
@@ -37,7 +37,7 @@ class Started(NamedTuple):
     earlier: tuple[StartRecord, ...] = ()
 
 
-def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coordinator) -> Started:
+def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coordinator) -> JobStart:
     """Add this start to the run's. Collective: all ranks.
 
     Raises:
@@ -65,7 +65,7 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
     if problem:
         # Each has an exit status of its own: begun again is what the file system refused, which may be better then.
         raise _PROBLEMS.get(kind, OSError)(problem)
-    return Started(number, tuple(earlier))
+    return JobStart(number, tuple(earlier))
 
 
 def note_failure(run_dir: Path, number: int, rank: int, cause: str, save_s: float | None) -> None:

@@ -13,11 +13,11 @@ PHASE_OF = {
     "given.pairs": "data",
     "given.completions": "data",
     "given.held_out_pairs": "validation",
-    "reference.judge": "validation",
-    "actor.judge": "validation",
-    "actor.answer": "validation",
+    "reference.validation_log_probs": "validation",
+    "actor.validate_pairs": "validation",
+    "actor.sample_validation": "validation",
     "reward.score": "reward",
-    "reward.judge": "validation",
+    "reward.score_validation": "validation",
     "cost.score": "reward",
     "teacher.top": "teacher",
     "actor.log_probs": "log_probs",
@@ -76,7 +76,7 @@ DISTRIBUTIONS = {
     "rollout/first_token_p90_s": ("first_token_s", "p90"),
     "rollout/first_token_p99_s": ("first_token_s", "p99"),
 }
-"""Metric -> what one rank of each replica tells of its samples (``told``), and what of all these numbers it is."""
+"""Metric -> the sample statistic that it summarizes, and how."""
 
 
 COMPUTING = ("rollout", "reward", "log_probs", "teacher", "values", "update", "validation")
@@ -89,14 +89,14 @@ class Share(NamedTuple):
     Attributes:
         metrics: What its roles measured.
         spans: Of its timeline: ``(kind, name, seconds, …)``.
-        told: Numbers of single samples, see ``DISTRIBUTIONS``.
+        sample_stats: Numbers of single samples, see ``DISTRIBUTIONS``.
         costs: Of its timeline: ``(kind, name, flops, tokens, peak_bytes)``.
         peak_flops: Operations per second that its device could do; 0: not known.
     """
 
     metrics: Mapping[str, float]
     spans: Sequence[Sequence[Any]] = ()
-    told: Mapping[str, Sequence[float]] = {}
+    sample_stats: Mapping[str, Sequence[float]] = {}
     costs: Sequence[Sequence[Any]] = ()
     peak_flops: float = 0.0
 
@@ -114,11 +114,11 @@ def step_metrics(shares: Sequence[Share], step_s: float) -> dict[str, float]:
         part of the step that went into the schedule, decisions, metrics and moving columns.
     """
     metrics = merge_metrics(share.metrics for share in shares)
-    told: dict[str, list[float]] = {}
+    sample_stats: dict[str, list[float]] = {}
     for share in shares:
-        for what, numbers in share.told.items():
-            told.setdefault(what, []).extend(numbers)
-    metrics |= measure_distributions(told, DISTRIBUTIONS)
+        for what, numbers in share.sample_stats.items():
+            sample_stats.setdefault(what, []).extend(numbers)
+    metrics |= measure_distributions(sample_stats, DISTRIBUTIONS)
     phases, overhead_s = _times(shares, step_s)
     metrics["time/step_s"] = step_s
     metrics |= {f"time/{phase}_s": seconds for phase, seconds in phases.items()}

@@ -66,7 +66,7 @@ class Stopping:
             before_s = 0.0 if self._works_ahead else metrics.get("time/rollout_s", 0.0)
             self._rest_s = metrics["time/step_s"] - before_s
 
-    def own_reason(self, *, before_update: bool = False) -> str | None:
+    def local_reason(self, *, before_update: bool = False) -> str | None:
         """Why the job should stop, as far as this rank knows.
 
         Args:
@@ -87,9 +87,9 @@ class Stopping:
 
         Args:
             coordinator: The ranks that are to agree.
-            before_update: As for ``own_reason``.
+            before_update: As for ``local_reason``.
         """
-        return self.settle(coordinator.gather(self.own_reason(before_update=before_update), "whether to stop"))
+        return self.settle(coordinator.gather(self.local_reason(before_update=before_update), "whether to stop"))
 
     def find_time_up(self, work_s: float = 0.0) -> str | None:
         """Why the time is up, if after ``work_s`` more seconds of work no time would be left to save; else None."""

@@ -18,7 +18,7 @@ import torch
 from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.rollout.request import Request, SamplingParams
-from hybridflow.sampling.engines import server_engine
+from hybridflow.sampling.engines import make_server_engine
 
 pytest.importorskip("transformers")
 from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
@@ -91,11 +91,11 @@ def test_a_real_server(served, monkeypatch):
     settings = SamplingEngineConfig(
         kind="openai", urls=(url,), auth_env="VLLM_TOKEN", log_probs="processed", max_in_flight=6, retries=1
     )
-    engine = server_engine(settings, tokenizer=open_tokenizer(folder), seed=1, vocab_size=45)
+    engine = make_server_engine(settings, tokenizer=open_tokenizer(folder), seed=1, vocab_size=45)
     drawn = SamplingParams(max_new_tokens=10, temperature=0.7, with_prompt_log_probs=True)
     requests = [
-        Request(prompt=torch.tensor(prompt), params=drawn, draw=draw, index=index)
-        for draw, prompt in enumerate(PROMPTS)
+        Request(prompt=torch.tensor(prompt), params=drawn, prompt_index=prompt_index, index=index)
+        for prompt_index, prompt in enumerate(PROMPTS)
         for index in range(4)
     ]
     responses = engine.generate(requests)
@@ -128,13 +128,13 @@ def test_a_real_server(served, monkeypatch):
         stop=("never said",),
         seed=3,
     )
-    (got,) = engine.generate([Request(prompt=torch.tensor(PROMPTS[0]), params=every, draw=0)])
+    (got,) = engine.generate([Request(prompt=torch.tensor(PROMPTS[0]), params=every, prompt_index=0)])
     # What is so strongly wanted is all that comes.
     assert got.tokens.tolist() == [9] * 6 and got.log_probs.isnan().all()
     torch.testing.assert_close(got.sampled_log_probs, torch.zeros(6), atol=1e-5, rtol=0)
 
     # The context has 64 tokens: the first leaves too few, of which the server says nothing, the second none.
-    long = [Request(prompt=torch.arange(size) % 40 + 3, params=drawn, draw=size) for size in (60, 70)]
+    long = [Request(prompt=torch.arange(size) % 40 + 3, params=drawn, prompt_index=size) for size in (60, 70)]
     good, short, none = engine.generate([requests[0], *long])
     assert good.finish == "length" and short.finish == none.finish == "failed"
     assert "found 4 tokens and the end 'length', expected 10" in short.error and "answered 400" in none.error

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
 import pytest
-import torch.utils.tensorboard  # noqa: F401
 
 from hybridflow.data.rollout_log import LogWriter, list_logs
 from hybridflow.roles.actor import Actor
@@ -47,16 +45,18 @@ def noting(rank: int) -> None:
 
     def score_and_note(self, batch, decided):
         found = score(self, batch, decided)
-        draws, scores = batch.columns["draws"].tolist(), found.columns["scores"].tolist()
+        prompt_indices, scores = batch.columns["prompt_indices"].tolist(), found.columns["scores"].tolist()
         step, is_greedy = decided["train_step"]["step"], decided["fill"]["is_greedy"]
-        rows = [int(self._job.train.example(draw).place.rpartition(":")[2]) - 1 for draw in draws]
-        for each in zip(batch.ids.tolist(), draws, scores, rows, strict=True):
+        rows = [
+            int(self._job.train.example(prompt_index).place.rpartition(":")[2]) - 1 for prompt_index in prompt_indices
+        ]
+        for each in zip(batch.ids.tolist(), prompt_indices, scores, rows, strict=True):
             write(Path(f"scored-{rank}"), [step, is_greedy, *each])
         return found
 
     def judge_and_note(self, batch, decided):
         scores = self._scores(batch, lambda row: self._job.held_out[row][0]).tolist()
-        for row, each in zip(batch.columns["draws"].tolist(), scores, strict=True):
+        for row, each in zip(batch.columns["prompt_indices"].tolist(), scores, strict=True):
             write(Path(f"judged-{rank}"), [row, each])
         judge(self, batch, decided)
 
@@ -93,7 +93,7 @@ def kill_in_the_second_rollout(rank: int) -> None:
 def stop_in_the_second_rollout(rank: int) -> None:
     """Rank 1 is told to stop when the first step with a second rollout is in it."""
     noting(rank)
-    sample, own_reason, engine.LOOK_STEPS = Actor.sample, Stopping.own_reason, 1
+    sample, local_reason, engine.LOOK_STEPS = Actor.sample, Stopping.local_reason, 1
     is_late = False
 
     def sample_late(self, batch, decided):
@@ -102,9 +102,9 @@ def stop_in_the_second_rollout(rank: int) -> None:
         return sample(self, batch, decided)
 
     def reason(self, **more):
-        return "asked to" if is_late else own_reason(self, **more)
+        return "asked to" if is_late else local_reason(self, **more)
 
-    Actor.sample, Stopping.own_reason = sample_late, reason
+    Actor.sample, Stopping.local_reason = sample_late, reason
 
 
 def rows(folder: Path, name: str) -> list[list[Any]]:
@@ -133,32 +133,37 @@ def whole(tmp_path_factory) -> Path:
 
 
 def test_the_batch_is_the_first_groups_that_teach_something(whole):
-    next_draw = 0
+    next_prompt_index = 0
     for step in (1, 2, 3):
         scores: dict[int, list[float]] = {}
-        for at, _, _, draw, score, _ in rows(whole, "scored"):
+        for at, _, _, prompt_index, score, _ in rows(whole, "scored"):
             if at == step:
-                scores.setdefault(draw, []).append(score)
-        assert sorted(scores) == list(range(next_draw, next_draw + len(scores)))
-        informative = [draw for draw in sorted(scores) if len(set(scores[draw])) > 1]
+                scores.setdefault(prompt_index, []).append(score)
+        assert sorted(scores) == list(range(next_prompt_index, next_prompt_index + len(scores)))
+        informative = [prompt_index for prompt_index in sorted(scores) if len(set(scores[prompt_index])) > 1]
         chosen = informative[:4]
         found = {ident: rest for (at, ident), rest in taken(whole).items() if at == step}
-        assert sorted(found) == [draw * GROUP_SIZE + index for draw in chosen for index in range(GROUP_SIZE)]
-        for draw in chosen:
-            assert sorted(found[draw * GROUP_SIZE + index][1][0] for index in (0, 1)) == sorted(scores[draw])
+        assert sorted(found) == [
+            prompt_index * GROUP_SIZE + index for prompt_index in chosen for index in range(GROUP_SIZE)
+        ]
+        for prompt_index in chosen:
+            assert sorted(found[prompt_index * GROUP_SIZE + index][1][0] for index in (0, 1)) == sorted(
+                scores[prompt_index]
+            )
         numbers = lasting_metrics(whole / "run")[step - 1]
         assert numbers["groups/kept_share"] == pytest.approx(len(informative) / len(scores))
         turns = {tuple(row[1:]) for row in rows(whole, "turns") if row[0] == step}
         assert numbers["groups/tries"] == len(turns)
-        next_draw = chosen[-1] + 1
+        next_prompt_index = chosen[-1] + 1
     assert any(numbers["groups/tries"] > 1 for numbers in lasting_metrics(whole / "run")), "nothing was refilled"
 
 
 def test_the_archive_has_the_scores_of_what_was_left_out(whole):
     with h5py.File(whole / "run/rollouts/all.h5") as file:
-        archived = {name: file[name][:].tolist() for name in ("step", "draw", "index", "score")}
+        archived = {name: file[name][:].tolist() for name in ("step", "prompt_index", "index", "score")}
     found = {
-        (step, draw * GROUP_SIZE + index): score for step, draw, index, score in zip(*archived.values(), strict=True)
+        (step, prompt_index * GROUP_SIZE + index): score
+        for step, prompt_index, index, score in zip(*archived.values(), strict=True)
     }
     scored = {(step, ident): score for step, _, ident, _, score, _ in rows(whole, "scored")}
     assert found == scored and len(found) > len(taken(whole))
@@ -248,7 +253,11 @@ def test_the_baseline_of_remax_is_the_score_of_the_greedy_response(tmp_path):
     for row, score in rows(first, "judged"):
         # The first validation comes before the first step.
         judged.setdefault(row, score)
-    greedy = {draw: (row, score) for step, is_greedy, _, draw, score, row in rows(first, "scored") if is_greedy}
+    greedy = {
+        prompt_index: (row, score)
+        for step, is_greedy, _, prompt_index, score, row in rows(first, "scored")
+        if is_greedy
+    }
     assert len(greedy) == 8
     for (step, ident), (_, (_, baseline)) in taken(first).items():
         row, score = greedy[ident // GROUP_SIZE]

@@ -6,10 +6,8 @@ import shutil
 import signal
 
 import h5py
-import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
 import numpy as np
 import pytest
-import torch.utils.tensorboard  # noqa: F401
 
 from hybridflow.cli import main
 from hybridflow.data.rollout_log import FINISHES, LogWriter, list_logs, read_log
@@ -79,7 +77,7 @@ def archived(folder):
     cuts = np.cumsum(data["response_length"])
     rows = zip(prompts, np.split(data["response_tokens"], cuts), np.split(data["log_probs"], cuts), strict=True)
     for place, (prompt, response, log_probs) in enumerate(list(rows)[:-1]):
-        key = int(data["step"][place]), int(data["draw"][place] * 2 + data["index"][place])
+        key = int(data["step"][place]), int(data["prompt_index"][place] * 2 + data["index"][place])
         assert key not in found
         found[key] = len(prompt), [*prompt.tolist(), *response.tolist()], log_probs.tolist()
     return found
@@ -277,9 +275,9 @@ def shown(capsys, *words):
 def test_samples_are_shown_to_a_person(runs, capsys):
     run = runs[0] / "run"
     everything = shown(capsys, run, "--steps", "1-4", "--number", "99")
-    assert {(each["step"], each["draw"] * 2 + each["index"]) for each in everything} == set(sampled(runs[0]))
+    assert {(each["step"], each["prompt_index"] * 2 + each["index"]) for each in everything} == set(sampled(runs[0]))
     for each in everything:
-        _, tokens, log_probs = sampled(runs[0])[each["step"], each["draw"] * 2 + each["index"]]
+        _, tokens, log_probs = sampled(runs[0])[each["step"], each["prompt_index"] * 2 + each["index"]]
         assert each["prompt_tokens"] + each["response_tokens"] == tokens
         assert np.allclose(each["log_probs"], log_probs) and set(each["versions"]) <= {each["step"] - 1}
         assert each["prompt"].endswith("=")
@@ -357,8 +355,8 @@ def test_samples_are_trained_on(runs, tmp_path, capsys):
     assert {row["prompt"] for row in rows} == {each["prompt"] for each in whole} and len(rows) > 3
     for row in rows:
         assert row["score"] == max(each["score"] for each in whole if each["prompt"] == row["prompt"])
-        place = [row[name] for name in ("step", "draw", "index")]
-        (found,) = (each for each in whole if [each[name] for name in ("step", "draw", "index")] == place)
+        place = [row[name] for name in ("step", "prompt_index", "index")]
+        (found,) = (each for each in whole if [each[name] for name in ("step", "prompt_index", "index")] == place)
         assert (row["answer"], row["score"]) == (found["response"], found["score"])
     learn = [
         *("train", "sft", f"data.train={best}", f"data.held_out={best}", "data.arithmetic=null"),

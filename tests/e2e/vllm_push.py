@@ -57,7 +57,10 @@ def log_probs(model, prompt, tokens, temperature):
 
 def compare(engine, model, params, temperature):
     """The greatest distance of log-probabilities, the same of prompts, and how far a token was from the likeliest."""
-    requests = [Request(prompt=torch.tensor(prompt), params=params, draw=draw) for draw, prompt in enumerate(PROMPTS)]
+    requests = [
+        Request(prompt=torch.tensor(prompt), params=params, prompt_index=prompt_index)
+        for prompt_index, prompt in enumerate(PROMPTS)
+    ]
     distance, of_prompts, short = 0.0, 0.0, 0.0
     responses = engine.generate(requests)
     for prompt, got in zip(PROMPTS, responses, strict=True):
@@ -109,21 +112,23 @@ def main():
         found[f"{name}_drawn"], tokens = compare(engine, model, drawn, 0.7)
         found[f"{name}_tokens"] = [greedy_tokens, tokens]
     cut = SamplingParams(max_new_tokens=4, top_k=1)
-    (got,) = engine.generate([Request(prompt=torch.tensor(PROMPTS[0]), params=cut, draw=0)])
+    (got,) = engine.generate([Request(prompt=torch.tensor(PROMPTS[0]), params=cut, prompt_index=0)])
     found["cut"] = [got.log_probs.isnan().all().item(), got.sampled_log_probs.abs().max().item()]
     stop = found["first_tokens"][0][0][5]
     ends = replace(greedy, stop_ids=(stop,), with_prompt_log_probs=False)
-    (got,) = engine.generate([Request(prompt=torch.tensor(PROMPTS[0]), params=ends, draw=0)])
+    (got,) = engine.generate([Request(prompt=torch.tensor(PROMPTS[0]), params=ends, prompt_index=0)])
     found["stopped"] = [got.finish, got.tokens.tolist(), found["first_tokens"][0][0], stop]
     requests = [
-        Request(prompt=torch.tensor(PROMPTS[0]), params=SamplingParams(max_new_tokens=most, greedy=True), draw=most)
+        Request(
+            prompt=torch.tensor(PROMPTS[0]), params=SamplingParams(max_new_tokens=most, greedy=True), prompt_index=most
+        )
         for most in (2, 50)
     ]
     stopping = Stopping()
     try:
         engine.generate(requests, progress=stopping)
     except RolloutStopped as stopped:
-        found["unfinished"] = [request.draw for request, _ in stopped.unfinished]
+        found["unfinished"] = [request.prompt_index for request, _ in stopped.unfinished]
     found["after"] = len(engine.generate(requests))
     print(json.dumps(found))
 

@@ -94,7 +94,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("staleness", CASES)
+@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_batches_made_ahead_are_of_the_weights_that_they_say_in_every_layout(staleness, tmp_path):
     algorithm, behind, rollout = CASES[staleness]
     trainer = {"max_staleness": staleness, "steps": 4, "validate_every": 3, "save_every": 3}
@@ -157,7 +157,7 @@ def carried(tmp_path: Path, name: str, ranks: int, staleness: int, **placement: 
     trainer = {"steps": 4, "max_staleness": staleness}
     made = recipe(tmp_path, name, "grpo", ranks, update=layout(), trainer=trainer, **placement)
     # So few at a time that those of the next step begin before the last of a step are done.
-    return replace(made, rollout=replace(made.rollout, max_concurrent=3, carry_over=True))
+    return replace(made, rollout=replace(made.rollout, max_concurrent=3, partial_rollouts=True))
 
 
 def test_responses_begun_a_step_before_go_on_with_new_weights(tmp_path):
@@ -198,7 +198,7 @@ def steps_of(found: list[tuple[int, int, float]]) -> dict[int, list[tuple[int, f
 
 def stopped(world: World, made: Recipe, decision: str, step: int) -> bool:
     """Run, and ask to stop while rank 1 samples for a step."""
-    sample, own_reason, asked = Actor.sample, Stopping.own_reason, []
+    sample, local_reason, asked = Actor.sample, Stopping.local_reason, []
 
     def watched(self: Actor, batch: Batch, decided: dict[str, Any]) -> Batch | None:
         if decided.get(decision, {}).get("step") == step:
@@ -206,7 +206,7 @@ def stopped(world: World, made: Recipe, decision: str, step: int) -> bool:
         return sample(self, batch, decided)
 
     Actor.sample = watched
-    Stopping.own_reason = lambda self, **named: asked[0] if asked else own_reason(self, **named)
+    Stopping.local_reason = lambda self, **named: asked[0] if asked else local_reason(self, **named)
     return train(made, world)
 
 

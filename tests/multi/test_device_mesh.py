@@ -20,8 +20,8 @@ from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.world import World
 from hybridflow.recipe.meshes import role_meshes
-from tests.support.own_models import TinyActor, TinyCritic
 from tests.support.ranks import run_ranks
+from tests.support.user_models import TinyActor, TinyCritic
 
 pytest.importorskip("tokenizers")
 from tests.support.hf_models import write_tokenizer  # noqa: E402

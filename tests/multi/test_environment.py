@@ -119,12 +119,13 @@ def problems() -> tuple[list[Request], list[Example]]:
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in (3, 9, 15, 5, 7, 4)]
     requests = [
-        Request(prompt=prompts[draw], params=PARAMS, draw=100 + draw, index=index)
-        for draw in range(6)
+        Request(prompt=prompts[prompt_index], params=PARAMS, prompt_index=100 + prompt_index, index=index)
+        for prompt_index in range(6)
         for index in range(3)
     ]
     examples = [
-        Example(prompt=CHARACTERS.decode(ask.prompt.tolist()), answer="bcd", place=f"f:{ask.draw}") for ask in requests
+        Example(prompt=CHARACTERS.decode(ask.prompt.tolist()), answer="bcd", place=f"f:{ask.prompt_index}")
+        for ask in requests
     ]
     return requests, examples
 
@@ -153,7 +154,7 @@ def conversations(world, layouts: list[ParallelLayout], max_concurrent: int):
 
         trained = forward_only(model, groups, [batch], compute)
         for ask, got, expected in zip(requests, talks, trained[0] if trained else [], strict=bool(trained)):
-            found[str(layout), ask.draw, ask.index] = plain(got), expected.tolist()
+            found[str(layout), ask.prompt_index, ask.index] = plain(got), expected.tolist()
     return found
 
 
@@ -186,8 +187,13 @@ def spoken(tokens: list[int]) -> str:
     return CHARACTERS.decode(tokens[:-1] if tokens[-1] in STOPS else tokens)
 
 
-def test_conversations_are_the_same_in_every_layout_with_the_log_probs_of_training():
-    reference = {key[1:]: value[0] for key, value in merged(1).items()}
+@pytest.fixture(scope="module")
+def reference() -> dict:
+    """The conversations of one rank, all at once."""
+    return {key[1:]: value[0] for key, value in merged(1).items()}
+
+
+def test_conversations_are_what_was_said_and_heard_in_turn(reference):
     assert len(reference) == 18
     numbers = {talk.num_turns for talk in reference.values()}
     assert {1, 2, 3, 4} <= numbers, "some must end early, some by the most turns"
@@ -205,16 +211,23 @@ def test_conversations_are_the_same_in_every_layout_with_the_log_probs_of_traini
         is_at_end = "x" in spoken(said[-1]) or talk.num_turns == 4
         assert is_at_end or len(talk.mask) + len(heard(spoken(said[-1]))) >= 30
         assert not any("x" in spoken(each) for each in said[:-1]) and talk.error is None
-    # Few at a time, so that conversations wait for each other.
-    cases = [merged(1, 4), merged(2, 3), merged(4)]
-    assert [len(case) for case in cases] == [18, 54, 108]
-    for case in cases:
-        for (layout, *request), (talk, trained) in case.items():
-            # These seeds meet no near-tie.
-            expected = reference[tuple(request)]
-            assert (talk.tokens, talk.mask, talk.reward) == (expected.tokens, expected.mask, expected.reward), layout
-            for mask, sampled, cut, own in zip(talk.mask, talk.log_probs, talk.sampled_log_probs, trained, strict=True):
-                assert abs(sampled - own) <= 1e-5 if mask else sampled == cut == 0, layout
+
+
+# Few at a time, so that conversations wait for each other.
+@pytest.mark.parametrize(
+    ("size", "max_concurrent", "count"), [(1, 4, 18), (2, 3, 54), pytest.param(4, 256, 108, marks=pytest.mark.slow)]
+)
+def test_conversations_are_the_same_in_every_layout_with_the_log_probs_of_training(
+    reference, size, max_concurrent, count
+):
+    case = merged(size, max_concurrent)
+    assert len(case) == count
+    for (layout, *request), (talk, trained) in case.items():
+        # These seeds meet no near-tie.
+        expected = reference[tuple(request)]
+        assert (talk.tokens, talk.mask, talk.reward) == (expected.tokens, expected.mask, expected.reward), layout
+        for mask, sampled, cut, own in zip(talk.mask, talk.log_probs, talk.sampled_log_probs, trained, strict=True):
+            assert abs(sampled - own) <= 1e-5 if mask else sampled == cut == 0, layout
 
 
 def one_by_one(world):
@@ -230,7 +243,7 @@ def one_by_one(world):
         sequence = torch.cat([request.prompt, talk.response.tokens])
         batch = pack([0], [sequence], [len(request.prompt)], world.device)
         logits = model(batch.tokens, batch.attention, batch.rows)[:, :VOCAB].detach() / TEMPERATURE
-        key = torch.tensor([sequence_key(SEED, "rollout", request.draw, request.index)])
+        key = torch.tensor([sequence_key(SEED, "rollout", request.prompt_index, request.index)])
         positions = torch.arange(len(request.prompt), len(sequence))
         best = torch.stack(
             [
@@ -264,7 +277,7 @@ def with_failures(world, layout: ParallelLayout):
     requests, examples = problems()
     well = environments(world, mesh, "Faulty").converse(engine, requests, examples)
     ways = [*WAYS_TO_FAIL, "huge", "long"]
-    ill_requests = [replace(requests[0], draw=200 + number) for number in range(len(ways))]
+    ill_requests = [replace(requests[0], prompt_index=200 + number) for number in range(len(ways))]
     ill_examples = [replace(examples[0], answer=way) for way in ways]
     led = environments(world, mesh, "Faulty", step_deadline_s=4.0, failure_reward=-0.5)
     both = led.converse(engine, [*requests, *ill_requests], [*examples, *ill_examples])
@@ -351,20 +364,22 @@ def training(world, function: str | None):
     job, _ = make_job(world, recipe)
     _, examples = problems()
     prompts = [CHARACTERS.encode(example.prompt) for example in examples[::3]]
-    train = SimpleNamespace(prompt=lambda draw: prompts[draw], example=lambda draw: examples[3 * draw])
+    train = SimpleNamespace(
+        prompt=lambda prompt_index: prompts[prompt_index], example=lambda prompt_index: examples[3 * prompt_index]
+    )
     tokenizer = SimpleNamespace(**{**vars(job.tokenizer), **vars(CHARACTERS)})
     held_out = tuple(zip(examples[::3], prompts, strict=True))
     job = replace(job, train=train, tokenizer=tokenizer, held_out=held_out)
     coefficient = KLCoefficient(recipe)
     actor, reward, advantage = Actor(job, coefficient), Reward(job), Advantage(job, coefficient)
-    batch = actor.sample(None, {"train_step": {"step": 1, "first_draw": 0, "num_prompts": 4}})
+    batch = actor.sample(None, {"train_step": {"step": 1, "first_prompt_index": 0, "num_prompts": 4}})
     batch = batch.with_columns(reward.score(batch, {}).columns)
     batch = batch.with_columns(actor.log_probs(batch, {}).columns)
     batch = batch.with_columns({"ref_log_probs": batch.columns["old_log_probs"]})
-    batch = batch.with_columns(advantage.grpo(batch, {}).columns)
+    batch = batch.with_columns(advantage.calls["grpo"](batch, {}).columns)
     # Of 12 samples with ids from 0 on, the order is the id.
     actor.update(batch.with_columns({"order": batch.ids}), {"actor_mini_batch": {"epoch": 0, "index": 0}})
-    reward.judge(actor.answer(None, {}), {})
+    reward.score_validation(actor.sample_validation(None, {}), {})
     columns = {
         name: [row.tolist() for row in column.to_list()] if hasattr(column, "to_list") else column.tolist()
         for name, column in batch.columns.items()
@@ -393,8 +408,8 @@ def test_a_step_learns_from_what_was_said_alone(function):
             rows.append((sample, row))
     assert len(rows) == 12 and num_turns > 14
     for sample, row in rows:
-        group = torch.tensor([other["scores"] for _, other in rows if other["draws"] == row["draws"]])
-        assert sample // 3 == row["draws"] and len(group) == 3
+        group = torch.tensor([other["scores"] for _, other in rows if other["prompt_indices"] == row["prompt_indices"]])
+        assert sample // 3 == row["prompt_indices"] and len(group) == 3
         expected = (row["scores"] - group.mean()) / (group.std() + 1e-6)
         for mask, advantage in zip(row["response_mask"], row["advantages"], strict=True):
             assert advantage == pytest.approx(float(expected) * mask, abs=1e-5)

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from hybridflow.api.hybrid_actor import HybridActor
 from hybridflow.api.world import use_world
 from hybridflow.errors import CheckpointError, ConfigError, DataError
-from tests.support.own_models import TinyActor
 from tests.support.ranks import run_ranks
+from tests.support.user_models import TinyActor
 
 transformers = pytest.importorskip("transformers")
 from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402

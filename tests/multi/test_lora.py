@@ -244,7 +244,7 @@ def learn(actor: Actor, rank: int, steps: int) -> list[tuple[float, float]]:
     found = []
     for index in range(steps):
         actor.update(my_part(make_batch(), actor, rank), {"actor_mini_batch": {"index": index % 2, "epoch": 1}})
-        if actor.model.is_holder:
+        if actor.model.is_output_rank:
             found.append((actor.metrics["actor/loss"], actor.metrics["actor/grad_norm"]))
     return found
 

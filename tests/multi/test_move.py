@@ -17,6 +17,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.observe.timeline import Timeline
 from hybridflow.parallel.world import World
 from tests.support.ranks import run_ranks
+from tests.support.roles import MethodRole
 
 PER_NODE = 2
 CHUNK = 4
@@ -92,7 +93,7 @@ def move_everywhere(world: World) -> list[dict[str, Any]]:
                 dp = meshes["from"].coordinate(world.rank).dp
                 # Uneven: the second replica has none of the first few samples.
                 ids = [5 * sample for sample in range(count) if (sample // 3) % meshes["from"].layout.dp == dp]
-                if world.rank in meshes["from"].holders(dp):
+                if world.rank in meshes["from"].output_ranks(dp):
                     source = Batch(torch.tensor(ids, dtype=torch.int64), columns_of(ids))
             is_one_place = meshes["from"].key == meshes["to"].key
             moved = mover.move(there, source, source if is_one_place else None)
@@ -131,23 +132,24 @@ def test_columns_arrive_bit_exact_and_balanced_and_find_their_way_back() -> None
                     assert r["ids"] == mine, (title, count, from_layout)
 
 
-class Numbers:
+class Numbers(MethodRole):
     """Roles whose arithmetic is exact: a difference between placements is a sample lost, doubled or mixed up."""
 
     def __init__(self, where: DeviceMesh, rank: int) -> None:
+        super().__init__()
         self.where = where
         self.rank = rank
-        self.draw = 0
+        self.prompt_index = 0
         self.seen: list[tuple[Any, ...]] = []
 
     def answer(self, batch: Batch, name: str, column: Column) -> Batch | None:
-        is_holder = self.rank in self.where.holders(self.where.coordinate(self.rank).dp)
-        return Batch(batch.ids, {name: column}) if is_holder else None
+        is_output_rank = self.rank in self.where.output_ranks(self.where.coordinate(self.rank).dp)
+        return Batch(batch.ids, {name: column}) if is_output_rank else None
 
     def sample(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         dp = self.where.coordinate(self.rank).dp
-        ids = [self.draw + index for index in range(10) if index % self.where.layout.dp == dp]
-        self.draw += 10
+        ids = [self.prompt_index + index for index in range(10) if index % self.where.layout.dp == dp]
+        self.prompt_index += 10
         columns = columns_of(ids)
         new = Batch(torch.tensor(ids, dtype=torch.int64), {})
         return self.answer(new, "tokens", columns["tokens"])

@@ -30,6 +30,7 @@ from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover, balance
 from hybridflow.dataflow.run import Executor
 from hybridflow.families.model import ModelConfig
+from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.weights import local_shards
@@ -40,12 +41,13 @@ from hybridflow.recipe.checks import check_recipe
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.offline_actor import OfflineActor
-from hybridflow.roles.offline_samples import Given
+from hybridflow.roles.offline_samples import OfflineSamples
 from hybridflow.trainer.roles import make_roles
 from tests.multi.jobs import add_noise, inner_of, make_job, outer_of
 from tests.multi.models import VOCAB
 from tests.multi.test_reference_step import transformer
 from tests.support.ranks import run_ranks
+from tests.support.roles import MethodRole
 
 CONTEXT = 14
 MODEL = ModelConfig(
@@ -90,6 +92,7 @@ def recipe_of(case: Case) -> Recipe:
     recipe = Recipe(
         name="tiny",
         algorithm=case.name.removesuffix("-free"),
+        traits=ALGORITHMS[case.name.removesuffix("-free")].traits,
         cluster=ClusterConfig(ranks=size),
         model=MODEL,
         data=DataConfig(train="none", held_out="none"),
@@ -149,19 +152,19 @@ def step(world: World, case: Case) -> dict[str, Any]:
         all_responses=() if case.name == "sft" else tuple(rows),
     )
     job = replace(job, train=problems, held_out_pairs=held_out())
-    roles = make_roles(job, KLCoefficient(recipe))
+    roles = make_roles(job, KLCoefficient(recipe)).by_name
     assert type(roles["actor"]) is OfflineActor
     for name, seed in SEEDS.items():
         if name in roles:
             add_noise(roles[name].model, roles[name].spec, world.rank, seed=seed)
     found: dict[str, Any] = {"gradients": [], "metrics": []}
     watch(roles["actor"], world.rank, found)
-    per_draw = recipe.samples_per_draw
-    about = {"step": STEP, "first_draw": BATCH // per_draw, "num_prompts": BATCH // per_draw}
+    per_prompt = recipe.samples_per_prompt
+    about = {"step": STEP, "first_prompt_index": BATCH // per_prompt, "num_prompts": BATCH // per_prompt}
     world.make_groups(schedule.rank_sets(plan.train, plan.meshes))
     Executor(
         schedule=schedule.project(plan.train, world.rank, plan.meshes),
-        roles={**roles, "trainer": SimpleNamespace(finish_step=lambda *_: None, save=lambda *_: None)},
+        roles={**roles, "trainer": EndOfStep()},
         decisions={
             "train_step": iter([about, None]).__next__,
             "go_on": lambda: True,
@@ -175,7 +178,7 @@ def step(world: World, case: Case) -> dict[str, Any]:
         meshes=plan.meshes,
         timeline=Timeline(),
     ).run()
-    found["metrics"].append({**roles["actor"].metrics, **roles["given"].metrics})
+    found["metrics"].append({**roles["actor"].metrics, **roles["offline"].metrics})
     return found
 
 
@@ -202,6 +205,16 @@ def watch(actor: OfflineActor, rank: int, found: dict[str, Any]) -> None:
     mock.patch.object(actor, "update", kept_update).start()
 
 
+class EndOfStep(MethodRole):
+    """A trainer that records and saves nothing."""
+
+    def finish_step(self, batch: Any, decided: Any) -> None:
+        pass
+
+    def save(self, batch: Any, decided: Any) -> None:
+        pass
+
+
 def steps(world: World, cases: list[Case]) -> list[dict[str, Any]]:
     return [step(world, case) for case in cases]
 
@@ -212,7 +225,7 @@ def whole_weights(world: World) -> dict[str, dict[str, Any]]:
     for name in ("dpo", "reward-model"):
         recipe = recipe_of(Case(name=name, layout=ParallelLayout(), micro_batch_tokens=4096))
         job, _ = make_job(world, recipe)
-        for role, made in make_roles(job, KLCoefficient(recipe)).items():
+        for role, made in make_roles(job, KLCoefficient(recipe)).by_name.items():
             if role in SEEDS:
                 add_noise(made.model, made.spec, 0, seed=SEEDS[role])
                 shards = local_shards(made.model.transformer, made.spec, made.model.mesh, 0)
@@ -236,10 +249,10 @@ class Plain:
             for each in (trained, "reference")
         )
         order = source()
-        first = BATCH // per_draw(name)
+        first = BATCH // per_prompt(name)
         rows = rows_of(name)
-        self.rows = [rows[order.row(draw)] for draw in range(first, 2 * first)]
-        size = MINI_BATCH // per_draw(name)
+        self.rows = [rows[order.row(prompt_index)] for prompt_index in range(first, 2 * first)]
+        size = MINI_BATCH // per_prompt(name)
         self.mini_batches = [self.rows[:size], self.rows[size:]]
 
     def states(self, weights: dict[str, Tensor], tokens: tuple[int, ...]) -> Tensor:
@@ -347,10 +360,10 @@ def test_a_step_is_that_of_plain_torch_in_every_layout(size, truth):
     for number, case in enumerate(cases):
         expected = truth[case.name]
         shares = [each[number] for each in every]
-        holders = [each for each in shares if "actor/loss" in each["metrics"][-1]]
-        assert len(holders) == size // case.layout.pp
+        output_ranks = [each for each in shares if "actor/loss" in each["metrics"][-1]]
+        assert len(output_ranks) == size // case.layout.pp
         for index in range(2):
-            for share in holders:
+            for share in output_ranks:
                 told = share["metrics"][index]
                 assert told["actor/loss"] == pytest.approx(expected["losses"][index], rel=2e-6, abs=4e-6), (case, index)
                 if expected["z_ref"]:
@@ -358,7 +371,7 @@ def test_a_step_is_that_of_plain_torch_in_every_layout(size, truth):
                 norm = math.sqrt(sum(float(each.square().sum()) for each in expected["gradients"][index].values()))
                 assert told["actor/grad_norm"] == pytest.approx(norm, rel=1e-5), case
             check_gradients(case, [share["gradients"][index] for share in shares], expected["gradients"][index])
-        for share in holders:
+        for share in output_ranks:
             for name, value in expected["validation"].items():
                 assert share["metrics"][-1][name] == pytest.approx(value, rel=1e-5, abs=1e-6), (case, name)
         check_counts(case.name, shares, expected["rows"])
@@ -379,39 +392,43 @@ def check_gradients(case: Case, shares: list[dict[str, Any]], expected: dict[str
 
 
 class Read(ReadProblems):
-    """Problems that note which draws are read."""
+    """Problems that note which prompt indices are read."""
 
-    def solution(self, draw: int) -> Solution:
-        noted.add(draw)
-        return super().solution(draw)
+    def solution(self, prompt_index: int) -> Solution:
+        noted.add(prompt_index)
+        return super().solution(prompt_index)
 
-    def responses(self, draw: int) -> tuple[Response, ...]:
-        noted.add(draw)
-        return super().responses(draw)
+    def responses(self, prompt_index: int) -> tuple[Response, ...]:
+        noted.add(prompt_index)
+        return super().responses(prompt_index)
 
 
 noted: set[int] = set()
 
 
 def reading(world: World, name: str, layout: str) -> dict[str, Any]:
-    """What a source of samples gives this rank, and which draws it read for that."""
+    """What a source of samples gives this rank, and which prompt indices it read for that."""
     recipe = recipe_of(Case(name=name, layout=ParallelLayout.parse(layout), micro_batch_tokens=4096))
     job, plan = make_job(world, recipe)
     rows = tuple(rows_of(name))
     solutions, responses = (rows, ()) if name == "sft" else ((), rows)
-    given = Given(replace(job, train=Read(source=source(), prompts=(), solutions=solutions, all_responses=responses)))
+    given = OfflineSamples(
+        replace(job, train=Read(source=source(), prompts=(), solutions=solutions, all_responses=responses))
+    )
     call = {"sft": given.solutions, "kto": given.completions, "dpo": given.pairs}[name]
     noted.clear()
-    batch = call(Batch.empty(), {"train_step": {"step": 1, "first_draw": 0, "num_prompts": BATCH // per_draw(name)}})
+    batch = call(
+        Batch.empty(), {"train_step": {"step": 1, "first_prompt_index": 0, "num_prompts": BATCH // per_prompt(name)}}
+    )
     return {
         "dp": job.meshes["actor.update"].coordinate(world.rank).dp,
-        "draws": sorted({int(each) // per_draw(name) for each in batch.ids}),
+        "prompt_indices": sorted({int(each) // per_prompt(name) for each in batch.ids}),
         "read": sorted(noted),
         "metrics": given.metrics,
     }
 
 
-def per_draw(name: str) -> int:
+def per_prompt(name: str) -> int:
     return 1 if name in ("sft", "kto") else 2
 
 
@@ -419,14 +436,21 @@ def per_draw(name: str) -> int:
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
 def test_a_rank_reads_what_it_learns_from_and_its_share_of_the_lengths(name, layout):
     ranks = run_ranks(reading, 4, name, layout)
-    count, size = BATCH // per_draw(name), MINI_BATCH // per_draw(name)
-    rows = [(row,) if name == "sft" else row for row in (rows_of(name)[source().row(draw)] for draw in range(count))]
+    count, size = BATCH // per_prompt(name), MINI_BATCH // per_prompt(name)
+    rows = [
+        (row,) if name == "sft" else row
+        for row in (rows_of(name)[source().row(prompt_index)] for prompt_index in range(count))
+    ]
     lengths = [sum(len(each.prompt) + len(each.tokens) for each in row) for row in rows]
     dealt = balance(lengths, ParallelLayout.parse(layout).dp, size)
     for rank, found in enumerate(ranks):
-        mine = {draw for draw, dp in enumerate(dealt) if dp == found["dp"]}
-        assert found["draws"] == sorted(mine)
-        before = {draw - 1 if draw % size else draw + size - 1 for draw in mine} if name == "kto" else set()
+        mine = {prompt_index for prompt_index, dp in enumerate(dealt) if dp == found["dp"]}
+        assert found["prompt_indices"] == sorted(mine)
+        before = (
+            {prompt_index - 1 if prompt_index % size else prompt_index + size - 1 for prompt_index in mine}
+            if name == "kto"
+            else set()
+        )
         assert found["read"] == sorted(mine | before | {*range(count)[rank::4]}) and len(found["read"]) < count
         assert found["metrics"]["batch/num_tokens"] == sum(lengths)
 
@@ -443,7 +467,7 @@ def check_counts(name: str, shares: list[dict[str, Any]], rows: list[Any]) -> No
 def test_the_rows_reach_what_they_are_to_show(truth):
     """Two epochs in one step, a KL that counts, and pairs both ways round."""
     order = source()
-    assert len({order.row(draw) for draw in range(BATCH, 2 * BATCH)}) < BATCH
+    assert len({order.row(prompt_index) for prompt_index in range(BATCH, 2 * BATCH)}) < BATCH
     assert any(z_ref > 0.01 for z_ref in truth["kto"]["z_ref"])
     assert 0 < truth["dpo"]["validation"]["validation/accuracy"] < 1
     assert truth["dpo"]["losses"] != truth["dpo-free"]["losses"]
@@ -461,7 +485,9 @@ def test_mismatched_responses_rotate_within_the_mini_batch_and_are_cut_at_the_co
             source=source(), prompts=(), all_responses=tuple((Response(*row, True, 0.0),) for row in rows)
         ),
     )
-    batch = Given(job).completions(Batch.empty(), {"train_step": {"step": 1, "first_draw": 0, "num_prompts": 4}})
+    batch = OfflineSamples(job).completions(
+        Batch.empty(), {"train_step": {"step": 1, "first_prompt_index": 0, "num_prompts": 4}}
+    )
     drawn = [rows[source().row(number)] for number in range(4)]
     assert batch.ids.tolist() == [0, 1, 2, 3]
     for place, other in enumerate((1, 0, 3, 2)):
@@ -470,7 +496,9 @@ def test_mismatched_responses_rotate_within_the_mini_batch_and_are_cut_at_the_co
         assert tuple(batch.columns["tokens"].to_list()[place].tolist()) == (*drawn[place][0], *drawn[place][1])
     shorter = replace(recipe.model, max_context=12)
     job.recipe = replace(job.recipe, model=shorter)
-    cut = Given(job).completions(Batch.empty(), {"train_step": {"step": 1, "first_draw": 0, "num_prompts": 4}})
+    cut = OfflineSamples(job).completions(
+        Batch.empty(), {"train_step": {"step": 1, "first_prompt_index": 0, "num_prompts": 4}}
+    )
     whole = batch.columns["mismatched_tokens"].to_list()
     found = cut.columns["mismatched_tokens"].to_list()
     assert [row.tolist() for row in found] == [row[:12].tolist() for row in whole]

@@ -39,7 +39,7 @@ CALLS = {
 class Sample:
     """What is known of a sample, at its own tokens alone."""
 
-    draw: int
+    prompt_index: int
     kl: tuple[float, ...]
     score: float
     baseline: float
@@ -57,7 +57,11 @@ def full_batch() -> Batch:
     batch = make_batch(12)
     scores = torch.randn(12, generator=torch.Generator().manual_seed(5))
     return batch.with_columns(
-        {"draws": torch.arange(12) // GROUP_SIZE, "scores": scores, "baselines": (torch.arange(12) // GROUP_SIZE) / 4.0}
+        {
+            "prompt_indices": torch.arange(12) // GROUP_SIZE,
+            "scores": scores,
+            "baselines": (torch.arange(12) // GROUP_SIZE) / 4.0,
+        }
     )
 
 
@@ -78,7 +82,7 @@ def advantages_of(world: World) -> dict[tuple[str, bool], Any]:
             job, _ = make_job(world, replace(recipe, shaping=shaping))
             role = Advantage(job, KLCoefficient(recipe))
             batch = share_of(full_batch(), world.rank)
-            column = getattr(role, call)(batch, {}).columns["advantages"]
+            column = role.calls[call](batch, {}).columns["advantages"]
             rows = dict(zip(batch.ids.tolist(), [row.tolist() for row in column.to_list()], strict=True))
             found[algorithm, shaping is SHAPING] = rows, dict(role.metrics)
     return found
@@ -118,7 +122,7 @@ def plain(algorithm: str, samples: list[Sample]) -> list[list[float]]:
         return [[each - sample.baseline for each in to_go(sample.rewards(), 1.0)] for sample in samples]
     rows = []
     for sample in samples:
-        mates = [each for each in samples if each.draw == sample.draw]
+        mates = [each for each in samples if each.prompt_index == sample.prompt_index]
         others = [each.summed for each in mates if each is not sample]
         mean = math.fsum(each.summed for each in mates) / len(mates)
         std = math.sqrt(math.fsum((each.summed - mean) ** 2 for each in mates) / (len(mates) - 1))

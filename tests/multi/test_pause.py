@@ -21,14 +21,16 @@ SEED = 11
 STEPS = (1, 2, 3, 7, 12, 17, 35)
 PARAMS = SamplingParams(max_new_tokens=30, temperature=0.8, stop_ids=(2,))
 CASES = [(1, ParallelLayout()), *((2, layout) for layout in layouts_of(2))]
+# Stages have most on the way where they pause.
+PAUSED = [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] > case[1].pp)) for case in CASES]
 
 
 def requests(params: SamplingParams = PARAMS) -> list[Request]:
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in (3, 17, 9, 1)]
     return [
-        Request(prompt=prompt, params=params, draw=100 + draw, index=index)
-        for draw, prompt in enumerate(prompts)
+        Request(prompt=prompt, params=params, prompt_index=100 + prompt_index, index=index)
+        for prompt_index, prompt in enumerate(prompts)
         for index in range(2)
     ]
 
@@ -38,7 +40,7 @@ def go_on(left: list[tuple[Request, Response]]) -> list[Request]:
 
 
 def key(ask: Request) -> tuple[int, int]:
-    return ask.draw, ask.index
+    return ask.prompt_index, ask.index
 
 
 def plain(got: Response) -> dict:
@@ -113,7 +115,7 @@ def paused_everywhere(world, layout: ParallelLayout):
     return whole, ways, knows, num_lost
 
 
-@pytest.mark.parametrize(("size", "layout"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("size", "layout"), PAUSED, ids=lambda value: str(value))
 def test_paused_after_any_step_and_as_often_as_you_like_it_gives_the_same(size, layout):
     num_texts, found_lost, kinds = 0, 0, set()
     for whole, ways, knows, num_lost in run_ranks(paused_everywhere, size, layout):
@@ -184,7 +186,7 @@ def expected_by(model, world, ask: Request, got: Response) -> tuple[list[int], n
     with torch.no_grad():
         logits = model(batch.tokens, batch.attention, batch.rows)[:, :VOCAB] / ask.params.temperature
     positions = torch.arange(len(ask.prompt), len(sequence))
-    keys = row_keys(torch.tensor([sequence_key(SEED, "rollout", ask.draw, ask.index)]), positions)
+    keys = row_keys(torch.tensor([sequence_key(SEED, "rollout", ask.prompt_index, ask.index)]), positions)
     log_probs = logits.log_softmax(-1).gather(1, got.tokens[:, None])[:, 0]
     return (logits + gumbel_noise(keys, 0, VOCAB)).argmax(-1).tolist(), log_probs.numpy()
 
@@ -225,7 +227,8 @@ def changed(world, layout: ParallelLayout, is_in_place: bool):
             where = key(ask), place, version
             assert got.tokens[place] == found[version][0][place], where
             if knows:
-                assert abs(float(got.log_probs[place]) - found[version][1][place]) < 1e-5, where
+                # Larger weights than elsewhere round by more.
+                assert abs(float(got.log_probs[place]) - found[version][1][place]) < 2e-5, where
                 assert got.sampled_log_probs[place] == got.log_probs[place]
     return kinds
 

@@ -22,7 +22,7 @@ from hybridflow.config.roles import OptimizerConfig
 from hybridflow.dataflow import schedule
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.compiler import compile_flow
-from hybridflow.dataflow.graph import Flow, Node
+from hybridflow.dataflow.graph import Node
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.run import Executor
 from hybridflow.families.model import ModelConfig
@@ -35,10 +35,11 @@ from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
 from hybridflow.roles.reference import Reference
-from hybridflow.trainer.plan import step_flow
+from hybridflow.trainer.plan import training_step
 from tests.multi.jobs import add_noise, inner_of, make_job, outer_of, tiny_recipe
 from tests.multi.models import samples
 from tests.support.ranks import run_ranks
+from tests.support.roles import MethodRole
 
 LAYOUT = ParallelLayout(tp=2, pp=2, dp=2)
 CRITIC_LAYOUT = ParallelLayout(tp=1, pp=2, dp=4)
@@ -124,14 +125,14 @@ def given_columns() -> dict[str, list[Any]]:
     return {
         "tokens": sequences,
         "prompt_lengths": prompts,
-        "draws": [sample // GROUP_SIZE for sample in range(NUM_SAMPLES)],
+        "prompt_indices": [sample // GROUP_SIZE for sample in range(NUM_SAMPLES)],
         "response_mask": masks,
         "rollout_log_probs": [0.5 * torch.randn(length, generator=generator) - 4.0 for length in lengths],
         "scores": scores.tolist(),
     }
 
 
-class Given:
+class Given(MethodRole):
     """The test as a role: gives the samples, and sees what was made of them before the updates."""
 
     def __init__(self, world: World) -> None:
@@ -188,9 +189,8 @@ def step(world: World, algorithm: str) -> dict[str, Any]:
     )
     see = Node(name="given.see", role="given", call="see", mesh="actor.update", reads=COMPUTED[algorithm])
     # The algorithm's own step, but for who samples and scores.
-    elements = step_flow(job.recipe).elements[2:]
-    computing = [element for element in elements if isinstance(element, Node)]
-    program = compile_flow(Flow(elements=(start, *computing, see, *elements[len(computing) :])), plan.meshes)
+    stages = training_step(job.recipe)
+    program = compile_flow(start >> stages.experience >> see >> stages.update, plan.meshes)
     world.make_groups(schedule.rank_sets(program, plan.meshes))
     mini_batches = [{"epoch": 0, "index": index} for index in range(NUM_SAMPLES // MINI_BATCH)]
     found: dict[str, Any] = {"gradients": {}, "metrics": {}}
@@ -295,7 +295,11 @@ class Plain:
             for role, tensors in weights.items()
         }
         given = given_columns()
-        self.tokens, self.prompts, self.draws = given["tokens"], given["prompt_lengths"], given["draws"]
+        self.tokens, self.prompts, self.prompt_indices = (
+            given["tokens"],
+            given["prompt_lengths"],
+            given["prompt_indices"],
+        )
         self.masks = [mask.double() for mask in given["response_mask"]]
         self.scores = torch.tensor(given["scores"], dtype=torch.float32).double()
         self.sampled = [row.double() for row in given["rollout_log_probs"]]
@@ -340,7 +344,9 @@ class Plain:
         return found
 
     def grpo_advantage(self, sample: int) -> Tensor:
-        group = self.scores[[other for other in range(NUM_SAMPLES) if self.draws[other] == self.draws[sample]]]
+        group = self.scores[
+            [other for other in range(NUM_SAMPLES) if self.prompt_indices[other] == self.prompt_indices[sample]]
+        ]
         return (self.scores[sample] - group.mean()) / (group.std(unbiased=True) + 1e-6)
 
     def gae(self, sample: int, found: dict[str, list[Tensor]]) -> tuple[Tensor, Tensor]:

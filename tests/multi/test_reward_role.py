@@ -49,7 +49,7 @@ def reward_job(world, objects, **settings):
     tokenizer = SimpleNamespace(
         **vars(job.tokenizer) | {"decode": lambda ids: "".join(LETTERS[each - 3] for each in ids)}
     )
-    example = lambda draw: Example(prompt=f"p{draw}", answer="xx", place=f"d.jsonl:{draw + 1}")  # noqa: E731
+    example = lambda prompt_index: Example(prompt=f"p{prompt_index}", answer="xx", place=f"d.jsonl:{prompt_index + 1}")  # noqa: E731
     return replace(job, tokenizer=tokenizer, train=SimpleNamespace(example=example), objects=objects)
 
 
@@ -60,7 +60,7 @@ def batch_of(rank, endings):
     columns = {
         "tokens": Ragged.from_list(tokens, torch.int64),
         "prompt_lengths": torch.ones(len(ids), dtype=torch.int64),
-        "draws": ids,
+        "prompt_indices": ids,
     }
     return Batch(ids, columns)
 

@@ -29,8 +29,8 @@ def requests(params: SamplingParams = PARAMS["plain"]) -> list[Request]:
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in (3, 9, 1, 5, 5)]
     return [
-        Request(prompt=prompts[draw], params=params, draw=100 + draw, index=index)
-        for draw in range(5)
+        Request(prompt=prompts[prompt_index], params=params, prompt_index=100 + prompt_index, index=index)
+        for prompt_index in range(5)
         for index in range(3)
     ]
 
@@ -65,7 +65,7 @@ def rollout(
                 trained.update(part)
             for index, (ask, got) in enumerate(zip(mine, responses, strict=True)):
                 if trained:
-                    found[str(layout), name, ask.draw, ask.index] = (
+                    found[str(layout), name, ask.prompt_index, ask.index] = (
                         got.tokens.tolist(),
                         got.log_probs.tolist(),
                         trained[index].tolist(),
@@ -89,13 +89,13 @@ def logits_at(world, sequence: list[int], shape: ModelConfig) -> torch.Tensor:
     return model(batch.tokens, batch.attention, batch.rows)[0].detach()
 
 
-def margin(sequence: list[int], draw: int, index: int, params: SamplingParams, shape: ModelConfig) -> float:
+def margin(sequence: list[int], prompt_index: int, index: int, params: SamplingParams, shape: ModelConfig) -> float:
     """How far the decision was from another one: the perturbed top-two gap, or the distance to the nucleus edge."""
     logits = run_ranks(logits_at, 1, sequence, shape)[0][:VOCAB] / params.temperature
     if params.greedy:
         top = logits.topk(2).values
         return float(top[0] - top[1])
-    key = row_keys(torch.tensor([sequence_key(SEED, "rollout", draw, index)]), torch.tensor([len(sequence)]))
+    key = row_keys(torch.tensor([sequence_key(SEED, "rollout", prompt_index, index)]), torch.tensor([len(sequence)]))
     top = (logits + gumbel_noise(key, 0, VOCAB)[0]).topk(2).values
     ordered = logits.softmax(-1).sort(descending=True).values
     edge = float((ordered.cumsum(0) - params.top_p).abs().min()) if params.top_p < 1 else 1.0
@@ -104,32 +104,47 @@ def margin(sequence: list[int], draw: int, index: int, params: SamplingParams, s
 
 def assert_same_text(found: dict, by_request: dict, shape: ModelConfig = TINY) -> None:
     """The reference's tokens but where rounding decides, and the log-probabilities of training."""
-    for (layout, kind, draw, index), (tokens, sampled, trained) in found.items():
-        where = (layout, kind, draw, index)
+    for (layout, kind, prompt_index, index), (tokens, sampled, trained) in found.items():
+        where = (layout, kind, prompt_index, index)
         difference = (torch.tensor(sampled) - torch.tensor(trained)).abs().max().item()
         assert difference <= 1e-5, (where, difference)
-        expected = by_request[kind, draw, index][0]
+        expected = by_request[kind, prompt_index, index][0]
         if tokens != expected:
             pairs = enumerate(zip(tokens, expected, strict=False))
             first = next(place for place, (token, other) in pairs if token != other)
-            prompt = next(ask.prompt.tolist() for ask in requests() if ask.draw == draw)
-            gap = margin([*prompt, *tokens[:first]], draw, index, PARAMS[kind], shape)
+            prompt = next(ask.prompt.tolist() for ask in requests() if ask.prompt_index == prompt_index)
+            gap = margin([*prompt, *tokens[:first]], prompt_index, index, PARAMS[kind], shape)
             assert gap < 1e-4, (where, first, gap)
 
 
-def test_same_text_in_every_layout_and_batching_and_the_log_probs_of_training():
-    reference = merged(1, [ParallelLayout()], 256)
+@pytest.fixture(scope="module")
+def reference():
+    """What one rank samples, all requests at once."""
+    return merged(1, [ParallelLayout()], 256)
+
+
+def test_the_samples_differ_and_have_the_log_probs_of_training(reference):
     by_request = {key[1:]: value for key, value in reference.items()}
     assert len(by_request) == len(PARAMS) * 15
     assert len({tuple(tokens) for tokens, _, _ in by_request.values()}) > 20, "samples are all alike"
     assert {len(tokens) for tokens, _, _ in by_request.values()} > {8}, "some must stop early, some must not"
     assert_same_text(reference, by_request)
-    # A wave of 5 cuts the 15 requests differently from one of 256. Eight ranks, being slow here, sample one kind.
-    for size, wave, kinds in ((2, 5, tuple(PARAMS)), (4, 256, tuple(PARAMS)), (8, 256, ("cut",))):
-        layouts = layouts_of(size)
-        found = merged(size, layouts, wave, kinds)
-        assert len(found) == 15 * len(kinds) * len(layouts)
-        assert_same_text(found, by_request)
+
+
+# A wave of 5 cuts the 15 requests differently from one of 256. Eight ranks, being slow here, sample one kind.
+@pytest.mark.parametrize(
+    ("size", "wave", "kinds"),
+    [
+        (2, 5, tuple(PARAMS)),
+        (4, 256, tuple(PARAMS)),
+        pytest.param(8, 256, ("cut",), marks=pytest.mark.slow),
+    ],
+)
+def test_same_text_in_every_layout_and_batching_and_the_log_probs_of_training(reference, size, wave, kinds):
+    layouts = layouts_of(size)
+    found = merged(size, layouts, wave, kinds)
+    assert len(found) == 15 * len(kinds) * len(layouts)
+    assert_same_text(found, {key[1:]: value for key, value in reference.items()})
 
 
 def test_same_text_in_eight_stages():
@@ -160,7 +175,9 @@ class Noting:
 
     def finished(self, pairs: list[tuple[Request, Response]]) -> None:
         assert pairs
-        self.handed += [((ask.draw, ask.index), got.tokens.tolist(), got.log_probs.tolist()) for ask, got in pairs]
+        self.handed += [
+            ((ask.prompt_index, ask.index), got.tokens.tolist(), got.log_probs.tolist()) for ask, got in pairs
+        ]
 
     def is_stopping(self) -> bool:
         self.num_asked += 1
@@ -182,9 +199,9 @@ def stopped(world, layouts: list[ParallelLayout], stops: tuple[int | None, ...])
                 responses = engine.generate(mine, progress=progress)
             except RolloutStopped as stopped:
                 assert stop_at is not None
-                left = [((ask.draw, ask.index), got.tokens.tolist()) for ask, got in stopped.unfinished]
+                left = [((ask.prompt_index, ask.index), got.tokens.tolist()) for ask, got in stopped.unfinished]
             whole = responses and [
-                ((ask.draw, ask.index), got.tokens.tolist(), got.log_probs.tolist())
+                ((ask.prompt_index, ask.index), got.tokens.tolist(), got.log_probs.tolist())
                 for ask, got in zip(mine, responses, strict=True)
             ]
             found.append((progress.num_asked, progress.handed, whole, left))

@@ -33,7 +33,7 @@ def requests(count: int) -> list[Request]:
         Request(
             prompt=torch.randint(0, VOCAB, (1 + number % 19,), generator=generator),
             params=SamplingParams(max_new_tokens=1 + number * 7 % LONGEST, **kinds[number % 4]),
-            draw=number // 2,
+            prompt_index=number // 2,
             index=number % 2,
         )
         for number in range(count)
@@ -65,7 +65,7 @@ def decoded(shape, count: int, threads: int, blocks: int | None, max_concurrent:
                 num_calls += 1
                 for ask, got in session.step(most):
                     parts = got.tokens, got.log_probs, got.sampled_log_probs, got.versions
-                    responses[ask.draw, ask.index] = (*(each.tolist() for each in parts), got.finish, got.error)
+                    responses[ask.prompt_index, ask.index] = (*(each.tolist() for each in parts), got.finish, got.error)
             counts = num_calls, session.num_steps, session.num_preempted, session.num_computed
             found.append((*counts, session.metrics()["prefill_share"], responses))
     finally:

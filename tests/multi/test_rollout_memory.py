@@ -40,15 +40,15 @@ def make_requests(num_prompts: int, num_samples: int, num_prompt: int, params: S
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, VOCAB, (num_prompt,), generator=generator) for _ in range(num_prompts)]
     return [
-        Request(prompt=prompts[draw], params=params, draw=draw, index=index)
-        for draw in range(num_prompts)
+        Request(prompt=prompts[prompt_index], params=params, prompt_index=prompt_index, index=index)
+        for prompt_index in range(num_prompts)
         for index in range(num_samples)
     ]
 
 
 def texts(requests, responses):
     return {
-        (ask.draw, ask.index): (got.tokens.tolist(), got.log_probs.tolist(), got.finish)
+        (ask.prompt_index, ask.index): (got.tokens.tolist(), got.log_probs.tolist(), got.finish)
         for ask, got in zip(requests, responses, strict=True)
     }
 
@@ -130,18 +130,18 @@ def test_eight_samples_of_a_prompt_compute_it_once():
         assert num_prompt < 512 or share <= 0.2
 
 
-def uneven(draw: int) -> int:
+def uneven(prompt_index: int) -> int:
     """Replica 0 of two is dealt the long ones."""
-    return 29 if draw in (0, 2) else 2
+    return 29 if prompt_index in (0, 2) else 2
 
 
 class Problems:
     """Prompts for the actor to draw."""
 
-    def prompt(self, draw: int) -> tuple[int, ...]:
-        return (1, 3 + draw % 7, 4 + draw % 5)
+    def prompt(self, prompt_index: int) -> tuple[int, ...]:
+        return (1, 3 + prompt_index % 7, 4 + prompt_index % 5)
 
-    def example(self, draw: int) -> Example:
+    def example(self, prompt_index: int) -> Example:
         raise AssertionError("nobody is to ask")
 
 
@@ -156,12 +156,14 @@ def sampled(world, layout: ParallelLayout):
 
     def cut_short(requests, *args, more=lambda num_open: (), **rest):
         def cut(requests):
-            return [replace(ask, params=replace(ask.params, max_new_tokens=uneven(ask.draw))) for ask in requests]
+            return [
+                replace(ask, params=replace(ask.params, max_new_tokens=uneven(ask.prompt_index))) for ask in requests
+            ]
 
         return drive(cut(requests), *args, more=lambda num_open: cut(more(num_open)), **rest)
 
     actor.rollouts._engine.drive = cut_short
-    decided = {"train_step": {"step": 1, "first_draw": 0, "num_prompts": 12}}
+    decided = {"train_step": {"step": 1, "first_prompt_index": 0, "num_prompts": 12}}
     steps = [actor.sample(None, decided)]
     # As after each step of training: a replica that takes nothing of the queue writes no number.
     actor.metrics.clear()
@@ -169,7 +171,7 @@ def sampled(world, layout: ParallelLayout):
     claimed = actor.metrics.get("rollout/claimed", 0)
     columns = [batch and {name: batch.columns[name] for name in batch.columns} for batch in steps]
     ids = [batch and batch.ids.tolist() for batch in steps]
-    answer = actor.answer(None, {})
+    answer = actor.sample_validation(None, {})
     rows = [
         batch
         and {
@@ -194,7 +196,7 @@ def stopped_on_one(world):
     job, _ = make_job(world, recipe)
     actor = Actor(replace(job, train=Problems()), KLCoefficient(recipe))
     actor.rollouts.is_stopping = lambda: world.rank == 1
-    batch = actor.sample(None, {"train_step": {"step": 1, "first_draw": 0, "num_prompts": 9}})
+    batch = actor.sample(None, {"train_step": {"step": 1, "first_prompt_index": 0, "num_prompts": 9}})
     tokens = batch.columns["tokens"].to_list()
     return {number: row[:3].tolist() for number, row in zip(batch.ids.tolist(), tokens, strict=True)}
 
@@ -215,22 +217,25 @@ def test_replicas_take_work_from_one_another_and_the_samples_stay_the_same():
     for size, text in ((2, "tp1.pp1.dp2"), (4, "tp2.pp1.dp2"), (4, "tp1.pp2.dp2")):
         layout = ParallelLayout.parse(text)
         found = run_ranks(sampled, size, layout)
-        holders = [each for each in found if each.rows[0] is not None]
-        assert len(holders) == size // layout.pp
+        output_ranks = [each for each in found if each.rows[0] is not None]
+        assert len(output_ranks) == size // layout.pp
         for place in range(3):
             merged: dict = {}
-            for each in holders:
+            for each in output_ranks:
                 merged |= each.rows[place]
             assert merged.keys() == reference.rows[place].keys()
             for number, (tokens, log_probs) in merged.items():
                 assert tokens == reference.rows[place][number][0], (text, number)
                 assert log_probs == pytest.approx(reference.rows[place][number][1], abs=1e-5)
         # They lie as they were dealt, whoever generated them, on every rank that has a share.
-        for each in holders:
+        for each in output_ranks:
             replica = each.ids[0][0] // 2
-            assert each.ids == [[2 * draw + index for draw in range(replica, 12, 2) for index in range(2)]] * 2
-        assert {each.ids[0][0] for each in holders} == {0, 2}
-        by_replica = {each.ids[0][0] // 2: each.claimed for each in holders}
+            assert (
+                each.ids
+                == [[2 * prompt_index + index for prompt_index in range(replica, 12, 2) for index in range(2)]] * 2
+            )
+        assert {each.ids[0][0] for each in output_ranks} == {0, 2}
+        by_replica = {each.ids[0][0] // 2: each.claimed for each in output_ranks}
         # Four slots each are dealt 8 of 24 samples at once; of 4 + c samples that a replica generates it took c.
         assert sum(4 * share / (1 - share) for share in by_replica.values()) == pytest.approx(16), text
 
@@ -255,8 +260,8 @@ class Counter:
 def test_each_group_is_dealt_once(num_groups, num_replicas):
     params = SamplingParams(max_new_tokens=1)
     groups = [
-        [Request(prompt=torch.ones(1), params=params, draw=draw, index=index) for index in range(3)]
-        for draw in range(num_groups)
+        [Request(prompt=torch.ones(1), params=params, prompt_index=prompt_index, index=index) for index in range(3)]
+        for prompt_index in range(num_groups)
     ]
     counter = Counter()
     deals = [
@@ -273,8 +278,8 @@ def test_each_group_is_dealt_once(num_groups, num_replicas):
         got += taken
         turn += 1
     assert all(deal.more(0) == [] for deal in deals)
-    assert sorted((ask.draw, ask.index) for ask in got) == [
-        (draw, index) for draw in range(num_groups) for index in range(3)
+    assert sorted((ask.prompt_index, ask.index) for ask in got) == [
+        (prompt_index, index) for prompt_index in range(num_groups) for index in range(3)
     ]
 
 

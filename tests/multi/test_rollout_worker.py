@@ -15,8 +15,8 @@ from hybridflow.api.trainers import GRPOTrainer
 from hybridflow.api.world import use_world
 from hybridflow.errors import ConfigError, DataError, HybridflowError
 from hybridflow.parallel.world import World
-from tests.support.own_models import TinyActor
 from tests.support.ranks import run_ranks
+from tests.support.user_models import TinyActor
 
 transformers = pytest.importorskip("transformers")
 from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402

@@ -58,6 +58,6 @@ def test_a_cancelled_job_is_gone_on_with_and_repeats_nothing(cluster, tmp_path):
     assert all(len(row["token_ids"]) == 50 for row in rows) and not results.folder.exists()
     # What the first job finished is there as it was, and the second generated the rest alone.
     for row in kept:
-        assert rows[row["draw"] * SAMPLES + row["index"]]["token_ids"] == row["token_ids"]
+        assert rows[row["prompt_index"] * SAMPLES + row["index"]]["token_ids"] == row["token_ids"]
     (said,) = re.findall(r"(\d+) failed; now (\d+) samples", output(cluster, second))
     assert said == ("0", str(len(rows) - len(kept)))

@@ -137,7 +137,7 @@ def summarize(model: ModelSpec, source: Holdings, target: Holdings) -> PlanSumma
     received, sent, local = (dict.fromkeys(ranks, 0) for _ in range(3))
     found = Flows(model, source, target)
     for stream in found.streams:
-        for rank in set(stream.holders).intersection(stream.needers):
+        for rank in set(stream.output_ranks).intersection(stream.needers):
             local[rank] += stream.num_bytes
     for flow in found.all():
         sent[flow.source] += flow.stop - flow.start

@@ -83,13 +83,13 @@ def choice_by_hand(
     params: SamplingParams,
     *,
     seed: int,
-    draw: int,
+    prompt_index: int,
     index: int,
 ) -> tuple[int, float]:
     """The token that is sampled, and the margin: the perturbed top-two gap, or the distance to a cut's edge."""
     scaled = edited_by_hand(logits, prompt, response, params)
     kept, margin = (set(range(len(scaled))), math.inf) if params.greedy else kept_by_hand(scaled, params)
-    key = sequence_key(seed if params.seed is None else params.seed, "rollout", draw, index)
+    key = sequence_key(seed if params.seed is None else params.seed, "rollout", prompt_index, index)
     keys = row_keys(torch.tensor([key]), torch.tensor([len(prompt) + len(response)]))
     noise = gumbel_noise(keys, 0, len(scaled))[0].tolist()
     scores = {token: scaled[token] + (0.0 if params.greedy else noise[token]) for token in kept}

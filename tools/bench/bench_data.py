@@ -137,10 +137,10 @@ def _measure(path: Path, num_workers: int) -> dict[str, float]:
         begin_s = time.perf_counter()
         problems = open_problems([DataSourceConfig(path=str(path))], shape, tokenizer, Path(made), seed=1)
         prepared_s = time.perf_counter() - begin_s
-        num_draws = min(_MOST_DRAWS, problems.num_rows)
+        num_prompts = min(_MOST_DRAWS, problems.num_rows)
         begin_s = time.perf_counter()
-        for draw in range(num_draws):
-            problems.prompt(draw)
+        for prompt_index in range(num_prompts):
+            problems.prompt(prompt_index)
         drawn_s = time.perf_counter() - begin_s
     # What getrusage says of this process itself begins with the memory of the one that has started it.
     (own,) = (
@@ -149,7 +149,7 @@ def _measure(path: Path, num_workers: int) -> dict[str, float]:
     peaks = [int(own), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss]
     return {
         "prepared_per_s": problems.num_rows / prepared_s,
-        "drawn_per_s": num_draws / drawn_s,
+        "drawn_per_s": num_prompts / drawn_s,
         "peak_mib": max(peaks) / 2**10,
     }
 
@@ -160,8 +160,8 @@ def _tokenizer(folder: Path) -> PieceTokenizer:
 
 def write(path: Path, num_rows: int) -> None:
     """So many sums, by the library of the format that the name tells."""
-    draw = random.Random(1)
-    pairs = ((draw.randrange(10**6), draw.randrange(10**6)) for _ in range(num_rows))
+    prompt_index = random.Random(1)
+    pairs = ((prompt_index.randrange(10**6), prompt_index.randrange(10**6)) for _ in range(num_rows))
     rows = ({"prompt": f"{one}+{other}=", "answer": str(one + other)} for one, other in pairs)
     if path.suffix == ".jsonl":
         with path.open("w", encoding="utf-8") as file:
@@ -196,7 +196,7 @@ def _needed(folder: Path) -> float:
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
     recipe = load_recipe("quickstart")
     step_s = json.loads((folder / "run/summary.json").read_text(encoding="utf-8"))["step_s"]
-    return float(recipe.trainer.global_batch_size / recipe.samples_per_draw / step_s)
+    return float(recipe.trainer.global_batch_size / recipe.samples_per_prompt / step_s)
 
 
 if __name__ == "__main__":

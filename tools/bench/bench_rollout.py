@@ -48,8 +48,8 @@ from rollout_bench.cases import (
     SIZES,
     Lengths,
     Shape,
-    draw_prompts,
     equal_lengths,
+    prompt_index_prompts,
     tailed_lengths,
     work_of,
 )
@@ -117,7 +117,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rivals", nargs="*", choices=RIVALS, default=list(RIVALS), help="default: both")
     parser.add_argument(
         "--rivals-python",
-        default=str(TOOLS.parent / ".venv-vllm/bin/python"),
+        default=str(TOOLS.parents[1] / ".venv-vllm/bin/python"),
         metavar="PATH",
         help="interpreter of their environment (default: .venv-vllm/bin/python, which tests/support/vllm.sh makes)",
     )
@@ -277,7 +277,9 @@ def _take_turns(
             how["transformers"], tried = _choose_batch(options, engine, shape, lengths, where)
             found["transformers"] |= {"tried": tried, "chosen": how["transformers"]}
     for turn in range(options.repeats):
-        prompts, first_prompts = (draw_prompts(lengths.prompts, shape.vocab, 2 * turn + each) for each in (1, 2))
+        prompts, first_prompts = (
+            prompt_index_prompts(lengths.prompts, shape.vocab, 2 * turn + each) for each in (1, 2)
+        )
         # Whoever is first is not so in the next round.
         start = turn % len(engines)
         for engine in engines[start:] + engines[:start]:
@@ -307,7 +309,7 @@ def _choose_batch(
         kinds += [{"batch": batch, "is_sorted": True} for batch in batches if batch < num]
     if len(kinds) == 1:
         return kinds[0], []
-    prompts = draw_prompts(lengths.prompts, shape.vocab, 0)
+    prompts = prompt_index_prompts(lengths.prompts, shape.vocab, 0)
     best_s: dict[bool, float] = {}
     tried = []
     for how in kinds:
@@ -327,11 +329,11 @@ def _check_same_weights(engines: list[Engine], shape: Shape, settings: dict[str,
     Raises:
         EngineError: They do not.
     """
-    (prompt,) = draw_prompts([32], shape.vocab, 0)
+    (prompt,) = prompt_index_prompts([32], shape.vocab, 0)
     found = {}
     for engine in engines:
         found[engine.name] = engine.ask("probe", prompt=prompt)["log_prob"]
-        warm = draw_prompts([32] * 8, shape.vocab, 0)
+        warm = prompt_index_prompts([32] * 8, shape.vocab, 0)
         batch = {"batch": 8, "is_sorted": False} if engine.name == "transformers" else {}
         engine.ask("generate", prompts=warm, lengths=[8] * 8, **batch)
     if max(found.values()) - min(found.values()) > _SAME_LOG_PROB[settings["dtype"]]:

@@ -76,7 +76,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: both")
     parser.add_argument(
         "--rival-python",
-        default=str(TOOLS.parent / ".venv-vllm/bin/python"),
+        default=str(TOOLS.parents[1] / ".venv-vllm/bin/python"),
         metavar="PATH",
         help="interpreter of TRL's environment (default: .venv-vllm/bin/python, which tests/support/vllm.sh makes)",
     )

@@ -21,7 +21,7 @@ from hybridflow.families.assets import CONFIG
 from hybridflow.families.config_json import Described, read_config
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.model_info import ModelInfo
-from hybridflow.models.user_model import own_settings
+from hybridflow.models.user_model import user_model_info
 
 SECTIONS = {
     "actor": "model",
@@ -36,7 +36,7 @@ SECTIONS = {
 _TEXT_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-class GivenModel(NamedTuple):
+class InMemoryModel(NamedTuple):
     """A model in memory.
 
     Attributes:
@@ -49,12 +49,12 @@ class GivenModel(NamedTuple):
 
 
 def is_model(given: object) -> bool:
-    """Whether something is a model whose settings and weights can be taken: see ``given_model``."""
+    """Whether something is a model whose settings and weights can be taken: see ``in_memory_model``."""
     is_wrapped = any(base.__module__.partition(".")[0] == "peft" for base in type(given).__mro__)
-    return isinstance(given, GivenModel | GPTModel) or is_wrapped or _library_class(given) is not None
+    return isinstance(given, InMemoryModel | GPTModel) or is_wrapped or _library_class(given) is not None
 
 
-def given_model(given: Any, *, vocab_size: int | None = None) -> GivenModel:
+def in_memory_model(given: Any, *, vocab_size: int | None = None) -> InMemoryModel:
     """A model in memory as a role begins with it: its settings and its weights, in any layout.
 
     Takes a ``PreTrainedModel`` of ``transformers`` of a family in ``hybridflow.families``, causal language model or
@@ -71,16 +71,16 @@ def given_model(given: Any, *, vocab_size: int | None = None) -> GivenModel:
         ConfigError: It is no such model, or asks for what is not computed here; names the setting.
         CheckpointError: Its tensors are not those of its settings.
     """
-    if isinstance(given, GivenModel):
+    if isinstance(given, InMemoryModel):
         return given
     if isinstance(given, GPTModel):
         source: Source = MegatronSource(given, vocab_size=vocab_size)
     else:
         source = _TransformersSource(given)
-    return GivenModel(source.model, source)
+    return InMemoryModel(source.model, source)
 
 
-def given_settings(objects: Mapping[str, Any]) -> dict[str, ModelInfo]:
+def in_memory_info(objects: Mapping[str, Any]) -> dict[str, ModelInfo]:
     """What models that a program gives for roles say of themselves, for ``config.recipe_from_dict``.
 
     Args:
@@ -102,12 +102,12 @@ def given_settings(objects: Mapping[str, Any]) -> dict[str, ModelInfo]:
 
 def _settings(given: Any) -> ModelInfo | None:
     """None: it is no model."""
-    if isinstance(given, GivenModel):
+    if isinstance(given, InMemoryModel):
         return ModelInfo(given.section, given.source.has_value_head, given.source.family, None)
     if isinstance(given, GPTModel):
         return ModelInfo(read_megatron(given), False, None, None)
     if not is_model(given):
-        return own_settings(given)
+        return user_model_info(given)
     described, _ = _describe(given)
     return ModelInfo(described.model, described.has_value_head, described.family.name, None)
 

@@ -72,7 +72,7 @@ def known_tokens(request: Request) -> list[int]:
 def request_seed(seed: int, purpose: str, request: Request) -> int:
     """A seed of a request's own, under 2^53 so that every JSON reader keeps it; another where it goes on."""
     seed = seed if request.params.seed is None else request.params.seed
-    text = f"{seed}:{purpose}:{request.draw}:{request.index}:{num_begun(request)}"
+    text = f"{seed}:{purpose}:{request.prompt_index}:{request.index}:{num_begun(request)}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 11
 
 

@@ -99,7 +99,7 @@ class HttpEngine:
         """
         for request in requests:
             if reason := self.refusal(request):
-                raise DataError(f"request of draw {request.draw}: rollout.engine: {reason}")
+                raise DataError(f"request for prompt {request.prompt_index}: rollout.engine: {reason}")
         run = _Run(len(requests), lambda number, run: self._try_all(run, number, requests[number], purpose))
         try:
             return self._collect(run, requests, progress)

@@ -32,7 +32,7 @@ Generated = tuple[Tensor, Tensor, Tensor]
 """Of one sample what is new: tokens, their log-probabilities, and those under what was sampled from."""
 
 
-class OwnEngine:
+class UserEngine:
     """Generates with one replica of a module, see ``request.Engine``; no other rank takes part.
 
     Args:
@@ -99,7 +99,7 @@ class OwnEngine:
         """
         for request in requests:
             if reason := self.refusal(request):
-                raise DataError(f"request of draw {request.draw}: {reason}")
+                raise DataError(f"request for prompt {request.prompt_index}: {reason}")
         self._module.eval()
         began_s = perf_counter()
         found: dict[int, Response] = {}
@@ -139,7 +139,7 @@ class OwnEngine:
         for slot, each in enumerate(batch):
             known[slot, : lengths[slot]] = each.prompt.numpy()
             seed = self._seed if params.seed is None else params.seed
-            sampler.seat(slot, params, sequence_key(seed, purpose, each.draw, each.index), int(lengths[slot]))
+            sampler.seat(slot, params, sequence_key(seed, purpose, each.prompt_index, each.index), int(lengths[slot]))
         log_probs, open_slots = np.zeros((2, *known.shape), np.float32), np.arange(len(batch))
         failures: dict[int, str] = {}
         first = lengths.copy()
@@ -247,7 +247,7 @@ class OwnEngine:
     def _batch_seed(self, batch: list[Request], purpose: str) -> int:
         """Of torch's generators: of what is asked, and of the weights' number, so that each step has its own."""
         seed = self._seed if batch[0].params.seed is None else batch[0].params.seed
-        told = [seed, purpose, self.version, [[each.draw, each.index] for each in batch]]
+        told = [seed, purpose, self.version, [[each.prompt_index, each.index] for each in batch]]
         return int.from_bytes(hashlib.sha256(json.dumps(told).encode()).digest()[:8], "little") >> 1
 
     def _response(self, request: Request, sampled: Generated | str) -> Response:

@@ -159,7 +159,7 @@ class VllmEngine:
         """
         for request in requests:
             if reason := self.refusal(request):
-                raise DataError(f"request of draw {request.draw}: rollout.engine: {reason}")
+                raise DataError(f"request for prompt {request.prompt_index}: rollout.engine: {reason}")
         engine, responses = self._llm.llm_engine, dict[int, Response]()
         # vLLM adds to the names that it is given, and tells them in its own answers as they were.
         names = [

@@ -66,7 +66,7 @@ def take(kafka, folder, count, shape=SHAPE, say=lambda text: None):
 
 def drawn(kafka, folder, count):
     rows = topic_rows(folder, kafka)
-    return [rows.stored(rows.place(draw)) for draw in range(count)]
+    return [rows.stored(rows.place(prompt_index)) for prompt_index in range(count)]
 
 
 def prompts(kafka, folder, count):
@@ -332,8 +332,8 @@ def test_parts_that_were_read_do_not_stay_open(tmp_path, monkeypatch):
         journal.add([live.ReadRows([row], str)], "t", {"taken": [[0, number, 1]]})
     found = topic_rows(tmp_path, KafkaConfig(servers=("127.0.0.1:1",), topic="t", deadline_s=1.0))
     most = 0
-    for draw in [*range(20), *range(20)]:
-        assert found.stored((0, draw)).row["prompt"] == str(draw)
+    for prompt_index in [*range(20), *range(20)]:
+        assert found.stored((0, prompt_index)).row["prompt"] == str(prompt_index)
         most = max(most, found._files.num_open)
     assert most <= 8
 
@@ -348,7 +348,7 @@ def test_all_that_read_have_the_failure_of_who_takes(broker, tmp_path):
     other = StoredProblems(topic_rows(tmp_path / "kafka", kafka), SHAPE, tokenizer)
     assert lead.sha256 == other.sha256
     for problems in (lead, other):
-        assert [problems.example(draw).prompt for draw in range(2)] == ["0", "1"]
+        assert [problems.example(prompt_index).prompt for prompt_index in range(2)] == ["0", "1"]
         with pytest.raises(DataError, match=r"\[0\]@2: not valid JSON"):
             problems.example(2)
 

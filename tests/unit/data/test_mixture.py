@@ -1,4 +1,4 @@
-"""Mixtures: a pure function of the draw, in proportion over any window, each source in epochs of its own."""
+"""Mixtures: a pure function of the prompt index, in proportion over any window, each source in epochs of its own."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ def test_weights_are_taken_as_they_are_written():
 
 def test_three_sources_by_hand():
     """Weights 2, 1, 1: halves (2) and (1, 1) take turns, the second one first, since 1 · 2 / 4 has no whole part."""
-    assert [source_of(draw, (2, 1, 1)) for draw in range(8)] == [
+    assert [source_of(prompt_index, (2, 1, 1)) for prompt_index in range(8)] == [
         *((2, 0), (0, 0), (1, 0), (0, 1)),
         *((2, 1), (0, 2), (1, 1), (0, 3)),
     ]
@@ -31,17 +31,17 @@ def test_three_sources_by_hand():
 
 @given(WEIGHTS, st.integers(0, 10**9))
 def test_rows_of_a_source_are_counted_without_a_gap(weights, first):
-    """Each source's count goes up by one with each of its draws, so its own epochs miss and repeat nothing."""
+    """Each source's count goes up by one with each of its prompts, so its own epochs miss and repeat nothing."""
     last = {}
-    for draw in range(first, first + 200):
-        source, count = source_of(draw, weights)
+    for prompt_index in range(first, first + 200):
+        source, count = source_of(prompt_index, weights)
         assert count == last.get(source, count - 1) + 1
         last[source] = count
 
 
 @given(WEIGHTS, st.integers(0, 10**9), st.integers(1, 500))
 def test_every_window_has_the_proportion(weights, first, length):
-    found = Counter(source_of(draw, weights)[0] for draw in range(first, first + length))
+    found = Counter(source_of(prompt_index, weights)[0] for prompt_index in range(first, first + length))
     halvings = (len(weights) - 1).bit_length()
     for source, weight in enumerate(weights):
         assert abs(found[source] - length * weight / sum(weights)) <= 2 * halvings
@@ -50,14 +50,14 @@ def test_every_window_has_the_proportion(weights, first, length):
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(0, 3))
 def test_without_weights_all_rows_come_once_in_so_many_draws(sizes, epoch):
     order, total = Order(sizes, [None] * len(sizes), seed=7), sum(sizes)
-    found = [order(draw) for draw in range(epoch * total, (epoch + 1) * total)]
+    found = [order(prompt_index) for prompt_index in range(epoch * total, (epoch + 1) * total)]
     assert sorted(found) == [(source, row) for source, size in enumerate(sizes) for row in range(size)]
 
 
 def test_a_single_source_is_drawn_as_ever():
     order = Order([9], [None], seed=3)
-    assert [order(draw) for draw in range(27)] == [
-        (0, permuted(draw % 9, size=9, key=(3, draw // 9))) for draw in range(27)
+    assert [order(prompt_index) for prompt_index in range(27)] == [
+        (0, permuted(prompt_index % 9, size=9, key=(3, prompt_index // 9))) for prompt_index in range(27)
     ]
 
 

@@ -61,10 +61,10 @@ def test_of_a_small_file_the_hash_and_the_order_are_those_of_the_rows_in_memory(
     assert problems.sha256 == source.sha256
     prompts = encode_prompts(examples, tokenizer, max_new_tokens=3, max_context=40)
     solutions = encode_solutions(examples, tokenizer, max_context=40)
-    for draw in range(150):
-        row = permuted(draw % 60, size=60, key=(5, draw // 60))
-        assert problems.example(draw) == examples[row] and problems.prompt(draw) == prompts[row]
-        assert problems.solution(draw) == solutions[row] and problems.responses(draw) == ()
+    for prompt_index in range(150):
+        row = permuted(prompt_index % 60, size=60, key=(5, prompt_index // 60))
+        assert problems.example(prompt_index) == examples[row] and problems.prompt(prompt_index) == prompts[row]
+        assert problems.solution(prompt_index) == solutions[row] and problems.responses(prompt_index) == ()
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
@@ -242,7 +242,7 @@ from pathlib import Path
 from hybridflow.config.data import DataConfig, DataSourceConfig
 from hybridflow.data.prepare import prepare
 from hybridflow.data.shaping import Shape
-prepare(DataSource(path=sys.argv[1]), Shape(data=Data(train="rows", held_out="none"), kind="problems"),
+prepare(DataSourceConfig(path=sys.argv[1]), Shape(data=DataConfig(train="rows", held_out="none"), kind="problems"),
         Path(sys.argv[2]), num_workers=2)
 """
 
@@ -271,14 +271,14 @@ def test_small_files_stay_in_memory_and_large_ones_do_not(tmp_path, monkeypatch)
     read = []
     (store,) = problems._rows._stores
     monkeypatch.setattr(type(store), "__getitem__", _counted(type(store).__getitem__, read))
-    for draw in [*range(120)]:
-        problems.prompt(draw)
+    for prompt_index in [*range(120)]:
+        problems.prompt(prompt_index)
     assert len(read) == 60
     monkeypatch.setattr("hybridflow.data.problems._KEPT_BYTES", 8000)
     again = StoredProblems(Stores([store], [None], 5), SHAPE, tokenizer)
     read.clear()
-    for draw in range(120):
-        assert again.prompt(draw) == problems.prompt(draw)
+    for prompt_index in range(120):
+        assert again.prompt(prompt_index) == problems.prompt(prompt_index)
     assert len(read) > 100 and again._kept_bytes <= 8000
 
 

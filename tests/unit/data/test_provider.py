@@ -79,8 +79,8 @@ def test_what_was_read_ahead_is_given_again(folder):
     (ahead,) = providers(folder, 1, batch_size=2, prefetch_factor=4)
     (plain,) = providers(folder, 1, batch_size=2)
     first = [prompts(batch) for batch, _ in zip(ahead, range(3), strict=False)][:3]
-    assert ahead.state_dict()["next_draw"] == 8, "zip has taken a fourth, which the program has seen"
-    ahead.load_state_dict({**ahead.state_dict(), "next_draw": 6})
+    assert ahead.state_dict()["next_prompt_index"] == 8, "zip has taken a fourth, which the program has seen"
+    ahead.load_state_dict({**ahead.state_dict(), "next_prompt_index": 6})
     second = [prompts(batch) for _, batch in zip(range(3), ahead, strict=False)]
     expected = [prompts(batch) for _, batch in zip(range(6), plain, strict=False)]
     assert first + second == expected
@@ -161,7 +161,7 @@ def test_states_of_other_rows_are_refused(folder):
     with pytest.raises(DataError, match="the state is of other rows"):
         other.load_state_dict(one.state_dict())
     with pytest.raises(DataError, match="next_draw=-1 is no state"):
-        one.load_state_dict({**one.state_dict(), "next_draw": -1})
+        one.load_state_dict({**one.state_dict(), "next_prompt_index": -1})
 
 
 def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
@@ -172,7 +172,7 @@ def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(compile(example, "docs/data.md", "exec"), names)
-    assert len(names["prompts"]) == 8 and names["state"]["next_draw"] == 8
+    assert len(names["prompts"]) == 8 and names["state"]["next_prompt_index"] == 8
 
 
 def test_the_sections_of_the_documentation_are_valid():

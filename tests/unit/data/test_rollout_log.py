@@ -15,10 +15,10 @@ from hybridflow.errors import WriteError
 HEADER = LogHeader(step=3, fingerprint="ab12", seed=7, vocab_size=100)
 
 
-def response(draw, index, length):
-    values = np.random.default_rng([draw, index])
+def response(prompt_index, index, length):
+    values = np.random.default_rng([prompt_index, index])
     return Sampled(
-        draw=draw,
+        prompt_index=prompt_index,
         index=index,
         tokens=values.integers(0, 100, length).astype(np.int32),
         log_probs=-values.random(length).astype(np.float32),
@@ -28,11 +28,17 @@ def response(draw, index, length):
     )
 
 
-RESPONSES = [response(draw, index, length) for draw, index, length in [(9, 0, 4), (9, 1, 1), (8, 2, 0), (10, 1, 30)]]
+RESPONSES = [
+    response(prompt_index, index, length)
+    for prompt_index, index, length in [(9, 0, 4), (9, 1, 1), (8, 2, 0), (10, 1, 30)]
+]
 
 
 def plain(responses):
-    return [(each.draw, each.index, each.finish, *(values.tolist() for values in columns(each))) for each in responses]
+    return [
+        (each.prompt_index, each.index, each.finish, *(values.tolist() for values in columns(each)))
+        for each in responses
+    ]
 
 
 def columns(each):

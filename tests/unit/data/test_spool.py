@@ -38,7 +38,7 @@ def taker(spool, folder, shape=SHAPE):
 
 def drawn(folder, spool, count, deadline_s=5.0):
     rows = spooled(folder, spool, deadline_s)
-    return [rows.stored(rows.place(draw)).row["prompt"] for draw in range(count)]
+    return [rows.stored(rows.place(prompt_index)).row["prompt"] for prompt_index in range(count)]
 
 
 def test_files_are_taken_in_the_order_of_their_names_with_their_places(tmp_path):
@@ -155,7 +155,7 @@ def test_a_spool_belongs_to_one_run(tmp_path):
 
 
 def prompts_of(world, spool, folder, tokenizer):
-    """Each rank reads its half of the draws while the files come."""
+    """Each rank reads its half of the prompt indices while the files come."""
     world.make_groups([tuple(range(world.size))])
     from hybridflow.data.tokenizer import open_tokenizer
 
@@ -166,7 +166,7 @@ def prompts_of(world, spool, folder, tokenizer):
         for number in range(4):
             put(Path(spool), f"{number}.jsonl", 2 * number, 2 * number + 1)
             time.sleep(0.1)
-    return problems.sha256, [problems.example(draw).prompt for draw in range(world.rank, 8, world.size)]
+    return problems.sha256, [problems.example(prompt_index).prompt for prompt_index in range(world.rank, 8, world.size)]
 
 
 def test_ranks_wait_for_what_the_lowest_takes(tmp_path):

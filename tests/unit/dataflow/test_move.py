@@ -95,7 +95,7 @@ def test_every_receiver_gets_each_sample_once(source: str, destination: str, shi
     owner = data.draw(st.lists(st.integers(0, receiver.layout.dp - 1), min_size=len(ids), max_size=len(ids)))
     want = [[i for i, dp in zip(ids, owner, strict=True) if dp == which] for which in range(receiver.layout.dp)]
     plan = plan_transfers(have, want, sender, receiver)
-    held = {rank: set(have[dp]) for dp in range(sender.layout.dp) for rank in sender.holders(dp)}
+    held = {rank: set(have[dp]) for dp in range(sender.layout.dp) for rank in sender.output_ranks(dp)}
     for rank in receiver.ranks:
         mine = want[receiver.coordinate(rank).dp]
         got = [(giver, sample) for (giver, to), samples in plan.items() if to == rank for sample in samples]

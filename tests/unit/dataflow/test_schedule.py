@@ -339,12 +339,12 @@ def test_every_rank_has_what_its_calls_read(job) -> None:
                         )
                     wanted = phases_of[instruction.name]
                     assert wanted is None or phase[instruction.role] == wanted
-                    owners = [rank for dp in range(place.layout.dp) for rank in place.holders(dp)]
+                    owners = [rank for dp in range(place.layout.dp) for rank in place.output_ranks(dp)]
                     held.update((place.key, rank, column) for rank in owners for column in instruction.writes)
                 case Move():
                     source, place = meshes[instruction.source], meshes[instruction.destination]
                     for dp in range(source.layout.dp):
-                        for rank in source.holders(dp):
+                        for rank in source.output_ranks(dp):
                             assert all((source.key, rank, column) in held for column in instruction.columns)
                     for column in instruction.columns:
                         there = [(place.key, rank, column) in held for rank in place.ranks]

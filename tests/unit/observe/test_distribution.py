@@ -45,7 +45,7 @@ def test_it_does_not_matter_who_tells(numbers: list[tuple[int, float]]):
     """Of ranks with unequal shares means of quantiles would be something else."""
     metrics = {"batch/num_tokens": 1.0}
     parts = [[number for rank, number in numbers if rank == each] for each in range(4)]
-    found = step_metrics([Share(metrics, told={"reward": part, "latency_s": part}) for part in parts], 1.0)
+    found = step_metrics([Share(metrics, sample_stats={"reward": part, "latency_s": part}) for part in parts], 1.0)
     whole = [number for _, number in numbers]
     expected = measure_distributions({"reward": whole, "latency_s": whole}, DISTRIBUTIONS)
     assert {name: found[name] for name in expected} == expected and "rollout/latency_p99_s" in expected

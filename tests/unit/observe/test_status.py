@@ -43,7 +43,7 @@ def write_run(run_dir: Path, *, num_steps: int = 3) -> None:
     file = StatusFile(run_dir, facts={"steps": 10})
     file.note(step=num_steps, job_end_s=BEGAN_S + 100)
     file.close()
-    put_status(run_dir, time_s=BEGAN_S + 38, doing="actor.sample", doing_since_s=BEGAN_S + 30)
+    put_status(run_dir, time_s=BEGAN_S + 38, activity="actor.sample", activity_since_s=BEGAN_S + 30)
     (run_dir / "checkpoints").mkdir()
     (run_dir / "checkpoints" / "latest").write_text("step_000002\n")
     (run_dir / "checkpoints" / "best").write_text("step_000001\n")
@@ -66,7 +66,7 @@ def run_dir(tmp_path: Path) -> Path:
 def test_a_running_job(run_dir: Path):
     status = read_status(run_dir, BEGAN_S + 40)
     assert asdict(status) == {
-        **{"run": str(run_dir), "state": "running", "doing": "actor.sample", "doing_age_s": 8, "sign_age_s": 2},
+        **{"run": str(run_dir), "state": "running", "activity": "actor.sample", "activity_age_s": 8, "sign_age_s": 2},
         **{"step": 3, "steps": 10, "reward": 0.3, "accuracy": 0.25},
         # Means of 2, 4, 6 s; of 1, 2, 3 s; of 100, 200, 300. Seven steps are left.
         **{"step_s": 4, "phases_s": {"rollout": 2}, "tokens_per_s": 200, "left_s": 28, "job_left_s": 60},
@@ -90,7 +90,7 @@ def test_one_that_gives_no_sign(run_dir: Path):
     # Its last one came at 38 s, every 5 s one is due.
     assert read_status(run_dir, BEGAN_S + 38 + 29).state == "running"
     status = read_status(run_dir, BEGAN_S + 38 + 31)
-    assert (status.state, status.sign_age_s, status.doing, status.job_left_s) == ("silent", 31, "actor.sample", None)
+    assert (status.state, status.sign_age_s, status.activity, status.job_left_s) == ("silent", 31, "actor.sample", None)
     (run_dir / "logs" / "0002").mkdir(parents=True)
     lines = as_text(read_status(run_dir, BEGAN_S + 38 + 120)).splitlines()
     assert lines[0] == f"{run_dir}: no sign of life for 2 min 0 s: killed, or its node is down; it was at actor.sample"
@@ -100,7 +100,7 @@ def test_one_that_gives_no_sign(run_dir: Path):
 def test_one_that_begins_is_not_taken_for_the_one_before(run_dir: Path):
     add_start(run_dir, StartRecord(number=3, began_s=BEGAN_S + 100, step=2, ranks=4))
     status = read_status(run_dir, BEGAN_S + 120)
-    assert (status.state, status.doing, status.sign_age_s, status.job_left_s) == ("starting", None, 20, None)
+    assert (status.state, status.activity, status.sign_age_s, status.job_left_s) == ("starting", None, 20, None)
     assert read_status(run_dir, BEGAN_S + 131).state == "silent"
     put_status(run_dir, time_s=BEGAN_S + 150)
     assert read_status(run_dir, BEGAN_S + 160).state == "running"
@@ -117,7 +117,7 @@ def test_one_that_begins_is_not_taken_for_the_one_before(run_dir: Path):
 def test_one_that_has_ended(run_dir: Path, outcome: str, detail: str, told: str):
     add_end(run_dir, 2, outcome, detail)
     status = read_status(run_dir)
-    assert (status.state, status.cause, status.doing) == (outcome, detail or None, None)
+    assert (status.state, status.cause, status.activity) == (outcome, detail or None, None)
     text = as_text(status)
     assert text.splitlines()[0].startswith(f"{run_dir}: {told}, ") and "\x1b" not in text
     assert (status.left_s is None) == (outcome == "finished")

@@ -25,14 +25,14 @@ def test_it_tells_at_once_and_goes_on_while_the_work_does_not(tmp_path: Path, mo
     file = StatusFile(run_dir, facts={"name": "x", "steps": 9})
     first = content(run_dir)
     assert first["name"] == "x" and first["steps"] == 9 and first["pid"] == os.getpid()
-    assert "step" not in first and "doing" not in first and abs(first["time_s"] - time.time()) < 60
-    with activity.doing("train step 3"), activity.doing("actor.sample"):
+    assert "step" not in first and "activity" not in first and abs(first["time_s"] - time.time()) < 60
+    with activity.current_activity("train step 3"), activity.current_activity("actor.sample"):
         file.note(step=2, job_end_s=99.0)
-        wait_until(lambda: "doing" in content(run_dir), within_s=60)
+        wait_until(lambda: "activity" in content(run_dir), within_s=60)
         file.close()
     last = content(run_dir)
-    assert (last["step"], last["job_end_s"], last["doing"]) == (2, 99.0, "actor.sample (train step 3)")
-    assert first["time_s"] <= last["doing_since_s"] <= last["time_s"]
+    assert (last["step"], last["job_end_s"], last["activity"]) == (2, 99.0, "actor.sample (train step 3)")
+    assert first["time_s"] <= last["activity_since_s"] <= last["time_s"]
     assert [path.name for path in run_dir.iterdir()] == ["status.json"]
     assert "status" not in [thread.name for thread in threading.enumerate()]
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import time
 import pytest
 
 from hybridflow.errors import DataError, DeadlineError
-from hybridflow.observe.activity import doing, now
+from hybridflow.observe.activity import current_activity, now
 from hybridflow.observe.timeline import Timeline
 from hybridflow.parallel.cause import (
     Cause,
@@ -38,7 +39,7 @@ class Job:
     """A hub of four ranks, 0 and 1 on node a, 2 and 3 on node b, and what it did."""
 
     def __init__(self):
-        self.sent, self.told, self.asked = [], [], []
+        self.sent, self.sample_stats, self.asked = [], [], []
         self.hub = Hub(
             host="a",
             process=(1, 1),
@@ -46,7 +47,7 @@ class Job:
             dead_after_s=20.0,
             to=lambda rank, message: self.asked.append((rank, message)),
             to_all=self.sent.append,
-            tell=self.told.append,
+            tell=self.sample_stats.append,
         )
         for rank in (1, 2, 3):
             self.hub.welcome(rank, "aabb"[rank], (10 + rank, 1), 0.0)
@@ -73,12 +74,12 @@ def job():
 
 
 def failure(rank, kind="explained", status=2):
-    cause = Cause(kind=kind, rank=rank, host="x", doing="actor.update", text=f"text of {rank}", status=status)
+    cause = Cause(kind=kind, rank=rank, host="x", activity="actor.update", text=f"text of {rank}", status=status)
     return {"failure": {name: getattr(cause, name) for name in cause.__dataclass_fields__}}
 
 
 def place(line="f.py:1 f", step="actor.update"):
-    return {"place": {"host": "x", "doing": step, "line": line}}
+    return {"place": {"host": "x", "activity": step, "line": line}}
 
 
 def test_who_speaks_when_rank_0_is_gone_is_of_another_node(job):
@@ -95,7 +96,7 @@ def test_first_failure_counts_and_all_leave_with_its_status_once_all_have_answer
     job.hub.turn(1.1)
     assert job.exits() == [3]
     # An error that the user is to act on is one line.
-    assert job.told == ["hybridflow: rank 2 on x, in actor.update: text of 2"]
+    assert job.sample_stats == ["hybridflow: rank 2 on x, in actor.update: text of 2"]
 
 
 def test_rank_that_waited_in_vain_is_no_cause_where_another_knows_one(job):
@@ -118,7 +119,7 @@ def test_rank_that_waited_in_vain_is_the_cause_after_a_grace(job):
     assert job.exits() == []  # rank 3 may still answer
     job.pass_time(5.0, from_s=5.0)
     assert job.exits() == [1]
-    assert job.told[0].splitlines() == [
+    assert job.sample_stats[0].splitlines() == [
         "hybridflow: rank 0 on x, in actor.update: text of 0",
         "  rank 3 on b: no answer, last seen in start",
         "  ranks 1-2 on x: in actor.update, at c.py:1 wait",
@@ -128,13 +129,19 @@ def test_rank_that_waited_in_vain_is_the_cause_after_a_grace(job):
 def test_closed_connection_is_a_lost_rank_unless_it_left_or_all_are_being_ended(job):
     job.hub.take(1, {"bye": True}, 1.0)
     job.hub.closed(1, 1.0)
-    job.hub.take(3, {"doing": "reward.judge"}, 1.0)
+    job.hub.take(3, {"activity": "reward.judge"}, 1.0)
     job.hub.closed(3, 1.0)
     job.pass_time(1.0, from_s=1.0, alive=(2,))
     assert job.ends() == []  # who ends all ranks ends this one too
     job.pass_time(1.5, from_s=1.5, alive=(2,))
     (end,) = job.ends()
-    assert (end["kind"], end["rank"], end["host"], end["doing"], end["status"]) == ("lost", 3, "b", "reward.judge", 1)
+    assert (end["kind"], end["rank"], end["host"], end["activity"], end["status"]) == (
+        "lost",
+        3,
+        "b",
+        "reward.judge",
+        1,
+    )
 
 
 def test_silent_rank_is_lost_when_its_time_is_up_and_nobody_sees_it_run(job):
@@ -181,10 +188,10 @@ def test_stop_is_passed_on_once_with_who_asked(job):
 
 def test_places_are_grouped_by_what_is_done_and_the_fewest_come_first():
     waits = {
-        rank: Place(host=f"n{rank // 8}", doing="actor.update (train step 3)", line="a.py:7 f") for rank in range(64)
+        rank: Place(host=f"n{rank // 8}", activity="actor.update (train step 3)", line="a.py:7 f") for rank in range(64)
     }
-    there = Place(host="n4", doing="reward.judge (train step 3)", line="rewards.py:12 endless")
-    silent = Place(host="n0", doing="actor.sample", line="")
+    there = Place(host="n4", activity="reward.judge (train step 3)", line="rewards.py:12 endless")
+    silent = Place(host="n0", activity="actor.sample", line="")
     assert tell_places({**waits, 33: there, 5: silent}) == [
         "  rank 5 on n0: no answer, last seen in actor.sample",
         "  rank 33 on n4: in reward.judge (train step 3), at rewards.py:12 endless",
@@ -193,14 +200,14 @@ def test_places_are_grouped_by_what_is_done_and_the_fewest_come_first():
 
 
 def test_many_places_are_cut():
-    places = {rank: Place(host="n", doing="d", line=f"f.py:{rank} f") for rank in range(40)}
+    places = {rank: Place(host="n", activity="d", line=f"f.py:{rank} f") for rank in range(40)}
     assert len(tell_places(places)) == 33 and tell_places(places)[-1].startswith("  and 8 more places")
 
 
 def test_causes_by_kind():
     def raised(error):
         try:
-            with doing("train step 3"), Timeline().span("call", "actor.update"):
+            with current_activity("train step 3"), Timeline().span("call", "actor.update"):
                 raise error
         except Exception as caught:
             return cause_of(caught, 1, "n1")
@@ -218,8 +225,8 @@ def test_causes_by_kind():
 
 
 def test_what_is_being_done_ends_with_it():
-    with doing("train step 1"):
-        with doing("actor.sample"):
+    with current_activity("train step 1"):
+        with current_activity("actor.sample"):
             assert now() == "actor.sample (train step 1)"
         assert now() == "train step 1"
     assert now() == "the work between calls"
@@ -285,29 +292,23 @@ def test_process_that_runs_is_told_from_stopped_gone_and_another():
     assert not is_running((child.pid, began))
 
 
-RANK = """
-import resource
-from hybridflow.cli import main
-from hybridflow.parallel import world
-
-limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (200, limit[1]))
-
-def open_store(*_, **__):
-    print(resource.getrlimit(resource.RLIMIT_NOFILE) == (limit[1], limit[1]), flush=True)
-    raise OSError("enough was seen")
-
-world.open_store = open_store
-main(["train", "quickstart"])
-"""
-
-
 def test_a_rank_may_open_all_the_files_that_the_system_lets_it(tmp_path):
-    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
-    done = subprocess.run(
-        [sys.executable, "-c", RANK], capture_output=True, text=True, cwd=tmp_path, env=environ, check=False
-    )
-    assert (done.returncode, done.stdout) == (1, "True\n"), done.stderr
+    # Imported here, since programs of other tests import this file, and need no torch.
+    from hybridflow.parallel import world
+    from tests.e2e.commands import fork_ranks
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def hook(rank):
+        def open_store(*_, **__):
+            print(resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most), flush=True)
+            raise OSError("enough was seen")
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, most))
+        world.open_store = open_store
+
+    done = fork_ranks(["train", "quickstart"], tmp_path, num_ranks=4, start_only=[0], hook=hook)
+    assert (done.codes, done.out) == ((1,), "True\n"), done.err
 
 
 def pair():
@@ -455,6 +456,7 @@ watch.fail(DataError("mend line 3"))
 """
 
 
+@pytest.mark.slow
 def test_neither_console_nor_log_that_hang_hold_up_the_end():
     began = time.monotonic()
     with subprocess.Popen([sys.executable, "-c", STUCK], stderr=subprocess.PIPE) as child:

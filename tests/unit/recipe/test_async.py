@@ -34,11 +34,15 @@ PPO = ("algorithm=ppo", "critic={layout: {dp: 2}, optimizer: {lr: 1.0e-3}}")
         (["rollout.engine={kind: openai, urls: ['http://h:1'], off_policy: true}"], ConfigError, "do not follow"),
         (["algorithm=remax"], ConfigError, "for its baseline"),
         (
-            ["rollout.carry_over=true", "algorithm=dapo", "trainer.max_staleness=0"],
+            ["rollout.partial_rollouts=true", "algorithm=dapo", "trainer.max_staleness=0"],
             ConfigError,
-            "carry_over.*until its",
+            "partial_rollouts.*until its",
         ),
-        (["rollout.carry_over=true", "rollout.environment={name: 'my:Tool'}"], ConfigError, "or change rollout.env"),
+        (
+            ["rollout.partial_rollouts=true", "rollout.environment={name: 'my:Tool'}"],
+            ConfigError,
+            "or change rollout.env",
+        ),
     ],
 )
 def test_what_cannot_work_ahead_is_refused(overrides, error, words):

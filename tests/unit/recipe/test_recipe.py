@@ -389,5 +389,5 @@ def test_what_learns_from_given_responses_has_keys_of_its_own(overrides, says):
 )
 def test_offline_algorithms_have_a_reference_where_they_measure_against_one(overrides, has_reference, samples):
     recipe = recipe_from_dict(yaml.safe_load(OFFLINE), overrides=overrides)
-    assert (recipe.has_reference, recipe.samples_per_draw) == (has_reference, samples)
+    assert (recipe.has_reference, recipe.samples_per_prompt) == (has_reference, samples)
     assert ("reference" in role_meshes(recipe)) is has_reference

@@ -227,8 +227,10 @@ def test_parts_are_the_regions_of_those_who_hold_them(layout: ParallelLayout) ->
         times_covered, parts = np.zeros(spec.shape, dtype=int), holdings.parts(spec)
         for box, ranks in parts:
             times_covered[tuple(slice(*edge) for edge in box)] += 1
-            holders = [rank for rank in mesh.ranks if box in [region.box for region in holdings.regions(spec, rank)]]
-            assert list(ranks) == holders, spec.name
+            output_ranks = [
+                rank for rank in mesh.ranks if box in [region.box for region in holdings.regions(spec, rank)]
+            ]
+            assert list(ranks) == output_ranks, spec.name
         assert (times_covered == 1).all(), spec.name
         held = Counter(
             region.box for rank in mesh.ranks for region in holdings.regions(spec, rank) if num_elements(region.box)

@@ -157,9 +157,10 @@ def every_layout(size: int) -> list[str]:
 @pytest.mark.parametrize(
     ("tied", "size"),
     [
-        *((tied, size) for size in (4, 8) for tied in (False, True)),
-        (True, 16),
-        pytest.param(False, 16, marks=pytest.mark.slow),
+        *((tied, 4) for tied in (False, True)),
+        pytest.param(False, 8, marks=pytest.mark.slow),
+        (True, 8),
+        *(pytest.param(tied, 16, marks=pytest.mark.slow) for tied in (False, True)),
     ],
 )
 def test_every_pair_of_layouts(size: int, tied: bool) -> None:
@@ -259,14 +260,14 @@ def busiest_by_linear_programme(model: ModelSpec, source: DeviceMesh, target: De
     """The least load of the busiest sender on one node, by scipy, element by element over distinct sets of ranks."""
     loads: dict[tuple[int, ...], int] = {}
     for spec, whole in zip(model.tensors, whole_arrays(model), strict=True):
-        holders, needers = ({value: set() for value in range(whole.size)} for _ in range(2))
-        for mesh, ranks in ((source, holders), (target, needers)):
+        output_ranks, needers = ({value: set() for value in range(whole.size)} for _ in range(2))
+        for mesh, ranks in ((source, output_ranks), (target, needers)):
             for rank, array in scatter(spec, whole, mesh).items():
                 for value in set(array.flatten().tolist()) - {-1}:
                     ranks[value].add(rank)
         for value in range(whole.size):
-            key = tuple(sorted(holders[value]))
-            wanted = len(needers[value] - holders[value]) * (2 if spec.dtype == "bf16" else 4)
+            key = tuple(sorted(output_ranks[value]))
+            wanted = len(needers[value] - output_ranks[value]) * (2 if spec.dtype == "bf16" else 4)
             loads[key] = loads.get(key, 0) + wanted
     pairs = [(key, rank) for key in loads for rank in key]
     ranks = sorted({rank for _, rank in pairs})

@@ -18,7 +18,7 @@ from hybridflow import cli
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape
-from hybridflow.reshard.draw import Nearby, held_regions
+from hybridflow.reshard.diagram import Nearby, held_regions
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.messages import divide
 from hybridflow.reshard.plan import Flows, bucket_bytes, participants, plan

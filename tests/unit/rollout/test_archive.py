@@ -23,7 +23,7 @@ def rows(name):
         (
             step,
             Sampled(
-                draw=10 * step + name.rank,
+                prompt_index=10 * step + name.rank,
                 index=index,
                 tokens=np.arange(3 - index, dtype=np.int32) + 100 * step + 10 * name.rank + index,
                 log_probs=-np.arange(3 - index, dtype=np.float32) - step,
@@ -44,7 +44,7 @@ def prompts(name):
 
 def scores(name):
     """Of all samples but the last of each step."""
-    return {(step, each.draw, each.index): step - each.index / 4 for step, each in rows(name) if each.index < 3}
+    return {(step, each.prompt_index, each.index): step - each.index / 4 for step, each in rows(name) if each.index < 3}
 
 
 def write(folder):
@@ -60,14 +60,16 @@ def read(folder):
 
 def expected(names=NAMES):
     """What a person would write down: by segment, and in one by step, draw, index."""
-    found = {name: [] for name in ("step", "draw", "index", "finish", "prompt_length", "response_length", "score")}
+    found = {
+        name: [] for name in ("step", "prompt_index", "index", "finish", "prompt_length", "response_length", "score")
+    }
     found |= {name: [] for name in ("prompt_tokens", "response_tokens", "log_probs", "sampled_log_probs", "versions")}
     for name in names:
         for step in (name.first, name.last):
             for index in (0, 1, 3):
                 length = max(0, 3 - index)
                 found["step"].append(step)
-                found["draw"].append(10 * step + name.rank)
+                found["prompt_index"].append(10 * step + name.rank)
                 found["index"].append(index)
                 found["finish"].append(int(index == 0))
                 found["prompt_length"].append(step + 1)

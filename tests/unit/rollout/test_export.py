@@ -33,16 +33,16 @@ class Letters:
 
 
 def sample(
-    step: int, draw: int, index: int, text: str, score: float, prompt: str = "", finish: str = "stop"
+    step: int, prompt_index: int, index: int, text: str, score: float, prompt: str = "", finish: str = "stop"
 ) -> Archived:
     tokens = [ord(letter) for letter in text] + [2] * (finish == "stop")
     return Archived(
         step=step,
-        draw=draw,
+        prompt_index=prompt_index,
         index=index,
         finish=finish,
         score=score,
-        prompt=[1, *map(ord, prompt or f"p{draw}")],
+        prompt=[1, *map(ord, prompt or f"p{prompt_index}")],
         response=tokens,
         log_probs=[0.0] * len(tokens),
         versions=[0] * len(tokens),
@@ -82,7 +82,7 @@ def test_of_each_prompt_the_best_is_imitated():
 
 def test_of_each_group_the_best_and_the_worst_are_a_pair():
     rows, left_out = exported("dpo")
-    assert [(row["chosen"], row["rejected"], row["margin"], row["draw"]) for row in rows] == [
+    assert [(row["chosen"], row["rejected"], row["margin"], row["prompt_index"]) for row in rows] == [
         ("good", "bad", 1.0, 0),
         ("better", "worst", 2.0, 2),
     ]
@@ -112,5 +112,5 @@ def test_training_reads_the_rows(tmp_path: Path):
 def test_what_gives_no_row_is_told():
     with pytest.raises(DataError, match="no sample gives a row for --as dpo: 1 groups in which nothing is better"):
         Export("dpo", Letters()).rows(SAMPLES[3:5])
-    with pytest.raises(DataError, match="step 1, draw 0: the prompt 'p0' would be read as other tokens"):
+    with pytest.raises(DataError, match="step 1, prompt 0: the prompt 'p0' would be read as other tokens"):
         Export("sft", Letters()).rows([SAMPLES[0]._replace(prompt=[1, 3, *map(ord, "p0")])])

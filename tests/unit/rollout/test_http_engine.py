@@ -21,7 +21,7 @@ from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.errors import ConfigError, ContractError, DataError, EngineError
 from hybridflow.rollout.engines import http_engine, wire
 from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
-from hybridflow.sampling.engines import server_engine
+from hybridflow.sampling.engines import make_server_engine
 from hybridflow.testing import check_actor
 from tests.support.http_server import Server
 
@@ -91,15 +91,15 @@ def engine(*servers, **changes):
     settings = SamplingEngineConfig(
         **{"kind": "openai", "urls": tuple(server.url for server in servers), "retries": 2, **changes}
     )
-    MADE.append(server_engine(settings, tokenizer=Letters(), seed=3, vocab_size=VOCAB))
+    MADE.append(make_server_engine(settings, tokenizer=Letters(), seed=3, vocab_size=VOCAB))
     return MADE[-1]
 
 
 def requests(count, **params):
     params = SamplingParams(**{"max_new_tokens": 4, "stop_ids": (STOP,), **params})
     return [
-        Request(prompt=torch.tensor([10 + draw, 11]), params=params, draw=draw, index=index)
-        for draw in range(count // 2)
+        Request(prompt=torch.tensor([10 + prompt_index, 11]), params=params, prompt_index=prompt_index, index=index)
+        for prompt_index in range(count // 2)
         for index in range(2)
     ]
 
@@ -158,7 +158,7 @@ def test_all_that_vllm_knows_is_passed(serve):
         stop=("zz",),
         seed=5,
     )
-    engine(server).generate([Request(prompt=torch.tensor([10, 11]), params=params, draw=0)])
+    engine(server).generate([Request(prompt=torch.tensor([10, 11]), params=params, prompt_index=0)])
     (asked,) = server.asked
     expected = {
         "prompt": [10, 11],
@@ -267,7 +267,7 @@ def test_a_sample_that_is_answered_badly_fails_alone(serve, kind):
     server = serve(lambda asked, number: BAD[kind](asked, number) if asked["prompt"][0] == 12 else ok(asked))
     responses = engine(server).generate(requests(8))
     for request, got in zip(requests(8), responses, strict=True):
-        if request.draw == 2:
+        if request.prompt_index == 2:
             assert got.finish == "failed" and len(got.tokens) == 0 and server.url in got.error
         else:
             assert got.finish == "length" and len(got.tokens) == 4
@@ -322,7 +322,7 @@ def test_a_server_that_drips_is_ended_at_the_deadline():
     settings = SamplingEngineConfig(
         kind="tgi", urls=(f"http://127.0.0.1:{listener.getsockname()[1]}",), deadline_s=0.5, read_timeout_s=60.0
     )
-    made = server_engine(settings, tokenizer=Letters(), seed=1, vocab_size=VOCAB)
+    made = make_server_engine(settings, tokenizer=Letters(), seed=1, vocab_size=VOCAB)
     begun = time.monotonic()
     with pytest.raises(EngineError, match=r"all of the first 2 .*deadline_s=0.5"):
         made.generate(requests(2))
@@ -349,7 +349,7 @@ def test_generating_stops_when_told_to_and_hands_over_what_is_there(serve):
     with pytest.raises(RolloutStopped) as stopped:
         made.generate(ask, progress=watching)
     assert time.monotonic() - begun < 30
-    assert {request.draw for request, _ in watching.pairs} == {0, 1}
+    assert {request.prompt_index for request, _ in watching.pairs} == {0, 1}
     assert [id(request) for request, _ in stopped.value.unfinished] == [id(request) for request in ask[4:]]
     assert all(got.finish == "paused" and len(got.tokens) == 0 for _, got in stopped.value.unfinished)
     assert all(got.finish == "length" for got in made.generate(ask[:4])), "it can be used again"
@@ -448,7 +448,7 @@ def test_tgi(serve):
     ]:
         with pytest.raises(DataError, match=words):
             made.generate(requests(2, **params))
-    unreadable = Request(prompt=torch.tensor([3, 10]), params=SamplingParams(max_new_tokens=4), draw=0)
+    unreadable = Request(prompt=torch.tensor([3, 10]), params=SamplingParams(max_new_tokens=4), prompt_index=0)
     with pytest.raises(DataError, match="not read as the same tokens"):
         made.generate([unreadable])
     assert len(server.asked) == sent

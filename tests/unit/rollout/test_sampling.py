@@ -118,7 +118,7 @@ def test_rows_of_all_kinds_side_by_side_are_those_of_plain_python(size, is_quick
     num_near = 0
     for row, (params, prompt, response) in enumerate(asked):
         values = logits[row, :VOCAB].tolist()
-        best, margin = choice_by_hand(values, prompt, response, params, seed=SEED, draw=row, index=0)
+        best, margin = choice_by_hand(values, prompt, response, params, seed=SEED, prompt_index=row, index=0)
         if tokens[row] != best:
             assert margin < 1e-4, (row, params, margin)
             num_near += 1
@@ -135,7 +135,7 @@ def test_what_others_ask_for_and_where_one_stands_changes_no_bit():
     logits = logits_of(60)
     whole = sample(logits, asked)
     for row in range(0, 60, 7):
-        # Alone with plain rows: only the draw, which the noise comes from, stays what it is.
+        # Alone with plain rows: only the prompt index, which the noise comes from, stays what it is.
         plain = same(60)
         plain[row] = asked[row]
         for one, other in zip(whole, sample(logits, plain), strict=True):
@@ -203,7 +203,9 @@ def test_what_cannot_be_sampled_is_said_and_harms_no_other_row():
     for size, is_quick in itertools.product((1, 2), (True, False)):
         tokens, *_ = sample(logits, asked, size, frozenset(range(80)), is_quick, vocab=80)
         assert tokens[:5].tolist() == [NOT_FINITE, NOT_FINITE, NOT_FINITE, NOTHING_LEFT, BAD_TEXT]
-        assert tokens[5] == choice_by_hand(logits[5].tolist(), [0], [], asked[5][0], seed=SEED, draw=5, index=0)[0]
+        assert (
+            tokens[5] == choice_by_hand(logits[5].tolist(), [0], [], asked[5][0], seed=SEED, prompt_index=5, index=0)[0]
+        )
     special = [*same(1, top_p=0.5), *same(1, top_k=3), *same(1, min_p=0.1), *same(2), *same(1, top_p=0.5)]
     tokens, *_ = sample(logits, special, vocab=80)
     assert tokens[:3].tolist() == [NOT_FINITE] * 3 and tokens[5] >= 0
@@ -258,26 +260,32 @@ def test_single_rules_are_those_of_transformers():
 
 def test_every_part_of_a_key_matters():
     keys = [
-        sequence_key(seed, purpose, draw, index)
-        for seed, purpose, draw, index in itertools.product(range(4), PURPOSES, range(12), range(12))
+        sequence_key(seed, purpose, prompt_index, index)
+        for seed, purpose, prompt_index, index in itertools.product(range(4), PURPOSES, range(12), range(12))
     ]
     rows = torch.cat([row_keys(torch.tensor(keys), torch.tensor(position)) for position in range(12)])
     assert len(rows.unique()) == len(rows) == 4 * len(PURPOSES) * 12**3
     # Far draws and seeds too; and the coordinates do not stand for each other.
     far = [0, 1, 2**31, 2**40, 2**62]
-    assert len({sequence_key(seed, "rollout", draw, 0) for seed in (-(2**63), 2**63 - 1) for draw in far}) == 10
+    assert (
+        len({sequence_key(seed, "rollout", prompt_index, 0) for seed in (-(2**63), 2**63 - 1) for prompt_index in far})
+        == 10
+    )
     assert len({sequence_key(1, "rollout", *each) for each in itertools.permutations([3, 8])}) == 2
 
 
-@pytest.mark.parametrize("part", ["seed", "draw", "index", "position"])
+@pytest.mark.parametrize("part", ["seed", "prompt_index", "index", "position"])
 def test_neighbouring_keys_are_independent(part):
     """Pairs of samples whose keys differ by one in one part: their joint counts are products."""
     count, logits = 10_000, logits_of(1, std=0.8, seed=2)[:, :VOCAB]
     pair = []
     for step in (0, 1):
-        at = {each: step if part == each else 0 for each in ("seed", "draw", "index", "position")}
+        at = {each: step if part == each else 0 for each in ("seed", "prompt_index", "index", "position")}
         keys = torch.tensor(
-            [sequence_key(5 + at["seed"], "rollout", 2 * draw + at["draw"], at["index"]) for draw in range(count)]
+            [
+                sequence_key(5 + at["seed"], "rollout", 2 * prompt_index + at["prompt_index"], at["index"])
+                for prompt_index in range(count)
+            ]
         )
         noise = gumbel_noise(row_keys(keys, torch.tensor(at["position"])), 0, VOCAB)
         pair.append((logits + noise).argmax(-1).numpy())
@@ -379,5 +387,5 @@ def test_parameters_that_make_no_sense_are_named(params, says):
 
 
 def test_n_samples_of_a_request():
-    request = Request(prompt=torch.tensor([1]), params=SamplingParams(max_new_tokens=3), draw=5, index=2)
-    assert [(each.draw, each.index) for each in expand(request, 3)] == [(5, 2), (5, 3), (5, 4)]
+    request = Request(prompt=torch.tensor([1]), params=SamplingParams(max_new_tokens=3), prompt_index=5, index=2)
+    assert [(each.prompt_index, each.index) for each in expand(request, 3)] == [(5, 2), (5, 3), (5, 4)]

@@ -22,14 +22,14 @@ def write_archive(folder: Path) -> None:
         for rank in (0, 1):
             rows, prompts = [], {}
             for step in range(first, last + 1):
-                draw = 2 * step + rank
-                prompts[draw] = [draw, 1]
+                prompt_index = 2 * step + rank
+                prompts[prompt_index] = [prompt_index, 1]
                 for index in (0, 1):
-                    tokens = np.arange(1 + index, dtype=np.int32) + 10 * draw
-                    told = [-np.full(len(tokens), part + draw + index / 2, np.float32) for part in (0.1, 0.2)]
+                    tokens = np.arange(1 + index, dtype=np.int32) + 10 * prompt_index
+                    told = [-np.full(len(tokens), part + prompt_index + index / 2, np.float32) for part in (0.1, 0.2)]
                     versions = np.full(len(tokens), step - 1, np.int32)
                     sampled = Sampled(
-                        draw=draw,
+                        prompt_index=prompt_index,
                         index=index,
                         tokens=tokens,
                         log_probs=told[0],
@@ -41,25 +41,27 @@ def write_archive(folder: Path) -> None:
             write_segment(folder / "rollouts", SegmentName(first, last, rank), rows, prompts, {})
 
 
-def ask(draw: int, index: int, prompt: list[int] | None = None, most: int = 2) -> Request:
+def ask(prompt_index: int, index: int, prompt: list[int] | None = None, most: int = 2) -> Request:
     params = SamplingParams(max_new_tokens=most)
-    return Request(prompt=torch.tensor(prompt or [draw, 1]), params=params, draw=draw, index=index)
+    return Request(
+        prompt=torch.tensor(prompt or [prompt_index, 1]), params=params, prompt_index=prompt_index, index=index
+    )
 
 
 def test_every_response_is_what_was_sampled(tmp_path: Path):
     write_archive(tmp_path)
     replay = Replay(tmp_path)
     # Batches of another size than the run's own.
-    for draws in ((2,), (3, 4, 5), (6, 7)):
-        found = replay.find([ask(draw, index) for draw in draws for index in (1, 0)])
-        assert found.keys() == {(draw, index) for draw in draws for index in (0, 1)}
-        for (draw, index), response in found.items():
-            assert response.tokens.tolist() == [10 * draw + place for place in range(1 + index)]
-            assert response.log_probs.equal(-torch.full((1 + index,), 0.1 + draw + index / 2))
-            assert response.sampled_log_probs.equal(-torch.full((1 + index,), 0.2 + draw + index / 2))
-            assert response.versions.tolist() == [draw // 2 - 1] * (1 + index)
+    for prompt_indices in ((2,), (3, 4, 5), (6, 7)):
+        found = replay.find([ask(prompt_index, index) for prompt_index in prompt_indices for index in (1, 0)])
+        assert found.keys() == {(prompt_index, index) for prompt_index in prompt_indices for index in (0, 1)}
+        for (prompt_index, index), response in found.items():
+            assert response.tokens.tolist() == [10 * prompt_index + place for place in range(1 + index)]
+            assert response.log_probs.equal(-torch.full((1 + index,), 0.1 + prompt_index + index / 2))
+            assert response.sampled_log_probs.equal(-torch.full((1 + index,), 0.2 + prompt_index + index / 2))
+            assert response.versions.tolist() == [prompt_index // 2 - 1] * (1 + index)
             assert response.finish == ("stop" if index else "length")
-    with pytest.raises(DataError, match="draw 8, sample 0: is not in the archive"):
+    with pytest.raises(DataError, match="prompt 8, sample 0: is not in the archive"):
         replay.find([ask(8, 0)])
 
 
@@ -67,7 +69,7 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="rollout.archive=true"):
         Replay(tmp_path)
     write_archive(tmp_path)
-    with pytest.raises(DataError, match="draw 4, sample 0: was sampled for another prompt"):
+    with pytest.raises(DataError, match="prompt 4, sample 0: was sampled for another prompt"):
         Replay(tmp_path).find([ask(4, 0, prompt=[9, 9])])
     with pytest.raises(DataError, match="has 2 tokens; raise rollout.max_new_tokens=1"):
         Replay(tmp_path).find([ask(4, 1, most=1)])
@@ -77,7 +79,7 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path):
     "setting, key",
     [
         ("rollout.environment={name: calculator}", "rollout.environment"),
-        ("rollout.carry_over=true", "rollout.carry_over"),
+        ("rollout.partial_rollouts=true", "rollout.partial_rollouts"),
         ("run_dir=runs/first", "run_dir"),
     ],
 )

@@ -97,8 +97,8 @@ def test_bad_lines_are_kept_with_what_is_wrong_and_the_others_are_unharmed(tmp_p
     ]
     (tmp_path / "p.jsonl").write_bytes(b"\n".join(lines))
     prompts, sha256 = read_prompts(tmp_path / "p.jsonl")
-    assert [prompt.draw for prompt in prompts] == list(range(9))
-    assert [prompt.draw for prompt in prompts if prompt.error is None] == [0, 8]
+    assert [prompt.prompt_index for prompt in prompts] == list(range(9))
+    assert [prompt.prompt_index for prompt in prompts if prompt.error is None] == [0, 8]
     assert prompts[0].options == {"n": 2} and prompts[0].fields["id"] == 1
     assert prompts[1].place.endswith("p.jsonl:3"), "blank lines count in places"
     assert "top_p" in prompts[5].error and "one of them" in prompts[4].error
@@ -125,8 +125,8 @@ def test_all_work_is_dealt_once_and_evenly(lengths, num_replicas):
 RUN = {"prompts": "abc", "seed": 1}
 
 
-def row(draw, index=0, text="x"):
-    return {"draw": draw, "index": index, "text": text, "token_ids": [1], "finish": "stop"}
+def row(prompt_index, index=0, text="x"):
+    return {"prompt_index": prompt_index, "index": index, "text": text, "token_ids": [1], "finish": "stop"}
 
 
 def test_what_a_kill_leaves_is_read_as_far_as_it_is_whole(tmp_path):
@@ -170,7 +170,7 @@ def test_parts_of_something_else_are_noticed_and_force_begins_anew(tmp_path):
 
 def test_output_has_the_lines_in_order_with_their_own_fields(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "id": 7, "text": "old"}\nnonsense\n')
-    prompts = {prompt.draw: prompt for prompt in read_prompts(tmp_path / "p.jsonl")[0]}
+    prompts = {prompt.prompt_index: prompt for prompt in read_prompts(tmp_path / "p.jsonl")[0]}
     results = Results(tmp_path / "out.jsonl")
     results.prepare(RUN, is_forced=False)
     log = ResultLog(results, "1", 0)

@@ -15,7 +15,7 @@ from hybridflow.errors import ContractError
 from hybridflow.rewards import batched
 from hybridflow.rollout.request import Response
 from hybridflow.testing import check_actor, check_critic, check_reward
-from tests.support.own_models import Digits, SamplingActor, TinyActor, TinyCritic
+from tests.support.user_models import Digits, SamplingActor, TinyActor, TinyCritic
 
 NOISE = itertools.count(1)
 

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridflow.checkpoint.store import complete_step, load_latest
+from hybridflow.checkpoint.store import complete_step
 from hybridflow.errors import CheckpointError
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.recipe.load import load_recipe
 from hybridflow.sections import to_dict
-from hybridflow.trainer.checkpoints import begin, check_new, check_recipe
+from hybridflow.trainer.checkpoints import check_new, find_resume_point
 
 SETTINGS = ["seed=1", "trainer.global_batch_size=256", "trainer.mini_batch_size=64"]
 
@@ -66,7 +66,7 @@ def job_of(tmp_path, change=""):
 def test_another_recipe_does_not_go_on_from_a_checkpoint(tmp_path, change, says):
     complete_step(tmp_path, 3, {"recipe": to_dict(job_of(tmp_path).recipe)}, {}, keep_last=1)
     with pytest.raises(CheckpointError) as caught:
-        begin(job_of(tmp_path, change), resume=True)
+        find_resume_point(job_of(tmp_path, change), resume=True)
     assert says in str(caught.value)
 
 
@@ -84,7 +84,7 @@ def test_where_and_how_fast_it_is_computed_may_change(tmp_path, change):
     complete_step(tmp_path, 3, {"recipe": to_dict(job_of(tmp_path).recipe)}, {}, keep_last=1)
     now = job_of(tmp_path, change)
     assert to_dict(now.recipe) != to_dict(job_of(tmp_path).recipe)
-    checkpoint = begin(now, resume=True).checkpoint
+    checkpoint = find_resume_point(now, resume=True).checkpoint
     assert checkpoint is not None and checkpoint.step == 3
 
 
@@ -93,9 +93,9 @@ def test_keys_that_came_later_say_nothing(tmp_path):
     del saved["model"]["qk_norm"]
     saved["model"]["of_old"] = 1
     complete_step(tmp_path, 3, {"recipe": saved}, {}, keep_last=1)
-    check_recipe(job_of(tmp_path).recipe, load_latest(tmp_path))
+    assert find_resume_point(job_of(tmp_path), resume=True).checkpoint.step == 3
 
 
 def test_a_start_without_resume_takes_up_nothing_and_each_has_a_name_of_its_own(tmp_path):
-    one, other = (begin(job_of(tmp_path), resume=resume) for resume in (True, False))
+    one, other = (find_resume_point(job_of(tmp_path), resume=resume) for resume in (True, False))
     assert one.checkpoint is None and other.checkpoint is None and one.token != other.token

@@ -69,7 +69,7 @@ def test_saves_of_this_start_count_the_last_three(monkeypatch):
     assert stops.save_s == 100.0
     assert first_second_that_is_up(clock, stops) == 1000 - 150 - 10 + 1
     clock.now_s = 830.0
-    assert stops.own_reason() is None and stops.own_reason(before_update=True) is not None
+    assert stops.local_reason() is None and stops.local_reason(before_update=True) is not None
 
 
 @pytest.mark.parametrize(("end_s", "guess_s"), [(100.0, 20.0), (1000.0, 100.0), (100000.0, 600.0)])

@@ -24,17 +24,17 @@ def cells(model: ModelSpec, source: DeviceMesh, target: DeviceMesh) -> Counter[t
             in_stage = model.num_layers // len(grid)
             rows.append(grid[ends[spec.place] if isinstance(spec.place, str) else spec.place // in_stage])
         if spec.tp_dim is None:
-            holders, needers = (tuple(sorted(row.ravel().tolist())) for row in rows)
-            found[holders, needers] += spec.num_bytes
+            output_ranks, needers = (tuple(sorted(row.ravel().tolist())) for row in rows)
+            found[output_ranks, needers] += spec.num_bytes
             continue
         size = spec.shape[spec.tp_dim]
         widths = [size // row.shape[1] for row in rows]
         edges = sorted({edge for width in widths for edge in range(0, size + 1, width)})
         for start, stop in pairwise(edges):
-            holders, needers = (
+            output_ranks, needers = (
                 tuple(sorted(row[:, start // width].tolist())) for row, width in zip(rows, widths, strict=True)
             )
-            found[holders, needers] += spec.num_bytes // size * (stop - start)
+            found[output_ranks, needers] += spec.num_bytes // size * (stop - start)
     return found
 
 
@@ -49,11 +49,11 @@ def busiest_sender_limit(model: ModelSpec, source: DeviceMesh, target: DeviceMes
         return None
     demands: Counter[Ranks] = Counter()
     per_node = source.ranks_per_node
-    for (holders, needers), size in cells(model, source, target).items():
+    for (output_ranks, needers), size in cells(model, source, target).items():
         for node in {rank // per_node for rank in needers}:
-            near = tuple(rank for rank in holders if rank // per_node == node)
-            missing = [rank for rank in needers if rank // per_node == node and rank not in holders]
-            demands[near or holders] += size * len(missing) if near else size
+            near = tuple(rank for rank in output_ranks if rank // per_node == node)
+            missing = [rank for rank in needers if rank // per_node == node and rank not in output_ranks]
+            demands[near or output_ranks] += size * len(missing) if near else size
     demands = Counter({carriers: size for carriers, size in demands.items() if size})
     if not demands:
         return 0.0

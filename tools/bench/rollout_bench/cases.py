@@ -120,7 +120,7 @@ def crowd_lengths() -> Lengths:
     return tailed_lengths(150, middle=48, most=192)
 
 
-def draw_prompts(lengths: Sequence[int], vocab: int, seed: int) -> list[list[int]]:
+def prompt_index_prompts(lengths: Sequence[int], vocab: int, seed: int) -> list[list[int]]:
     """Random token ids, none of them one of the first three, which models reserve."""
     random_numbers = random.Random(seed)
     return [[random_numbers.randrange(3, vocab) for _ in range(length)] for length in lengths]

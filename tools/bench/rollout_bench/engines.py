@@ -15,7 +15,7 @@ from typing import Any
 from hybridflow.errors import ConfigError, HybridflowError
 from rollout_bench.cases import SIZES
 
-ROOT = Path(__file__).parents[3]
+TOOLS = Path(__file__).parents[1]
 _START_S, _ANSWER_S, _MAKE_S, _END_S = 900.0, 3600.0, 900.0, 20.0
 _TOLD_LINES = 12
 
@@ -156,7 +156,7 @@ def _environment(name: str, threads: int) -> dict[str, str]:
     """The rivals' environments see this folder, and none of our packages."""
     ours = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ and name == "ours" else []
     # So that hybridflow is found where it is not installed.
-    paths: Sequence[str] = [str(ROOT / "tools/bench"), *ours, *([str(ROOT)] if name == "ours" else [])]
+    paths: Sequence[str] = [str(TOOLS), *ours, *([str(TOOLS.parents[1])] if name == "ours" else [])]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),

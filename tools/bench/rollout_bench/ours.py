@@ -14,7 +14,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from rollout_bench.cases import CROWD_CACHE_TOKENS, crowd_lengths, draw_prompts
+from rollout_bench.cases import CROWD_CACHE_TOKENS, crowd_lengths, prompt_index_prompts
 from rollout_bench.child import serve
 
 PREFIX_SAMPLES, PREFIX_TOKENS = 8, 512
@@ -45,8 +45,13 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
 
     def requests(prompts: list[list[int]], lengths: list[int], samples: int = 1) -> list[Request]:
         return [
-            Request(prompt=torch.tensor(prompt), params=SamplingParams(max_new_tokens=length), draw=draw, index=index)
-            for draw, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+            Request(
+                prompt=torch.tensor(prompt),
+                params=SamplingParams(max_new_tokens=length),
+                prompt_index=prompt_index,
+                index=index,
+            )
+            for prompt_index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
             for index in range(samples)
         ]
 
@@ -82,7 +87,7 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
         def probe(self, prompt: list[int]) -> dict[str, Any]:
             """The likeliest next token and its log-probability."""
             params = SamplingParams(max_new_tokens=1, greedy=True)
-            (found,) = self.engine.generate([Request(prompt=torch.tensor(prompt), params=params, draw=0)])
+            (found,) = self.engine.generate([Request(prompt=torch.tensor(prompt), params=params, prompt_index=0)])
             return {"token": int(found.tokens[0]), "log_prob": float(found.log_probs[0])}
 
         def machine(self) -> dict[str, Any]:
@@ -129,7 +134,7 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
 
         def _step_s(self, seed: int, num_new: int) -> float:
             """Seconds of one step that decodes, sampling and all; the first and the last steps left out."""
-            prompts = draw_prompts([32] * CHECKED_BATCH, self.loaded.model.vocab_size, seed)
+            prompts = prompt_index_prompts([32] * CHECKED_BATCH, self.loaded.model.vocab_size, seed)
             asked = requests(prompts, [num_new] * CHECKED_BATCH)
             with torch.inference_mode():
                 session = self.engine.open(asked)
@@ -145,7 +150,7 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
 
         def prefix(self) -> dict[str, Any]:
             """Prompt tokens that went through the model, for several samples of each prompt."""
-            prompts = draw_prompts([PREFIX_TOKENS] * 8, self.loaded.model.vocab_size, 0)
+            prompts = prompt_index_prompts([PREFIX_TOKENS] * 8, self.loaded.model.vocab_size, 0)
             asked = requests(prompts, [8] * len(prompts), PREFIX_SAMPLES)
             with torch.inference_mode():
                 session = self.engine.open(asked)
@@ -164,7 +169,7 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
         def memory(self) -> dict[str, Any]:
             """Ten times more requests than the cache holds, beside the same with all the room there is."""
             lengths = crowd_lengths()
-            prompts = draw_prompts(lengths.prompts, self.loaded.model.vocab_size, 0)
+            prompts = prompt_index_prompts(lengths.prompts, self.loaded.model.vocab_size, 0)
             asked = requests(prompts, list(lengths.responses))
             num_blocks = blocks_for(CROWD_CACHE_TOKENS)
             budget_bytes = num_blocks * block_bytes(self.loaded.transformer)
@@ -174,13 +179,13 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
                 session.add(asked)
                 found = {}
                 while not session.is_idle:
-                    found |= {request.draw: response for request, response in session.step()}
+                    found |= {request.prompt_index: response for request, response in session.step()}
             allocated = sum(each.nbytes for each in (*session._cache.keys, *session._cache.values))
             expected = self.engine.generate(asked)
             wrong = [
-                request.draw
+                request.prompt_index
                 for request, right in zip(asked, expected, strict=True)
-                if not self._agree(request, found[request.draw].tokens, right.tokens)
+                if not self._agree(request, found[request.prompt_index].tokens, right.tokens)
             ]
             return {
                 "num_requests": len(asked),
@@ -205,7 +210,8 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
             known = torch.cat([request.prompt, right[:first]])
             vocab = self.loaded.model.vocab_size
             key = row_keys(
-                torch.tensor([sequence_key(1, "rollout", request.draw, request.index)]), torch.tensor([len(known)])
+                torch.tensor([sequence_key(1, "rollout", request.prompt_index, request.index)]),
+                torch.tensor([len(known)]),
             )
             perturbed = self._logits(known)[:vocab] + gumbel_noise(key, 0, vocab)[0]
             best = perturbed.topk(2).values

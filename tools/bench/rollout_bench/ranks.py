@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.start import Start
-from rollout_bench.cases import CONTEXT, draw_prompts
+from rollout_bench.cases import CONTEXT, prompt_index_prompts
 from rollout_bench.ours import quiet
 
 _AGREE_PROMPTS, _AGREE_SAMPLES, _AGREE_TOKENS = 6, 2, 24
@@ -74,8 +74,8 @@ def _first_token(engine: Any, vocab: int, repeats: int) -> dict[str, float]:
     from hybridflow.rollout.request import Request, SamplingParams
 
     def request(seed: int) -> Request:
-        (prompt,) = draw_prompts([32], vocab, seed)
-        return Request(prompt=torch.tensor(prompt), params=SamplingParams(max_new_tokens=1), draw=seed)
+        (prompt,) = prompt_index_prompts([32], vocab, seed)
+        return Request(prompt=torch.tensor(prompt), params=SamplingParams(max_new_tokens=1), prompt_index=seed)
 
     cache = PagedCache(engine.model, blocks_for(32), engine.device)
     positions = torch.arange(32)
@@ -123,10 +123,10 @@ def _disagreement(engine: Any, vocab: int, replica: int, replicas: int) -> dict[
     worst, num_tokens = 0.0, 0
     for temperature, cut in ((1.0, {}), (0.7, {"top_k": 9, "top_p": 0.8})):
         params = SamplingParams(max_new_tokens=_AGREE_TOKENS, temperature=temperature, **cut)
-        lengths = [4 + 7 * draw % 29 for draw in range(_AGREE_PROMPTS)]
+        lengths = [4 + 7 * prompt_index % 29 for prompt_index in range(_AGREE_PROMPTS)]
         asked = [
-            Request(prompt=torch.tensor(prompt), params=params, draw=draw, index=index)
-            for draw, prompt in enumerate(draw_prompts(lengths, vocab, 2))
+            Request(prompt=torch.tensor(prompt), params=params, prompt_index=prompt_index, index=index)
+            for prompt_index, prompt in enumerate(prompt_index_prompts(lengths, vocab, 2))
             for index in range(_AGREE_SAMPLES)
         ][replica::replicas]
         answers = engine.generate(asked)

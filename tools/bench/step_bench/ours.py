@@ -126,7 +126,7 @@ def train(folder: str, settings: dict[str, Any], lines: Path) -> None:
 
     def expand_forced(request: Request, num: int) -> list[Request]:
         """Responses end after as many tokens as they are to have, whatever the model says."""
-        first = request.draw % NUM_PROMPTS * num
+        first = request.prompt_index % NUM_PROMPTS * num
         return [
             replace(ask, params=replace(ask.params, max_new_tokens=lengths[first + index], stop_ids=()))
             for index, ask in enumerate(expand(request, num))
@@ -170,7 +170,7 @@ def train(folder: str, settings: dict[str, Any], lines: Path) -> None:
                 # With what comes behind a step's own clock: writing down its metrics.
                 times["time/control_s"] += step_s - times.pop("time/step_s")
                 train = self.job.train
-                num_prompt_tokens = sum(len(train.prompt(draw)) for draw in range(train.num_rows))
+                num_prompt_tokens = sum(len(train.prompt(prompt_index)) for prompt_index in range(train.num_rows))
                 num_tokens = int(measured["batch/num_tokens"]) - num_prompt_tokens * GROUP_SIZE
                 cpu_s = sum(self._everyone.gather(time.process_time() - self.began_cpu_s, "processor time"))
                 return {"step_s": step_s, "cpu_s": cpu_s, "num_tokens": num_tokens, "times": times}

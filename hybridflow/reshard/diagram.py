@@ -177,7 +177,7 @@ def _draw_table(axes: Axes, ranks: tuple[int, ...], nodes: list[list[int]], flow
     node = {rank: index for index, members in enumerate(nodes) for rank in members}
     sums = np.zeros((len(ranks), len(ranks)))
     for stream in flows.streams:
-        for rank in set(stream.holders).intersection(stream.needers):
+        for rank in set(stream.output_ranks).intersection(stream.needers):
             sums[place[rank], place[rank]] += stream.num_bytes
     for (sender, receiver, _), number in traffic(flows).items():
         sums[place[sender], place[receiver]] += number

@@ -17,7 +17,7 @@ from megatron.core.utils import GlobalMemoryBuffer
 
 from hybridflow.api.trainers import PPOTrainer
 from hybridflow.api.world import use_world
-from hybridflow.checkpoint.formats.in_memory import GivenModel, given_model, given_settings
+from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_info, in_memory_model
 from hybridflow.dataflow.batch import Batch
 from hybridflow.errors import ConfigError
 from hybridflow.layout.mesh import DeviceMesh
@@ -75,7 +75,7 @@ def recipe_of(objects: dict[str, Any], layout: ParallelLayout, algorithm: str = 
     values["model"] = {}
     if values["critic"] is not None:
         values["critic"]["model"] = None
-    return recipe_from_dict(values, given=given_settings(objects))
+    return recipe_from_dict(values, in_memory=in_memory_info(objects))
 
 
 def job_of(world: World, objects: dict[str, Any], layout: ParallelLayout, algorithm: str = "grpo") -> Any:
@@ -208,7 +208,7 @@ def gpt_log_probs(world: World, layout: ParallelLayout) -> Any:
     place(world, ParallelLayout(dp=world.size))
     cut, whole = make_gpt(world, layout, tuple(range(world.size)))
     check_actor(whole)
-    given = given_model(cut, vocab_size=VOCAB)
+    given = in_memory_model(cut, vocab_size=VOCAB)
     found = log_probs(
         world, {"actor": given}, ParallelLayout(dp=1) if world.size == 1 else ParallelLayout(tp=world.size)
     )
@@ -232,12 +232,12 @@ def gpt_refusals(world: World) -> dict[str, str]:
     }
     for name, other in cases.items():
         try:
-            given_model(make_gpt(world, ParallelLayout(), (0,), **other)[0])
+            in_memory_model(make_gpt(world, ParallelLayout(), (0,), **other)[0])
         except ConfigError as error:
             found[name] = str(error)
     model, _ = make_gpt(world, ParallelLayout(), (0,))
     try:
-        given_model(model, vocab_size=VOCAB + 2)
+        in_memory_model(model, vocab_size=VOCAB + 2)
     except ConfigError as error:
         found["vocab_size"] = str(error)
     return found
@@ -255,8 +255,8 @@ def test_settings_are_those_of_the_directory_that_it_would_be_saved_to(models, t
 
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
-        saved, given = open_model(tmp_path / name), given_model(model)
-        assert isinstance(given, GivenModel) and given.section == saved.model, name
+        saved, given = open_model(tmp_path / name), in_memory_model(model)
+        assert isinstance(given, InMemoryModel) and given.section == saved.model, name
         assert given.source.tensors == saved.tensors, name
         for tensor in saved.tensors:
             assert torch.equal(given.source.read(tensor), saved.read(tensor)), (name, tensor)
@@ -264,7 +264,7 @@ def test_settings_are_those_of_the_directory_that_it_would_be_saved_to(models, t
 
 def refusal_of(model: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        given_model(model)
+        in_memory_model(model)
     return str(caught.value)
 
 
@@ -286,12 +286,12 @@ def test_what_cannot_be_taken_is_refused_by_name(models):
 
 def test_a_recipe_that_says_otherwise_than_the_model_is_refused(models):
     values = to_dict(tiny_recipe(ParallelLayout(), "grpo"))
-    given = given_settings({"actor": models["Llama"]})
+    given = in_memory_info({"actor": models["Llama"]})
     with pytest.raises(ConfigError, match=r"model\.num_layers=4: the model that was given has 2"):
-        recipe_from_dict(values, given=given)
+        recipe_from_dict(values, in_memory=given)
     values["model"] = {"path": "somewhere"}
     with pytest.raises(ConfigError, match=r"model\.path='somewhere': would not be read"):
-        recipe_from_dict(values, given=given)
+        recipe_from_dict(values, in_memory=given)
 
 
 def ppo_losses(world: World, folder: Path, name: str, roles: dict[str, Any], other: dict[str, Any]) -> Any:
@@ -304,7 +304,11 @@ def ppo_losses(world: World, folder: Path, name: str, roles: dict[str, Any], oth
     return [(each["loss"], each["critic/loss"], each["reward/mean"], each["kl/ref"]) for each in metrics]
 
 
-@pytest.mark.parametrize("other", [{"actor": {"tp_size": 2}}, {"lora_rank": 2}], ids=["tp2", "lora"])
+@pytest.mark.parametrize(
+    "other",
+    [{"actor": {"tp_size": 2}}, pytest.param({"lora_rank": 2}, marks=pytest.mark.slow)],
+    ids=["tp2", "lora"],
+)
 def test_training_is_the_same_from_memory_as_from_directories(tmp_path, other):
     memory = {
         "actor": write_model(tmp_path / "actor", "Qwen2", seed=1),

@@ -18,13 +18,13 @@ from hybridflow.config.roles import OptimizerConfig
 from hybridflow.errors import ConfigError, EngineError, HybridflowError, LayoutError
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.user_model import Uncut
-from hybridflow.models.user_training import OwnTrainable
+from hybridflow.models.user_training import UserTrainable
 from hybridflow.parallel.world import World
-from hybridflow.rollout.engines.user_engine import OwnEngine
+from hybridflow.rollout.engines.user_engine import UserEngine
 from hybridflow.rollout.request import Request, SamplingParams, expand
 from tests.multi.models import place
-from tests.support.own_models import SamplingActor, TinyActor, TinyCritic, fill
 from tests.support.ranks import run_ranks
+from tests.support.user_models import SamplingActor, TinyActor, TinyCritic, fill
 
 pytest.importorskip("tokenizers")
 from tests.support.hf_models import write_tokenizer  # noqa: E402
@@ -171,7 +171,7 @@ def steps_of(world: World, num_steps: int) -> Any:
     mesh, groups = place(world, ParallelLayout(dp=world.size))
     module = Mixed()
     settings = OptimizerConfig(lr=0.05, weight_decay=0.1, clip_grad=0.5)
-    trainable = OwnTrainable(Uncut(module), lambda part: module(part), groups.dp, settings)
+    trainable = UserTrainable(Uncut(module), lambda part: module(part), groups.dp, settings)
     norms = []
     for _ in range(num_steps):
         mine = list(SHARDS[world.rank :: world.size])
@@ -224,13 +224,13 @@ def test_steps_are_those_of_plain_torch():
 def generated(world: World, actor: Any, max_concurrent: int = 3) -> Any:
     _, groups = place(world, ParallelLayout())
     options = {"vocab_size": VOCAB, "max_context": 48, "seed": 5, "max_concurrent": max_concurrent, "pad_id": 2}
-    engine = OwnEngine(actor, groups.tp, **options)
+    engine = UserEngine(actor, groups.tp, **options)
     params = SamplingParams(max_new_tokens=7, temperature=0.7, stop_ids=(4, 5))
     prompts = [torch.tensor([7, 8, 9]), torch.tensor([3]), torch.tensor([11, 12, 13, 14, 15])]
     requests = [
         each
-        for draw, prompt in enumerate(prompts)
-        for each in expand(Request(prompt=prompt, params=params, draw=draw), 3)
+        for prompt_index, prompt in enumerate(prompts)
+        for each in expand(Request(prompt=prompt, params=params, prompt_index=prompt_index), 3)
     ]
     requests[4] = replace(requests[4], params=replace(params, greedy=True))
     responses = engine.generate(requests)
@@ -279,7 +279,7 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     r"actor\.lora: cannot be had": (ConfigError, {"lora_rank": 4}),
     r"rollout\.stop: cannot be had": (ConfigError, {"rollout": {"stop": ["x"]}}),
     r"actor\.reshard_every: cannot be had": (ConfigError, {"hybrid_engine": {"resharding_interval": 2}}),
-    r"rollout\.carry_over: cannot be had": (ConfigError, {"rollout": {"carry_over": True}}),
+    r"rollout\.partial_rollouts: cannot be had": (ConfigError, {"rollout": {"partial_rollouts": True}}),
 }
 
 

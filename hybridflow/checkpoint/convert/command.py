@@ -54,8 +54,8 @@ def add_convert(commands: Any) -> None:
         "convert",
         help="write a checkpoint in another format or layout",
         description="Write a checkpoint in another format or layout, tensor by tensor in bounded memory. OUT is "
-        "complete or absent. After an interruption the same command continues. Under srun, mpirun or torchrun each rank "
-        "writes its own files.",
+        "complete or absent. After an interruption the same command continues. Under srun, mpirun or torchrun each "
+        "rank writes its own files.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -68,6 +68,7 @@ setup(
         "data": ["datasets", "fsspec", "jinja2", "pyarrow"],
         "s3": ["fsspec", "s3fs"],
         "kafka": ["confluent-kafka"],
+        "serve": ["starlette", "uvicorn"],
         "vllm": ["vllm"],
         "prometheus": ["prometheus_client"],
         "wandb": ["wandb"],
@@ -89,8 +90,8 @@ setup(
                 "pdoc",
                 "peft",
             ),
-            *("prometheus_client", "pyarrow", "pytest", "ruff", "s3fs", "scipy", "transformers>=5", "types-PyYAML"),
-            "wandb",
+            *("prometheus_client", "pyarrow", "pytest", "pytest-xdist", "ruff", "s3fs", "scipy", "starlette"),
+            *("transformers>=5", "types-PyYAML", "uvicorn", "wandb"),
         ],
     },
 )

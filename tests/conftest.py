@@ -17,6 +17,18 @@ settings.register_profile("hybridflow", deadline=None, derandomize=True)
 settings.load_profile("hybridflow")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give each file to one process, for its fixtures, and all of tests/slurm to one, for its cluster."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return "tests/slurm" if nodeid.startswith("tests/slurm/") else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
+
+
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory):
     """A Kafka broker, for the tests of one module."""

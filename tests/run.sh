@@ -1,23 +1,28 @@
 #!/usr/bin/env bash
-# Makes .venv, installs what the tests need, Slurm, a Pushgateway and Kafka among it where it can, and runs them. Quick the second time.
-#   tests/run.sh [--all] [pytest arguments]      --all: with the tests marked slow, slurm and vllm, the last of which get
-#                                                .venv-vllm, an environment of some GB
+# Makes .venv, installs what the tests need, and runs them. Quick the second time.
+#   tests/run.sh [--all] [pytest arguments]      for instance: tests/run.sh tests/unit -k layout
+#   --all: with the tests marked slow, slurm and vllm; installs what these need: packages of the system (Slurm, bubblewrap, a
+#          Pushgateway, Java, npm), Kafka into .kafka, and vLLM into .venv-vllm, an environment of some GB
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 marks="not slow and not slurm and not vllm"
+support=$root/tests/support
+
+install() { "$@" || echo "${1##*/} ${*:2}: failed, see above; the tests that need it are skipped" >&2; }
+
 if [ "${1:-}" = --all ]; then
     marks=""
     shift
 fi
 "$root/launch/venv.sh" dev
-"$root/tests/support/slurm.sh" || echo "Slurm could not be installed, see above: the tests that need it are skipped" >&2
-"$root/tests/support/apt.sh" prometheus-pushgateway=prometheus-pushgateway ||
-    echo "prometheus-pushgateway could not be installed, see above: its test is skipped" >&2
-"$root/tests/support/kafka.sh" || echo "Kafka could not be installed, see above: the tests that need it are skipped" >&2
 if [ -z "$marks" ]; then
-    "$root/tests/support/vllm.sh" || echo "vLLM could not be installed, see above: the tests that need it are skipped" >&2
+    install "$support/slurm.sh"
+    install "$support/apt.sh" prometheus-pushgateway=prometheus-pushgateway bwrap=bubblewrap
+    install "$support/kafka.sh"
+    install "$support/vllm.sh"
 fi
 cd "$root"
 export PATH="$root/.venv/bin:$PATH"
-exec python -m pytest -m "$marks" "$@"
+# Two processes, a file each at a time, the longest files first. Later arguments win: with -n 0 there is one process.
+exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$marks" "$@"

@@ -272,3 +272,15 @@ class _Groups:
 
 def _narrow(values: Tensor, like: Tensor) -> Tensor:
     return values.to(torch.promote_types(like.dtype, torch.float32))
+
+
+GroupEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""``(scores, groups, lengths) -> advantages``, each ``[samples]`` over the global batch."""
+
+GROUP_ESTIMATORS: dict[str, GroupEstimator] = {
+    "grpo": lambda scores, groups, lengths: group_normalize(scores, groups),
+    "dr_grpo": lambda scores, groups, lengths: group_center(scores, groups),
+    "rloo": lambda scores, groups, lengths: leave_one_out(scores, groups),
+    "opo": length_weighted_center,
+}
+"""Calls of ``roles.advantage`` that give each sample one advantage."""

@@ -10,10 +10,9 @@ from torch import Tensor
 from hybridflow.api.flow import RoleFlow
 from hybridflow.api.parts import Part
 from hybridflow.api.roles import Critic
-from hybridflow.dataflow.graph import Flow, Node
+from hybridflow.dataflow.graph import Flow, Node, Step
 from hybridflow.flows import nodes
-from hybridflow.flows.presets import PRESETS
-from hybridflow.trainer.plan import STEPS
+from hybridflow.flows.registry import ALGORITHMS
 
 
 class BaseAlgorithm(Part):
@@ -32,7 +31,7 @@ class BaseAlgorithm(Part):
     def __init__(self, critic: Critic | None = None, **settings: Any) -> None:
         super().__init__(settings, {"algorithm": self} if self.is_user_class else {})
         self.critic = critic
-        if critic is None and "critic" in PRESETS[self.name].needs:
+        if critic is None and "critic" in ALGORITHMS[self.name].traits.needs:
             self.critic = Critic()
 
     def advantages(self, scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
@@ -71,15 +70,16 @@ class BaseAlgorithm(Part):
         Args:
             scores: The column to learn from.
         """
-        flow = _without_source(STEPS[self.name])
+        step = ALGORITHMS[self.name].step
+        step = Step(experience=step.experience, update=step.update)
         if self.has_user_method("advantages"):
-            flow = _with_user_advantages(flow)
+            step = step.map(_with_user_advantages)
         if scores != "scores":
-            flow = _reading(flow, scores)
+            step = step.map(lambda flow: _reading(flow, scores))
         parts = [self, *(() if self.critic is None else (self.critic,))]
         if scores != "scores":
             parts.append(Part({}, {"scores": scores}))
-        return RoleFlow(flow=flow, parts=tuple(parts), algorithm=self.name)
+        return RoleFlow(step=step, parts=tuple(parts), algorithm=self.name)
 
 
 class PPO(BaseAlgorithm):
@@ -100,19 +100,15 @@ class RLOO(BaseAlgorithm):
     name = "rloo"
 
 
-def _without_source(flow: Flow) -> Flow:
-    return Flow(elements=tuple(each for each in flow.elements if each not in (nodes.SAMPLE, nodes.SCORE)))
-
-
 def _with_user_advantages(flow: Flow) -> Flow:
-    own = nodes.advantages("own")
+    own = nodes.advantages("user_algorithm")
     return Flow(
         elements=tuple(own if isinstance(each, Node) and each.role == "advantage" else each for each in flow.elements)
     )
 
 
 def _reading(flow: Flow, scores: str) -> Flow:
-    """The flow in which what reads the scores reads another column in their place."""
+    """Return the flow in which what reads the scores reads another column in their place."""
     changed = []
     for each in flow.elements:
         if isinstance(each, Node) and "scores" in each.reads:

@@ -11,7 +11,8 @@ from hybridflow.api.session import Session, problems_of
 from hybridflow.api.settings import merge, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.dataflow.batch import Batch, Column
-from hybridflow.dataflow.graph import Flow, Node
+from hybridflow.dataflow.graph import Node, Step, step
+from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.errors import ConfigError, GraphError
 from hybridflow.trainer.roles import NODE
 
@@ -21,12 +22,12 @@ class RoleFlow:
     """Nodes, and what takes part in them.
 
     Attributes:
-        flow: The nodes.
+        step: The nodes, by stage.
         parts: What they need, each once.
         algorithm: Whose update it has; None: it has none.
     """
 
-    flow: Flow
+    step: Step
     parts: tuple[Part, ...]
     algorithm: str | None = None
 
@@ -38,7 +39,7 @@ class RoleFlow:
         if self.algorithm is not None and other.algorithm is not None:
             raise GraphError(f"two updates, of {self.algorithm} and of {other.algorithm}; a flow has one")
         return RoleFlow(
-            flow=self.flow >> other.flow,
+            step=self.step >> other.step,
             parts=tuple(dict.fromkeys((*self.parts, *other.parts))),
             algorithm=self.algorithm or other.algorithm,
         )
@@ -72,17 +73,22 @@ class RoleFlow:
             values,
             tokenizer=tokenizer_of(self.parts),
             objects=objects_of(self.parts),
-            flow=self.flow,
+            step=self.step,
             make_problems=problems_of(prompts),
         )
 
 
-class _Called:
+class _Called(Role):
     """A function as a role of its own."""
 
     def __init__(self, function: Callable[[Batch], Mapping[str, Column]]) -> None:
-        self.metrics: dict[str, float] = {}
+        super().__init__()
         self._function = function
+
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {"call": self.call}
 
     def call(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """What the function makes of the columns that it reads."""
@@ -104,4 +110,4 @@ def node(
     """
     name = getattr(function, "__name__", "function")
     made = Node(name=name, role=name, call="call", mesh="actor.update", reads=reads, writes=writes)
-    return RoleFlow(flow=Flow(elements=(made,)), parts=(Part({}, {f"{NODE}{name}": _Called(function)}),))
+    return RoleFlow(step=step(experience=made), parts=(Part({}, {f"{NODE}{name}": _Called(function)}),))

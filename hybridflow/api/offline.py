@@ -22,7 +22,7 @@ from hybridflow.data.preferences import encode_responses, margin_of
 from hybridflow.data.prompts import Example, Judged, PromptSource, encode_solutions, prompt_tokens
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.flows.presets import PRESETS
+from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.placement.job import ReadProblems
 
@@ -147,7 +147,7 @@ class OfflineTrainer:
         values.setdefault("model", {}).setdefault("max_context", self._context(values))
         # Nothing is sampled, and the last token is room enough for it.
         values.setdefault("rollout", {})["max_new_tokens"] = 1
-        per_row = 2 if PRESETS[self.algorithm].is_paired else 1
+        per_row = 2 if ALGORITHMS[self.algorithm].traits.is_paired else 1
         values["trainer"] = {**values.get("trainer", {}), "steps": steps, "global_batch_size": rows * per_row}
         if output_dir is not None:
             values.setdefault("run_dir", f"{output_dir}-run")

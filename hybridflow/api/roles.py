@@ -9,7 +9,7 @@ from typing import Any
 from hybridflow.api.flow import RoleFlow
 from hybridflow.api.parts import Part
 from hybridflow.config.roles import LoRAConfig
-from hybridflow.dataflow.graph import Flow
+from hybridflow.dataflow.graph import step
 from hybridflow.errors import ConfigError
 from hybridflow.flows import nodes
 from hybridflow.sections import to_dict
@@ -81,7 +81,7 @@ class Actor(Part):
         Args:
             sampling: Keys of a recipe's ``rollout``: ``group_size``, ``max_new_tokens``, ``temperature``, ….
         """
-        return RoleFlow(flow=Flow(elements=(nodes.SAMPLE,)), parts=(self, Part({"rollout": sampling})))
+        return RoleFlow(step=step(sample=nodes.SAMPLE), parts=(self, Part({"rollout": sampling})))
 
 
 class Critic(Part):
@@ -131,7 +131,7 @@ class Reward(Part):
 
     def score(self) -> RoleFlow:
         """The scores of what was sampled."""
-        return RoleFlow(flow=Flow(elements=(nodes.SCORE,)), parts=(self,))
+        return RoleFlow(step=step(score=nodes.SCORE), parts=(self,))
 
 
 class RewardModel(Reward):

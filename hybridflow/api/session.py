@@ -21,7 +21,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.data.prompts import Example, PromptSource
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.dataflow.batch import Batch, Ragged
-from hybridflow.dataflow.graph import Flow
+from hybridflow.dataflow.graph import Step
 from hybridflow.dataflow.run import Scope
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.exit_status import REQUEUE
@@ -91,7 +91,7 @@ class Session:
         values: A recipe's nested mapping, from ``settings.recipe_values``.
         tokenizer: Path, or a fast tokenizer of transformers; None: the one that lies beside the model.
         objects: Role -> model or function, as ``placement.job.Job`` takes them.
-        flow: What a step does in the place of the algorithm's own flow.
+        step: Stages of a training step, in the place of the algorithm's.
         make_problems: Where prompts come from; None: they are given to ``rollout``.
         num_prompts: Of a step, where ``values`` has no size of its batch.
         resume: Whether to go on from the last checkpoint of ``run_dir``, if there is one.
@@ -110,7 +110,7 @@ class Session:
         *,
         tokenizer: Any = None,
         objects: Mapping[str, Any] | None = None,
-        flow: Flow | None = None,
+        step: Step | None = None,
         make_problems: MakeProblems | None = None,
         num_prompts: int | None = None,
         resume: bool = False,
@@ -118,22 +118,22 @@ class Session:
         self._world = find_world()
         self._objects = {} if objects is None else dict(objects)
         self._make_problems = make_problems
-        self._scores = flow is None or any(each.role == "reward" for each in flow.nodes())
+        self._scores = step is None or any(each.role == "reward" for each in step.flow.nodes())
         if "run_dir" not in values:
             values["run_dir"] = _new_run_dir(self._world, values.get("namespace"))
         if tokenizer is not None:
             values.setdefault("tokenizer", {})["path"] = _tokenizer_place(tokenizer, values["run_dir"], self._world)
         self.recipe = finish_recipe(values, num_prompts=num_prompts, given=in_memory_info(self._objects))
-        self.trainer = make_trainer(self.recipe, self._world, resume=resume, flow=flow, open_job=self._open)
+        self.trainer = make_trainer(self.recipe, self._world, resume=resume, step=step, open_job=self._open)
         self.trainer.begin()
-        self._next_prompt_index = self.trainer.next_prompt_index
+        self._next_prompt_index = self.trainer.progress.next_prompt_index
         self._everyone = self._world.coordinator(self.trainer.job.meshes["job"].ranks)
         self._has_warned = False
 
     @property
     def step(self) -> int:
         """Training steps done."""
-        return self.trainer.step
+        return self.trainer.progress.step
 
     def rollout(self, batch: Any = None) -> Rollout:
         """Sample and score. Collective: all ranks, with the same batch.
@@ -146,7 +146,7 @@ class Session:
         Raises:
             DataError: The batch has another number of prompts than a step of this recipe, or others on another rank.
         """
-        problems, wanted = self.trainer.job.train, self.trainer.num_prompts
+        problems, wanted = self.trainer.job.train, self.trainer.progress.num_prompts
         if batch is not None:
             if not isinstance(problems, Feed):
                 raise DataError("rollout: the prompts come from data_provider; call rollout() without a batch")
@@ -163,10 +163,10 @@ class Session:
         elif isinstance(problems, Feed):
             raise DataError("rollout: no prompts; give a batch, or make the trainer with a data_provider")
         about = {
-            "step": self.trainer.step + 1,
+            "step": self.trainer.progress.step + 1,
             "first_prompt_index": self._next_prompt_index,
             "num_prompts": wanted,
-            "version": self.trainer.step,
+            "version": self.trainer.progress.step,
         }
         self._next_prompt_index += wanted
         scope = self.trainer.rollout(about)
@@ -179,18 +179,18 @@ class Session:
 
         Of one that updates have come after, ``rollout/staleness_max`` tells how many.
         """
-        behind = self.trainer.step - rollout.about["version"]
+        behind = self.trainer.progress.step - rollout.about["version"]
         if behind > 0:
             self._tell_stale(behind)
         # Several rollouts may be made before the first update: the step is the one that learns.
-        metrics = self.trainer.learn(rollout.scope, {**rollout.about, "step": self.trainer.step + 1})
-        self._next_prompt_index = max(self._next_prompt_index, self.trainer.next_prompt_index)
+        metrics = self.trainer.learn(rollout.scope, {**rollout.about, "step": self.trainer.progress.step + 1})
+        self._next_prompt_index = max(self._next_prompt_index, self.trainer.progress.next_prompt_index)
         return metrics
 
     def run(self, steps: int | None) -> list[dict[str, float]]:
         """So many steps on the session's own prompts; None: up to where each has been used equally often."""
         if steps is None:
-            whole = max(1, getattr(self.trainer.job.train, "num_rows", 1) // self.trainer.num_prompts)
+            whole = max(1, getattr(self.trainer.job.train, "num_rows", 1) // self.trainer.progress.num_prompts)
             steps = whole - self.step % whole
         return [self.learn(self.rollout()) for _ in range(steps)]
 
@@ -218,7 +218,7 @@ class Session:
             self.close()
 
     def _tell_stale(self, behind: int) -> None:
-        actor = self.trainer.roles["actor"]
+        actor = self.trainer.roles.actor
         actor.metrics["rollout/staleness_max"] = max(float(behind), actor.metrics.get("rollout/staleness_max", 0.0))
         if self.recipe.correction_kind == "none" and not self._has_warned and self._world.rank == 0:
             print(

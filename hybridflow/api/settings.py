@@ -14,7 +14,7 @@ from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError
 from hybridflow.families.model_info import ModelInfo
-from hybridflow.flows.presets import PRESETS
+from hybridflow.flows.registry import ALGORITHMS, CHOSEN
 from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.sections import parse_yaml
 
@@ -105,16 +105,16 @@ def recipe_values(config: Any, *, algorithm: str, num_ranks: int) -> dict[str, A
 
     Args:
         config: As ``read_config`` takes it.
-        algorithm: Of ``presets.PRESETS``.
+        algorithm: Of ``flows.registry.ALGORITHMS``.
         num_ranks: That are there.
 
     Raises:
         ConfigError: A key is none of these, or says what another one says.
     """
-    if algorithm not in PRESETS:
-        near = difflib.get_close_matches(algorithm, list(PRESETS), n=1)
+    if algorithm not in ALGORITHMS:
+        near = difflib.get_close_matches(algorithm, list(ALGORITHMS), n=1)
         hint = f"; did you mean {near[0]}?" if near else ";"
-        raise ConfigError(f"algorithm={algorithm!r}: unknown{hint} there are {', '.join(PRESETS)}")
+        raise ConfigError(f"algorithm={algorithm!r}: unknown{hint} there are {', '.join(ALGORITHMS)}")
     given = in_our_words(read_config(config))
     values: dict[str, Any] = {"algorithm": algorithm, "cluster": {"ranks": num_ranks}}
     values["data"] = {"train": "given by the program", "held_out": "given by the program"}
@@ -159,11 +159,11 @@ def finish_recipe(
     _put_under(values, "rollout.max_new_tokens", _NEW_TOKENS if context is None else min(_NEW_TOKENS, context // 2))
     num_ranks = values["cluster"]["ranks"]
     _put_under(values, "actor.update", {"dp": num_ranks})
-    if "critic" in PRESETS[algorithm].reads:
+    if "critic" in ALGORITHMS[algorithm].traits.reads:
         _put_under(values, "critic.layout", values["actor"]["update"])
     trainer, rollout = values["trainer"], values["rollout"]
     if "global_batch_size" not in trainer:
-        per_prompt = 2 if PRESETS[algorithm].is_paired else rollout.get("group_size", 1)
+        per_prompt = 2 if ALGORITHMS[algorithm].traits.is_paired else rollout.get("group_size", 1)
         size = trainer.get("mini_batch_size") if num_prompts is None else num_prompts * per_prompt
         if size is None:
             raise ConfigError("rollout_batch_size: missing; give the samples of a step, or batch_size")
@@ -321,8 +321,7 @@ def _hybrid_engine(values: dict[str, Any], engine: Any, num_ranks: int) -> None:
 def _is_read(key: str, algorithm: str) -> bool:
     """Whether an algorithm reads a key of a section that not all have."""
     section = key.split(".")[0]
-    chosen = frozenset().union(*(preset.reads for preset in PRESETS.values()))
-    return section not in chosen or section in PRESETS[algorithm].reads
+    return section not in CHOSEN or section in ALGORITHMS[algorithm].traits.reads
 
 
 def _unknown(key: str, algorithm: str, top: set[str]) -> str:

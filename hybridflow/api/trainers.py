@@ -253,7 +253,7 @@ class OnlineTrainer:
                 self._values,
                 tokenizer=self._tokenizer,
                 objects=self._objects,
-                flow=None if self._flow is None else self._flow.flow,
+                step=None if self._flow is None else self._flow.step,
                 make_problems=None if self._data is None else problems_of(self._data),
                 num_prompts=num_prompts,
                 resume=self._resume,

@@ -259,7 +259,7 @@ class _Live:
 
 def _take_live(trainer: OnlineTrainer, placed: Pretrained, mesh: DeviceMesh, world: World) -> None:
     """Fill the worker's weights with those of a trainer's actor. Collective: all ranks."""
-    job, actor = trainer.session().trainer.job, trainer.session().trainer.roles["actor"]
+    job, actor = trainer.session().trainer.job, trainer.session().trainer.roles.actor
     if job.recipe.actor.lora is not None or user_class_of(job, "actor") is not None:
         raise ConfigError(
             "update_weights: the trainer's actor has adapters, or is a class of your own; give the directory that "

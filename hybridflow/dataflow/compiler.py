@@ -6,6 +6,7 @@ on every rank of the destination. A node needs its columns on every rank of its 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -29,12 +30,56 @@ def compile_flow(flow: Flow, meshes: Mapping[str, DeviceMesh]) -> tuple[Instruct
     Raises:
         GraphError: The flow's columns do not fit together, or a mesh is unknown.
     """
+    (stage,) = compile_stages((flow,), meshes)
+    return stage.whole
+
+
+class StageProgram(NamedTuple):
+    """The program of one stage.
+
+    Attributes:
+        moves: Moves that bring the stage its columns, before anything else of it.
+        body: The rest.
+    """
+
+    moves: tuple[Instruction, ...]
+    body: tuple[Instruction, ...]
+
+    @property
+    def whole(self) -> tuple[Instruction, ...]:
+        """All of the stage."""
+        return (*self.moves, *self.body)
+
+
+def compile_stages(
+    stages: Sequence[Flow], meshes: Mapping[str, DeviceMesh], *, hands_over: bool = False
+) -> tuple[StageProgram, ...]:
+    """Compile flows that follow each other; each sees the columns and phases that those before it leave.
+
+    Args:
+        stages: The flows, in order.
+        meshes: Name -> mesh, for every mesh that the flows name.
+        hands_over: Whether the first stage also moves what it made to all later readers, so that its ranks take part in
+            no later move.
+
+    Raises:
+        GraphError: The columns do not fit together, or a mesh is unknown.
+    """
+    flow = Flow(elements=tuple(element for stage in stages for element in stage.elements))
     flow.check()
     _check_meshes(flow, meshes)
     roles: dict[str, frozenset[int]] = {}
     for node in flow.nodes():
         roles[node.role] = roles.get(node.role, frozenset()).union(meshes[node.mesh].ranks)
-    return _compile(flow, _State(), _Job(meshes, roles))
+    state, job, later, found = _State(), _Job(meshes, roles), list(flow.elements), []
+    for number, stage in enumerate(stages):
+        program = _compile(stage, state, job, later)
+        if hands_over and number == 0:
+            ready = set(state.writer)
+            program += tuple(move for element in later for move in _moves(element, later, ready, state, job))
+        moves = tuple(itertools.takewhile(lambda each: isinstance(each, Move), program))
+        found.append(StageProgram(moves, program[len(moves) :]))
+    return tuple(found)
 
 
 class _Job(NamedTuple):
@@ -73,9 +118,9 @@ class _Lane:
         return not self.ranks.isdisjoint(other.ranks) or not self.writes.isdisjoint(other.reads)
 
 
-def _compile(flow: Flow, state: _State, job: _Job) -> tuple[Instruction, ...]:
+def _compile(flow: Flow, state: _State, job: _Job, later: list[Node | Repeat]) -> tuple[Instruction, ...]:
+    """Compile a flow; ``later`` are its elements and those of the stages after it, and loses its own."""
     program: list[Instruction] = []
-    later = list(flow.elements)
     for lanes in _split(flow, job):
         before = frozenset(state.writer)
         hoisted: list[Instruction] = []
@@ -156,7 +201,8 @@ def _moves(
     moves: list[Move] = []
     for mesh, reads in element.needs():
         place = job.meshes[mesh].key
-        wanted = [column for column in reads if (place, column) not in state.complete]
+        # At a hand-over, some columns of later elements are not written yet: they are moved when they are.
+        wanted = [column for column in reads if column in state.writer and (place, column) not in state.complete]
         # Every move also tells the order of the samples: order asks for a move of its own only when there is no other.
         writers = [state.writer[column] for column in wanted if column != ORDER]
         if wanted and not writers:
@@ -194,7 +240,7 @@ def _emit(element: Node | Repeat, state: _State, job: _Job) -> list[Instruction]
         inner = _State(phase=dict(state.phase))
         if not element.has_source:
             inner.writer, inner.complete = dict(state.writer), set(state.complete)
-        return [Loop(element.decision, element.mesh, _compile(element.body, inner, job))]
+        return [Loop(element.decision, element.mesh, _compile(element.body, inner, job, list(element.body.elements)))]
     instructions: list[Instruction] = []
     if element.phase is not None and state.phase.get(element.role) != element.phase:
         state.phase[element.role] = element.phase

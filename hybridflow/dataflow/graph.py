@@ -8,8 +8,8 @@ Edges come from names: a node depends on the nodes that write the columns it rea
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from hybridflow.errors import GraphError
@@ -215,6 +215,50 @@ class Flow(_Chain):
             message += "; add a node that writes it, or correct the name"
         known = ", ".join(f"{name} ({writer.name})" for name, writer in writers.items())
         return f"{message}. Columns so far: {known or 'none'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One training step, in stages. Programs are composed from stages; ``>>`` joins two steps stage by stage.
+
+    Attributes:
+        sample: Make the samples: one source, and for algorithms with several rollouts in a step the loop before it.
+        score: Score the samples on the ranks that sample, so that they can work ahead of those that learn.
+        experience: Compute what the update reads: log-probabilities, values, advantages.
+        update: Loops over mini-batches.
+    """
+
+    sample: Flow = Flow(elements=())
+    score: Flow = Flow(elements=())
+    experience: Flow = Flow(elements=())
+    update: Flow = Flow(elements=())
+
+    def __rshift__(self, other: Step) -> Step:
+        return Step(**{name: flow >> getattr(other, name) for name, flow in self._stages()})
+
+    @property
+    def flow(self) -> Flow:
+        """The whole step."""
+        return self.sample >> self.score >> self.experience >> self.update
+
+    def map(self, change: Callable[[Flow], Flow]) -> Step:
+        """Return the step with each stage changed."""
+        return Step(**{name: change(flow) for name, flow in self._stages()})
+
+    def _stages(self) -> tuple[tuple[str, Flow], ...]:
+        return tuple((item.name, getattr(self, item.name)) for item in fields(self))
+
+
+def step(
+    *,
+    sample: Node | Repeat | Flow | None = None,
+    score: Node | Repeat | Flow | None = None,
+    experience: Node | Repeat | Flow | None = None,
+    update: Node | Repeat | Flow | None = None,
+) -> Step:
+    """Return a step whose stages are nodes, repeats or flows; a stage that is left out is empty."""
+    stages = {"sample": sample, "score": score, "experience": experience, "update": update}
+    return Step(**{name: Flow(elements=_elements(part)) for name, part in stages.items() if part is not None})
 
 
 def _elements(part: object) -> tuple[Node | Repeat, ...]:

@@ -10,6 +10,7 @@ import torch
 
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover
+from hybridflow.dataflow.role import Role
 from hybridflow.dataflow.schedule import (
     Branch,
     Call,
@@ -44,7 +45,7 @@ class Replicated:
 class Executor:
     """Runs a rank's own schedule, as ``schedule.project`` gives it.
 
-    A role's method is called as ``method(batch, decided)``: the batch has exactly the columns that the node reads, with
+    A role's call gets ``(batch, decided)``: the batch has exactly the columns that the node reads, with
     this rank's samples in order of id; ``decided`` has the values of the loops and branches around it. On the holders
     of the mesh it returns a batch with exactly the columns that the node writes; what other ranks return is not kept.
 
@@ -52,7 +53,7 @@ class Executor:
 
     Args:
         schedule: What this rank does.
-        roles: Name -> object with the methods that the schedule calls, and ``enter_phase(phase)`` where it needs one.
+        roles: Name -> role.
         decisions: Name -> function that takes the decision; called on the lowest rank of the deciding mesh alone, and
             on all of its ranks, without a message, where it is ``Replicated``. A
             loop ends at the first falsy value, so turns are numbered from 1.
@@ -62,14 +63,14 @@ class Executor:
         timeline: Notes the time of every call, move, phase and decision.
 
     Raises:
-        GraphError: The schedule names a role, method or decision that is not there.
+        GraphError: The schedule names a role, call or decision that is not there.
     """
 
     def __init__(
         self,
         *,
         schedule: tuple[Instruction, ...],
-        roles: Mapping[str, Any],
+        roles: Mapping[str, Role],
         decisions: Mapping[str, Callable[[], Any] | Replicated],
         mover: Mover,
         world: World,
@@ -155,7 +156,7 @@ class Executor:
                     f"node {call.name!r} reads column {column!r}, which rank {self._world.rank} does not hold on "
                     f"{call.mesh}; move it there before"
                 )
-        result = getattr(self._roles[call.role], call.call)(given.only(call.reads), decided)
+        result = self._roles[call.role].calls[call.call](given.only(call.reads), decided)
         if call.source:
             # New samples hide those of before, wherever this rank held them.
             scope.clear()
@@ -182,12 +183,12 @@ class Executor:
     def _check(self, instruction: Instruction) -> None:
         match instruction:
             case Call() | Phase():
-                method = instruction.call if isinstance(instruction, Call) else "enter_phase"
-                if not hasattr(self._roles.get(instruction.role), method):
+                role = self._roles.get(instruction.role)
+                call = instruction.call if isinstance(instruction, Call) else None
+                if role is None or (call is not None and call not in role.calls):
                     known = ", ".join(self._roles) or "none"
-                    raise GraphError(
-                        f"{describe(instruction)}: there is no {instruction.role}.{method}; the roles are {known}"
-                    )
+                    missing = f"{instruction.role}.{call or 'enter_phase'}"
+                    raise GraphError(f"{describe(instruction)}: there is no {missing}; the roles are {known}")
             case Loop() | Branch():
                 if instruction.decision not in self._decisions:
                     known = ", ".join(self._decisions) or "none"

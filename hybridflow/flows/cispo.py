@@ -1,12 +1,10 @@
 """CISPO (arXiv 2506.13585): GRPO's advantages, and the clipped ratio as a weight that has no gradient."""
 
-from hybridflow.flows import nodes
+from hybridflow.config.algorithm import AlgorithmTraits
+from hybridflow.flows.algorithm import KL_LOSS, ONLINE, Algorithm, scored
 
-STEP = (
-    nodes.SAMPLE
-    >> nodes.SCORE
-    >> nodes.ACTOR_LOG_PROBS
-    >> nodes.REFERENCE_LOG_PROBS
-    >> nodes.advantages("grpo")
-    >> nodes.ACTOR_UPDATE
+ALGORITHM = Algorithm(
+    name="cispo",
+    step=scored("grpo"),
+    traits=AlgorithmTraits(reads=ONLINE, defaults={"kl": KL_LOSS, "loss": {"kind": "cispo", "clip_low": 1.0}}),
 )

@@ -1,12 +1,12 @@
 """DAPO (arXiv 2503.14476): GRPO with a wider upper clip, on groups that teach something, until they are enough."""
 
+from hybridflow.config.algorithm import AlgorithmTraits
+from hybridflow.dataflow.graph import step
 from hybridflow.flows import nodes
+from hybridflow.flows.algorithm import KL_LOSS, ONLINE, Algorithm, learn
 
-STEP = (
-    nodes.FILL
-    >> nodes.TAKE
-    >> nodes.ACTOR_LOG_PROBS
-    >> nodes.REFERENCE_LOG_PROBS
-    >> nodes.advantages("grpo")
-    >> nodes.ACTOR_UPDATE
+ALGORITHM = Algorithm(
+    name="dapo",
+    step=step(sample=nodes.FILL >> nodes.TAKE) >> learn("grpo"),
+    traits=AlgorithmTraits(reads=ONLINE | {"dynamic_sampling"}, defaults={"kl": KL_LOSS, "loss": {"clip_high": 0.28}}),
 )

@@ -1,12 +1,10 @@
 """Dr. GRPO (arXiv 2503.20783): GRPO without what favours some lengths and some groups over others."""
 
-from hybridflow.flows import nodes
+from hybridflow.config.algorithm import AlgorithmTraits
+from hybridflow.flows.algorithm import KL_LOSS, ONLINE, Algorithm, scored
 
-STEP = (
-    nodes.SAMPLE
-    >> nodes.SCORE
-    >> nodes.ACTOR_LOG_PROBS
-    >> nodes.REFERENCE_LOG_PROBS
-    >> nodes.advantages("dr_grpo")
-    >> nodes.ACTOR_UPDATE
+ALGORITHM = Algorithm(
+    name="dr-grpo",
+    step=scored("dr_grpo"),
+    traits=AlgorithmTraits(reads=ONLINE, defaults={"kl": KL_LOSS, "loss": {"aggregation": "seq-mean-token-sum-norm"}}),
 )

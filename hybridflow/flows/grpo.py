@@ -1,12 +1,12 @@
 """GRPO (arXiv 2402.03300): each response is judged against the others to its prompt, so there is no critic."""
 
-from hybridflow.flows import nodes
+from hybridflow.config.algorithm import AlgorithmTraits
+from hybridflow.flows.algorithm import KL_LOSS, ONLINE, Algorithm, scored
 
-STEP = (
-    nodes.SAMPLE
-    >> nodes.SCORE
-    >> nodes.ACTOR_LOG_PROBS
-    >> nodes.REFERENCE_LOG_PROBS
-    >> nodes.advantages("grpo")
-    >> nodes.ACTOR_UPDATE
+ALGORITHM = Algorithm(
+    name="grpo",
+    step=scored("grpo"),
+    traits=AlgorithmTraits(
+        reads=ONLINE, defaults={"kl": {**KL_LOSS, "coef": 0.04}, "loss": {"aggregation": "seq-mean-token-mean"}}
+    ),
 )

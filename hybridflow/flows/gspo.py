@@ -1,12 +1,16 @@
 """GSPO (arXiv 2507.18071): GRPO's advantages, and the ratio of the whole sequence in place of each token's."""
 
-from hybridflow.flows import nodes
+from hybridflow.config.algorithm import AlgorithmTraits
+from hybridflow.flows.algorithm import KL_LOSS, ONLINE, Algorithm, scored
 
-STEP = (
-    nodes.SAMPLE
-    >> nodes.SCORE
-    >> nodes.ACTOR_LOG_PROBS
-    >> nodes.REFERENCE_LOG_PROBS
-    >> nodes.advantages("grpo")
-    >> nodes.ACTOR_UPDATE
+ALGORITHM = Algorithm(
+    name="gspo",
+    step=scored("grpo"),
+    traits=AlgorithmTraits(
+        reads=ONLINE,
+        defaults={
+            "kl": KL_LOSS,
+            "loss": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq-mean-token-mean"},
+        },
+    ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hybridflow.dataflow.graph import SCORED, Flow, Node, Repeat, repeat
+from hybridflow.dataflow.graph import SCORED, Flow, Node, Repeat, Step, repeat
 
 SEQUENCES = ("tokens", "prompt_lengths")
 
@@ -199,17 +199,17 @@ def without(flow: Flow, column: str, *, role: str | None = None) -> Flow:
     return Flow(elements=tuple(elements))
 
 
-def with_drops(flow: Flow) -> Flow:
-    """The flow where samples may be left out: who learns reads the columns that tell which."""
-    written = {column for node in flow.nodes() for column in node.writes}
+def with_drops(step: Step) -> Step:
+    """Return the step where samples may be left out: the update reads the columns that tell which."""
+    written = {column for node in step.flow.nodes() for column in node.writes}
     found = tuple(column for column in SCORED if column in written)
-    changed: list[Node | Repeat] = []
-    for element in flow.elements:
-        if isinstance(element, Repeat) and not element.has_source:
-            body = [replace(node, reads=tuple(dict.fromkeys((*node.reads, *found)))) for node in element.nodes()]
-            element = replace(element, body=Flow(elements=tuple(body)))
-        changed.append(element)
-    return Flow(elements=tuple(changed))
+
+    def reading(element: Node | Repeat) -> Node | Repeat:
+        if isinstance(element, Node):
+            return replace(element, reads=tuple(dict.fromkeys((*element.reads, *found))))
+        return replace(element, body=Flow(elements=tuple(map(reading, element.body.elements))))
+
+    return replace(step, update=Flow(elements=tuple(map(reading, step.update.elements))))
 
 
 def with_environment(flow: Flow) -> Flow:

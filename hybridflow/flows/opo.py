@@ -1,12 +1,10 @@
 """OPO (arXiv 2505.23585): the baseline of a group is its mean score weighted by lengths, which varies least."""
 
-from hybridflow.flows import nodes
+from hybridflow.config.algorithm import AlgorithmTraits
+from hybridflow.flows.algorithm import KL_LOSS, ONLINE, Algorithm, scored
 
-STEP = (
-    nodes.SAMPLE
-    >> nodes.SCORE
-    >> nodes.ACTOR_LOG_PROBS
-    >> nodes.REFERENCE_LOG_PROBS
-    >> nodes.advantages("opo")
-    >> nodes.ACTOR_UPDATE
+ALGORITHM = Algorithm(
+    name="opo",
+    step=scored("opo"),
+    traits=AlgorithmTraits(reads=ONLINE, defaults={"kl": KL_LOSS}),
 )

@@ -1,12 +1,10 @@
 """REINFORCE++ (arXiv 2501.03262): discounted returns, whitened over the batch; no critic."""
 
-from hybridflow.flows import nodes
+from hybridflow.config.algorithm import AlgorithmTraits
+from hybridflow.flows.algorithm import ONLINE, Algorithm, scored
 
-STEP = (
-    nodes.SAMPLE
-    >> nodes.SCORE
-    >> nodes.ACTOR_LOG_PROBS
-    >> nodes.REFERENCE_LOG_PROBS
-    >> nodes.advantages("reinforce_plus_plus")
-    >> nodes.ACTOR_UPDATE
+ALGORITHM = Algorithm(
+    name="reinforce++",
+    step=scored("reinforce_plus_plus"),
+    traits=AlgorithmTraits(reads=ONLINE | {"advantage"}),
 )

@@ -1,12 +1,10 @@
 """REINFORCE++ with a baseline (arXiv 2501.03262): scores less their group's mean, whitened over the batch."""
 
-from hybridflow.flows import nodes
+from hybridflow.config.algorithm import AlgorithmTraits
+from hybridflow.flows.algorithm import KL_LOSS, ONLINE, Algorithm, scored
 
-STEP = (
-    nodes.SAMPLE
-    >> nodes.SCORE
-    >> nodes.ACTOR_LOG_PROBS
-    >> nodes.REFERENCE_LOG_PROBS
-    >> nodes.advantages("reinforce_plus_plus_baseline")
-    >> nodes.ACTOR_UPDATE
+ALGORITHM = Algorithm(
+    name="reinforce++-baseline",
+    step=scored("reinforce_plus_plus_baseline"),
+    traits=AlgorithmTraits(reads=ONLINE, defaults={"kl": {**KL_LOSS, "estimator": "k2"}}),
 )

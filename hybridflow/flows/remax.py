@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
+from hybridflow.config.algorithm import AlgorithmTraits
+from hybridflow.dataflow.graph import step
 from hybridflow.flows import nodes
+from hybridflow.flows.algorithm import ONLINE, Algorithm, learn
 
-STEP = (
-    nodes.FILL
-    >> replace(nodes.TAKE, writes=(*nodes.TAKE.writes, "baselines"))
-    >> nodes.ACTOR_LOG_PROBS
-    >> nodes.REFERENCE_LOG_PROBS
-    >> nodes.advantages("remax", reads=("baselines",))
-    >> nodes.ACTOR_UPDATE
+_TAKE = replace(nodes.TAKE, writes=(*nodes.TAKE.writes, "baselines"))
+
+ALGORITHM = Algorithm(
+    name="remax",
+    step=step(sample=nodes.FILL >> _TAKE) >> learn("remax", reads=("baselines",)),
+    traits=AlgorithmTraits(reads=ONLINE),
 )

@@ -1,12 +1,10 @@
 """RLOO (arXiv 2402.14740): each response is judged against the mean of the others to its prompt."""
 
-from hybridflow.flows import nodes
+from hybridflow.config.algorithm import AlgorithmTraits
+from hybridflow.flows.algorithm import ONLINE, Algorithm, scored
 
-STEP = (
-    nodes.SAMPLE
-    >> nodes.SCORE
-    >> nodes.ACTOR_LOG_PROBS
-    >> nodes.REFERENCE_LOG_PROBS
-    >> nodes.advantages("rloo")
-    >> nodes.ACTOR_UPDATE
+ALGORITHM = Algorithm(
+    name="rloo",
+    step=scored("rloo"),
+    traits=AlgorithmTraits(reads=ONLINE),
 )

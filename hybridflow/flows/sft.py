@@ -1,5 +1,12 @@
 """Supervised fine-tuning (arXiv 2203.02155): the token mean of the cross-entropy on given solutions."""
 
+from hybridflow.config.algorithm import AlgorithmTraits
+from hybridflow.dataflow.graph import step
 from hybridflow.flows import nodes
+from hybridflow.flows.algorithm import Algorithm
 
-STEP = nodes.offline("solutions", "response_mask") >> nodes.update("response_mask")
+ALGORITHM = Algorithm(
+    name="sft",
+    step=step(sample=nodes.offline("solutions", "response_mask"), update=nodes.update("response_mask")),
+    traits=AlgorithmTraits(reads=frozenset({"reward"}), is_offline=True),
+)

@@ -17,7 +17,7 @@ from hybridflow.config.rollout import RolloutConfig
 from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig, check_model
 from hybridflow.families.model_info import ModelInfo
-from hybridflow.flows.presets import CHOSEN, PRESETS
+from hybridflow.flows.registry import ALGORITHMS, CHOSEN
 from hybridflow.recipe.check_placement import (
     check_lora,
     check_partial_rollouts,
@@ -121,7 +121,7 @@ def _check_algorithm(recipe: Recipe) -> None:
     defaults = {field.name: field.default for field in fields(Recipe)}
     for key in sorted(CHOSEN - preset.reads):
         if getattr(recipe, key) != defaults[key]:
-            users = ", ".join(other for other in PRESETS if key in PRESETS[other].reads)
+            users = ", ".join(other for other in ALGORITHMS if key in ALGORITHMS[other].traits.reads)
             raise ConfigError(
                 f"{key}: algorithm={name} would ignore this section; remove it, or choose one that reads it: {users}"
             )
@@ -273,7 +273,7 @@ def _check_offline(recipe: Recipe) -> None:
         raise ConfigError(f"rollout.group_size={rollout.group_size}: a row has one solution to imitate; remove the key")
     for key in (each.name for each in fields(PreferenceConfig)):
         if key not in preset.preference_keys and getattr(preference, key) != getattr(PreferenceConfig(), key):
-            users = ", ".join(other for other in PRESETS if key in PRESETS[other].preference_keys)
+            users = ", ".join(other for other in ALGORITHMS if key in ALGORITHMS[other].traits.preference_keys)
             raise ConfigError(f"preference.{key}: algorithm={name} would ignore it; remove it, or choose {users}")
     for key in _PREFERENCE_FIELDS:
         default = next(each.default for each in fields(DataConfig) if each.name == key)

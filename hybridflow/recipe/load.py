@@ -12,7 +12,7 @@ from hybridflow.config.cluster import FallbackConfig
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError, HybridflowError, LayoutError
 from hybridflow.families.model_info import ModelInfo
-from hybridflow.flows.presets import PRESETS
+from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.recipe.checks import MODELS, check_recipe, check_settings
 from hybridflow.sections import (
     parse_yaml,
@@ -113,19 +113,20 @@ def recipe_from_dict(
     origins: Mapping[str, str] = {}
     if isinstance(values, Mapping):
         values, origins = put_over(values, overrides)
-        values = _with_preset(values)
+        values = _with_defaults(values)
     in_memory = {} if in_memory is None else in_memory
     try:
         found = _settings_of_paths(values, in_memory)
     except HybridflowError as error:
         raise type(error)(f"{source}: {error}") from None
-    recipe = read_section(Recipe, _with_settings(values, found), source=source, origins=origins)
-    if recipe.algorithm not in PRESETS:
+    values = _with_settings(values, found)
+    recipe = read_section(Recipe, _with_inherited_models(values, found), source=source, origins=origins)
+    if recipe.algorithm not in ALGORITHMS:
         where = origins.get("algorithm", source)
         raise ConfigError(
-            f"{where}: algorithm: expected one of {', '.join(PRESETS)}, found {recipe.algorithm!r} (text)"
+            f"{where}: algorithm: expected one of {', '.join(ALGORITHMS)}, found {recipe.algorithm!r} (text)"
         )
-    recipe = replace(recipe, traits=PRESETS[recipe.algorithm])
+    recipe = replace(recipe, traits=ALGORITHMS[recipe.algorithm].traits)
     try:
         check_settings(recipe, found)
         check_recipe(recipe, in_memory)
@@ -142,11 +143,11 @@ def recipe_from_dict(
     return recipe
 
 
-def _with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values with the algorithm's own defaults beneath them."""
-    preset = PRESETS.get(str(values.get("algorithm")))
+    algorithm = ALGORITHMS.get(str(values.get("algorithm")))
     found = dict(values)
-    for key, section in ({} if preset is None else preset.defaults).items():
+    for key, section in ({} if algorithm is None else algorithm.traits.defaults).items():
         given = values.get(key, {})
         if isinstance(given, Mapping):
             found[key] = {**section, **given}
@@ -188,6 +189,22 @@ def _with_settings(values: Any, found: Mapping[str, ModelInfo]) -> Any:
         given = dict(section)
         section.update(to_dict(settings.model))
         section.update(given)
+    return values
+
+
+def _with_inherited_models(values: Any, found: Mapping[str, ModelInfo]) -> Any:
+    """Return the values with the keys of ``model`` beneath each model section that has no directory of its own.
+
+    A section within a model, such as ``rotary_scaling``, is inherited whole or not at all.
+    """
+    actors = _inner(values, "model")
+    for key in MODELS:
+        role, _, name = key.rpartition(".")
+        given = _inner(values, key)
+        if role and key not in found and isinstance(given, dict) and isinstance(actors, dict):
+            # The actor's weights are not inherited, only its shape.
+            model = {**actors, "path": None, **given}
+            values = {**values, role: {**values[role], name: model}}
     return values
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.losses import Totals, aggregate
 from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.models.lora import merge
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import LossFunction, Trainable, sum_over
@@ -39,20 +40,17 @@ from hybridflow.sampling.rollouts import Rollouts
 _LOSS_COLUMNS = ("response_mask", LOSS_MASK, "advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
 
 
-class Actor:
+class Actor(Role):
     """The policy being trained.
 
     Attributes:
         model: Its weights in the update layout; None on a rank outside that mesh.
         trainable: Gradients and optimizer of ``model``.
-        metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
-        sample_stats: Numbers of each sample that this rank tells of, see ``step_metrics.DISTRIBUTIONS``; emptied alike.
         rollouts: Samples for it; None on a rank outside the rollout mesh.
     """
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
-        self.metrics: dict[str, float] = {}
-        self.sample_stats: dict[str, list[float]] = {}
+        super().__init__()
         self.spec = role_spec(job, has_value_head=job.recipe.traits.is_scorer)
         check_targets(job)
         self._job = job
@@ -93,6 +91,18 @@ class Actor:
                 job, self._make_engine(), is_output_rank=self._rollout is None or self._rollout.is_output_rank
             )
             self.rollouts.sample_stats = self.sample_stats
+
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {
+            "sample": self.sample,
+            "sample_validation": self.sample_validation,
+            "log_probs": self.log_probs,
+            "update": self.update,
+            "distill": self.distill,
+            "imitate": self.imitate,
+        }
 
     def enter_phase(self, phase: str) -> None:
         """Make room for a phase and bring what it needs. Collective: all ranks of both layouts.

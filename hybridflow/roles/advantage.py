@@ -10,21 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import (
-    discounted_returns,
-    gae,
-    group_center,
-    group_normalize,
-    leave_one_out,
-    length_weighted_center,
-    remax,
-    token_rewards,
-    whiten,
-)
+from hybridflow.algorithms.advantages import GROUP_ESTIMATORS, discounted_returns, gae, remax, token_rewards, whiten
 from hybridflow.algorithms.kl import adapt_kl_coef, kl_penalty
 from hybridflow.algorithms.lagrange import adapt_multiplier, lagrangian_advantages
 from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.models.training import sum_over
 from hybridflow.observe.rank_log import say
@@ -123,12 +114,10 @@ def masked(method: Method) -> Method:
     return on_masked
 
 
-class Advantage:
+class Advantage(Role):
     """Computes advantages on the actor's update mesh, where every rank of a replica has the replica's samples.
 
     Attributes:
-        metrics: What the last call measured, over the global batch; emptied by the trainer each step.
-        sample_stats: Numbers of each sample that this rank tells of, see ``step_metrics.DISTRIBUTIONS``; emptied alike.
         scores: Prompt index, index and score of each sample that came since they were taken; on one rank of each
             replica, where samples are archived.
         multiplier: The price of cost.
@@ -136,8 +125,7 @@ class Advantage:
     """
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
-        self.metrics: dict[str, float] = {}
-        self.sample_stats: dict[str, list[float]] = {}
+        super().__init__()
         self.scores: list[tuple[int, int, float]] = []
         self.multiplier = LagrangeMultiplier(job.recipe)
         self.drops = job.recipe.drops_samples
@@ -147,6 +135,18 @@ class Advantage:
         self._column: str = job.objects.get("scores", "scores")
         mesh = job.meshes["actor.update"]
         self._peers = mesh.group_of(job.world.rank, "dp", "cp") if job.world.rank in mesh else ()
+
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {
+            "ppo": self.ppo,
+            "safe": self.safe,
+            "reinforce_plus_plus": self.reinforce_plus_plus,
+            "reinforce_plus_plus_baseline": self.reinforce_plus_plus_baseline,
+            "remax": self.remax,
+            **{name: self._grouped(name) for name in (*GROUP_ESTIMATORS, "user_algorithm")},
+        }
 
     @masked
     def ppo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
@@ -195,36 +195,6 @@ class Advantage:
         )
 
     @masked
-    def grpo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """``advantages``: each score against those of its group, spread over the response. Collective: dp."""
-        return self._columns(batch, advantages=self._of_groups(batch, group_normalize))
-
-    @masked
-    def dr_grpo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """``advantages``: each score less its group's mean, spread over the response. Collective: dp."""
-        return self._columns(batch, advantages=self._of_groups(batch, group_center))
-
-    @masked
-    def own(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """``advantages``: of scores, groups and lengths by a program's own algorithm. Collective: dp."""
-        algorithm = self._job.objects["algorithm"]
-
-        def judge(scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-            return user_advantages(algorithm, scores, groups, lengths)
-
-        return self._columns(batch, advantages=self._of_groups(batch, judge, with_lengths=True))
-
-    @masked
-    def rloo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """``advantages``: each score less the mean of its group's others. Collective: dp."""
-        return self._columns(batch, advantages=self._of_groups(batch, self._leave_one_out))
-
-    @masked
-    def opo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """``advantages``: each score less its group's mean weighted by lengths. Collective: dp."""
-        return self._columns(batch, advantages=self._of_groups(batch, length_weighted_center, with_lengths=True))
-
-    @masked
     def reinforce_plus_plus(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages``: discounted returns of token rewards, whitened. Collective: dp."""
         self._measure(batch)
@@ -236,7 +206,7 @@ class Advantage:
     def reinforce_plus_plus_baseline(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``advantages``: each score less its group's mean, spread over the response and whitened. Collective: dp."""
         mask = padded(batch, "response_mask")
-        advantages = whiten(self._of_groups(batch, group_center), mask, sum_over_ranks=self._sum())
+        advantages = whiten(self._of_groups(batch, "dr_grpo"), mask, sum_over_ranks=self._sum())
         return self._columns(batch, advantages=advantages)
 
     @masked
@@ -251,13 +221,20 @@ class Advantage:
         advantages = remax(self._token_rewards(batch), baselines, padded(batch, "response_mask"))
         return self._columns(batch, advantages=advantages)
 
-    def _of_groups(self, batch: Batch, judge: Callable[..., Tensor], *, with_lengths: bool = False) -> Tensor:
-        """Advantages that are one for each sample, spread over its response, ``[samples, tokens]``.
+    def _grouped(self, name: str) -> NodeCall:
+        """Return the call that spreads one advantage of each sample over its response. Collective: dp."""
+
+        def advantages(self: Advantage, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+            return self._columns(batch, advantages=self._of_groups(batch, name))
+
+        return functools.partial(masked(advantages), self)
+
+    def _of_groups(self, batch: Batch, name: str) -> Tensor:
+        """Return advantages that are one for each sample, spread over its response, ``[samples, tokens]``.
 
         Args:
             batch: This rank's share.
-            judge: ``(scores, groups) -> advantages``, of all samples.
-            with_lengths: Whether it also takes their response tokens.
+            name: Key of ``GROUP_ESTIMATORS``, or ``user_algorithm``.
         """
         self._measure(batch)
         mask = padded(batch, "response_mask")
@@ -269,11 +246,16 @@ class Advantage:
         shares = coordinator.gather([column.tolist() for column in columns], "scores")
         rows = sorted(row for share in shares for row in zip(*share, strict=True))
         ids, groups, all_scores, lengths = (torch.tensor([row[at] for row in rows]) for at in range(4))
-        judged = judge(all_scores, groups, lengths) if with_lengths else judge(all_scores, groups)
-        return judged[torch.searchsorted(ids, batch.ids)][:, None] * mask
+        if name == "rloo":
+            self._warn_of_single_responses(groups)
+        if name == "user_algorithm":
+            found = user_advantages(self._job.objects["algorithm"], all_scores, groups, lengths)
+        else:
+            found = GROUP_ESTIMATORS[name](all_scores, groups, lengths)
+        return found[torch.searchsorted(ids, batch.ids)][:, None] * mask
 
-    def _leave_one_out(self, scores: Tensor, groups: Tensor) -> Tensor:
-        """RLOO's advantages; says once where there is nothing to compare a response with."""
+    def _warn_of_single_responses(self, groups: Tensor) -> None:
+        """Say once that RLOO has nothing to compare a response with."""
         num_single = int((torch.unique(groups, return_counts=True)[1] == 1).sum())
         if num_single and not self._has_warned and self._job.world.rank == min(self._job.meshes["actor.update"].ranks):
             say(
@@ -281,7 +263,6 @@ class Advantage:
                 "baseline; set rollout.group_size to 2 or more"
             )
         self._has_warned = self._has_warned or num_single > 0
-        return leave_one_out(scores, groups)
 
     def _token_rewards(self, batch: Batch) -> Tensor:
         """Reward of each token, ``[samples, tokens]``: the score at the end, less the KL penalty if it is paid here."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridflow.algorithms.losses import Totals, aggregate, value_loss
 from hybridflow.config.roles import CriticConfig as Settings
 from hybridflow.dataflow.batch import Batch
+from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
 from hybridflow.placement.job import Job
@@ -26,7 +27,7 @@ METRICS = {
 }
 
 
-class Critic:
+class Critic(Role):
     """The value model. The value of a response token is that of the state before it.
 
     Args:
@@ -36,12 +37,11 @@ class Critic:
     Attributes:
         model: Its weights; None on a rank outside its mesh.
         trainable: Gradients and optimizer of ``model``.
-        metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
     """
 
     def __init__(self, job: Job, role: str = "critic") -> None:
         self._settings: Settings = getattr(job.recipe, role)
-        self.metrics: dict[str, float] = {}
+        super().__init__()
         self.spec = role_spec(job, role, has_value_head=True)
         self._job = job
         self._role = role
@@ -51,6 +51,11 @@ class Critic:
         self.trainable: Trainable | None = None
         if self.model is not None:
             self.trainable = self.model.make_trainable(self._settings.optimizer)
+
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {"values": self.values, "update": self.update}
 
     def values(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``values``, or ``cost_values``, before the update."""

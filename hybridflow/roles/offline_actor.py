@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.preference import bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
 from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.dataflow.role import NodeCall
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel, column_rows, mini_batch, mini_batch_size, mismatched
@@ -31,6 +32,11 @@ class OfflineActor(Actor):
         self._pad_id = (
             padding_of(job, "actor") if job.recipe.traits.is_scorer and user_class_of(job, "actor") is None else None
         )
+
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {**super().calls, "validate_pairs": self.validate_pairs}
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """One optimizer step on one mini-batch. Collective: all ranks of the update mesh."""

@@ -11,26 +11,32 @@ from hybridflow.data.preferences import Response
 from hybridflow.data.prompts import Solution
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.move import balance
+from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import mini_batch_size
 
 
-class OfflineSamples:
+class OfflineSamples(Role):
     """Sources of samples that are read and not sampled. What a step has is a function of its number.
 
     A rank reads the rows that its replica learns from, and for the dealing, which is by tokens, its share of the
     others. An id is the sample's place among all that are ever drawn: the two responses of a pair stand next to each
     other, the better one first, and go to the same replica. Collective: the update mesh.
-
-    Attributes:
-        metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
-        sample_stats: Numbers of each sample, on one rank, see ``step_metrics.DISTRIBUTIONS``; emptied alike.
     """
 
     def __init__(self, job: Job) -> None:
-        self.metrics: dict[str, float] = {}
-        self.sample_stats: dict[str, list[float]] = {}
+        super().__init__()
         self._job = job
+
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {
+            "solutions": self.solutions,
+            "pairs": self.pairs,
+            "completions": self.completions,
+            "held_out_pairs": self.held_out_pairs,
+        }
 
     def solutions(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Solutions to imitate: ``response_mask`` is 1 on what is to be written, 0 on what is observed."""

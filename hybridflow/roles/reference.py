@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.dataflow.batch import Batch
+from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.models.lora import adapters_off
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel, mismatched, role_spec
@@ -15,7 +16,7 @@ from hybridflow.recipe.meshes import reference_is_base
 from hybridflow.roles.actor import Actor
 
 
-class Reference:
+class Reference(Role):
     """The policy before reinforcement learning: a model of its own, or the actor's without its adapters.
 
     Attributes:
@@ -25,7 +26,7 @@ class Reference:
     """
 
     def __init__(self, job: Job, actor: Actor | None = None) -> None:
-        self.metrics: dict[str, float] = {}
+        super().__init__()
         self.spec = role_spec(job, "reference")
         self.is_base = reference_is_base(job.recipe, job.meshes)
         mesh = job.meshes["reference"]
@@ -38,6 +39,11 @@ class Reference:
             self.model.transformer.requires_grad_(False)
         if self.model is not None and job.recipe.reference.offload:
             self.model.keep_in_host_memory()
+
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {"log_probs": self.log_probs, "mismatched_log_probs": self.mismatched_log_probs}
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``ref_log_probs``."""

@@ -12,6 +12,7 @@ from hybridflow.config.rewards import REWARD_POLICY
 from hybridflow.config.rewards import RewardConfig as Settings
 from hybridflow.data.prompts import Example
 from hybridflow.dataflow.batch import Batch
+from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
@@ -39,22 +40,19 @@ METRICS = {
 """Role -> what is told of its calls."""
 
 
-class Reward:
+class Reward(Role):
     """Scores responses on its mesh, one data-parallel replica a rank, so that each sample is scored once.
 
     Args:
         job: The job; a function or object that it has for the role comes before what the recipe names.
         role: ``reward``, or ``cost``: which section of the recipe it is, and which mesh.
 
-    Attributes:
-        metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
-
     Raises:
         ConfigError: What scores cannot be found or made.
     """
 
     def __init__(self, job: Job, role: str = "reward") -> None:
-        self.metrics: dict[str, float] = {}
+        super().__init__()
         self._job = job
         self._role = role
         self._totals = Counts()
@@ -68,6 +66,11 @@ class Reward:
             node = job.world.rank // mesh.ranks_per_node
             sharing = sum(rank // mesh.ranks_per_node == node for rank in mesh.ranks)
             self._scorer = Scorer(make_kind(settings, role, given, sharing=sharing), settings, role)
+
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {"score": self.score, "score_validation": self.score_validation}
 
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """``scores``, or ``costs``, of responses to training problems; NaN of those that are to be left out.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.dataflow.batch import Batch
+from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.families.assets import parse_json
 from hybridflow.families.tables import FAMILIES
 from hybridflow.models.microbatch import MicroBatch
@@ -21,7 +22,7 @@ from hybridflow.roles.reward import SCORES
 from hybridflow.sampling.validation import measure
 
 
-class RewardModel:
+class RewardModel(Role):
     """A frozen model that scores responses.
 
     Args:
@@ -30,16 +31,20 @@ class RewardModel:
 
     Attributes:
         model: Its weights; None on a rank outside its mesh.
-        metrics: What the last calls measured, over the global batch; emptied by the trainer each step.
     """
 
     def __init__(self, job: Job, role: str = "reward") -> None:
-        self.metrics: dict[str, float] = {}
+        super().__init__()
         self.spec = role_spec(job, role, has_value_head=True)
         self._job = job
         self._role = role
         self.model = place_frozen(job, role, self.spec, has_value_head=True)
         self._pad_id = None if self.model is None else padding_of(job, role)
+
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {"score": self.score, "score_validation": self.score_validation}
 
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``scores``, or ``costs``, of responses to training problems."""

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.errors import ConfigError
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import role_spec
 from hybridflow.placement.user_model import place_frozen
 
 
-class Teacher:
+class Teacher(Role):
     """What the actor learns from, token by token, on the actor's own responses.
 
     Attributes:
@@ -33,10 +34,15 @@ class Teacher:
                 f"teacher.top_k={settings.top_k}: the vocabulary has {job.vocab_size} tokens; choose less, or 0 for "
                 "the whole"
             )
-        self.metrics: dict[str, float] = {}
+        super().__init__()
         self.spec = role_spec(job, "teacher")
         self._top_k = settings.top_k
         self.model = place_frozen(job, "teacher", self.spec)
+
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {"top": self.top}
 
     def top(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``teacher_log_probs``, and ``teacher_ids`` unless the whole vocabulary is asked for."""

@@ -14,6 +14,7 @@ import torch
 
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover
+from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.dataflow.schedule import Move
 from hybridflow.errors import DataError
 from hybridflow.placement.job import Job
@@ -29,24 +30,28 @@ Share = Callable[[Scores], list[Scores] | None]
 """Gathers what every rank passes over all ranks of the job; None: they leave the step. Collective: all ranks."""
 
 
-class Groups(ABC):
+class Groups(Role, ABC):
     """Keeps rollouts of a step on the rollout mesh, and takes the batch from them. Made on all ranks of the job.
 
     Attributes:
-        metrics: What the last step measured, equal on all ranks; emptied by the trainer.
         scores: Prompt index, index and score of every sample that was scored since they were taken, those that are not
             learned from too; on one rank of each replica, where samples are archived.
         next_prompt_index: Where the prompts of the next step begin in the data order, once a step's rollouts are done.
     """
 
     def __init__(self, job: Job) -> None:
-        self.metrics: dict[str, float] = {}
+        super().__init__()
         self.scores: list[tuple[int, int, float]] = []
         self.next_prompt_index = 0
         self._job = job
         self._mesh = job.meshes["actor.rollout"]
         self._rollouts: list[Batch] = []
         self._prompt_indices: list[int] = []
+
+    @property
+    def calls(self) -> Mapping[str, NodeCall]:
+        """Return name -> call."""
+        return {"keep": self.keep, "take": self.take}
 
     @property
     def num_samples(self) -> int:

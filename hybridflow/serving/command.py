@@ -131,7 +131,8 @@ def _add_serve(commands: Any) -> None:
         "serve",
         help="serve a model over HTTP, as OpenAI's interface has it",
         description="Serve /v1/completions, /v1/chat/completions, /v1/models and /health, on this machine alone unless "
-        "told otherwise. Requests join and leave the running batch at any token.",
+        "told otherwise. Requests join and leave the running batch at any token. It takes pip install "
+        "'hybridflow[serve]'.",
         epilog=_SERVE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -7,28 +7,8 @@ from dataclasses import dataclass
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.compiler import compile_flow
-from hybridflow.dataflow.graph import Flow
-from hybridflow.dataflow.schedule import Branch, Call, Instruction, Loop, project, rank_sets, role_ranks, walk
-from hybridflow.flows import (
-    cispo,
-    dapo,
-    distill,
-    dpo,
-    dr_grpo,
-    grpo,
-    gspo,
-    ipo,
-    kto,
-    opo,
-    ppo,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    remax,
-    reward_model,
-    rloo,
-    safe_rlhf,
-    sft,
-)
+from hybridflow.dataflow.graph import Flow, Step
+from hybridflow.dataflow.schedule import Program, project, rank_sets, role_ranks
 from hybridflow.flows.nodes import (
     VALIDATION,
     VALIDATION_OF_PAIRS,
@@ -37,35 +17,13 @@ from hybridflow.flows.nodes import (
     with_environment,
     without,
 )
+from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.reshard.plan import participants
-from hybridflow.trainer.ahead import WORKING_AHEAD, compile_ahead, sampling_mesh, with_versions
-
-STEPS = {
-    "ppo": ppo.STEP,
-    "grpo": grpo.STEP,
-    "dr-grpo": dr_grpo.STEP,
-    "dapo": dapo.STEP,
-    "gspo": gspo.STEP,
-    "cispo": cispo.STEP,
-    "rloo": rloo.STEP,
-    "reinforce++": reinforce_plus_plus.STEP,
-    "reinforce++-baseline": reinforce_plus_plus_baseline.STEP,
-    "remax": remax.STEP,
-    "opo": opo.STEP,
-    "sft": sft.STEP,
-    "reward-model": reward_model.STEP,
-    "dpo": dpo.STEP,
-    "ipo": ipo.STEP,
-    "kto": kto.STEP,
-    "safe-rlhf": safe_rlhf.STEP,
-    "distill": distill.STEP,
-}
-"""Algorithm -> the flow of one training step, with all that it may need."""
-
-Program = tuple[Instruction, ...]
+from hybridflow.trainer.ahead import WORKING_AHEAD, sampling_mesh, with_versions
+from hybridflow.trainer.loop import training_loop, training_loop_ahead, two_halves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +64,7 @@ class JobPlan:
 
     def rank_sets(self) -> tuple[tuple[int, ...], ...]:
         """Sets of ranks that exchange messages beside those of a model: for moves, decisions and copies of weights."""
-        sets = dict.fromkeys(rank_sets(self.whole, self.meshes))
+        sets = dict.fromkeys(rank_sets(self.whole + self.rollout + self.learn, self.meshes))
         # What was sampled is dealt anew among those who sample.
         sets[tuple(sorted(self.meshes["actor.rollout"].ranks))] = None
         for name in ("actor.rollout", "reference", "critic", "cost_critic"):
@@ -117,21 +75,26 @@ class JobPlan:
         return tuple(sets)
 
 
-def step_flow(recipe: Recipe, flow: Flow | None = None) -> Flow:
-    """What one training step does: the algorithm's flow, or another, without what this recipe has no use for."""
-    flow = STEPS[recipe.algorithm] if flow is None else flow
+def training_step(recipe: Recipe, step: Step | None = None) -> Step:
+    """Return the stages of a training step, without what this recipe has no use for.
+
+    Args:
+        recipe: The recipe.
+        step: A program's own stages; None: the algorithm's.
+    """
+    step = ALGORITHMS[recipe.algorithm].step if step is None else step
     if not recipe.has_reference:
-        flow = without(flow, "ref_log_probs")
+        step = step.map(lambda flow: without(flow, "ref_log_probs"))
     if recipe.kl.place == "loss" or recipe.kl.coef == 0:
-        for column in ("old_log_probs", "ref_log_probs"):
-            flow = without(flow, column, role="advantage")
+        step = step.map(lambda flow: without(flow, "old_log_probs", role="advantage"))
+        step = step.map(lambda flow: without(flow, "ref_log_probs", role="advantage"))
     if recipe.is_on_policy:
-        flow = without(flow, "old_log_probs")
+        step = step.map(lambda flow: without(flow, "old_log_probs"))
     if recipe.teacher is not None and recipe.teacher.top_k == 0:
-        flow = without(flow, "teacher_ids")
+        step = step.map(lambda flow: without(flow, "teacher_ids"))
     if recipe.drops_samples:
-        flow = with_drops(flow)
-    return _with_columns(recipe, flow)
+        step = with_drops(step)
+    return step.map(lambda flow: _with_columns(recipe, flow))
 
 
 def validation_flow(recipe: Recipe) -> Flow:
@@ -162,73 +125,40 @@ def placement_warnings(meshes: Mapping[str, DeviceMesh]) -> tuple[str, ...]:
     )
 
 
-def plan_job(recipe: Recipe, flow: Flow | None = None) -> JobPlan:
+def plan_job(recipe: Recipe, step: Step | None = None) -> JobPlan:
     """Place and compile a recipe, the same on every rank and without any message.
 
     Args:
         recipe: The recipe.
-        flow: What a training step does in the place of the algorithm's own flow.
+        step: Stages of a training step, in the place of the algorithm's.
 
     Raises:
         LayoutError: A layout does not fit its ranks.
-        GraphError: The flow's columns do not fit together.
+        GraphError: The step's columns do not fit together.
     """
     meshes = role_meshes(recipe)
-    rollout = meshes["actor.rollout"]
     everyone = tuple(range(recipe.cluster.ranks))
+    per_node = meshes["actor.rollout"].ranks_per_node
     meshes["job"] = DeviceMesh(
-        name="job",
-        layout=ParallelLayout(dp=len(everyone)),
-        ranks=everyone,
-        ranks_per_node=rollout.ranks_per_node,
+        name="job", layout=ParallelLayout(dp=len(everyone)), ranks=everyone, ranks_per_node=per_node
     )
-    if recipe.trainer.max_staleness > 0:
+    works_ahead = recipe.trainer.max_staleness > 0
+    if works_ahead:
         meshes[WORKING_AHEAD] = sampling_mesh(meshes)
+    step = training_step(recipe, step)
     validation = compile_flow(validation_flow(recipe), meshes)
-    flow = step_flow(recipe, flow)
-    fill, turn = _turn(recipe, flow, meshes, validation)
-    rollout, learn = ((), ()) if recipe.trainer.max_staleness > 0 else _halves(compile_flow(flow, meshes))
+    if works_ahead:
+        fill, train = training_loop_ahead(step, meshes, validation)
+        rollout, learn = (), ()
+    else:
+        fill, train = (), training_loop(step, meshes, validation)
+        rollout, learn = two_halves(step, meshes)
     return JobPlan(
         meshes=meshes,
         warm_start=compile_flow(WARM_START, meshes) if recipe.warm_start is not None else (),
         validation=validation,
         fill=fill,
-        train=(Loop("train_step", "job", turn),),
+        train=train,
         rollout=rollout,
         learn=learn,
     )
-
-
-_FINISH = Call("trainer.finish_step", "trainer", "finish_step", "job")
-
-
-def _halves(step: Program) -> tuple[Program, Program]:
-    """A step up to its last samples and scores, and the rest with what ends a step."""
-    last = max(
-        at
-        for at, each in enumerate(step)
-        if any(isinstance(inner, Call) and (inner.source or inner.call == "score") for inner in walk((each,)))
-    )
-    return step[: last + 1], (*step[last + 1 :], _FINISH)
-
-
-def _turn(recipe: Recipe, flow: Flow, meshes: Mapping[str, DeviceMesh], validation: Program) -> tuple[Program, Program]:
-    """What comes before the training steps, and one of them."""
-    save = Branch("save", "job", (Call("trainer.save", "trainer", "save", "job"),))
-    end = (Branch("validate", "job", validation), _FINISH, save)
-    # Until the weights change, a step can be left as if it had never begun.
-    if recipe.trainer.max_staleness > 0:
-        ahead = compile_ahead(flow, meshes)
-        turn = (*ahead.hand_over, *ahead.sample, *ahead.learn, *end)
-        return ahead.fill, (Branch("go_on_to_update", "job", turn),)
-    sample, experience, update = _cut(compile_flow(flow, meshes))
-    learn = Branch("go_on_to_update", "job", (*update, *end))
-    return (), (*sample, Branch("go_on", "job", (*experience, learn)))
-
-
-def _cut(step: Program) -> tuple[Program, Program, Program]:
-    """A step's instructions up to its last samples, then up to its first loop over mini-batches, then the rest."""
-    sampled = max(at for at, each in enumerate(step) if isinstance(each, Call) and each.source) + 1
-    later = range(sampled, len(step))
-    looping = next(at for at in later if any(isinstance(inner, Loop) for inner in walk((step[at],))))
-    return step[:sampled], step[sampled:looping], step[looping:]

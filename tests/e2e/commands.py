@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridflow.cli import main
+from tests.support.forked import begin_rank
+
 RECIPE = """
 name: tiny
 algorithm: grpo
@@ -155,8 +158,7 @@ def _fork_rank(argv: list[str], folder: Path, rank: int, num_ranks: int, port: i
         size = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ.update({**size, **place})
-        from hybridflow.cli import main
-
+        begin_rank()
         hook(rank)
         code = main(argv)
     finally:

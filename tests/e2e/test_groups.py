@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
 import pytest
-import torch.utils.tensorboard  # noqa: F401
 
 from hybridflow.data.rollout_log import LogWriter, list_logs
 from hybridflow.roles.actor import Actor

@@ -2,9 +2,7 @@
 
 import json
 
-import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
 import pytest
-import torch.utils.tensorboard  # noqa: F401
 
 from hybridflow.checkpoint.store import best_step, latest_step
 from hybridflow.observe.status import read_status

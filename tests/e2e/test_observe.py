@@ -9,9 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
 import pytest
-import torch.utils.tensorboard  # noqa: F401
 
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.observe.starts import read_starts

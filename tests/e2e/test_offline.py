@@ -3,10 +3,8 @@
 import json
 import shutil
 
-import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
 import pytest
 import torch
-import torch.utils.tensorboard  # noqa: F401
 import transformers
 
 from hybridflow import cli

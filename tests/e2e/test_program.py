@@ -15,6 +15,8 @@ import pytest
 from hybridflow.data.pieces import train_tokenizer
 from tests.e2e.commands import Done, free_port
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import sys
 import time
@@ -86,7 +88,7 @@ def wait(children: list[subprocess.Popen[str]], within_s: float = 120.0) -> Done
     )
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_program(folder: Path, num_ranks: int) -> None:
     done = wait(start(folder, num_ranks=num_ranks))
     assert done.codes == (0,) * num_ranks, done.err
@@ -105,7 +107,6 @@ def test_one_rank_that_fails_ends_all(folder: Path) -> None:
     assert done.seconds < 90
 
 
-@pytest.mark.slow
 def test_a_program_that_is_asked_to_stop_goes_on_later(folder: Path) -> None:
     children = start(folder, "slow", num_ranks=2)
     metrics = folder / "run" / "metrics.jsonl"

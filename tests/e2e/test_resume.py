@@ -6,9 +6,7 @@ import resource
 import shutil
 import signal
 
-import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
 import pytest
-import torch.utils.tensorboard  # noqa: F401
 
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.trainer.checkpoints import Checkpoints

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 
-import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
 import pytest
-import torch.utils.tensorboard  # noqa: F401
 
 from tests.e2e.commands import fork_ranks, write_recipe
 

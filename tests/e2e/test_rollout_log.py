@@ -6,10 +6,8 @@ import shutil
 import signal
 
 import h5py
-import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
 import numpy as np
 import pytest
-import torch.utils.tensorboard  # noqa: F401
 
 from hybridflow.cli import main
 from hybridflow.data.rollout_log import FINISHES, LogWriter, list_logs, read_log

@@ -60,6 +60,7 @@ def test_started_plainly(plain):
     assert (folder / "run/learning_curve.png").exists() and list((folder / "run/tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_under_torchrun(plain, tmp_path):
     write_recipe(tmp_path)
     done = run_command(["train", "tiny.yaml"], tmp_path, program=TORCHRUN)
@@ -67,6 +68,7 @@ def test_under_torchrun(plain, tmp_path):
     assert lasting_metrics(tmp_path / "run") == lasting_metrics(plain[1] / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun beside python or in PATH")
 def test_under_mpirun_messages_go_over_mpi(plain, tmp_path):
     write_recipe(tmp_path)

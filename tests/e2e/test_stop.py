@@ -7,10 +7,8 @@ import signal
 import time
 from pathlib import Path
 
-import matplotlib.backends.backend_agg  # noqa: F401  # what ranks import, imported once, before they are forked
 import pytest
 import torch
-import torch.utils.tensorboard  # noqa: F401
 
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.errors import DeadlineError
@@ -70,8 +68,8 @@ def unbroken(tmp_path_factory):
 @pytest.mark.parametrize(
     ("call", "at", "signum", "on_rank", "saved"),
     [
-        ("sample", 3, signal.SIGUSR1, 1, 2),
-        ("log_probs", 2, signal.SIGUSR2, 0, 1),
+        pytest.param("sample", 3, signal.SIGUSR1, 1, 2, marks=pytest.mark.slow),
+        pytest.param("log_probs", 2, signal.SIGUSR2, 0, 1, marks=pytest.mark.slow),
         ("update", 3, signal.SIGTERM, 1, 2),
         ("sample", 1, signal.SIGUSR1, 0, 0),
     ],

@@ -26,7 +26,7 @@ def of_a_trainer(model):
     config = {"batch_size": 8, "rollout_batch_size": 8, "lr": 1e-2, "kl_coef": 0.04, **SAMPLING}
     with PPOTrainer(config, actor_model=model, reward=score) as trainer:
         steps = [trainer.step(PROMPTS) for _ in range(3)]
-        engine = trainer.session().trainer.roles["actor"].rollouts.engine
+        engine = trainer.session().trainer.roles.actor.rollouts.engine
     assert type(engine) is VllmEngine, engine
     return steps
 

@@ -17,6 +17,7 @@ from hybridflow.config.rollout import RolloutConfig
 from hybridflow.config.trainer import TrainerConfig
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.families.model import ModelConfig
+from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.weights import local_shards
 from hybridflow.parallel.megatron import rank_sets
@@ -75,6 +76,7 @@ def tiny_recipe(
     recipe = Recipe(
         name="tiny",
         algorithm=algorithm,
+        traits=ALGORITHMS[algorithm].traits,
         cluster=ClusterConfig(ranks=layout.world_size),
         model=ModelConfig(**{**vars(model), "vocab_size": VOCAB, "init_std": 0.1}),
         data=DataConfig(train="none", held_out="none"),

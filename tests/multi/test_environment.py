@@ -187,8 +187,13 @@ def spoken(tokens: list[int]) -> str:
     return CHARACTERS.decode(tokens[:-1] if tokens[-1] in STOPS else tokens)
 
 
-def test_conversations_are_the_same_in_every_layout_with_the_log_probs_of_training():
-    reference = {key[1:]: value[0] for key, value in merged(1).items()}
+@pytest.fixture(scope="module")
+def reference() -> dict:
+    """The conversations of one rank, all at once."""
+    return {key[1:]: value[0] for key, value in merged(1).items()}
+
+
+def test_conversations_are_what_was_said_and_heard_in_turn(reference):
     assert len(reference) == 18
     numbers = {talk.num_turns for talk in reference.values()}
     assert {1, 2, 3, 4} <= numbers, "some must end early, some by the most turns"
@@ -206,16 +211,23 @@ def test_conversations_are_the_same_in_every_layout_with_the_log_probs_of_traini
         is_at_end = "x" in spoken(said[-1]) or talk.num_turns == 4
         assert is_at_end or len(talk.mask) + len(heard(spoken(said[-1]))) >= 30
         assert not any("x" in spoken(each) for each in said[:-1]) and talk.error is None
-    # Few at a time, so that conversations wait for each other.
-    cases = [merged(1, 4), merged(2, 3), merged(4)]
-    assert [len(case) for case in cases] == [18, 54, 108]
-    for case in cases:
-        for (layout, *request), (talk, trained) in case.items():
-            # These seeds meet no near-tie.
-            expected = reference[tuple(request)]
-            assert (talk.tokens, talk.mask, talk.reward) == (expected.tokens, expected.mask, expected.reward), layout
-            for mask, sampled, cut, own in zip(talk.mask, talk.log_probs, talk.sampled_log_probs, trained, strict=True):
-                assert abs(sampled - own) <= 1e-5 if mask else sampled == cut == 0, layout
+
+
+# Few at a time, so that conversations wait for each other.
+@pytest.mark.parametrize(
+    ("size", "max_concurrent", "count"), [(1, 4, 18), (2, 3, 54), pytest.param(4, 256, 108, marks=pytest.mark.slow)]
+)
+def test_conversations_are_the_same_in_every_layout_with_the_log_probs_of_training(
+    reference, size, max_concurrent, count
+):
+    case = merged(size, max_concurrent)
+    assert len(case) == count
+    for (layout, *request), (talk, trained) in case.items():
+        # These seeds meet no near-tie.
+        expected = reference[tuple(request)]
+        assert (talk.tokens, talk.mask, talk.reward) == (expected.tokens, expected.mask, expected.reward), layout
+        for mask, sampled, cut, own in zip(talk.mask, talk.log_probs, talk.sampled_log_probs, trained, strict=True):
+            assert abs(sampled - own) <= 1e-5 if mask else sampled == cut == 0, layout
 
 
 def one_by_one(world):
@@ -364,7 +376,7 @@ def training(world, function: str | None):
     batch = batch.with_columns(reward.score(batch, {}).columns)
     batch = batch.with_columns(actor.log_probs(batch, {}).columns)
     batch = batch.with_columns({"ref_log_probs": batch.columns["old_log_probs"]})
-    batch = batch.with_columns(advantage.grpo(batch, {}).columns)
+    batch = batch.with_columns(advantage.calls["grpo"](batch, {}).columns)
     # Of 12 samples with ids from 0 on, the order is the id.
     actor.update(batch.with_columns({"order": batch.ids}), {"actor_mini_batch": {"epoch": 0, "index": 0}})
     reward.score_validation(actor.sample_validation(None, {}), {})

@@ -247,7 +247,7 @@ def asked(world: World, distill: dict[str, Any], safe: dict[str, Any]) -> dict[s
         for name, (role, call) in roles.items():
             sizes = [weight_bytes(role)]
             for _ in range(2):
-                said = columns_of(getattr(role, call)(batch, {}))
+                said = columns_of(role.calls[call](batch, {}))
             sizes.append(weight_bytes(role))
             found[name] = said, sizes
     return found

@@ -304,7 +304,11 @@ def ppo_losses(world: World, folder: Path, name: str, roles: dict[str, Any], oth
     return [(each["loss"], each["critic/loss"], each["reward/mean"], each["kl/ref"]) for each in metrics]
 
 
-@pytest.mark.parametrize("other", [{"actor": {"tp_size": 2}}, {"lora_rank": 2}], ids=["tp2", "lora"])
+@pytest.mark.parametrize(
+    "other",
+    [{"actor": {"tp_size": 2}}, pytest.param({"lora_rank": 2}, marks=pytest.mark.slow)],
+    ids=["tp2", "lora"],
+)
 def test_training_is_the_same_from_memory_as_from_directories(tmp_path, other):
     memory = {
         "actor": write_model(tmp_path / "actor", "Qwen2", seed=1),

@@ -82,7 +82,7 @@ def judge(world, layout):
         results = []
         for batch in (with_gone, never_there(with_gone)):
             advantage = Advantage(job, KLCoefficient(job.recipe))
-            result = getattr(advantage, call)(batch, {})
+            result = advantage.calls[call](batch, {})
             metrics = {name: value for name, value in advantage.metrics.items() if name != "batch/dropped"}
             results.append((rows(result), metrics, advantage.metrics["batch/dropped"]))
         found[call] = results
@@ -115,7 +115,7 @@ def nothing_left(world):
     job = dropping_job(world, ParallelLayout(dp=2))
     batch = shares(world, job, make_batch().with_columns({"scores": torch.full((12,), math.nan)}))
     with pytest.raises(RewardError, match="none of the 12 samples of this step has all its scores"):
-        Advantage(job, KLCoefficient(job.recipe)).grpo(batch, {})
+        Advantage(job, KLCoefficient(job.recipe)).calls["grpo"](batch, {})
     return True
 
 

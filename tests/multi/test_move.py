@@ -17,6 +17,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.observe.timeline import Timeline
 from hybridflow.parallel.world import World
 from tests.support.ranks import run_ranks
+from tests.support.roles import MethodRole
 
 PER_NODE = 2
 CHUNK = 4
@@ -131,10 +132,11 @@ def test_columns_arrive_bit_exact_and_balanced_and_find_their_way_back() -> None
                     assert r["ids"] == mine, (title, count, from_layout)
 
 
-class Numbers:
+class Numbers(MethodRole):
     """Roles whose arithmetic is exact: a difference between placements is a sample lost, doubled or mixed up."""
 
     def __init__(self, where: DeviceMesh, rank: int) -> None:
+        super().__init__()
         self.where = where
         self.rank = rank
         self.prompt_index = 0

@@ -30,6 +30,7 @@ from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover, balance
 from hybridflow.dataflow.run import Executor
 from hybridflow.families.model import ModelConfig
+from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.weights import local_shards
@@ -40,12 +41,13 @@ from hybridflow.recipe.checks import check_recipe
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.offline_actor import OfflineActor
-from hybridflow.roles.offline_samples import Given
+from hybridflow.roles.offline_samples import OfflineSamples
 from hybridflow.trainer.roles import make_roles
 from tests.multi.jobs import add_noise, inner_of, make_job, outer_of
 from tests.multi.models import VOCAB
 from tests.multi.test_reference_step import transformer
 from tests.support.ranks import run_ranks
+from tests.support.roles import MethodRole
 
 CONTEXT = 14
 MODEL = ModelConfig(
@@ -90,6 +92,7 @@ def recipe_of(case: Case) -> Recipe:
     recipe = Recipe(
         name="tiny",
         algorithm=case.name.removesuffix("-free"),
+        traits=ALGORITHMS[case.name.removesuffix("-free")].traits,
         cluster=ClusterConfig(ranks=size),
         model=MODEL,
         data=DataConfig(train="none", held_out="none"),
@@ -149,7 +152,7 @@ def step(world: World, case: Case) -> dict[str, Any]:
         all_responses=() if case.name == "sft" else tuple(rows),
     )
     job = replace(job, train=problems, held_out_pairs=held_out())
-    roles = make_roles(job, KLCoefficient(recipe))
+    roles = make_roles(job, KLCoefficient(recipe)).by_name
     assert type(roles["actor"]) is OfflineActor
     for name, seed in SEEDS.items():
         if name in roles:
@@ -161,7 +164,7 @@ def step(world: World, case: Case) -> dict[str, Any]:
     world.make_groups(schedule.rank_sets(plan.train, plan.meshes))
     Executor(
         schedule=schedule.project(plan.train, world.rank, plan.meshes),
-        roles={**roles, "trainer": SimpleNamespace(finish_step=lambda *_: None, save=lambda *_: None)},
+        roles={**roles, "trainer": EndOfStep()},
         decisions={
             "train_step": iter([about, None]).__next__,
             "go_on": lambda: True,
@@ -175,7 +178,7 @@ def step(world: World, case: Case) -> dict[str, Any]:
         meshes=plan.meshes,
         timeline=Timeline(),
     ).run()
-    found["metrics"].append({**roles["actor"].metrics, **roles["given"].metrics})
+    found["metrics"].append({**roles["actor"].metrics, **roles["offline"].metrics})
     return found
 
 
@@ -202,6 +205,16 @@ def watch(actor: OfflineActor, rank: int, found: dict[str, Any]) -> None:
     mock.patch.object(actor, "update", kept_update).start()
 
 
+class EndOfStep(MethodRole):
+    """A trainer that records and saves nothing."""
+
+    def finish_step(self, batch: Any, decided: Any) -> None:
+        pass
+
+    def save(self, batch: Any, decided: Any) -> None:
+        pass
+
+
 def steps(world: World, cases: list[Case]) -> list[dict[str, Any]]:
     return [step(world, case) for case in cases]
 
@@ -212,7 +225,7 @@ def whole_weights(world: World) -> dict[str, dict[str, Any]]:
     for name in ("dpo", "reward-model"):
         recipe = recipe_of(Case(name=name, layout=ParallelLayout(), micro_batch_tokens=4096))
         job, _ = make_job(world, recipe)
-        for role, made in make_roles(job, KLCoefficient(recipe)).items():
+        for role, made in make_roles(job, KLCoefficient(recipe)).by_name.items():
             if role in SEEDS:
                 add_noise(made.model, made.spec, 0, seed=SEEDS[role])
                 shards = local_shards(made.model.transformer, made.spec, made.model.mesh, 0)
@@ -399,7 +412,9 @@ def reading(world: World, name: str, layout: str) -> dict[str, Any]:
     job, plan = make_job(world, recipe)
     rows = tuple(rows_of(name))
     solutions, responses = (rows, ()) if name == "sft" else ((), rows)
-    given = Given(replace(job, train=Read(source=source(), prompts=(), solutions=solutions, all_responses=responses)))
+    given = OfflineSamples(
+        replace(job, train=Read(source=source(), prompts=(), solutions=solutions, all_responses=responses))
+    )
     call = {"sft": given.solutions, "kto": given.completions, "dpo": given.pairs}[name]
     noted.clear()
     batch = call(
@@ -470,7 +485,7 @@ def test_mismatched_responses_rotate_within_the_mini_batch_and_are_cut_at_the_co
             source=source(), prompts=(), all_responses=tuple((Response(*row, True, 0.0),) for row in rows)
         ),
     )
-    batch = Given(job).completions(
+    batch = OfflineSamples(job).completions(
         Batch.empty(), {"train_step": {"step": 1, "first_prompt_index": 0, "num_prompts": 4}}
     )
     drawn = [rows[source().row(number)] for number in range(4)]
@@ -481,7 +496,9 @@ def test_mismatched_responses_rotate_within_the_mini_batch_and_are_cut_at_the_co
         assert tuple(batch.columns["tokens"].to_list()[place].tolist()) == (*drawn[place][0], *drawn[place][1])
     shorter = replace(recipe.model, max_context=12)
     job.recipe = replace(job.recipe, model=shorter)
-    cut = Given(job).completions(Batch.empty(), {"train_step": {"step": 1, "first_prompt_index": 0, "num_prompts": 4}})
+    cut = OfflineSamples(job).completions(
+        Batch.empty(), {"train_step": {"step": 1, "first_prompt_index": 0, "num_prompts": 4}}
+    )
     whole = batch.columns["mismatched_tokens"].to_list()
     found = cut.columns["mismatched_tokens"].to_list()
     assert [row.tolist() for row in found] == [row[:12].tolist() for row in whole]

@@ -82,7 +82,7 @@ def advantages_of(world: World) -> dict[tuple[str, bool], Any]:
             job, _ = make_job(world, replace(recipe, shaping=shaping))
             role = Advantage(job, KLCoefficient(recipe))
             batch = share_of(full_batch(), world.rank)
-            column = getattr(role, call)(batch, {}).columns["advantages"]
+            column = role.calls[call](batch, {}).columns["advantages"]
             rows = dict(zip(batch.ids.tolist(), [row.tolist() for row in column.to_list()], strict=True))
             found[algorithm, shaping is SHAPING] = rows, dict(role.metrics)
     return found

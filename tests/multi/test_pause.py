@@ -21,6 +21,8 @@ SEED = 11
 STEPS = (1, 2, 3, 7, 12, 17, 35)
 PARAMS = SamplingParams(max_new_tokens=30, temperature=0.8, stop_ids=(2,))
 CASES = [(1, ParallelLayout()), *((2, layout) for layout in layouts_of(2))]
+# Stages have most on the way where they pause.
+PAUSED = [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] > case[1].pp)) for case in CASES]
 
 
 def requests(params: SamplingParams = PARAMS) -> list[Request]:
@@ -113,7 +115,7 @@ def paused_everywhere(world, layout: ParallelLayout):
     return whole, ways, knows, num_lost
 
 
-@pytest.mark.parametrize(("size", "layout"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("size", "layout"), PAUSED, ids=lambda value: str(value))
 def test_paused_after_any_step_and_as_often_as_you_like_it_gives_the_same(size, layout):
     num_texts, found_lost, kinds = 0, 0, set()
     for whole, ways, knows, num_lost in run_ranks(paused_everywhere, size, layout):
@@ -225,7 +227,8 @@ def changed(world, layout: ParallelLayout, is_in_place: bool):
             where = key(ask), place, version
             assert got.tokens[place] == found[version][0][place], where
             if knows:
-                assert abs(float(got.log_probs[place]) - found[version][1][place]) < 1e-5, where
+                # Larger weights than elsewhere round by more.
+                assert abs(float(got.log_probs[place]) - found[version][1][place]) < 2e-5, where
                 assert got.sampled_log_probs[place] == got.log_probs[place]
     return kinds
 

@@ -17,6 +17,7 @@ from hybridflow.config.roles import ActorConfig, CriticConfig, OptimizerConfig, 
 from hybridflow.config.rollout import RolloutConfig
 from hybridflow.config.trainer import TrainerConfig
 from hybridflow.families.model import ModelConfig
+from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.world import World
 from hybridflow.recipe.checks import check_recipe
@@ -51,6 +52,7 @@ def recipe(folder: Path, name: str, algorithm: str, ranks: int, **placement: Any
     made = Recipe(
         name=name,
         algorithm=algorithm,
+        traits=ALGORITHMS[algorithm].traits,
         seed=5,
         run_dir=str(folder / name),
         cluster=ClusterConfig(ranks=ranks),
@@ -165,10 +167,12 @@ MODELS = {
 @pytest.mark.parametrize(
     "algorithm, names, model",
     [
-        ("ppo", tuple(PPO_PLACEMENTS), "plain"),
-        ("grpo", tuple(GRPO_PLACEMENTS), "plain"),
-        ("ppo", ("overlapping",), "capped"),
-        ("ppo", ("overlapping",), "mixture"),
+        ("ppo", ("two", "overlapping"), "plain"),
+        ("grpo", ("strided", "reference apart"), "plain"),
+        pytest.param("ppo", ("colocated", "split"), "plain", marks=pytest.mark.slow),
+        pytest.param("grpo", ("four",), "plain", marks=pytest.mark.slow),
+        pytest.param("ppo", ("overlapping",), "capped", marks=pytest.mark.slow),
+        pytest.param("ppo", ("overlapping",), "mixture", marks=pytest.mark.slow),
     ],
 )
 def test_every_placement_logs_the_same_numbers(algorithm, names, model, tmp_path):

@@ -22,7 +22,7 @@ from hybridflow.config.roles import OptimizerConfig
 from hybridflow.dataflow import schedule
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.compiler import compile_flow
-from hybridflow.dataflow.graph import Flow, Node
+from hybridflow.dataflow.graph import Node
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.run import Executor
 from hybridflow.families.model import ModelConfig
@@ -35,10 +35,11 @@ from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
 from hybridflow.roles.reference import Reference
-from hybridflow.trainer.plan import step_flow
+from hybridflow.trainer.plan import training_step
 from tests.multi.jobs import add_noise, inner_of, make_job, outer_of, tiny_recipe
 from tests.multi.models import samples
 from tests.support.ranks import run_ranks
+from tests.support.roles import MethodRole
 
 LAYOUT = ParallelLayout(tp=2, pp=2, dp=2)
 CRITIC_LAYOUT = ParallelLayout(tp=1, pp=2, dp=4)
@@ -131,7 +132,7 @@ def given_columns() -> dict[str, list[Any]]:
     }
 
 
-class Given:
+class Given(MethodRole):
     """The test as a role: gives the samples, and sees what was made of them before the updates."""
 
     def __init__(self, world: World) -> None:
@@ -188,9 +189,8 @@ def step(world: World, algorithm: str) -> dict[str, Any]:
     )
     see = Node(name="given.see", role="given", call="see", mesh="actor.update", reads=COMPUTED[algorithm])
     # The algorithm's own step, but for who samples and scores.
-    elements = step_flow(job.recipe).elements[2:]
-    computing = [element for element in elements if isinstance(element, Node)]
-    program = compile_flow(Flow(elements=(start, *computing, see, *elements[len(computing) :])), plan.meshes)
+    stages = training_step(job.recipe)
+    program = compile_flow(start >> stages.experience >> see >> stages.update, plan.meshes)
     world.make_groups(schedule.rank_sets(program, plan.meshes))
     mini_batches = [{"epoch": 0, "index": index} for index in range(NUM_SAMPLES // MINI_BATCH)]
     found: dict[str, Any] = {"gradients": {}, "metrics": {}}

@@ -6,7 +6,6 @@ together by joining numpy arrays.
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -306,21 +305,18 @@ def specs() -> dict[str, ModelSpec]:
     return run_ranks(describe_all, 1)[0]
 
 
-@pytest.fixture(scope="module")
-def found() -> list[list[dict[str, Snapshot]]]:
-    """What each rank found in each case, in turn with all ranks on one node and with two on each."""
-    return [
-        [each for pair in itertools.zip_longest(one, two) for each in pair]
-        for one, two in zip(
-            run_ranks(run_cases, 4, CASES[::2]), run_ranks(run_cases, 4, CASES[1::2], ranks_per_node=2), strict=True
-        )
-    ]
+@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)], ids=["a node", "two nodes"])
+def found(request: pytest.FixtureRequest) -> list[tuple[Case, list[dict[str, Snapshot]]]]:
+    """Every other case and what each rank found in it: with all ranks on one node, and the others with two on each."""
+    cases = CASES[request.param :: 2]
+    by_rank = run_ranks(run_cases, 4, cases, ranks_per_node=(4, 2)[request.param])
+    return list(zip(cases, zip(*by_rank, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[str(index) for index in range(len(CASES))])
+@pytest.mark.parametrize("number", range(len(CASES) // 2))
 def test_training_goes_on_in_another_layout(number: int, specs: Any, found: Any) -> None:
-    each = CASES[number]
-    spec, ranks = specs[each.model], [mine[number] for mine in found]
+    each, ranks = found[number]
+    spec = specs[each.model]
 
     def tensors(point: str) -> dict[tuple[str, str], np.ndarray]:
         side = each.target if point.split()[0] in ("target", "late") else each.source
@@ -355,10 +351,10 @@ def test_training_goes_on_in_another_layout(number: int, specs: Any, found: Any)
 
 def test_the_learning_rate_goes_along(found: Any) -> None:
     """It was doubled before the change: of weights that go steadily one way, the third step is larger than a rate."""
-    for mine in found:
+    for mine in found[0][1]:
         rates = [
-            np.abs(mine[0]["target stepped"][key][1] - values).max()
-            for key, (_, values) in mine[0]["target"].items()
+            np.abs(mine["target stepped"][key][1] - values).max()
+            for key, (_, values) in mine["target"].items()
             if key[0] == "weight"
         ]
         assert 1.2e-3 < max(rates) < 3e-3, rates
@@ -379,7 +375,7 @@ def check_all(world: World) -> None:
         check_ranges(run.trainable, spec, state_holdings(spec, run.training), world.rank)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_megatron_lays_its_buffers_out_as_described(size: int) -> None:
     run_ranks(check_all, size)
 

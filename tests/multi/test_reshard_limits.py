@@ -96,7 +96,7 @@ def holdings(model: ModelSpec, *both: DeviceMesh) -> list[WeightHoldings]:
     return [WeightHoldings(model, mesh) for mesh in both]
 
 
-@pytest.mark.parametrize("transport", ["torch", "shared"])
+@pytest.mark.parametrize("transport", [pytest.param("torch", marks=pytest.mark.slow), "shared"])
 def test_extra_memory_and_messages_are_bounded(transport: str) -> None:
     model = make_large_model()
     found = run_ranks(measure, 4, PAIRS, transport)
@@ -168,7 +168,7 @@ def convert(world: World, source_dtype: torch.dtype, target_dtype: torch.dtype, 
     assert stats.received_bytes == stats.limit_bytes
 
 
-@pytest.mark.parametrize("transport", ["torch", "shared"])
+@pytest.mark.parametrize("transport", [pytest.param("torch", marks=pytest.mark.slow), "shared"])
 @pytest.mark.parametrize(
     ("source_dtype", "target_dtype"),
     [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],

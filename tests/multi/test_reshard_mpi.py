@@ -19,6 +19,7 @@ MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ
 NUM_RANKS = 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun beside python or in PATH")
 def test_every_pair_over_mpi():
     done = subprocess.run(

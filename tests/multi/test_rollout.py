@@ -117,19 +117,34 @@ def assert_same_text(found: dict, by_request: dict, shape: ModelConfig = TINY) -
             assert gap < 1e-4, (where, first, gap)
 
 
-def test_same_text_in_every_layout_and_batching_and_the_log_probs_of_training():
-    reference = merged(1, [ParallelLayout()], 256)
+@pytest.fixture(scope="module")
+def reference():
+    """What one rank samples, all requests at once."""
+    return merged(1, [ParallelLayout()], 256)
+
+
+def test_the_samples_differ_and_have_the_log_probs_of_training(reference):
     by_request = {key[1:]: value for key, value in reference.items()}
     assert len(by_request) == len(PARAMS) * 15
     assert len({tuple(tokens) for tokens, _, _ in by_request.values()}) > 20, "samples are all alike"
     assert {len(tokens) for tokens, _, _ in by_request.values()} > {8}, "some must stop early, some must not"
     assert_same_text(reference, by_request)
-    # A wave of 5 cuts the 15 requests differently from one of 256. Eight ranks, being slow here, sample one kind.
-    for size, wave, kinds in ((2, 5, tuple(PARAMS)), (4, 256, tuple(PARAMS)), (8, 256, ("cut",))):
-        layouts = layouts_of(size)
-        found = merged(size, layouts, wave, kinds)
-        assert len(found) == 15 * len(kinds) * len(layouts)
-        assert_same_text(found, by_request)
+
+
+# A wave of 5 cuts the 15 requests differently from one of 256. Eight ranks, being slow here, sample one kind.
+@pytest.mark.parametrize(
+    ("size", "wave", "kinds"),
+    [
+        (2, 5, tuple(PARAMS)),
+        (4, 256, tuple(PARAMS)),
+        pytest.param(8, 256, ("cut",), marks=pytest.mark.slow),
+    ],
+)
+def test_same_text_in_every_layout_and_batching_and_the_log_probs_of_training(reference, size, wave, kinds):
+    layouts = layouts_of(size)
+    found = merged(size, layouts, wave, kinds)
+    assert len(found) == 15 * len(kinds) * len(layouts)
+    assert_same_text(found, {key[1:]: value for key, value in reference.items()})
 
 
 def test_same_text_in_eight_stages():

@@ -18,6 +18,7 @@ from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.trainer.checkpoints import find_resume_point
+from hybridflow.trainer.initial_weights import read_weights, spread_weights
 from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import plan_job
 from hybridflow.trainer.record import Record
@@ -94,8 +95,8 @@ def first_and_train(world: World, values: dict[str, Any]) -> tuple[dict[str, Any
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     job = open_job(made, world, plan)
     trainer = Trainer(job, plan, find_resume_point(job, resume=False), Stopping(world), Record(made, world, 1))
-    trainer._read_weights()
-    trainer._spread_weights()
+    read_weights(trainer.job, trainer.roles)
+    spread_weights(trainer.job, trainer.roles)
     problems = trainer.job.train
     first = next(
         prompt_index for prompt_index in range(problems.num_rows) if problems.example(prompt_index).place.endswith(":1")
@@ -104,7 +105,7 @@ def first_and_train(world: World, values: dict[str, Any]) -> tuple[dict[str, Any
     calls = {"actor": "log_probs", "reference": "log_probs", "critic": "values", "reward": "score"}
     for role, call in calls.items():
         if role in trainer.roles and (role != "reward" or made.reward.model is not None):
-            column = getattr(trainer.roles[role], call)(batch(), {})
+            column = trainer.roles.by_name[role].calls[call](batch(), {})
             if column is not None:
                 (values_of,) = column.columns.values()
                 found[role] = (values_of.values if isinstance(values_of, Ragged) else values_of).numpy()
@@ -306,15 +307,15 @@ def around_the_warm_start(world: World, values: dict[str, Any]) -> tuple[dict[st
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     job = open_job(made, world, plan)
     trainer = Trainer(job, plan, find_resume_point(job, resume=False), Stopping(world), Record(made, world, 1))
-    trainer._read_weights()
-    trainer._spread_weights()
+    read_weights(trainer.job, trainer.roles)
+    spread_weights(trainer.job, trainer.roles)
 
     def norms() -> dict[str, Any]:
         name, roles = "decoder.final_layernorm.weight", ("actor", "reference", "critic")
-        held = {role: trainer.roles[role].model.tensors() for role in roles}
+        held = {role: trainer.roles.by_name[role].model.tensors() for role in roles}
         return {role: tensors[name].detach().clone().numpy() for role, tensors in held.items() if name in tensors}
 
     before = norms()
     trainer._execute(plan.warm_start)
-    trainer._spread_weights()
+    spread_weights(trainer.job, trainer.roles)
     return before, norms()

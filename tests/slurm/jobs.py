@@ -42,12 +42,6 @@ def write_job(folder: Path) -> None:
 
 def train_first_step(folder: Path) -> None:
     """Make ``run/`` there, with the warm start behind it and the checkpoint of step 1."""
-    # What the ranks import, imported once, before they are forked.
-    import matplotlib.backends.backend_agg  # noqa: F401
-    import torch.utils.tensorboard  # noqa: F401
-
-    import hybridflow.trainer.trainer  # noqa: F401
-
     write_job(folder)
     done = fork_ranks(["train", "tiny.yaml", "trainer.steps=1"], folder, num_ranks=4)
     assert done.codes == (0,) * 4, done.err

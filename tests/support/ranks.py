@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.parallel.world import World
+from tests.support.forked import begin_rank
 
 torch.set_num_threads(1)
 
@@ -103,6 +104,7 @@ def _child(
     args: tuple[Any, ...],
 ) -> None:
     try:
+        begin_rank()
         store = dist.FileStore(os.path.join(folder, "store"), size)
         world = World(
             rank=rank, size=size, ranks_per_node=per_node, device=torch.device("cpu"), deadline_s=wait_s, store=store

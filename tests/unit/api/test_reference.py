@@ -73,6 +73,7 @@ def test_a_public_name_says_what_it_does_and_takes(name: str):
     assert not raises_itself(found) or "Raises" in docs + around, f"{name}: its docstring does not say what it raises"
 
 
+@pytest.mark.slow
 def test_the_reference_is_built_without_a_warning(tmp_path: Path):
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "tools/build_api.py"), "--out", str(tmp_path)]

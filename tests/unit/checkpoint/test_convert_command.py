@@ -401,6 +401,7 @@ def test_rank_that_does_not_see_the_source_ends_those_that_wait_for_it(here, mon
 
 def test_other_job_that_fails_does_not_end_the_one_that_writes(here, monkeypatch, capfd):
     slow_writes(0.1, monkeypatch)
+    monkeypatch.setattr(convert_ranks, "_REFUSAL_S", 0.5)
     ranks = [
         fork(lambda rank=rank: (os.environ.update(as_rank(rank, 2)), os._exit(convert(*TO_MEGATRON))))
         for rank in range(2)

@@ -9,6 +9,7 @@ from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.compiler import compile_flow
 from hybridflow.dataflow.graph import Flow, Node, repeat
 from hybridflow.dataflow.move import Mover
+from hybridflow.dataflow.role import Role
 from hybridflow.dataflow.run import Executor
 from hybridflow.dataflow.schedule import Branch, Call, Instruction, Loop
 from hybridflow.errors import GraphError
@@ -16,15 +17,17 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.observe.timeline import Timeline
 from hybridflow.parallel.coordinator import Coordinator
+from tests.support.roles import MethodRole
 
 MESHES = {name: DeviceMesh(name=name, layout=ParallelLayout(), ranks=(0,), ranks_per_node=1) for name in ("m", "job")}
 WORLD = SimpleNamespace(rank=0, deadline_s=1.0, coordinator=lambda ranks: Coordinator(0, ranks, None))
 
 
-class Recorder:
+class Recorder(MethodRole):
     """A role that notes what it is asked to do; new samples start where the last ones ended."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.log: list[object] = []
         self.next_id = 0
 
@@ -54,7 +57,7 @@ def node(call: str, reads: str = "", writes: str = "", **options) -> Node:
 SAMPLE = node("sample", writes="tokens", source=True)
 
 
-def run(program: tuple[Instruction, ...], role: object | None = None, **decisions) -> Recorder:
+def run(program: tuple[Instruction, ...], role: Role | None = None, **decisions) -> Recorder:
     role = role if role is not None else Recorder()
     timeline = Timeline()
     Executor(

@@ -245,10 +245,14 @@ def test_quickstart_installs_once_and_passes_arguments_and_status_on(clone):
 
 def test_tests_install_their_tools_and_leave_the_long_ones_out(clone):
     clone("launch/quickstart.sh")
-    pytest_call = "python -m pytest -m not slow and not slurm and not vllm -k layout"
+    pytest_call = "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m"
     editable = f"{PIP} --editable {clone.root}[dev]"
-    assert clone("tests/run.sh", "-k", "layout")[1] == [f"{PIP} torch==2.13.0", editable, pytest_call]
-    assert clone("tests/run.sh", "--all", "-x")[1] == ["python -m pytest -m  -x"]
+    assert clone("tests/run.sh", "-k", "layout")[1] == [
+        f"{PIP} torch==2.13.0",
+        editable,
+        f"{pytest_call} not slow and not slurm and not vllm -k layout",
+    ]
+    assert clone("tests/run.sh", "--all", "-x")[1] == [f"{pytest_call}  -x"]
     assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart --resume"]
 
 

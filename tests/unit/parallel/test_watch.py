@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -291,29 +292,23 @@ def test_process_that_runs_is_told_from_stopped_gone_and_another():
     assert not is_running((child.pid, began))
 
 
-RANK = """
-import resource
-from hybridflow.cli import main
-from hybridflow.parallel import world
-
-limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (200, limit[1]))
-
-def open_store(*_, **__):
-    print(resource.getrlimit(resource.RLIMIT_NOFILE) == (limit[1], limit[1]), flush=True)
-    raise OSError("enough was seen")
-
-world.open_store = open_store
-main(["train", "quickstart"])
-"""
-
-
 def test_a_rank_may_open_all_the_files_that_the_system_lets_it(tmp_path):
-    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
-    done = subprocess.run(
-        [sys.executable, "-c", RANK], capture_output=True, text=True, cwd=tmp_path, env=environ, check=False
-    )
-    assert (done.returncode, done.stdout) == (1, "True\n"), done.stderr
+    # Imported here, since programs of other tests import this file, and need no torch.
+    from hybridflow.parallel import world
+    from tests.e2e.commands import fork_ranks
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def hook(rank):
+        def open_store(*_, **__):
+            print(resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most), flush=True)
+            raise OSError("enough was seen")
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, most))
+        world.open_store = open_store
+
+    done = fork_ranks(["train", "quickstart"], tmp_path, num_ranks=4, start_only=[0], hook=hook)
+    assert (done.codes, done.out) == ((1,), "True\n"), done.err
 
 
 def pair():
@@ -461,6 +456,7 @@ watch.fail(DataError("mend line 3"))
 """
 
 
+@pytest.mark.slow
 def test_neither_console_nor_log_that_hang_hold_up_the_end():
     began = time.monotonic()
     with subprocess.Popen([sys.executable, "-c", STUCK], stderr=subprocess.PIPE) as child:

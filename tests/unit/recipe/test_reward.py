@@ -15,7 +15,7 @@ from hybridflow.dataflow.graph import SCORED
 from hybridflow.errors import ConfigError
 from hybridflow.recipe.load import load_recipe
 from hybridflow.rewards.functions import as_function
-from hybridflow.trainer.plan import plan_job, step_flow
+from hybridflow.trainer.plan import plan_job, training_step
 
 PAGE = (Path(__file__).parents[3] / "docs/rewards.md").read_text(encoding="utf-8")
 SERVICE = "reward.service={urls: ['http://scorer:1/score']}"
@@ -102,11 +102,11 @@ def test_who_learns_knows_what_is_dropped(algorithm):
     if algorithm == "safe-rlhf":
         own += [f"cost_critic={layout}", "cost.function=length"]
     recipe = load_recipe("grpo", [f"algorithm={algorithm}", *own])
-    nodes = step_flow(recipe).nodes()
+    nodes = training_step(recipe).flow.nodes()
     columns = {column for node in nodes for column in node.writes} & {*SCORED}
     updates = [node for node in nodes if node.call == "update"]
     assert updates and all(columns <= set(node.reads) for node in updates)
     assert columns == {"scores", *{"remax": ["baselines"], "safe-rlhf": ["costs"]}.get(algorithm, [])}
     plan_job(recipe)
-    plain = step_flow(load_recipe("grpo", [f"algorithm={algorithm}", *own, "reward.on_failure=error"]))
+    plain = training_step(load_recipe("grpo", [f"algorithm={algorithm}", *own, "reward.on_failure=error"])).flow
     assert not any(columns & set(node.reads) for node in plain.nodes() if node.call == "update")

@@ -78,6 +78,7 @@ record.finish(2, is_done=False)
 """
 
 
+@pytest.mark.slow
 def test_a_job_that_stops_in_a_step_that_is_traced_ends_in_order_and_without_a_trace(tmp_path: Path):
     run = tmp_path / "run"
     done = subprocess.run([sys.executable, "-c", BROKEN_OFF, str(run)], capture_output=True, text=True, check=False)

@@ -1,0 +1,161 @@
+"""Decisions of a job's loops and branches: which step comes next, what it samples, when to validate, save and stop.
+
+Each decision is a function of the step alone, or all ranks agree on it, so it is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybridflow.dataflow.run import Replicated
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.observe.rank_log import say
+from hybridflow.placement.job import Job
+from hybridflow.placement.placed_model import mini_batch_size
+from hybridflow.sampling.groups import Scores, Turn
+from hybridflow.trainer.ahead import WORKING_AHEAD
+from hybridflow.trainer.progress import Progress
+from hybridflow.trainer.roles import Roles
+from hybridflow.trainer.stopping import Stopping
+
+_WARM_STEPS_TOGETHER = 16
+"""After so many steps of the warm start the ranks agree anew on going on."""
+
+
+class Decisions:
+    """Takes the decisions that a schedule names.
+
+    Args:
+        job: The job.
+        meshes: Name -> mesh, ``job`` among them.
+        roles: Its roles.
+        progress: The steps done.
+        stopping: Whether the job is to stop.
+
+    Attributes:
+        is_warm_start_cut: Whether the warm start was cut short on this rank.
+    """
+
+    def __init__(
+        self, job: Job, meshes: Mapping[str, DeviceMesh], roles: Roles, progress: Progress, stopping: Stopping
+    ) -> None:
+        self.is_warm_start_cut = False
+        self._job = job
+        self._recipe = job.recipe
+        self._meshes = meshes
+        self._roles = roles
+        self._progress = progress
+        self._stopping = stopping
+        self._everyone = job.world.coordinator(meshes["job"].ranks)
+
+    def table(self) -> dict[str, Replicated]:
+        """Return name -> decision, each beginning anew: one table for each run of a program."""
+        stopping, everyone = self._stopping, self._everyone
+        return {
+            "warm_step": Replicated(self._warm_steps().__next__),
+            "train_step": Replicated(lambda: self._sampling_of(self._progress.step + 1)),
+            "fill": Replicated(self._rollout_turns().__next__),
+            "fill_buffer": Replicated(self._fill_steps().__next__),
+            "sample_ahead": Replicated(
+                lambda: self._sampling_of(self._progress.step + 1 + self._recipe.trainer.max_staleness)
+            ),
+            "keep_samples": Replicated(lambda: not stopping.agree(self._working_ahead())),
+            "go_on": Replicated(lambda: not stopping.agree(everyone)),
+            "go_on_to_update": Replicated(lambda: not stopping.agree(everyone, before_update=True)),
+            "critic_mini_batch": Replicated(self._mini_batches().__next__),
+            "actor_mini_batch": Replicated(self._actor_mini_batches().__next__),
+            "validate": Replicated(self._is_validation_due),
+            "save": Replicated(self._is_save_due),
+        }
+
+    def _warm_steps(self) -> Iterator[dict[str, int] | None]:
+        """Yield the turns of the warm start, with progress on the console, then the end of the loop."""
+        warm, update = self._recipe.warm_start, self._meshes["actor.update"]
+        steps = warm.steps if warm is not None else 0
+        ranks = self._job.world.coordinator(tuple(sorted(update.ranks)))
+        for step in range(steps):
+            if step % _WARM_STEPS_TOGETHER == 0 and self._stopping.agree(ranks):
+                self.is_warm_start_cut = True
+                break
+            # The first rank of the last stage knows the loss.
+            if step % max(1, steps // 10) == 0 and self._job.world.rank == update.output_ranks(0)[0]:
+                loss = self._roles.actor.metrics.get("warm_start/loss")
+                say(f"warm start: step {step}/{steps}" + (f" | loss {loss:.3f}" if loss is not None else ""))
+            yield {"step": step}
+        yield None
+
+    def _sampling_of(self, step: int) -> dict[str, int] | None:
+        """Return what a step samples; None: the step is not to come."""
+        progress = self._progress
+        is_over = step > self._recipe.trainer.steps or progress.is_out_of_patience
+        if is_over or self._stopping.reason is not None:
+            return None
+        num_between = (step - progress.step - 1) * progress.num_prompts
+        return {
+            "step": step,
+            "first_prompt_index": progress.next_prompt_index + num_between,
+            "num_prompts": progress.num_prompts,
+            "version": progress.step,
+        }
+
+    def _fill_steps(self) -> Iterator[dict[str, int] | None]:
+        """Yield what is sampled before the first step, then the end of the loop."""
+        for ahead in range(1, 1 + self._recipe.trainer.max_staleness):
+            yield self._sampling_of(self._progress.step + ahead)
+        yield None
+
+    def _rollout_turns(self) -> Iterator[Turn | None]:
+        """Yield the rollouts of one training step, of algorithms with several, then the end of the loop, and so on."""
+        progress = self._progress
+        while True:
+            assert self._roles.groups is not None, "only algorithms with groups have this loop"
+            yield from self._roles.groups.turns(progress.next_prompt_index, progress.num_prompts, self._share_scores)
+            yield None
+
+    def _share_scores(self, own: Scores) -> list[Scores] | None:
+        """Return the scores of all ranks; None: the step is left. Collective: all ranks."""
+        shares = self._everyone.gather([self._stopping.local_reason(), own], "scores of the step's groups")
+        if self._stopping.settle(reason for reason, _ in shares):
+            return None
+        return [[(prompt_index, score) for prompt_index, score in scores] for _, scores in shares]
+
+    def _working_ahead(self) -> Any:
+        """Return the coordinator of the ranks that sample and score while others learn."""
+        return self._job.world.coordinator(self._meshes[WORKING_AHEAD].ranks)
+
+    def _mini_batches(self) -> Iterator[dict[str, int] | None]:
+        """Yield the mini-batches of one training step, then the end of the loop, and so on for ever."""
+        num_mini_batches = self._recipe.trainer.global_batch_size // mini_batch_size(self._job)
+        while True:
+            for epoch in range(self._recipe.loss.epochs):
+                for index in range(num_mini_batches):
+                    yield {"epoch": epoch, "index": index}
+            yield None
+
+    def _actor_mini_batches(self) -> Iterator[dict[str, int] | None]:
+        """Yield the actor's mini-batches of one training step, then the end of the loop, and so on for ever."""
+        turns = self._mini_batches()
+        while True:
+            if not self._progress.is_critic_alone(self._progress.step + 1):
+                yield from iter(turns.__next__, None)
+            yield None
+
+    def _is_validation_due(self) -> bool:
+        """Return whether to validate; asked before the step is counted.
+
+        A validation follows the last step anyway. Where the best checkpoint is kept it comes before, since the last
+        checkpoint is to know whether it is the best.
+        """
+        trainer, step = self._recipe.trainer, self._progress.step + 1
+        return trainer.keep_best if step >= trainer.steps else _is_due(step, trainer.validate_every)
+
+    def _is_save_due(self) -> bool:
+        trainer, progress = self._recipe.trainer, self._progress
+        is_last = progress.step == trainer.steps or self._stopping.reason is not None or progress.is_out_of_patience
+        is_best = trainer.keep_best and progress.validations.best_step == progress.step
+        return is_last or is_best or _is_due(progress.step, trainer.save_every)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,48 @@
+"""Weights that models begin with: of a directory, of a program's memory, or of the actor."""
+
+from __future__ import annotations
+
+from hybridflow.placement.copy_weights import copy_weights
+from hybridflow.placement.job import Job
+from hybridflow.placement.peft import load_adapters
+from hybridflow.trainer.roles import Roles
+
+
+def read_weights(job: Job, roles: Roles) -> None:
+    """Fill actor and critics with the weights that the recipe names, or that a program has in memory, if any."""
+    actor = roles.actor
+    if actor.model is not None and actor.trainable is not None:
+        actor.model.load()
+        load_adapters(job, actor.model)
+        actor.trainable.reload_weights()
+    for name, critic in roles.critics.items():
+        if _has_own_model(job, name) and critic.model is not None and critic.trainable is not None:
+            critic.model.load()
+            critic.trainable.reload_weights()
+    reference = roles.reference
+    if reference is not None and _is_reference_in_memory(job) and reference.model is not None:
+        with reference.model.at_hand(is_written=True):
+            reference.model.load()
+
+
+def spread_weights(job: Job, roles: Roles) -> None:
+    """Copy the actor's weights to the reference, and to critics without a model of their own. Collective: all ranks."""
+    actor, reference = roles.actor, roles.reference
+    actor.mark_changed()
+    if reference is not None and not reference.is_base and not _is_reference_in_memory(job):
+        copy_weights(job, actor, "actor.update", reference, "reference")
+    for name, critic in roles.critics.items():
+        if not _has_own_model(job, name):
+            copy_weights(job, actor, "actor.update", critic, name)
+            if critic.trainable is not None:
+                critic.trainable.reload_weights()
+
+
+def _has_own_model(job: Job, critic: str) -> bool:
+    """Return whether a critic does not begin as the actor."""
+    return getattr(job.recipe, critic).model is not None or critic in job.objects
+
+
+def _is_reference_in_memory(job: Job) -> bool:
+    """Return whether a program gave the reference, which then does not begin as the actor."""
+    return "reference" in job.objects

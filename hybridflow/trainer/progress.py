@@ -1,0 +1,39 @@
+"""How far a job has come: the steps done, the next prompt, the validations."""
+
+from __future__ import annotations
+
+from hybridflow.config.recipe import Recipe
+from hybridflow.trainer.validations import Validations
+
+
+class Progress:
+    """The steps that a job has done; the same on all ranks.
+
+    Args:
+        recipe: The recipe.
+
+    Attributes:
+        step: Training steps done.
+        next_prompt_index: Of the first prompt that no step has used.
+        num_prompts: Of a step.
+        validations: What they found.
+        saved_step: Step of the newest checkpoint; None: there is none.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.step = 0
+        self.next_prompt_index = 0
+        self.num_prompts = recipe.trainer.global_batch_size // recipe.samples_per_prompt
+        self.validations = Validations()
+        self.saved_step: int | None = None
+        self._recipe = recipe
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """Whether training ends because validations have not become better for long."""
+        return 0 < self._recipe.trainer.patience <= self.validations.num_since_best
+
+    def is_critic_alone(self, step: int) -> bool:
+        """Return whether a step is one of the first, in which only the critics learn."""
+        critics = (self._recipe.critic, self._recipe.cost_critic)
+        return any(each is not None and step <= each.warmup_steps for each in critics)

@@ -53,9 +53,9 @@ _EXAMPLES = """examples:
   hybridflow doctor --nodes runs
   hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
 
-exit status: 0 done, 1 a rank was lost or a failure of hybridflow itself: beginning again may help, 2 an error in what
-  was asked for, 3 a damaged checkpoint, 4 what cannot be written, 75 saved and to be begun again,
-  128 + the signal where a signal ended it
+exit status: 0 done; 1 a rank was lost or hybridflow itself failed: starting again may help; 2 an error in the request;
+  3 a checkpoint is damaged; 4 a file cannot be written; 75 saved, more to do: start again with --resume;
+  128 + n ended by signal n
 """
 
 _RESHARD_EXAMPLES = """examples:
@@ -119,23 +119,23 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="run a recipe",
-        description="Run a recipe. Started plainly it brings up the recipe's number of ranks on this machine; under "
-        "torchrun, mpirun or srun it joins the ranks that are there.",
+        description="Run a recipe. Without a launcher, start the recipe's ranks on this machine; under torchrun, "
+        "mpirun or srun, join the ranks that are there.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_recipe(train)
-    train.add_argument("--resume", action="store_true", help="go on from the run's latest checkpoint, if there is one")
+    train.add_argument("--resume", action="store_true", help="resume from the run's latest checkpoint, if there is one")
     train.add_argument("--dry-run", action="store_true", help="check the recipe, print the plan, and stop")
     train.set_defaults(run=_train)
-    plan = commands.add_parser("plan", help="show what a recipe would do, without starting it")
+    plan = commands.add_parser("plan", help="show what a recipe or a reshard would do, without starting it")
     plans = plan.add_subparsers(required=True, metavar="WHAT")
     job = plans.add_parser(
         "job",
-        help="which rank calls what, the compiled schedule, and the memory of each rank",
-        description="Print rank × role × calls for every rank, the program of the job, and the memory that each needs. "
-        "With --script, check it against the site settings and print the batch file too. Starts no process and "
-        "imports no torch.",
+        help="show which rank calls what, the schedule, and the memory of each rank",
+        description="Print roles and calls of every rank, the program of the job, and the memory of each rank. With "
+        "--script, check the job against the site settings and print the batch file too. The command starts "
+        "no process and imports no torch.",
     )
     add_recipe(job)
     what = job.add_mutually_exclusive_group()
@@ -145,9 +145,9 @@ def _parser() -> argparse.ArgumentParser:
     job.set_defaults(run=_plan_job)
     reshard = plans.add_parser(
         "reshard",
-        help="what moves when weights go from one layout to another",
-        description="Print what each rank holds, receives and sends, beside the least possible, and an estimate of the "
-        "time. Starts no process and imports no torch.",
+        help="show what moves when weights change their layout",
+        description="Print what each rank holds, receives and sends, the least possible traffic, and an estimate of "
+        "the time. The command starts no process and imports no torch.",
         epilog=_RESHARD_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -165,31 +165,37 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_reshard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--from", required=True, dest="source", metavar="LAYOUT", help="such as tp4.pp2.dp2, ranks 0 up"
+        "--from",
+        required=True,
+        dest="source",
+        metavar="LAYOUT",
+        help="layout before, such as tp4.pp2.dp2, on ranks from 0",
     )
-    parser.add_argument("--to", required=True, dest="target", metavar="LAYOUT", help="such as tp2.dp8 or pp2.layers3-5")
-    parser.add_argument("--first-rank", type=int, default=0, metavar="N", help="the target's first rank (default: 0)")
     parser.add_argument(
-        "--model", default="llama3-8b", metavar="NAME", help="a well-known model, or a recipe (default: llama3-8b)"
+        "--to", required=True, dest="target", metavar="LAYOUT", help="layout after, such as tp2.dp8 or pp2.layers3-5"
     )
+    parser.add_argument(
+        "--first-rank", type=int, default=0, metavar="N", help="first rank of the layout after (default: 0)"
+    )
+    parser.add_argument("--model", default="llama3-8b", metavar="NAME", help="model or recipe (default: llama3-8b)")
     nodes = parser.add_mutually_exclusive_group()
-    nodes.add_argument("--nodes", type=int, metavar="N", help="nodes that the ranks fill evenly")
-    nodes.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="ranks of each node (default: 8)")
+    nodes.add_argument("--nodes", type=int, metavar="N", help="number of nodes; the ranks must fill them evenly")
+    nodes.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="ranks on each node (default: 8)")
     parser.add_argument(
         "--order",
         choices=("max-overlap", "given"),
         default="max-overlap",
-        help="whether the target's ranks are ordered so that each keeps what it can (default: max-overlap)",
+        help="order of the ranks after: each keeps as much as it can, or by number (default: max-overlap)",
     )
     parser.add_argument(
         "--bandwidth",
         default="",
         metavar="node=GB/s,network=GB/s",
-        help="of a rank, each way, within its node and to others (default: node=450,network=50, as of an H100 with "
-        "NVLink and 400 Gbit/s InfiniBand)",
+        help="bandwidth of a rank in each direction, inside its node and to other nodes (default: node=450,network=50, "
+        "an H100 with NVLink and 400 Gbit/s InfiniBand)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
-    parser.add_argument("--draw", metavar="FILE.png", help="draw who holds what, and what moves")
+    parser.add_argument("--draw", metavar="FILE.png", help="draw what each rank holds, and what moves")
 
 
 def _plan_job(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import types
@@ -25,6 +26,15 @@ _Section = TypeVar("_Section")
 
 NOT_A_KEY: Mapping[str, Any] = types.MappingProxyType({"is_key": False})
 """Metadata of a field that no recipe sets: the program fills it in."""
+
+MAY_CHANGE: Mapping[str, Any] = types.MappingProxyType({"may_change": True})
+"""Metadata of a field that a resumed run may change, with all keys below it. A field without it must match."""
+
+
+def may_change_below(*names: str) -> Mapping[str, Any]:
+    """Return metadata of a field that holds a section: a resumed run may change these keys of that section here."""
+    return types.MappingProxyType({"may_change_below": names})
+
 
 # What a person calls each type.
 _WORDS: dict[type, str] = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
@@ -110,6 +120,31 @@ def keys_of(section: Any) -> tuple[dataclasses.Field[Any], ...]:
     return tuple(item for item in dataclasses.fields(section) if item.metadata.get("is_key", True))
 
 
+def resume_rules(kind: Any) -> dict[str, bool]:
+    """Return every dotted key of a section and of those inside it, and whether a resumed run may change it.
+
+    Keys within a list of sections have no dotted name: the list is one key.
+    """
+    return dict(_resume_rules(kind, "", is_free=False, free_names=()))
+
+
+def _resume_rules(kind: Any, prefix: str, *, is_free: bool, free_names: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    hints = _hints(kind)
+    for item in keys_of(kind):
+        may_change = is_free or item.name in free_names or item.metadata.get("may_change", False)
+        yield f"{prefix}{item.name}", may_change
+        hint, below = hints[item.name], item.metadata.get("may_change_below", ())
+        for option in (hint, *typing.get_args(hint)):
+            is_section = isinstance(option, type) and dataclasses.is_dataclass(option)
+            if is_section and typing.get_origin(hint) is not tuple:
+                yield from _resume_rules(option, f"{prefix}{item.name}.", is_free=may_change, free_names=below)
+
+
+@functools.cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
     """YAML's safe loader, which would silently keep the last of two equal keys, made to refuse them."""
 
@@ -181,7 +216,7 @@ class _Reader:
     origins: Mapping[str, str]
 
     def section(self, kind: type[_Section], values: Mapping[Any, Any], prefix: str) -> _Section:
-        all_hints = typing.get_type_hints(kind, include_extras=True)
+        all_hints = _hints(typing.cast(type, kind))
         keys = keys_of(kind)
         hints = {item.name: all_hints[item.name] for item in keys}
         for key in values:
@@ -226,7 +261,7 @@ class _Reader:
         return value
 
     def _unknown(self, name: str, siblings: list[str], prefix: str) -> ConfigError:
-        elsewhere = [key for key in _all_keys(self.root) if key.split(".")[-1] == name]
+        elsewhere = [key for key in resume_rules(self.root) if key.split(".")[-1] == name]
         close = difflib.get_close_matches(name, siblings, n=1, cutoff=0)
         nearest = " or ".join(elsewhere if elsewhere else [f"{prefix}{close[0]}"])
         where = f"keys of {prefix[:-1]}" if prefix else "keys"
@@ -286,14 +321,3 @@ def describe(hint: Any) -> str:
 def _found(value: object) -> str:
     kinds: dict[type, str] = {**_WORDS, dict: "a section", list: "a list"}
     return "null" if value is None else f"{value!r} ({kinds.get(type(value), type(value).__name__)})"
-
-
-def _all_keys(kind: Any, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a section and those inside it."""
-    hints = typing.get_type_hints(kind)
-    for name, hint in ((item.name, hints[item.name]) for item in keys_of(kind)):
-        yield f"{prefix}{name}"
-        for option in (hint, *typing.get_args(hint)):
-            # A key within a list of sections cannot be named.
-            if dataclasses.is_dataclass(option) and typing.get_origin(hint) is not tuple:
-                yield from _all_keys(option, f"{prefix}{name}.")

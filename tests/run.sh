@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv, installs what the tests need, and runs them. Quick the second time.
 #   tests/run.sh [--all] [pytest arguments]      for instance: tests/run.sh tests/unit -k layout
-#   --all: with the tests marked slow, slurm and vllm; installs what these need: packages of the system (Slurm, a
+#   --all: with the tests marked slow, slurm and vllm; installs what these need: packages of the system (Slurm, bubblewrap, a
 #          Pushgateway, Java, npm), Kafka into .kafka, and vLLM into .venv-vllm, an environment of some GB
 set -euo pipefail
 
@@ -18,7 +18,7 @@ fi
 "$root/launch/venv.sh" dev
 if [ -z "$marks" ]; then
     install "$support/slurm.sh"
-    install "$support/apt.sh" prometheus-pushgateway=prometheus-pushgateway
+    install "$support/apt.sh" prometheus-pushgateway=prometheus-pushgateway bwrap=bubblewrap
     install "$support/kafka.sh"
     install "$support/vllm.sh"
 fi

@@ -15,7 +15,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from hybridflow import cli
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import DataError, HybridflowError
 from hybridflow.launch.site import Site
-from hybridflow.sections import describe
+from hybridflow.sections import describe, resume_rules
 from hybridflow.sections import keys_of as keys_of_section
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -37,8 +37,8 @@ def main() -> int:
     stale = []
     try:
         for name, part in (
-            ("recipes", ("keys", keys_of(Recipe))),
-            ("slurm", ("keys", keys_of(Site))),
+            ("recipes", ("keys", keys_of(Recipe, resume_rules(Recipe)))),
+            ("slurm", ("keys", keys_of(Site, {}))),
             ("architecture", plan()),
             ("architecture", picture()),
             ("reshard", reshard()),
@@ -95,8 +95,13 @@ def output(*command: str) -> str:
     return printed.getvalue()
 
 
-def keys_of(whole: type) -> str:
-    """A table for each section of a recipe or of site settings: key, what it takes, default, meaning."""
+def keys_of(whole: type, rules: Mapping[str, bool]) -> str:
+    """Return a table for each section of a recipe or of site settings: key, what it takes, default, meaning.
+
+    Args:
+        whole: The outermost section.
+        rules: From ``resume_rules``, for a column that says what a resume does; empty: no such column.
+    """
     places: dict[type, list[str]] = {}
     for kind, key in sections(whole, ""):
         places.setdefault(kind, []).append(key)
@@ -104,17 +109,20 @@ def keys_of(whole: type) -> str:
     for kind, keys in places.items():
         heading = ", ".join(f"`{key}`" for key in keys) if kind is not whole else "The whole"
         lines += ["", f"### {heading}", as_markdown((inspect.getdoc(kind) or "").splitlines()[0]), ""]
-        lines += ["| key | takes | default | meaning |", "|---|---|---|---|"]
+        columns = ["key", "takes", "default", *(["on resume"] if rules else []), "meaning"]
+        lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
         meanings = attributes(kind)
         for field in keys_of_section(kind):
             if field.name not in meanings:
                 raise DataError(f"{kind.__name__}.{field.name}: the docstring does not say what it means; add it")
-            lines.append(row(kind, field, meanings[field.name], keys))
+            cells = [f"`{field.name}`", *row(kind, field)]
+            cells += [on_resume(field.name, keys, rules)] if rules else []
+            lines.append(f"| {' | '.join([*cells, meanings[field.name]])} |")
     return "\n".join(lines[1:])
 
 
-def row(kind: type, field: Any, meaning: str, places: list[str]) -> str:
-    """One key in its table."""
+def row(kind: type, field: Any) -> tuple[str, str]:
+    """Return what a key takes, and its default."""
     hint = typing.get_type_hints(kind, include_extras=True)[field.name]
     inner = section_of(hint)
     if inner is not None:
@@ -132,7 +140,19 @@ def row(kind: type, field: Any, meaning: str, places: list[str]) -> str:
         takes = re.sub(r"like (\S+)", r"like `\1`", describe(hint))
         given = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         default = "required" if given is dataclasses.MISSING else f"`{in_yaml(given)}`"
-    return f"| `{field.name}` | {takes} | {default} | {meaning} |"
+    return takes, default
+
+
+def on_resume(name: str, places: list[str], rules: Mapping[str, bool]) -> str:
+    """Return whether a resumed run may change a key of the section that stands at these places."""
+    keys = {place: f"{place}.{name}" if place else name for place in places}
+    # Keys within a list of sections follow the list.
+    free = [place for place, key in keys.items() if rules[key if key in rules else place]]
+    if len(free) == len(places):
+        return "may change"
+    if any(is_free and rule.startswith(f"{key}.") for rule, is_free in rules.items() for key in keys.values()):
+        return "its keys say"
+    return f"must match; may change in {', '.join(f'`{place}`' for place in free)}" if free else "must match"
 
 
 def sections(kind: Any, key: str) -> Iterator[tuple[type, str]]:

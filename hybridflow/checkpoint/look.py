@@ -32,8 +32,8 @@ _INSPECT_EXAMPLES = """examples:
   hybridflow inspect models/llama --verify
   hybridflow inspect models/llama --json | jq .num_parameters
 
-exit status: 0 it is there, 2 a request that makes no sense, 3 it is missing, damaged or incomplete,
-  1 a failure of hybridflow itself, 128 + the signal where a signal ended it
+exit status: 0 the checkpoint is there; 2 the request is wrong; 3 the checkpoint is missing, damaged or incomplete;
+  1 hybridflow itself failed; 128 + n ended by signal n
 """
 
 _DIFF_EXAMPLES = """examples:
@@ -41,8 +41,8 @@ _DIFF_EXAMPLES = """examples:
   hybridflow diff runs/x/checkpoints/step_000010/actor exported/actor --json
   hybridflow diff runs/x/checkpoints/step_000010/actor runs/y/checkpoints/step_000010/actor --optimizer
 
-exit status: 0 equal bit for bit, 5 they differ, 2 a request that makes no sense, 3 one is missing, damaged or
-  incomplete, 1 a failure of hybridflow itself, 128 + the signal where a signal ended it
+exit status: 0 equal bit for bit; 5 different; 2 the request is wrong; 3 a checkpoint is missing, damaged or incomplete;
+  1 hybridflow itself failed; 128 + n ended by signal n
 """
 
 
@@ -50,33 +50,35 @@ def add_commands(commands: Any) -> None:
     """Add both to the sub-commands of a parser."""
     inspect = commands.add_parser(
         "inspect",
-        help="what is in a checkpoint",
-        description="Print what a checkpoint of any format, a step of a run, or a run holds: format, family, settings, "
-        "layout, progress, tensors. Reads headers alone.",
+        help="show what a checkpoint holds",
+        description="Print format, family, settings, layout, progress and tensors of a checkpoint of any format, a "
+        "step of a run, or a run. Read only headers.",
         epilog=_INSPECT_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    inspect.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, a step, or the directory of a run")
-    inspect.add_argument("--verify", action="store_true", help="read everything, and check hashes where there are any")
-    inspect.add_argument("--tensors", action="store_true", help="list each tensor, of the optimizer too")
-    inspect.add_argument("--base", type=Path, metavar="DIR", help="base model of an adapter that names none at hand")
+    inspect.add_argument("path", type=Path, metavar="PATH", help="checkpoint, step, or directory of a run")
+    inspect.add_argument("--verify", action="store_true", help="read everything, and check hashes if there are any")
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor, including the optimizer's")
+    inspect.add_argument("--base", type=Path, metavar="DIR", help="base model of an adapter whose base is not found")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=functools.partial(_run, _inspect), recipe=None, overrides=())
     diff = commands.add_parser(
         "diff",
-        help="whether two checkpoints hold the same",
+        help="compare two checkpoints",
         description="Compare two checkpoints of any formats and layouts tensor by tensor, bit for bit, in bounded "
-        "memory: the worst tensors with max|a - b|, and that over the largest magnitude in either.",
+        "memory. Print the worst tensors with max|a - b|, absolute and relative to the largest magnitude in either.",
         epilog=_DIFF_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    diff.add_argument("one", type=Path, metavar="A", help="a checkpoint")
-    diff.add_argument("other", type=Path, metavar="B", help="another")
+    diff.add_argument("one", type=Path, metavar="A", help="checkpoint")
+    diff.add_argument("other", type=Path, metavar="B", help="other checkpoint")
     diff.add_argument("--all", action="store_true", help=f"list every tensor that differs, not the {_WORST} worst")
     diff.add_argument(
-        "--optimizer", action="store_true", help="compare moments and master weights too; both are checkpoints of runs"
+        "--optimizer",
+        action="store_true",
+        help="compare moments and master weights too; A and B must be checkpoints of runs",
     )
-    diff.add_argument("--base", type=Path, metavar="DIR", help="base model of adapters that name none at hand")
+    diff.add_argument("--base", type=Path, metavar="DIR", help="base model of adapters whose base is not found")
     diff.add_argument("--json", action="store_true", help="print JSON")
     diff.set_defaults(run=functools.partial(_run, _diff), recipe=None, overrides=())
 

@@ -12,18 +12,18 @@ from hybridflow.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """The ranks of the job.
+    """Set the ranks of the job and their deadlines.
 
     Attributes:
-        ranks: Number of ranks; started plainly, ``hybridflow train`` brings up so many on this machine.
-        ranks_per_node: Ranks on each node; None: all on one node.
-        deadline_s: Longest wait for another rank, in seconds; longer than any phase that some ranks take while others
-            wait for them. A rank that dies or falls silent is seen much earlier.
+        ranks: Number of ranks. Without a launcher, ``hybridflow train`` starts this many processes on this machine.
+        ranks_per_node: Ranks on each node. None means all ranks on one node.
+        deadline_s: Longest wait for another rank, in seconds. Set it above the longest phase in which some ranks wait
+            for others. A dead or silent rank is found much earlier.
         start_deadline_s: Longest wait for all ranks to join, in seconds.
-        dead_after_s: A rank that has shown no sign of life for so long is taken for dead, in seconds.
+        dead_after_s: Time without a sign of life after which a rank counts as dead, in seconds.
         threads_per_rank: CPU threads of each rank.
-        memory_budget_gb: Accelerator memory of each rank, in 1e9 bytes; a job that by our estimate
-            (``hybridflow plan job``) needs more is refused before it begins. None: nothing is refused.
+        memory_budget_gb: Accelerator memory of each rank, in 1e9 bytes. A job that needs more by our estimate
+            (``hybridflow plan job``) is refused before it starts. None means no limit.
     """
 
     ranks: Count = 1
@@ -37,11 +37,11 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FallbackConfig:
-    """What to run with where other numbers of ranks come than ``cluster.ranks``: after a node was lost, for instance.
+    """Set overrides for another number of ranks, for instance after a node is lost.
 
     Attributes:
-        ranks: So many ranks are enough for it; of several fallbacks that one is taken that uses the most.
-        overrides: ``key=value`` each, as on the command line: layouts that fill these ranks.
+        ranks: Ranks that the fallback needs. Of several fallbacks that fit, the job takes the one with the most ranks.
+        overrides: Overrides ``key=value``, as on the command line. They set layouts that fill these ranks.
     """
 
     ranks: Count

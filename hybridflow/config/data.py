@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from hybridflow.config.types import Server, Variable
 from hybridflow.errors import ConfigError
 from hybridflow.sections import (
+    MAY_CHANGE,
     Count,
     CountOrZero,
     Positive,
@@ -20,16 +21,16 @@ FileFormat = Literal["jsonl", "parquet", "hdf5", "datasets"]
 
 @dataclass(frozen=True, kw_only=True)
 class ArithmeticConfig:
-    """Made-up problems, as ``hybridflow.data.arithmetic`` makes them.
+    """Generate arithmetic problems with ``hybridflow.data.arithmetic``.
 
     Attributes:
-        num_train: Problems to train on.
-        num_held_out: Problems held out, none of which is among those to train on.
-        seed: Another seed, other problems.
-        max_operand: Operands go from 0 to this.
-        operation: What is done with them.
-        mistake_share: Expected share of the training problems whose solution to imitate is wrong; of additions.
-        tool_share: Expected share of the training problems whose solution to imitate asks the calculator.
+        num_train: Number of training problems.
+        num_held_out: Number of held-out problems. No held-out problem is a training problem.
+        seed: Seed of the problems.
+        max_operand: Largest operand. The smallest is 0.
+        operation: Operation on the operands.
+        mistake_share: Expected share of training problems whose solution is wrong. Only additions can have mistakes.
+        tool_share: Expected share of training problems whose solution asks the calculator.
     """
 
     num_train: Count
@@ -43,13 +44,13 @@ class ArithmeticConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSourceConfig:
-    """One of several sources that training draws from, each in epochs of its own.
+    """Name one of several training sources. Each source has its own epochs.
 
     Attributes:
-        path: As ``data.train``.
-        weight: How often it is drawn from, in proportion to the others; None, of all of them: as often as it has rows,
-            so that together they have epochs as one file.
-        file_format: As ``data.file_format``, of this source alone; None: that one.
+        path: File, pattern, directory or address, as ``data.train``.
+        weight: How often training draws from the source, relative to the others. Give all sources a weight, or none.
+            Without weights, sources are drawn in proportion to their rows, so that they have epochs as one file.
+        file_format: Format of this source. None means ``data.file_format``.
     """
 
     path: str
@@ -59,80 +60,81 @@ class DataSourceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpoolConfig:
-    """A directory into which other programs rename JSONL files while the job runs; each row is used once, in order.
+    """Read JSONL files that other programs rename into a directory during the job. Each row is used once, in order.
 
     Attributes:
-        path: The directory; of this run alone.
-        deadline_s: Longest wait for the next row.
-        poll_s: How often the lowest rank looks for new files.
+        path: Directory, for this run alone.
+        deadline_s: Longest wait for the next row, in seconds.
+        poll_s: Time between two looks for new files, in seconds. The lowest rank looks.
     """
 
     path: str
-    deadline_s: Positive = 900.0
-    poll_s: Positive = 1.0
+    deadline_s: Positive = field(default=900.0, metadata=MAY_CHANGE)
+    poll_s: Positive = field(default=1.0, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KafkaConfig:
-    """A topic to which other programs write while the job runs, a row of JSON in each message; each is used once.
+    """Read rows of JSON that other programs send to a Kafka topic during the job. Each message is used once.
 
     Attributes:
-        servers: Brokers to ask first, ``host:port`` each.
-        topic: The topic; a new run begins with the oldest message that the brokers still have.
-        options: Settings of the client, librdkafka, by its own names, such as ``security.protocol``. Secrets
-            are refused here, since a recipe is kept with the run.
-        options_env: Settings of the client that are secret, such as ``sasl.password``: for each the name of the
-            environment variable that holds it.
-        on_lost: What becomes of a run when the brokers have dropped messages before it took them: it stops and says how
-            many, or goes on without them and says so.
-        deadline_s: Longest wait for the next row, also where the brokers are away.
-        poll_s: How long the lowest rank gathers messages before it passes them on.
+        servers: Brokers to contact first, ``host:port`` each.
+        topic: Topic to read. A new run begins with the oldest message that the brokers still have.
+        options: Settings of the librdkafka client, by its own names, such as ``security.protocol``. Secrets are refused
+            here, because the run directory keeps the recipe.
+        options_env: Secret settings of the client, such as ``sasl.password``. Each value names the environment variable
+            that holds the secret.
+        on_lost: What a run does if the brokers dropped messages before the run read them. ``error`` stops the run and
+            reports how many. ``skip`` goes on without them and reports it.
+        deadline_s: Longest wait for the next row, in seconds. Time without reachable brokers counts.
+        poll_s: Time for which the lowest rank collects messages before it passes them on, in seconds.
     """
 
-    servers: tuple[Server, ...]
+    servers: tuple[Server, ...] = field(metadata=MAY_CHANGE)
     topic: Annotated[str, re.compile(r"[A-Za-z0-9._-]{1,249}")]
-    options: dict[str, str] = field(default_factory=dict)
-    options_env: dict[str, Variable] = field(default_factory=dict)
-    on_lost: Literal["error", "skip"] = "error"
-    deadline_s: Positive = 900.0
-    poll_s: Positive = 1.0
+    options: dict[str, str] = field(default_factory=dict, metadata=MAY_CHANGE)
+    options_env: dict[str, Variable] = field(default_factory=dict, metadata=MAY_CHANGE)
+    on_lost: Literal["error", "skip"] = field(default="error", metadata=MAY_CHANGE)
+    deadline_s: Positive = field(default=900.0, metadata=MAY_CHANGE)
+    poll_s: Positive = field(default=1.0, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where prompts come from.
+    """Set where prompts come from.
 
     Attributes:
-        train: File with one problem on each line, or one preference; or a directory that ``datasets`` has saved. A
-            pattern with ``*`` means the files of such names in their order, and an address such as ``s3://…`` is read
-            by fsspec.
-        mixture: Several such, in the place of ``train``.
-        spool: A directory that is filled while the job runs, in the place of ``train``.
-        kafka: A topic that is filled while the job runs, in the place of ``train``.
-        held_out: File of problems, or preferences, for validation; as ``train``.
-        file_format: What files are; None: what their names tell, ``.parquet``, ``.h5`` or ``.hdf5``, and else JSONL.
-        prompt_field: Field that holds the prompt: text, or messages as ``messages_field`` holds.
-        answer_field: Field that holds the right answer; None: rows have none, the reward needs none.
-        solution_field: Field that holds the text to imitate in the warm start; rows without it give their answer. A
-            list of texts is a conversation with an environment: what to write, what is then observed, what to write, …
-        messages_field: Field that holds a conversation, of rows without a prompt: a list of messages with ``role`` and
-            ``content``, or that list as JSON text. A last one of the assistant is the solution, and the answer where
-            there is no other.
-        chosen_field: Of preferences: field that holds the better of two responses.
-        rejected_field: Field that holds the other.
-        margin_field: Field that holds by how much the first is better, a number; rows without it have 0. Read by
-            ``reward-model``.
-        completion_field: Of ``kto``: field that holds a response, of rows that have one and not two.
-        wanted_field: Field that tells whether it is wanted, true or false.
-        chat_template: File of the jinja template that messages become text by; None: the tokenizer's own.
-        prompt_as_message: Whether a prompt that is text is put into that template too, as what the user says.
-        max_prompt_tokens: Rows with a longer prompt are left out; None: none are, one that is too long is a bad row.
-        on_bad_row: What becomes of a row that cannot be used: the training stops with its place, or goes on without it
-            and tells how many were skipped.
-        max_row_bytes: Longest line of JSONL.
+        train: File with one problem or one preference per line, or a directory that ``datasets`` saved. A pattern with
+            ``*`` stands for all files that match, in the order of their names. fsspec reads an address such as
+            ``s3://…``.
+        mixture: Several sources, in place of ``train``.
+        spool: Directory that other programs fill during the job, in place of ``train``.
+        kafka: Topic that other programs fill during the job, in place of ``train``.
+        held_out: File of problems or preferences for validation. It takes the same forms as ``train``.
+        file_format: Format of the files. None goes by the name: ``.parquet``, ``.h5`` or ``.hdf5``, else JSONL.
+        prompt_field: Field of the prompt: text, or messages in the form of ``messages_field``.
+        answer_field: Field of the right answer. None is for rows without answers and a reward that needs none.
+        solution_field: Field of the text that the warm start imitates. A row without it gives its answer. A list of
+            texts is a conversation with an environment: text to write, observation, text to write, and so on.
+        messages_field: Field of a conversation, for rows without a prompt. It holds a list of messages with ``role``
+            and ``content``, or that list as JSON text. A last message of the assistant is the solution. It is also the
+            answer if the row has no other.
+        chosen_field: Field of the better response of a preference.
+        rejected_field: Field of the worse response of a preference.
+        margin_field: Field of a number: by how much the chosen response is better. A row without it has 0. Only
+            ``reward-model`` reads it.
+        completion_field: Field of the response in a row that has one response instead of two, for ``kto``.
+        wanted_field: Field that says whether that response is wanted: true or false.
+        chat_template: File of the Jinja template that turns messages into text. None means the tokenizer's own.
+        prompt_as_message: Whether a text prompt goes through the chat template too, as a user message.
+        max_prompt_tokens: Longest prompt, in tokens. Rows with a longer prompt are left out. None leaves out no row,
+            and a prompt that is too long makes a bad row.
+        on_bad_row: What training does with a row that it cannot use. ``error`` stops and names the place of the row.
+            ``skip`` goes on and reports how many rows were skipped.
+        max_row_bytes: Longest line of JSONL, in bytes.
         num_workers: Processes of each rank that prepare the rows of large files.
-        cache_dir: Where prepared rows are kept, for runs that share them; None: in ``run_dir``.
-        arithmetic: Make the two files, when they are absent, from these numbers.
+        cache_dir: Directory for prepared rows, for runs that share them. None means inside ``run_dir``.
+        arithmetic: Generate ``train`` and ``held_out`` from these settings if the files are missing.
     """
 
     train: str | None = None
@@ -153,10 +155,10 @@ class DataConfig:
     chat_template: str | None = None
     prompt_as_message: bool = False
     max_prompt_tokens: Count | None = None
-    on_bad_row: Literal["error", "skip"] = "error"
-    max_row_bytes: Count = 16777216
-    num_workers: Count = 1
-    cache_dir: str | None = None
+    on_bad_row: Literal["error", "skip"] = field(default="error", metadata=MAY_CHANGE)
+    max_row_bytes: Count = field(default=16777216, metadata=MAY_CHANGE)
+    num_workers: Count = field(default=1, metadata=MAY_CHANGE)
+    cache_dir: str | None = field(default=None, metadata=MAY_CHANGE)
     arithmetic: ArithmeticConfig | None = None
 
     @property
@@ -176,12 +178,13 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Text to token ids and back.
+    """Convert text to token ids and back.
 
     Attributes:
-        path: A sentencepiece ``.model``, a ``tokenizer.json``, or a directory that holds either; None: that of
-            ``model.path``, or without one a sentencepiece model trained on the training file and kept in ``run_dir``.
-        vocab_size: Upper limit of the vocabulary of a trained tokenizer.
+        path: A sentencepiece ``.model``, a ``tokenizer.json``, or a directory that holds either. None means the
+            tokenizer of ``model.path``. Without ``model.path``, a sentencepiece model is trained on the training file
+            and kept in ``run_dir``.
+        vocab_size: Largest vocabulary of a trained tokenizer.
     """
 
     path: str | None = None

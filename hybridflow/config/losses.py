@@ -24,20 +24,23 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
-    """Weighs the loss of tokens by how much likelier they are to the trainer than they were to the sampler.
+    """Weight each token's loss by its probability for the trainer over its probability for the sampler.
 
     ``w = exp(old_log_prob - rollout_log_prob)``, no gradient, times the clipped loss.
 
     Attributes:
-        kind: ``truncate``: at most ``high``; ``icepop``: 0 outside of ``low`` to ``high``; ``none``; ``auto``: as
-            ``truncate`` where another engine than ours samples, older weights or another run, ``none`` elsewhere.
-        level: Of each token, or the product over its response.
-        low: Of ``icepop``.
+        kind: ``truncate`` caps the weight at ``high``. ``icepop`` sets weights outside ``low`` to ``high`` to 0.
+            ``none`` corrects nothing. ``auto`` means ``truncate`` if another engine, older weights or another run
+            sampled, else ``none``.
+        level: ``token`` weights each token by its own ratio. ``sequence`` uses the product over the response.
+        low: Smallest weight that ``icepop`` keeps.
         high: Largest weight.
-        reject: Which estimate of the KL between sampler and trainer decides on tokens that do not count; None: all do.
-        reject_level: Of each token, or the sum, mean or largest of its response, all of which it then decides on.
-        reject_low: Of ``k1``: smallest ratio.
-        reject_high: Largest estimate; of ``k1``: largest ratio.
+        reject: Estimate of the KL between sampler and trainer that decides which tokens count. None means all tokens
+            count.
+        reject_level: ``token`` decides for each token by its own estimate. ``sum``, ``mean`` and ``max`` decide for the
+            whole response by the sum, the mean or the largest estimate.
+        reject_low: Smallest ratio that ``k1`` accepts.
+        reject_high: Largest estimate that counts. For ``k1``, the largest ratio.
 
     Paper: truncation arXiv 1802.01561; IcePop arXiv 2510.18855.
     """
@@ -54,17 +57,17 @@ class CorrectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """How the policy learns from advantages. Defaults are PPO's; other algorithms have their own.
+    """Set how the policy learns from advantages. Defaults are PPO's. Other algorithms have their own.
 
     Attributes:
-        kind: ``clip``: PPO's clipped ratio of each token; ``gspo``: that of the whole sequence; ``cispo``: the clipped
-            ratio as a weight without gradient.
+        kind: ``clip`` is PPO's clipped ratio of each token. ``gspo`` clips the ratio of the whole response. ``cispo``
+            uses the clipped ratio as a weight without gradient.
         clip_low: The probability ratio is clipped below ``1 - clip_low``.
         clip_high: The probability ratio is clipped above ``1 + clip_high``.
-        dual_clip: Bound on the ratio where the advantage is negative; None: off.
-        aggregation: How the losses of tokens become one number; the critic's is always their token mean.
-        norm_tokens: What ``seq-mean-token-sum-norm`` divides by; None: ``rollout.max_new_tokens``.
-        entropy_coef: Weight of the entropy, which the loss then rewards.
+        dual_clip: Bound on the ratio where the advantage is negative. None means no bound.
+        aggregation: How token losses become one number. The critic's loss is always the token mean.
+        norm_tokens: Divisor of ``seq-mean-token-sum-norm``. None means ``rollout.max_new_tokens``.
+        entropy_coef: Weight of the entropy bonus.
         epochs: Passes over each global batch, in the same order.
 
     Paper: arXiv 1707.06347; dual clip arXiv 1912.09729; GSPO arXiv 2507.18071; CISPO arXiv 2506.13585.
@@ -82,14 +85,14 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig:
-    """The distance to the reference that the policy pays for.
+    """Penalize the distance between the policy and the reference.
 
     Attributes:
-        coef: Weight of the KL to the reference; 0: none, and no reference is made.
-        estimator: How each token's KL is estimated; a ``+`` gives the estimate the gradient of ``k2``.
+        coef: Weight of the KL to the reference. 0 means no penalty and no reference.
+        estimator: Estimate of each token's KL. A ``+`` gives the estimate the gradient of ``k2``.
         place: Whether the KL penalty is part of the reward or of the loss.
-        target: Where adaptive KL steers; None: ``coef`` stays fixed.
-        horizon: Samples over which adaptive KL answers.
+        target: KL that adaptive KL steers toward. None keeps ``coef`` fixed.
+        horizon: Samples over which adaptive KL responds.
 
     Paper: arXiv 1909.08593.
     """
@@ -103,11 +106,11 @@ class KLConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    """How the rewards of tokens become advantages, where an algorithm has a choice.
+    """Set how token rewards become advantages, for algorithms that have a choice.
 
     Attributes:
         gamma: Discount of rewards, for each token.
-        gae_lambda: Of generalised advantage estimation: 1 is reward-to-go minus value, 0 the one-step error.
+        gae_lambda: λ of generalized advantage estimation. 1 gives reward-to-go minus value. 0 gives the one-step error.
 
     Paper: arXiv 1506.02438.
     """
@@ -118,11 +121,11 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapingConfig:
-    """What is added to scores before advantages are made of them.
+    """Set penalties that are added to scores before advantages.
 
     Attributes:
-        overlong_buffer: The last so many tokens before ``rollout.max_new_tokens`` are paid for; 0: none.
-        overlong_factor: What the longest response pays.
+        overlong_buffer: Tokens before ``rollout.max_new_tokens`` that cost a penalty. 0 means no penalty.
+        overlong_factor: Penalty of the longest response.
 
     Paper: arXiv 2503.14476.
     """
@@ -133,15 +136,15 @@ class ShapingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSamplingConfig:
-    """Groups whose scores, before shaping, are all equal teach nothing: others are sampled in their place.
+    """Replace groups whose scores, before shaping, are all equal.
 
-    The batch is the first groups in the data order whose scores differ. What was sampled beyond them is not used, and
-    the next step begins with the prompt behind the last of them.
+    The batch is the first groups in the data order whose scores differ. Samples of later groups are not used. The next
+    step begins with the prompt after the last group of the batch.
 
     Attributes:
         max_tries: Most rollouts of one step.
-        when_short: What to do when there are fewer groups than wanted after so many: end with an error, or train on
-            those; where there are none at all it is an error in any case.
+        when_short: What the run does if these rollouts give too few groups. ``error`` ends the run. ``train`` trains on
+            the groups that there are. Without any group, both end the run.
 
     Paper: arXiv 2503.14476.
     """
@@ -152,13 +155,13 @@ class DynamicSamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LagrangeConfig:
-    """The price of cost, which rises while the mean cost is above its limit.
+    """Set the multiplier of the cost. It rises while the mean cost is above its limit.
 
     Attributes:
-        limit: Mean cost of a response that is allowed.
-        init: The multiplier at the start.
-        lr: How fast its logarithm moves, for each training step.
-        max: Its upper bound.
+        limit: Allowed mean cost of a response.
+        init: Multiplier at the start.
+        lr: Step size of the multiplier's logarithm, for each training step.
+        max: Largest multiplier.
 
     Paper: arXiv 2310.12773.
     """
@@ -171,14 +174,14 @@ class LagrangeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig:
-    """Learning from responses of which some are preferred.
+    """Set the losses of algorithms that learn from preferences.
 
     Attributes:
-        beta: Of DPO and KTO: weight of the KL that is implied; of IPO its regularisation τ.
-        label_smoothing: Of DPO: share of the preferences that are taken for wrong.
-        reference_free: Of DPO: measure against no reference.
-        desirable_weight: Of KTO: weight of the responses that are wanted.
-        undesirable_weight: Of KTO: weight of the others.
+        beta: For ``dpo`` and ``kto``, the weight of the implied KL. For ``ipo``, the regularization τ.
+        label_smoothing: For ``dpo``, the share of preferences that are assumed wrong.
+        reference_free: For ``dpo``, measure without a reference.
+        desirable_weight: For ``kto``, the weight of wanted responses.
+        undesirable_weight: For ``kto``, the weight of unwanted responses.
 
     Paper: DPO arXiv 2305.18290; IPO arXiv 2310.12036; KTO arXiv 2402.01306.
     """

@@ -11,12 +11,12 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class PrometheusConfig:
-    """Where Prometheus finds the numbers of the last step.
+    """Export the metrics of the last step to Prometheus.
 
     Attributes:
-        pushgateway_url: Of a Pushgateway, such as ``http://gateway:9091``.
-        job_name: Prometheus' name of the job.
-        textfile: A file for the node exporter, in its folder of textfiles; must end in ``.prom``.
+        pushgateway_url: Address of a Pushgateway, such as ``http://gateway:9091``.
+        job_name: Job name in Prometheus.
+        textfile: File in the node exporter's textfile directory. Its name must end in ``.prom``.
     """
 
     pushgateway_url: str | None = None
@@ -26,12 +26,12 @@ class PrometheusConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig:
-    """Weights & Biases. Its key comes from the environment or ``wandb login``, never from a recipe.
+    """Export metrics to Weights & Biases. Its key comes from the environment or ``wandb login``, never from a recipe.
 
     Attributes:
-        project: Where the run is filed.
-        entity: Whose project it is; None: the user's own.
-        offline: Keep the numbers in the run's directory, for ``wandb sync``.
+        project: Project that files the run.
+        entity: Owner of the project. None means the user.
+        offline: Keep the metrics in the run's directory, for ``wandb sync``.
     """
 
     project: Name
@@ -41,12 +41,12 @@ class WandbConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Where the numbers of each step go beside the run's directory. What fails there is told, and stops nothing.
+    """Export the metrics of each step beyond the run's directory. A failed export is reported and stops nothing.
 
     Attributes:
-        prometheus: Prometheus; None: not there.
-        wandb: Weights & Biases; None: not there.
-        callbacks: Functions ``package.module:function``, called on rank 0 with ``(step, metrics)`` in a thread of
+        prometheus: Prometheus. None means no export to it.
+        wandb: Weights & Biases. None means no export to it.
+        callbacks: Functions ``package.module:function``. Rank 0 calls them with ``(step, metrics)`` in a thread of
             their own.
     """
 

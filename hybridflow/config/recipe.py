@@ -25,61 +25,60 @@ from hybridflow.config.rollout import RolloutConfig
 from hybridflow.config.trainer import ProfileConfig, TrainerConfig
 from hybridflow.config.types import Name
 from hybridflow.families.model import ModelConfig
-from hybridflow.sections import NOT_A_KEY, CountOrZero
+from hybridflow.sections import MAY_CHANGE, NOT_A_KEY, CountOrZero, may_change_below
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All that a training run is asked to do.
+    """Describe a training run.
 
     Attributes:
-        name: What the run is called.
-        namespace: Of a project's runs: names of metrics begin with it, but for those in ``metrics.jsonl``, and so does
-            the place of ``run_dir``.
-        algorithm: Which flow a training step runs.
-        seed: Of weights, order of the data, and sampling.
-        run_dir: Where the run keeps its files; left out: ``runs/<name>``, or ``runs/<namespace>/<name>``.
-        cluster: The ranks of the job.
-        model: The language model: of the actor and the reference, and of a critic without one of its own.
-        data: Where prompts come from.
-        tokenizer: Text to token ids.
-        warm_start: Supervised training before reinforcement learning; None: none.
-        actor: The policy.
-        critic: The value model, of algorithms that have one.
-        reference: The frozen policy that drift is measured against.
-        reward: What scores a response.
-        cost: What tells a response's cost, of safe-rlhf; either of both as in ``reward``.
-        cost_critic: The value model of costs.
-        teacher: What distillation learns from.
-        rollout: How responses are sampled.
-        loss: How the policy learns from advantages.
-        kl: The distance to the reference that it pays for.
-        advantage: How rewards become advantages.
-        shaping: What is added to scores.
-        dynamic_sampling: What DAPO does about groups that teach nothing.
-        lagrange: The price of cost.
-        preference: Learning from preferences.
-        correction: Weighs tokens whose sampler was not quite the policy that is trained.
-        trainer: The loop.
-        metrics: Where the numbers of each step go.
-        profile: Which steps are looked at closely.
-        fallbacks: What else to run with, where ``cluster.ranks`` ranks are not there.
-        traits: What the algorithm asks of a recipe. Not a key: ``recipe.load`` looks it up.
+        name: Name of the run.
+        namespace: Project of the run. Metric names and ``run_dir`` begin with it. Names in ``metrics.jsonl`` do not.
+        algorithm: Algorithm of a training step.
+        seed: Seed of initial weights, data order and sampling.
+        run_dir: Directory of the run's files. Left out, it is ``runs/<name>`` or ``runs/<namespace>/<name>``.
+        cluster: Ranks of the job.
+        model: Language model of the actor and the reference. A critic without its own model uses it too.
+        data: Source of prompts.
+        tokenizer: Conversion of text to token ids.
+        warm_start: Supervised training before reinforcement learning. None means no warm start.
+        actor: Policy.
+        critic: Value model, for algorithms that have one.
+        reference: Frozen policy that the KL is measured against.
+        reward: Scorer of responses.
+        cost: Scorer of the cost of responses, for ``safe-rlhf``. It takes the same keys as ``reward``.
+        cost_critic: Value model of costs, for ``safe-rlhf``.
+        teacher: Model that ``distill`` learns from.
+        rollout: Sampling of responses.
+        loss: Policy loss.
+        kl: KL penalty against the reference.
+        advantage: Advantages from rewards.
+        shaping: Additions to scores.
+        dynamic_sampling: Replacement of groups with equal scores, for ``dapo``.
+        lagrange: Multiplier of the cost, for ``safe-rlhf``.
+        preference: Losses of ``dpo``, ``ipo`` and ``kto``.
+        correction: Weights for tokens that other weights or another engine sampled.
+        trainer: Training loop.
+        metrics: Exporters of metrics.
+        profile: Steps and ranks to trace.
+        fallbacks: Overrides for other numbers of ranks than ``cluster.ranks``.
+        traits: Traits of the algorithm. Not a key: ``recipe.load`` looks them up.
     """
 
-    name: Name
-    namespace: Name | None = None
+    name: Name = field(metadata=MAY_CHANGE)
+    namespace: Name | None = field(default=None, metadata=MAY_CHANGE)
     algorithm: str
     seed: CountOrZero = 1
-    run_dir: str = ""
-    cluster: ClusterConfig = ClusterConfig()
-    model: ModelConfig
+    run_dir: str = field(default="", metadata=MAY_CHANGE)
+    cluster: ClusterConfig = field(default=ClusterConfig(), metadata=MAY_CHANGE)
+    model: ModelConfig = field(metadata=may_change_below("path"))
     data: DataConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
     warm_start: WarmStartConfig | None = None
     actor: ActorConfig
     critic: CriticConfig | None = None
-    reference: ReferenceConfig = ReferenceConfig()
+    reference: ReferenceConfig = field(default=ReferenceConfig(), metadata=MAY_CHANGE)
     reward: RewardConfig = RewardConfig()
     cost: RewardConfig | None = None
     cost_critic: CriticConfig | None = None
@@ -94,9 +93,9 @@ class Recipe:
     preference: PreferenceConfig = PreferenceConfig()
     correction: CorrectionConfig = CorrectionConfig()
     trainer: TrainerConfig
-    metrics: MetricsConfig = MetricsConfig()
-    profile: ProfileConfig = ProfileConfig()
-    fallbacks: tuple[FallbackConfig, ...] = ()
+    metrics: MetricsConfig = field(default=MetricsConfig(), metadata=MAY_CHANGE)
+    profile: ProfileConfig = field(default=ProfileConfig(), metadata=MAY_CHANGE)
+    fallbacks: tuple[FallbackConfig, ...] = field(default=(), metadata=MAY_CHANGE)
     traits: AlgorithmTraits = field(default=AlgorithmTraits(reads=frozenset()), metadata=NOT_A_KEY)
 
     def __post_init__(self) -> None:

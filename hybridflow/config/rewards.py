@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -13,6 +13,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.sections import (
+    MAY_CHANGE,
     Count,
     CountOrZero,
     NotNegative,
@@ -22,64 +23,61 @@ from hybridflow.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class RewardServiceConfig:
-    """A service that scores, asked over HTTP. docs/rewards.md says what it is sent and answers.
+    """Score with a service over HTTP. docs/rewards.md shows request and response.
 
     Attributes:
-        urls: Where samples are posted, ``http://host:port/path`` each, asked in turn.
-        auth_env: Environment variable that holds the token to show; None: none is asked for.
+        urls: Addresses that samples are posted to, ``http://host:port/path`` each, in turn.
+        auth_env: Environment variable that holds the token. None is for services that ask for no token.
         batch_size: Most samples of one request.
-        connect_timeout_s: Longest wait for a connection.
     """
 
-    urls: tuple[str, ...]
-    auth_env: Variable | None = None
-    batch_size: Count = 64
-    connect_timeout_s: Positive = 10.0
+    urls: tuple[str, ...] = field(metadata=MAY_CHANGE)
+    auth_env: Variable | None = field(default=None, metadata=MAY_CHANGE)
+    batch_size: Count = field(default=64, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeConfig:
-    """A language model that is asked for a score, at ``/v1/chat/completions`` of servers such as ``vllm serve``.
+    """Score with an LLM judge at ``/v1/chat/completions`` of servers such as ``vllm serve``.
 
     Attributes:
-        urls: Of servers of one model, ``http://host:port`` each, asked in turn.
-        template: What it is asked: ``{prompt}``, ``{response}`` and ``{answer}`` stand for those of the sample.
-        model: What the servers call the model; None: they have only one.
-        auth_env: Environment variable that holds the token to show; None: none is asked for.
-        pattern: Finds the number in what it says: the first group of the last match.
-        low: The least score that it may give; another one is a failure.
-        high: The most.
-        max_new_tokens: Longest answer in tokens.
-        temperature: Of its sampling.
-        connect_timeout_s: Longest wait for a connection.
+        urls: Servers of one model, ``http://host:port`` each, asked in turn.
+        template: Prompt for the judge. ``{prompt}``, ``{response}`` and ``{answer}`` stand for those of the sample.
+        model: Name of the model on the servers. None is for servers with only one model.
+        auth_env: Environment variable that holds the token. None is for servers that ask for no token.
+        pattern: Regular expression that finds the score. The first group of the last match is the score.
+        low: Lowest valid score. A score outside the bounds is a failure.
+        high: Highest valid score.
+        max_new_tokens: Longest answer, in tokens.
+        temperature: Sampling temperature of the judge.
     """
 
-    urls: tuple[str, ...]
+    urls: tuple[str, ...] = field(metadata=MAY_CHANGE)
     template: str
     model: str | None = None
-    auth_env: Variable | None = None
+    auth_env: Variable | None = field(default=None, metadata=MAY_CHANGE)
     pattern: str = r"(?i)score\D{0,20}?([-+]?\d+(?:\.\d+)?)"
     low: Score = 0.0
     high: Score = 10.0
     max_new_tokens: Count = 512
     temperature: NotNegative = 0.0
-    connect_timeout_s: Positive = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxConfig:
-    """Limits of a program that a response is, and what it may see.
+    """Limit a program that a response contains, and what it may see.
 
     Attributes:
-        wall_s: Longest time, from when it is begun, waiting for a core included.
-        cpu_s: Longest time of each of its processes on a core.
-        memory_mib: Most memory, of each of its processes and of all together.
+        wall_s: Longest run time from the start of the program, in seconds. Waiting for a core counts.
+        cpu_s: Longest CPU time of each process, in seconds.
+        memory_mib: Most memory of each process, and of all processes together, in MiB.
         processes: Most processes and threads.
-        files_mib: Most room for files.
-        output_kib: Most that it may print.
-        readable: Directories that it may read, beside those of the system and of Python's standard library.
-        allow_unprotected: Run it with limits alone where the machine cannot keep it apart: it then reads and writes
-            what the job may, and the network is open to it.
+        files_mib: Most space for files, in MiB.
+        output_kib: Most output, in KiB.
+        readable: Directories that the program may read, in addition to those of the system and of Python's standard
+            library.
+        allow_unprotected: Run the program with limits alone on a machine that cannot isolate it. The program can then
+            read and write what the job can, and it has network access.
     """
 
     wall_s: Positive = 10.0
@@ -89,38 +87,39 @@ class SandboxConfig:
     files_mib: Count = 64
     output_kib: Count = 256
     readable: tuple[str, ...] = ()
-    allow_unprotected: bool = False
+    allow_unprotected: bool = field(default=False, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """What scores a response, or tells its cost: a function, a model, a service, or a judge. docs/rewards.md.
+    """Score responses, or their cost, with a function, a model, a service or an LLM judge. See docs/rewards.md.
 
     Attributes:
-        function: ``exact_match``; ``length`` in characters; ``regex``; ``maths``: whether response and answer are the
-            same expression; ``code``: whether the response is a program that passes the answer's tests; or
-            ``package.module:function`` of ``(prompt, response, answer)``, all text, which gives a finite number. With
-            ``rollout.environment`` the response is that of the last turn. None, of the reward alone, where nothing else
-            scores: the sum of the environment's rewards, ``exact_match`` without one.
-        pattern: Of ``regex``: the first group of its last match in the response is to be the answer; without a group,
-            it is to match.
-        sandbox: Of ``code``: what the program may do.
-        model: A scorer with one label, which ``path`` names; its number at the last token is the score.
-        service: A service of yours.
-        judge: A language model that is asked for a score.
-        ranks: Global ranks, in mesh order; None: of a model the actor's, of all others those of the rollout. These
-            need no accelerator: their ranks may be those of no model.
-        layout: Of the model: how it is cut; None: as the actor's update layout.
-        offload: Keep the model's weights in host memory while it is not asked.
-        timeout_s: Longest time of a call, from its beginning; None: of a function none, 60 of a service or judge, 10 of
-            ``maths``.
-        retries: How often a call that failed is made again.
-        on_failure: What becomes of a sample whose calls all failed. ``error``: the run ends; ``score``: it gets
-            ``failure_score``; ``drop``: nothing is learned from it.
-        failure_score: With ``on_failure=score``.
-        cache: Scores that each rank keeps, by prompt, response and answer, so as not to ask twice; 0: none.
-        max_in_flight: Calls that a rank has under way together; None: 64, one of a function without ``timeout_s``, and
-            of ``maths`` and ``code`` its share of the node's cores.
+        function: ``exact_match`` compares the response with the answer. ``length`` counts characters. ``regex`` uses
+            ``pattern``. ``maths`` tells whether response and answer are the same expression. ``code`` tells whether the
+            response is a program that passes the answer's tests. ``package.module:function`` takes ``(prompt, response,
+            answer)``, all text, and returns a finite number. With ``rollout.environment`` the response is that of the
+            last turn. In ``reward`` without a model, service or judge, None means the sum of the environment's rewards,
+            or ``exact_match`` without an environment.
+        pattern: For ``regex``. With a group, the first group of the last match in the response must be the answer.
+            Without a group, the pattern must match.
+        sandbox: Limits of the program, for ``code``.
+        model: Scorer with one label, named by ``path``. The score is its number at the last token.
+        service: Your own service.
+        judge: LLM judge.
+        ranks: Global ranks, in mesh order. None means the actor's ranks for a model and the rollout's ranks for all
+            else. Only a model needs an accelerator: the ranks of other rewards may hold no model.
+        layout: Layout of the model. None means the actor's update layout.
+        offload: Keep the model's weights in host memory while it is not in use.
+        timeout_s: Longest time of a call from its beginning, in seconds. None means no limit for a function, 60 for a
+            service or judge, and 10 for ``maths``.
+        retries: How often a failed call is repeated.
+        on_failure: What happens to a sample whose calls all failed. ``error`` ends the run. ``score`` gives it
+            ``failure_score``. ``drop`` leaves it out of learning.
+        failure_score: Score of a failed sample with ``on_failure: score``.
+        cache: Scores that each rank keeps, by prompt, response and answer. 0 keeps no scores.
+        max_in_flight: Calls that a rank has under way together. None means 64. For a function without ``timeout_s``
+            None means 1. For ``maths`` and ``code`` None means the rank's share of the node's cores.
     """
 
     function: str | None = None
@@ -129,15 +128,15 @@ class RewardConfig:
     model: ModelConfig | None = None
     service: RewardServiceConfig | None = None
     judge: JudgeConfig | None = None
-    ranks: tuple[int, ...] | None = None
-    layout: ParallelLayout | None = None
-    offload: bool = False
-    timeout_s: Positive | None = None
-    retries: CountOrZero = 0
+    ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
+    layout: ParallelLayout | None = field(default=None, metadata=MAY_CHANGE)
+    offload: bool = field(default=False, metadata=MAY_CHANGE)
+    timeout_s: Positive | None = field(default=None, metadata=MAY_CHANGE)
+    retries: CountOrZero = field(default=0, metadata=MAY_CHANGE)
     on_failure: Literal["error", "score", "drop"] = "error"
     failure_score: Score = 0.0
-    cache: CountOrZero = 0
-    max_in_flight: Count | None = None
+    cache: CountOrZero = field(default=0, metadata=MAY_CHANGE)
+    max_in_flight: Count | None = field(default=None, metadata=MAY_CHANGE)
 
     @property
     def kind(self) -> str | None:

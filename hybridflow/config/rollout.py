@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from hybridflow.config.types import Score, StopText, Variable
 from hybridflow.sections import (
+    MAY_CHANGE,
     Bounds,
     Count,
     CountOrZero,
@@ -17,14 +18,14 @@ from hybridflow.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """What answers the policy's responses, so that a sample is a conversation of several turns.
+    """Answer the policy's responses, so that a sample is a conversation of several turns.
 
     Attributes:
         name: ``calculator``, or ``package.module:Class`` of a ``hybridflow.rollout.environment.Environment``.
         max_turns: Most responses of a sample.
         step_deadline_s: Longest time that the environment may take to answer, in seconds.
-        failure_reward: Reward of a turn in which the environment raises, does not answer in time, or answers something
-            else than it should. The sample ends there, and is learned from like any other.
+        failure_reward: Reward of a turn in which the environment raises, misses the deadline or gives an invalid
+            answer. The sample ends there and stays in the batch.
     """
 
     name: str
@@ -35,38 +36,38 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingEngineConfig:
-    """What generates the responses. All but ours need ``actor.rollout`` with tp, pp and ep of 1.
+    """Choose the engine that generates. All engines but ``megatron`` need ``actor.rollout`` with tp, pp and ep of 1.
 
     Attributes:
-        kind: ``megatron``: our own, on the weights being trained. ``vllm``: vLLM within each rollout rank, which is
-            given the weights before each rollout. ``openai``: a server that completes token ids at ``/v1/completions``,
-            such as ``vllm serve``. ``tgi``: a server with ``/generate``. The weights of a server do not follow.
-        urls: Of servers of one model, ``http://host:port`` each, asked in turn.
-        model: What the servers call the model; None: they have only one.
-        auth_env: Environment variable that holds the token to show to the servers; None: they ask for none.
-        log_probs: What a server's log-probabilities are of: the model's own distribution, or the one that was sampled
-            from, after temperature and cuts (vLLM: ``--logprobs-mode processed_logprobs``; TGI always).
-        off_policy: Train on what a server samples, though its weights stay what they are.
+        kind: ``megatron`` is our own engine, on the weights being trained. ``vllm`` runs vLLM within each rollout rank,
+            and gives it the weights before each rollout. ``openai`` asks a server that completes token ids at
+            ``/v1/completions``, such as ``vllm serve``. ``tgi`` asks a server with ``/generate``. Servers do not get
+            new weights.
+        urls: Servers of one model, ``http://host:port`` each, asked in turn.
+        model: Name of the model on the servers. None is for servers with only one model.
+        auth_env: Environment variable that holds the token. None is for servers that ask for no token.
+        log_probs: Distribution of a server's log-probabilities. ``raw`` is the model's own. ``processed`` is the one
+            that was sampled from, after temperature and cuts (vLLM with ``--logprobs-mode processed_logprobs``, TGI
+            always).
+        off_policy: Allow training on a server's samples, although the server's weights do not change.
         max_in_flight: Requests that a rank has at the servers at one time.
-        retries: How often a request is sent again when a server fails.
-        connect_timeout_s: Longest wait for a connection.
-        read_timeout_s: Longest wait for an answer.
-        deadline_s: Longest time for a request, all tries together.
-        memory_share: With ``vllm`` on a GPU: share of its memory that vLLM takes.
+        retries: How often a request is sent again after a server fails.
+        read_timeout_s: Longest wait for an answer, in seconds.
+        deadline_s: Longest time for a request with all its tries, in seconds.
+        memory_share: Share of a GPU's memory that ``vllm`` takes.
     """
 
     kind: Literal["megatron", "vllm", "openai", "tgi"] = "megatron"
-    urls: tuple[str, ...] = ()
+    urls: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
     model: str | None = None
-    auth_env: Variable | None = None
+    auth_env: Variable | None = field(default=None, metadata=MAY_CHANGE)
     log_probs: Literal["raw", "processed"] = "raw"
     off_policy: bool = False
-    max_in_flight: Count = 64
-    retries: CountOrZero = 5
-    connect_timeout_s: Positive = 10.0
-    read_timeout_s: Positive = 600.0
-    deadline_s: Positive = 1800.0
-    memory_share: Annotated[float, Bounds(low=0, high=1, above=True)] = 0.4
+    max_in_flight: Count = field(default=64, metadata=MAY_CHANGE)
+    retries: CountOrZero = field(default=5, metadata=MAY_CHANGE)
+    read_timeout_s: Positive = field(default=600.0, metadata=MAY_CHANGE)
+    deadline_s: Positive = field(default=1800.0, metadata=MAY_CHANGE)
+    memory_share: Annotated[float, Bounds(low=0, high=1, above=True)] = field(default=0.4, metadata=MAY_CHANGE)
 
     @property
     def is_server(self) -> bool:
@@ -76,32 +77,34 @@ class SamplingEngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How responses are sampled. Validation is greedy whatever stands here.
+    """Set how responses are sampled. ``validation/accuracy`` is always of greedy responses.
 
     Attributes:
         group_size: Responses to each prompt.
-        max_new_tokens: Longest response in tokens, its end-of-sequence token included; with an ``environment`` all that
-            follows the prompt, responses and observations.
-        temperature: Divides the logits, in rollout and in training alike.
-        top_k: Sample among so many of the likeliest tokens; 0: all.
+        max_new_tokens: Longest response in tokens. The end-of-sequence token counts. With an ``environment``, responses
+            and observations count: all that follows the prompt.
+        temperature: Divisor of the logits, in rollout and in training.
+        top_k: Sample among this many of the likeliest tokens. 0 means all tokens.
         top_p: Sample among the likeliest tokens that together reach this probability.
-        min_p: Sample among tokens at least this times as likely as the likeliest; 0: all.
-        min_new_tokens: Shortest response in tokens, its end-of-sequence token included.
-        repetition_penalty: Divides the logits of tokens of the prompt and the response if positive, else multiplies
-            them. Penalties are the sampler's alone: training computes probabilities without them.
-        presence_penalty: Taken from the logits of tokens that the response has.
-        frequency_penalty: Taken from the logits of the response's tokens, times how often each stands there.
-        stop: Texts that end a response, beside the end of sequence; it ends with the token that completes one.
+        min_p: Sample among tokens at least this times as likely as the likeliest. 0 means all tokens.
+        min_new_tokens: Shortest response in tokens. The end-of-sequence token counts.
+        repetition_penalty: Divisor of positive logits, and factor of negative ones, for tokens of the prompt and the
+            response. Only the sampler applies penalties. Training computes probabilities without them.
+        presence_penalty: Number subtracted from the logits of tokens that the response has.
+        frequency_penalty: Number subtracted from the logits of the response's tokens, once for each occurrence.
+        stop: Texts that end a response, in addition to the end of sequence. The response ends with the token that
+            completes a text.
         max_concurrent: Samples that one replica decodes together.
-        cache_memory: Most memory of each rank's key-value cache: a share of what is free when generating begins, or,
-            from 1 on, bytes. What has no room waits.
-        partial_rollouts: Begin responses of the next step where this step's leave room, and go on with them when they
-            are all done and the weights have changed: no replica decodes a few long responses alone. Its weights may
-            then be one more update behind than ``trainer.max_staleness`` says.
-        archive: Keep what was sampled, in HDF5; what a killed job had sampled is kept until it is used in any case.
-        replay: Directory of a run with an archive: learn from what it has sampled, and sample for validation alone.
-        environment: What answers the responses; None: a sample is one response.
-        engine: What generates them.
+        cache_memory: Most memory of each rank's key-value cache. Below 1, it is a share of the memory that is free when
+            generating begins. From 1 on, it is bytes. Samples without room wait.
+        partial_rollouts: Begin responses of the next step in free slots, and continue them with the new weights once
+            all responses of this step are done. No replica then decodes a few long responses alone. Weights of a
+            response may be one more update behind than ``trainer.max_staleness`` says.
+        archive: Keep all samples in HDF5. Without it, samples of a killed job are still kept until they are used.
+        replay: Directory of a run with an archive. The run learns from the archived samples and samples only for
+            validation.
+        environment: Environment that answers the responses. None means one response per sample.
+        engine: Engine that generates.
     """
 
     group_size: Count = 1
@@ -115,10 +118,10 @@ class RolloutConfig:
     presence_penalty: Annotated[float, Bounds(low=-1e4, high=1e4)] = 0.0
     frequency_penalty: Annotated[float, Bounds(low=-1e4, high=1e4)] = 0.0
     stop: tuple[StopText, ...] = ()
-    max_concurrent: Count = 256
-    cache_memory: Positive = 0.5
+    max_concurrent: Count = field(default=256, metadata=MAY_CHANGE)
+    cache_memory: Positive = field(default=0.5, metadata=MAY_CHANGE)
     partial_rollouts: bool = False
-    archive: bool = False
+    archive: bool = field(default=False, metadata=MAY_CHANGE)
     replay: str | None = None
     environment: EnvironmentConfig | None = None
     engine: SamplingEngineConfig = SamplingEngineConfig()

@@ -47,8 +47,8 @@ _EXAMPLES = """examples:
   srun --nodes=4 --ntasks-per-node=1 hybridflow doctor --nodes runs
   torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint node1:29400 -m hybridflow doctor --nodes --json
 
-exit status: 0 nothing found that would stop a run, 2 a problem that will stop it or slow it down, or arguments that
-  make no sense, 1 a failure of hybridflow itself
+exit status: 0 nothing found that would stop a run; 2 a problem that will stop a run or slow it down, or wrong
+  arguments; 1 hybridflow itself failed
 """
 
 
@@ -56,10 +56,10 @@ def add_doctor(commands: Any) -> None:
     """Add it to the sub-commands of a parser."""
     doctor = commands.add_parser(
         "doctor",
-        help="what this machine or allocation has, what will be used, and what is in the way",
-        description="Look at software, GPUs, MPI, the run directory, the machine, its network and Slurm, and name "
-        "each problem with its remedy. With --nodes do so on every node of the allocation, measure each, and name what "
-        "is slow, silent or different; started plainly inside a Slurm job it starts itself on all its nodes.",
+        help="check a machine or an allocation; name problems and remedies",
+        description="Check software, GPUs, MPI, the run directory, the machine, its network and Slurm, and name each "
+        "problem with its remedy. With --nodes, check and measure every node of the allocation, and name nodes that "
+        "are slow, silent or different. Inside a Slurm job, --nodes starts one task on each node.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -69,9 +69,9 @@ def add_doctor(commands: Any) -> None:
         type=Path,
         default=Path(),
         metavar="DIR",
-        help="where runs are to be kept (default: here)",
+        help="directory for runs (default: the working directory)",
     )
-    doctor.add_argument("--nodes", action="store_true", help="all nodes of the allocation, measured and compared")
+    doctor.add_argument("--nodes", action="store_true", help="check, measure and compare all nodes of the allocation")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=run, recipe=None, overrides=())
 

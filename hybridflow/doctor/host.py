@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_bytes
-from hybridflow.rewards.sandbox import sandbox_problem
+from hybridflow.rewards.sandbox import Bubblewrap, find_bubblewrap, sandbox_problem
 
 AREA, NETWORK = "machine", "network"
 
@@ -47,7 +47,7 @@ def check_host() -> list[Finding]:
         shared_memory_finding(room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize),
         memlock_finding(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_fabric=has_fabric),
         open_files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE)),
-        sandbox_finding(sandbox_problem()),
+        sandbox_finding(sandbox_problem(), find_bubblewrap()),
     ]
 
 
@@ -75,9 +75,15 @@ def shared_memory_finding(total_bytes: int, free_bytes: int) -> Finding:
     )
 
 
-def sandbox_finding(problem: str | None) -> Finding:
-    """Whether programs that responses are can be run apart from everything else."""
-    value = "programs can be kept apart" if problem is None else f"{problem}; reward.function=code is refused"
+def sandbox_finding(problem: str | None, bubblewrap: Bubblewrap) -> Finding:
+    """Whether programs that responses are can be run apart from everything else, and by what."""
+    if problem is not None:
+        value = f"{problem}; reward.function=code is refused"
+    elif bubblewrap.usable is not None:
+        value = f"programs are kept apart by bubblewrap ({bubblewrap.path})"
+    else:
+        why = "bwrap is not installed" if bubblewrap.path is None else f"{bubblewrap.path}: {bubblewrap.problem}"
+        value = f"programs are kept apart by hybridflow itself ({why})"
     return Finding(area=AREA, name="sandbox of answers", value=value).unless(
         problem is None,
         NOTE,

@@ -6,25 +6,25 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hybridflow.errors import ConfigError
-from hybridflow.sections import Count, Positive
+from hybridflow.sections import MAY_CHANGE, Count, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """How the rotary position embedding's frequencies are stretched for contexts longer than those of pre-training.
+    """Stretch the frequencies of the rotary position embedding for contexts longer than those of pre-training.
 
     Attributes:
-        kind: Which formula: of position interpolation (arXiv 2306.15595), Llama 3.1, YaRN (arXiv 2309.00071) or
-            LongRoPE (arXiv 2402.13753).
-        factor: By how much the context was stretched.
-        original_context: Longest sequence of pre-training, in tokens; not used by ``linear``.
-        low_freq_factor: ``llama3``: wavelengths above ``original_context`` over this are stretched in full.
-        high_freq_factor: ``llama3``: wavelengths below ``original_context`` over this are left alone.
-        beta_fast: ``yarn``: dims that turn more often than this within ``original_context`` are left alone.
-        beta_slow: ``yarn``: dims that turn less often than this are stretched in full.
-        attention_factor: ``yarn``, ``longrope``: factor on queries and keys alike; None: the paper's.
-        short_factor: ``longrope``: divisor of each frequency where ``max_context`` is within ``original_context``.
-        long_factor: ``longrope``: the same for a longer ``max_context``.
+        kind: Formula: position interpolation (arXiv 2306.15595), Llama 3.1, YaRN (arXiv 2309.00071) or LongRoPE (arXiv
+            2402.13753).
+        factor: Factor by which the context was stretched.
+        original_context: Longest sequence of pre-training, in tokens. ``linear`` does not use it.
+        low_freq_factor: For ``llama3``: wavelengths above ``original_context`` over this are stretched in full.
+        high_freq_factor: For ``llama3``: wavelengths below ``original_context`` over this do not change.
+        beta_fast: For ``yarn``: dims that turn more often than this within ``original_context`` do not change.
+        beta_slow: For ``yarn``: dims that turn less often than this are stretched in full.
+        attention_factor: For ``yarn`` and ``longrope``: factor on queries and on keys. None means the paper's factor.
+        short_factor: For ``longrope``: divisor of each frequency where ``max_context`` is within ``original_context``.
+        long_factor: For ``longrope``: divisor of each frequency for a longer ``max_context``.
     """
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
@@ -41,41 +41,41 @@ class RotaryScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a language model, given key by key or by ``path``.
+    """Set the shape of a language model, key by key or by ``path``.
 
     Attributes:
-        path: Directory of Hugging Face, or model directory of ours, to take weights and settings from. Beside it only
-            ``max_context``, ``vocab_divisible_by``, ``init_std`` and ``dtype`` may differ from what it says. None:
-            weights are made from the seed.
+        path: Hugging Face directory, or model directory of ours, that holds weights and settings. Only ``max_context``,
+            ``vocab_divisible_by``, ``init_std`` and ``dtype`` may differ from it. None means weights from the seed.
         num_layers: Transformer layers.
         hidden_size: Width of the activations between layers.
-        ffn_hidden_size: Width inside each gated feed-forward block; where there are experts, inside each expert.
+        ffn_hidden_size: Width inside each gated feed-forward block. With experts, the width inside each expert.
         num_attention_heads: Query heads.
-        num_query_groups: Key/value heads; None: as many as attention heads.
-        head_dim: Width of each head, for models that do not share the hidden size out; None: hidden_size / heads.
-        max_context: Longest sequence in tokens, prompt and response together.
-        vocab_size: True vocabulary; None: the tokenizer's.
+        num_query_groups: Key/value heads. None means as many as attention heads.
+        head_dim: Width of each head. None means ``hidden_size`` over ``num_attention_heads``.
+        max_context: Longest sequence in tokens. Prompt and response count together.
+        vocab_size: True vocabulary. None means the tokenizer's.
         vocab_divisible_by: The padded vocabulary is a multiple of this times ``tp``.
         rotary_base: Base of the rotary position embedding.
-        rotary_scaling: How the rotary position embedding is stretched; None: it is not.
-        norm_eps: What RMSNorm adds to the mean square.
+        rotary_scaling: Stretching of the rotary position embedding. None means no stretching.
+        norm_eps: Number that RMSNorm adds to the mean square.
         zero_centered_norms: Whether norms multiply by 1 + weight instead of the weight.
-        post_norms: Whether the outputs of attention and feed-forward block are normalised too, before they are added.
-        activation: Of the feed-forward block's gate.
+        post_norms: Whether the outputs of attention and feed-forward block are normalized too, before they are added.
+        activation: Activation of the feed-forward block's gate.
         tied_embeddings: Whether input and output embedding are one tensor.
         scaled_embeddings: Whether input embeddings are multiplied by the root of ``hidden_size``.
         qkv_bias: Whether the projections to query, key and value have a bias.
-        qk_norm: Whether queries and keys are normalised head by head.
-        attention_scale: Factor on the attention scores; None: 1 / sqrt(head size).
-        attention_softcap: Attention scores s become cap * tanh(s / cap); None: they do not.
-        logit_softcap: The same of the output's logits.
-        window: In ``window_layers`` each token sees so many tokens, itself included; None: all before it.
-        window_layers: Layers, counted from 0, with that window; None: all.
-        num_experts: Experts of each layer; None: a dense feed-forward block.
+        qk_norm: Whether queries and keys are normalized head by head.
+        attention_scale: Factor on the attention scores. None means 1 / sqrt(head size).
+        attention_softcap: Cap on the attention scores s: they become cap * tanh(s / cap). None means no cap.
+        logit_softcap: The same cap on the output's logits. None means no cap.
+        window: Tokens that each token sees in ``window_layers``, itself included. None means all tokens before it.
+        window_layers: Layers with that window, counted from 0. None means all layers.
+        num_experts: Experts of each layer. None means a dense feed-forward block.
         experts_per_token: Experts that each token goes to.
-        normalized_experts: Whether the weights of a token's experts add up to 1; else they are shares of all experts'.
+        normalized_experts: Whether the weights of a token's experts add up to 1. Otherwise they are shares of all
+            experts'.
         init_std: Standard deviation of initial weights.
-        dtype: Number format of weights and activations; gradients are summed and optimizer steps taken in fp32. fp16
+        dtype: Number format of weights and activations. Gradients are summed, and optimizer steps taken, in fp32. fp16
             is for generating alone.
     """
 
@@ -89,7 +89,7 @@ class ModelConfig:
     head_dim: Count | None = None
     max_context: Count
     vocab_size: Count | None = None
-    vocab_divisible_by: Count = 1
+    vocab_divisible_by: Count = field(default=1, metadata=MAY_CHANGE)
     rotary_base: Positive = 10000.0
     rotary_scaling: RotaryScaling | None = None
     norm_eps: Positive = 1e-5
@@ -108,7 +108,7 @@ class ModelConfig:
     num_experts: Count | None = None
     experts_per_token: Count = 2
     normalized_experts: bool = True
-    init_std: Positive = 0.02
+    init_std: Positive = field(default=0.02, metadata=MAY_CHANGE)
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
 
     @property

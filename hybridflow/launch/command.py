@@ -32,8 +32,8 @@ EXAMPLES = """examples:
   hybridflow launch local quickstart --resume
   hybridflow launch mpi quickstart --hostfile hosts.txt
 
-exit status: 0 submitted, or done; 2 what was asked for cannot be, or Slurm refuses it; 4 the run directory cannot be
-  written; with --follow, local and mpi that of the job
+exit status: 0 submitted, or done; 2 the request is wrong, or Slurm refuses it; 4 the run directory cannot be written;
+  with --follow, local and mpi: the exit status of the job
 """
 
 
@@ -42,17 +42,18 @@ def add_launch(commands: Any) -> None:
     launch = commands.add_parser(
         "launch",
         help="start a recipe on a cluster or on this machine",
-        description="Check that a recipe fits the nodes, the memory and the time, and start it. Imports no torch.",
+        description="Check that a recipe fits nodes, memory and time limit, and start it. "
+        "The command imports no torch.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     kinds = launch.add_subparsers(required=True, metavar="WHERE")
     slurm = kinds.add_parser(
         "slurm",
-        help="submit it to Slurm",
-        description="Submit a recipe to Slurm. The recipe with every key, the site settings and a copy of hybridflow's "
-        "source are kept in RUN_DIR/launch/, and the job runs those: what you change afterwards changes no job that "
-        "waits. It goes on from the run's latest checkpoint, if there is one.",
+        help="submit a recipe to Slurm",
+        description="Submit a recipe to Slurm. Keep the full recipe, the site settings and a copy of hybridflow's "
+        "source in RUN_DIR/launch/. The job runs these copies, so later edits do not change a waiting job. The job "
+        "resumes from the run's latest checkpoint, if there is one.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -62,31 +63,33 @@ def add_launch(commands: Any) -> None:
         "--print",
         dest="prints",
         action="store_true",
-        help="check all and print the batch file; submit and write nothing",
+        help="check everything and print the batch file; submit and write nothing",
     )
-    slurm.add_argument("--parsable", action="store_true", help="print the number of the job and nothing else")
-    slurm.add_argument("--follow", action="store_true", help="print the job's log until it is over; exit as it does")
-    slurm.add_argument("--installed", action="store_true", help="run the installed hybridflow instead of a copy of it")
+    slurm.add_argument("--parsable", action="store_true", help="print only the job id")
+    slurm.add_argument(
+        "--follow", action="store_true", help="print the job's log until the job ends; exit with its status"
+    )
+    slurm.add_argument("--installed", action="store_true", help="run the installed hybridflow instead of a copy")
     slurm.set_defaults(run=_slurm)
     for kind, run, text in (
-        ("local", _local, "as processes of this machine, as `hybridflow train` does by itself"),
+        ("local", _local, "as processes on this machine, as `hybridflow train` does"),
         ("mpi", _mpi, "with mpirun"),
     ):
-        parser = kinds.add_parser(kind, help=f"start it {text}", description=f"Start a recipe {text}.")
+        parser = kinds.add_parser(kind, help=f"start a recipe {text}", description=f"Start a recipe {text}.")
         add_recipe(parser)
-        parser.add_argument("--resume", action="store_true", help="go on from the run's latest checkpoint, if any")
+        parser.add_argument("--resume", action="store_true", help="resume from the run's latest checkpoint, if any")
         parser.add_argument("--print", dest="prints", action="store_true", help="print the commands and start nothing")
         if kind == "mpi":
             parser.add_argument(
-                "--hostfile", type=Path, metavar="FILE", help="hosts, as the MPI's own mpirun takes them"
+                "--hostfile", type=Path, metavar="FILE", help="list of hosts in the format of this mpirun"
             )
         parser.set_defaults(run=run)
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Add the recipe and its overrides."""
-    parser.add_argument("recipe", help="a YAML file, or the name of a shipped recipe such as quickstart")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the recipe's")
+    parser.add_argument("recipe", help="YAML file, or name of a shipped recipe such as quickstart")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the recipe's")
 
 
 def add_slurm_options(parser: argparse.ArgumentParser) -> None:
@@ -95,10 +98,10 @@ def add_slurm_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nodes",
         metavar="N|MIN-MAX",
-        help="nodes (default: as many as the ranks fill); fewer than the recipe's ranks fill need fallbacks in it",
+        help="number of nodes (default: as many as the ranks fill); fewer nodes need fallbacks in the recipe",
     )
-    parser.add_argument("--time", metavar="LIMIT", help="such as 24:00:00 or 1-12 (default: the site's)")
-    parser.add_argument("--partition", metavar="NAME", help="default: the site's")
+    parser.add_argument("--time", metavar="LIMIT", help="time limit, such as 24:00:00 or 1-12 (default: the site's)")
+    parser.add_argument("--partition", metavar="NAME", help="partition (default: the site's)")
 
 
 def request_of(arguments: argparse.Namespace) -> Request:

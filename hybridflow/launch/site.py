@@ -20,10 +20,10 @@ class Container:
     """The container that every rank runs in.
 
     Attributes:
-        kind: ``apptainer`` puts ``apptainer exec`` before the command; ``pyxis`` gives ``srun`` the options of
-            NVIDIA's plugin, which uses Enroot.
-        image: A file, or whatever else the container's command takes.
-        mounts: ``HOST:CONTAINER`` or ``HOST`` each; the working directory and the run directory are there in any case.
+        kind: ``apptainer`` runs the command by ``apptainer exec``; ``pyxis`` gives ``srun`` the options of NVIDIA's
+            plugin, which uses Enroot.
+        image: A file, or another image name that the container runtime accepts.
+        mounts: Each ``HOST:CONTAINER`` or ``HOST``; the working directory and the run directory are always mounted.
     """
 
     kind: Literal["none", "apptainer", "pyxis"] = "none"
@@ -33,29 +33,29 @@ class Container:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A cluster, as ``hybridflow launch slurm`` asks it for a job. What is left out is not asked for.
+    """Options that ``hybridflow launch slurm`` asks the cluster for. Slurm decides on those left out.
 
     Attributes:
-        account: Whom the hours are charged to.
-        partition: Where jobs run; ``--partition`` of the command goes before.
+        account: Account that is charged.
+        partition: Partition of the job; ``--partition`` overrides it.
         qos: Quality of service.
         constraint: Features that nodes must have.
-        time: Time limit of a job in Slurm's words, quoted (``"24:00:00"``); ``--time`` of the command goes before.
-        ranks_per_node: Ranks on each node; null: those of the recipe's ``cluster.ranks_per_node``, else one for each
-            GPU, else all on one node.
-        gpus_per_node: GPUs of a node; 0: none is asked for.
-        gpu_type: As in ``gpu:TYPE:8``, where a cluster has several.
-        gpu_option: Which of sbatch's options asks for GPUs; ``none`` where whole nodes come with theirs.
-        gpu_memory_gb: Memory of a GPU in GB; a job that needs more is refused before it is submitted.
-        cpus_per_task: CPU cores of each rank; null: the recipe's ``cluster.threads_per_rank``.
-        memory: Host memory of a node in Slurm's words (``"0"``: all of it); null: the cluster's default.
-        exclusive: Whether nodes are shared with nobody.
-        mpi: Which of ``srun --mpi`` starts ranks that are to find each other through MPI.
-        modules: What ``module load`` is given, one after the other.
-        setup: Lines of shell that run before the job, on its first node; one that fails ends it.
-        container: What ranks run in.
-        options: Further options of sbatch, each ``--name`` or ``--name=value``.
-        signal_lead_s: How long before its time limit a job is told to save and stop, in seconds.
+        time: Time limit in Slurm's form, quoted (``"24:00:00"``); ``--time`` overrides it.
+        ranks_per_node: Ranks on each node; null: ``cluster.ranks_per_node`` of the recipe, else one per GPU, else all
+            on one node.
+        gpus_per_node: GPUs of a node; 0: the job asks for none.
+        gpu_type: Type of GPU, as in ``gpu:TYPE:8``; for clusters with several types.
+        gpu_option: Option of sbatch that asks for GPUs; ``none``: whole nodes come with their GPUs.
+        gpu_memory_gb: Memory of a GPU in GB; ``launch`` refuses a job that needs more.
+        cpus_per_task: CPU cores of each rank; null: ``cluster.threads_per_rank`` of the recipe.
+        memory: Host memory of a node in Slurm's form (``"0"``: all of it); null: the cluster's default.
+        exclusive: Whether the job has its nodes to itself.
+        mpi: Type of ``srun --mpi`` for ranks that meet through MPI.
+        modules: Arguments of ``module load``, loaded in this order.
+        setup: Shell lines that run before the job, on its first node; a line that fails ends the job.
+        container: Container of the ranks.
+        options: More options of sbatch, each ``--name`` or ``--name=value``; these override all others.
+        signal_lead_s: Seconds before the time limit at which Slurm tells the job to save and stop.
     """
 
     account: str | None = None

@@ -13,18 +13,18 @@ AXES = ("tp", "pp", "dp", "cp", "ep", "vpp")
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """How many ways a model is cut along each axis.
+    """Set how many ways a model is cut along each axis.
 
     Attributes:
-        tp: Tensor parallel size: ranks that share each matrix.
-        pp: Pipeline parallel size: ranks that share the stack of layers.
-        dp: Data parallel size: replicas of the model.
-        cp: Context parallel size: ranks that share one sequence.
-        ep: Expert parallel size. ``etp * ep`` divides a stage's ``tp * cp * dp`` ranks, so it adds none.
-        vpp: Virtual pipeline chunks on each stage; adds no ranks.
-        etp: Tensor parallel size inside each expert; None: as ``tp``.
-        layers: Layers of each pipeline stage, of each of the ``pp * vpp`` virtual stages in their order if vpp > 1;
-            None: equally many.
+        tp: Tensor-parallel size: ranks that share each matrix.
+        pp: Pipeline-parallel size: ranks that share the stack of layers.
+        dp: Data-parallel size: replicas of the model.
+        cp: Context-parallel size: ranks that share one sequence.
+        ep: Expert-parallel size. It adds no ranks: ``etp * ep`` divides the ``tp * cp * dp`` ranks of a stage.
+        vpp: Virtual pipeline chunks on each stage. They add no ranks.
+        etp: Tensor-parallel size inside each expert. None means ``tp``.
+        layers: Layers of each pipeline stage. If vpp > 1, layers of each of the ``pp * vpp`` virtual stages, in order.
+            None means equally many.
 
     Raises:
         LayoutError: A size is not a positive integer, or sizes contradict each other.

@@ -19,7 +19,7 @@ _EXAMPLES = """examples:
   hybridflow status runs/quickstart --json | jq .left_s
   watch hybridflow status runs/quickstart
 
-exit status: 0 shown, whatever the run's state; 2 one of the directories holds no run; 3 one cannot be read
+exit status: 0 all runs were shown, in whatever state; 2 a directory holds no run; 3 a file cannot be read
 """
 
 
@@ -27,14 +27,14 @@ def add_status(commands: Any) -> None:
     """Add it to the sub-commands of a parser."""
     status = commands.add_parser(
         "status",
-        help="how a run stands",
-        description="Print how far a run is, how quick, when it last saved, what it does or what ended it, from its "
-        "files alone; of several runs a table. Imports no torch.",
+        help="show the state of a run",
+        description="Print progress, speed, last checkpoint, and current activity or cause of the end of a run, from "
+        "its files alone. Print several runs as a table. The command imports no torch.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    status.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the directory of a run")
-    status.add_argument("--json", action="store_true", help="print JSON, an object on a line for each run")
+    status.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
+    status.add_argument("--json", action="store_true", help="print JSON, one object per run and line")
     status.set_defaults(run=run, recipe=None, overrides=())
 
 

@@ -119,7 +119,8 @@ def recipe_from_dict(
         found = _settings_of_paths(values, in_memory)
     except HybridflowError as error:
         raise type(error)(f"{source}: {error}") from None
-    recipe = read_section(Recipe, _with_settings(values, found), source=source, origins=origins)
+    values = _with_settings(values, found)
+    recipe = read_section(Recipe, _with_inherited_models(values, found), source=source, origins=origins)
     if recipe.algorithm not in ALGORITHMS:
         where = origins.get("algorithm", source)
         raise ConfigError(
@@ -188,6 +189,22 @@ def _with_settings(values: Any, found: Mapping[str, ModelInfo]) -> Any:
         given = dict(section)
         section.update(to_dict(settings.model))
         section.update(given)
+    return values
+
+
+def _with_inherited_models(values: Any, found: Mapping[str, ModelInfo]) -> Any:
+    """Return the values with the keys of ``model`` beneath each model section that has no directory of its own.
+
+    A section within a model, such as ``rotary_scaling``, is inherited whole or not at all.
+    """
+    actors = _inner(values, "model")
+    for key in MODELS:
+        role, _, name = key.rpartition(".")
+        given = _inner(values, key)
+        if role and key not in found and isinstance(given, dict) and isinstance(actors, dict):
+            # The actor's weights are not inherited, only its shape.
+            model = {**actors, "path": None, **given}
+            values = {**values, role: {**values[role], name: model}}
     return values
 
 

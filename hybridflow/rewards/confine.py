@@ -1,17 +1,25 @@
 """Runs one program apart from everything else, within limits. A script, of Python's own library alone.
 
 Read as JSON on standard input: ``argv``, ``files`` (name → text, in its folder), ``stdin``, ``environ``, ``readable``
-(directories and files that it sees, for reading, and in a link's place what it leads to), ``is_protected``, and the
-limits ``wall_s``, ``cpu_s``, ``memory_bytes``, ``processes``, ``files_bytes``, ``output_bytes``. Written as JSON:
-``error``, why it could not be run; or ``status`` (negative: a signal's number; None: it was stopped), ``stopped`` (by
-which limit), ``cpu_s`` (what all its processes used of cores), ``stdout`` and ``stderr``.
+(directories and files that it sees, for reading, and in a link's place what it leads to), ``is_protected``,
+``bubblewrap`` (the path of its program; None: without it), and the limits ``wall_s``, ``cpu_s``, ``memory_bytes``,
+``processes``, ``files_bytes``, ``output_bytes``. Written as JSON: ``error``, why it could not be run; or ``status``
+(negative: a signal's number; None: it was stopped), ``stopped`` (by which limit), ``cpu_s`` (what all its processes
+used of cores), ``stdout`` and ``stderr``.
 
 Three processes. This one, the keeper, goes into namespaces of its own (users, processes, network, IPC, host name),
 looks after time, memory and output, and kills. The first is process 1 of them: it builds a root directory in which
 only what is readable stands, without a home, ``/proc`` or devices that matter, and collects orphans; with it the system
 kills all others. The program has no capabilities, no way to new ones, and a user that owns none of what it sees.
-Of a keeper that dies the first process dies too. Where programs are not kept apart the keeper alone knows what is
-left of one, so that it is asked to end, and takes all along.
+Of a keeper that dies the first process dies too.
+
+With bubblewrap a fourth process, ``bwrap``, stands between the keeper and the first process. It makes the namespaces
+and the root directory, and begins this script again as process 1. The same code does all else. A keeper that is root
+first makes a user namespace that has root and nobody: one that bwrap makes has one user, so the program would be root
+outside.
+
+Where programs are not kept apart the keeper alone knows what is left of one, so that it is asked to end, and takes all
+along.
 """
 
 from __future__ import annotations
@@ -35,6 +43,10 @@ FOLDER = "/box"
 _ROOT = "/tmp"
 """Where the program's root directory is built, over what is there."""
 NOBODY = 65534
+_SELF = "/confine.py"
+"""Where bubblewrap shows this script to process 1."""
+_MOST_FILES = 10000
+"""Files are memory of the kernel's, even empty ones."""
 _LOOK_S = 0.05
 _BEGIN_S = 10.0
 """So long after its keeper a program is begun, or the machine is at fault and not the program."""
@@ -111,10 +123,20 @@ def main() -> int:
     """Run what standard input says, and tell on standard output what came of it."""
     spec = json.loads(sys.stdin.buffer.read())
     _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if "told" in spec:
+        # Begun by bubblewrap.
+        os.set_inheritable(spec["told"], False)
+        _be_first(spec, FOLDER, {"told": spec["told"], "stdout": 1, "stderr": 2}, [])
     _leave_keys()
     try:
-        if spec["is_protected"]:
-            _enter_namespaces()
+        if spec["bubblewrap"] is not None:
+            if os.geteuid() == 0:
+                _enter_namespaces(_NEWUSER)
+                _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+            _prctl(_BE_SUBREAPER, 1)
+            outcome = _keep(spec, FOLDER)
+        elif spec["is_protected"]:
+            _enter_namespaces(_NEWUSER | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS)
             # Forgotten where rights change.
             _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
             outcome = _keep(spec, None)
@@ -139,8 +161,8 @@ def _leave_keys() -> None:
         _libc.syscall(ctypes.c_long(_number("keyctl")), ctypes.c_long(_JOIN_SESSION_KEYRING), None)
 
 
-def _enter_namespaces() -> None:
-    """Leave the users, the network and the processes of the system; the next child is process 1.
+def _enter_namespaces(flags: int) -> None:
+    """Leave the users of the system, and what else is asked for; in a new namespace of processes a child is process 1.
 
     Root is there beside nobody, who owns nothing; another user is there as nobody.
     """
@@ -159,7 +181,6 @@ def _enter_namespaces() -> None:
         os._exit(code)
     os.close(reader)
     try:
-        flags = _NEWUSER | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS
         _call("unshare", ctypes.c_int(flags), what="namespaces are not allowed here")
         os.write(writer, b".")
     finally:
@@ -191,7 +212,10 @@ def _keep(spec: dict[str, Any], folder: str | None) -> dict[str, Any]:
     pipes = {name: os.pipe() for name in ("told", "stdout", "stderr")}
     first = os.fork()
     if first == 0:
-        _be_first(spec, folder, {name: ends[1] for name, ends in pipes.items()}, [ends[0] for ends in pipes.values()])
+        writers = {name: ends[1] for name, ends in pipes.items()}
+        if spec["bubblewrap"] is not None:
+            _be_bubblewrap(spec, writers)
+        _be_first(spec, folder, writers, [ends[0] for ends in pipes.values()])
     for _, writer in pipes.values():
         os.close(writer)
     watched = _Watched({name: ends[0] for name, ends in pipes.items()}, spec["output_bytes"])
@@ -208,6 +232,9 @@ def _keep(spec: dict[str, Any], folder: str | None) -> dict[str, Any]:
     if "error" in told:
         return {"error": told["error"]}
     texts = {name: watched.texts[name].decode("utf-8", "replace") for name in ("stdout", "stderr")}
+    if "begun" not in told:
+        # Nobody but bubblewrap, and the Python that it starts, has written there yet.
+        return {"error": texts["stderr"].strip()[-300:] or "the sandbox ended before its program was begun"}
     status = told.get("status") if stopped is None else None
     return {"error": None, "status": status, "stopped": stopped, "cpu_s": cpu_s, **texts}
 
@@ -226,7 +253,9 @@ def _look_after(first: int, watched: _Watched, spec: dict[str, Any]) -> str | No
             is_begun, end_s = True, time.monotonic() + spec["wall_s"]
         if time.monotonic() > end_s and not is_begun:
             raise Refused(f"the program was not begun within {_BEGIN_S:g} s; is the machine overloaded?")
-        stopped = watched.excess or ("wall_s" if time.monotonic() > end_s else _excess(first, spec))
+        stopped = watched.excess or ("wall_s" if time.monotonic() > end_s else None)
+        if is_begun and stopped is None:
+            stopped = _excess(first, spec)
     return stopped
 
 
@@ -269,7 +298,14 @@ class _Watched:
 
 def _excess(first: int, spec: dict[str, Any]) -> str | None:
     """Which limit the processes pass together, those that have lost their parents too."""
-    pids = [pid for pid in _descendants(os.getpid()) if pid != first]
+    if spec["bubblewrap"] is None:
+        pids = [pid for pid in _descendants(os.getpid()) if pid != first]
+    else:
+        # The one child of bwrap is process 1, from which all others come. It may be gone.
+        inside = _descendants(first)
+        pids = inside[1:]
+        if inside and _files(inside[0]) > _MOST_FILES:
+            return "files_mib"
     if len(pids) > spec["processes"]:
         return "processes"
     used = 0
@@ -280,6 +316,15 @@ def _excess(first: int, spec: dict[str, Any]) -> str | None:
         except (OSError, IndexError):
             continue
     return "memory_mib" if used > spec["memory_bytes"] else None
+
+
+def _files(pid: int) -> int:
+    """Count the files in a process's folder. Nothing limits them where bubblewrap has made it."""
+    try:
+        found = os.statvfs(f"/proc/{pid}/root{FOLDER}")
+    except OSError:
+        return 0
+    return found.f_files - found.f_ffree
 
 
 def _cpu_s() -> float:
@@ -327,18 +372,64 @@ def _kill_all(first: int, *, is_alone: bool) -> None:
         time.sleep(0.01)
 
 
+def _be_bubblewrap(spec: dict[str, Any], writers: dict[str, int]) -> NoReturn:
+    """Become bwrap, which makes the program's surroundings and begins this script there as process 1."""
+    told = writers["told"]
+    try:
+        _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        if os.geteuid() == 0:
+            _forbid_namespaces()
+        source = _in_memory(json.dumps({**spec, "told": told}).encode())
+        for number, target in ((source, 0), (writers["stdout"], 1), (writers["stderr"], 2)):
+            os.dup2(number, target)
+        os.set_inheritable(told, True)
+        os.execv(spec["bubblewrap"], [spec["bubblewrap"], *_bubblewrap_arguments(spec)])
+    except BaseException as error:
+        os.write(told, json.dumps({"error": f"{spec['bubblewrap']}: {error}"}).encode() + b"\n")
+    finally:
+        os._exit(127)
+
+
+def _bubblewrap_arguments(spec: dict[str, Any]) -> list[str]:
+    """Return the arguments by which bwrap makes what ``_enter_namespaces`` and ``_make_root`` make."""
+    asked = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--die-with-parent", "--as-pid-1"]
+    if os.geteuid() == 0:
+        # What process 1 needs to make the program nobody.
+        asked += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
+    else:
+        asked += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+    devices = [path for path in map("/dev/{}".format, _DEVICES) if os.path.exists(path)]
+    # Directories above them that bwrap makes unasked are closed to nobody.
+    above = {path[:end] for path in spec["readable"] for end, each in enumerate(path) if each == "/" and end > 0}
+    asked += [word for path in sorted(above) for word in ("--dir", path)]
+    asked += [word for path in spec["readable"] for word in ("--ro-bind", path, path)]
+    asked += ["--dir", "/dev", *(word for path in devices for word in ("--dev-bind", path, path))]
+    asked += ["--ro-bind", os.path.abspath(__file__), _SELF]
+    asked += ["--perms", "0777", "--size", str(spec["files_bytes"]), "--tmpfs", FOLDER, "--remount-ro", "/"]
+    return [*asked, "--", sys.executable, "-I", "-S", _SELF]
+
+
+def _in_memory(data: bytes) -> int:
+    """Return a descriptor from which one reads this."""
+    source = os.memfd_create("stdin")
+    with open(source, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(source, 0, os.SEEK_SET)
+    return source
+
+
 def _be_first(spec: dict[str, Any], folder: str | None, writers: dict[str, int], readers: list[int]) -> NoReturn:
     """Be the first process: make the program's surroundings, begin it, wait for it, tell how it ended."""
     told = writers["told"]
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # The program may send process 1 any signal; those without a handler do not reach it.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
         _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         for reader in readers:
             os.close(reader)
         if folder is None:
-            # Where it may not be written, the filter of calls holds alone.
-            with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as file:
-                file.write("0")
+            _forbid_namespaces()
             _make_root(spec)
             folder = FOLDER
         for name, text in spec["files"].items():
@@ -362,6 +453,12 @@ def _be_first(spec: dict[str, Any], folder: str | None, writers: dict[str, int],
         os._exit(0)
 
 
+def _forbid_namespaces() -> None:
+    """Let nobody here make namespaces of users. Where that may not be set, the filter of calls holds alone."""
+    with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as file:
+        file.write("0")
+
+
 def _make_root(spec: dict[str, Any]) -> None:
     """A root directory with what may be read, and a folder that may be written to."""
     _call("unshare", ctypes.c_int(_NEWNS), what="mounts of its own are not allowed here")
@@ -378,7 +475,7 @@ def _make_root(spec: dict[str, Any]) -> None:
         _bind(source, root + path)
     box = root + FOLDER
     os.mkdir(box)
-    _mount("tmpfs", box, "tmpfs", _NOSUID | _NODEV, f"size={spec['files_bytes']},nr_inodes=10000,mode=777")
+    _mount("tmpfs", box, "tmpfs", _NOSUID | _NODEV, f"size={spec['files_bytes']},nr_inodes={_MOST_FILES},mode=777")
     os.chdir(root)
     # C libraries do not have it.
     _call("syscall", ctypes.c_long(_number("pivot_root")), b".", b".", what="the root directory cannot be changed")
@@ -411,9 +508,7 @@ def _be_program(spec: dict[str, Any], writers: dict[str, int]) -> NoReturn:
     try:
         _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         os.setsid()
-        source = os.memfd_create("stdin", 0)
-        os.write(source, spec["stdin"].encode("utf-8", "surrogatepass"))
-        os.lseek(source, 0, os.SEEK_SET)
+        source = _in_memory(spec["stdin"].encode("utf-8", "surrogatepass"))
         for number, target in ((source, 0), (writers["stdout"], 1), (writers["stderr"], 2)):
             os.dup2(number, target)
         os.closerange(3, writers["told"])
@@ -421,8 +516,9 @@ def _be_program(spec: dict[str, Any], writers: dict[str, int]) -> NoReturn:
         os.umask(0o077)
         for name in ("SIGPIPE", "SIGXFSZ"):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
-        # Of an ordinary user, the keeper and the first process count too.
-        others = 0 if os.geteuid() == 0 else 2
+        # Of an ordinary user, the first process counts too, and the keeper where it is in the same namespace.
+        beside = 2 if spec["bubblewrap"] is None else 1
+        others = 0 if os.geteuid() == 0 else beside
         if spec["is_protected"]:
             _drop_rights()
         _limit(spec, spec["processes"] + others)

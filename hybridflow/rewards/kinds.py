@@ -18,6 +18,7 @@ from hybridflow.rewards.sandbox import check_sandbox
 from hybridflow.rewards.scorer import Kind
 from hybridflow.rewards.service import Judge, Service, service_endpoint
 from hybridflow.rollout.calls import MAX_THREADS, Calls
+from hybridflow.rollout.engines.wire import CONNECT_TIMEOUT_S
 
 _ASKED_S = 60.0
 _MATHS_S = 10.0
@@ -44,7 +45,7 @@ def make_kind(settings: RewardConfig, key: str, given: Any = None, *, sharing: i
         return Kind(
             name=settings.service.urls[0],
             call=Service(endpoint),
-            runner=_asking(settings, timeout_s + settings.service.connect_timeout_s),
+            runner=_asking(settings, timeout_s + CONNECT_TIMEOUT_S),
             most_samples=settings.service.batch_size,
             close=endpoint.close,
         )
@@ -54,7 +55,7 @@ def make_kind(settings: RewardConfig, key: str, given: Any = None, *, sharing: i
         return Kind(
             name=settings.judge.urls[0],
             call=Judge(endpoint, settings.judge),
-            runner=_asking(settings, timeout_s + settings.judge.connect_timeout_s),
+            runner=_asking(settings, timeout_s + CONNECT_TIMEOUT_S),
             close=endpoint.close,
         )
     return _of_name("exact_match" if settings.function is None else settings.function, settings, key, sharing)

@@ -1,6 +1,7 @@
 """Programs that nobody has read, run apart from everything else and within limits. No torch.
 
-What does it is ``confine.py``, a process of its own for each program; this module says what it is to do.
+What does it is ``confine.py``, a process of its own for each program; this module says what it is to do. Where
+bubblewrap is installed and works, it has bubblewrap make the program's surroundings; elsewhere it makes them itself.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -67,6 +69,20 @@ def run_confined(
     Raises:
         Unscored: It could not be run.
     """
+    bubblewrap = find_bubblewrap().usable if is_protected else None
+    return _run(arguments, settings, files=files, stdin=stdin, is_protected=is_protected, bubblewrap=bubblewrap)
+
+
+def _run(
+    arguments: Sequence[str],
+    settings: SandboxConfig,
+    *,
+    files: Mapping[str, str],
+    stdin: str,
+    is_protected: bool,
+    bubblewrap: str | None,
+) -> Ended:
+    """Run it with the bubblewrap that is at a path; None: without."""
     program = os.path.realpath(sys.executable)
     asked = {
         "argv": [program, *arguments],
@@ -75,6 +91,7 @@ def run_confined(
         "environ": _environ(),
         "readable": _readable(settings),
         "is_protected": is_protected,
+        "bubblewrap": bubblewrap,
         "wall_s": settings.wall_s,
         "cpu_s": settings.cpu_s,
         "memory_bytes": settings.memory_mib << 20,
@@ -105,24 +122,52 @@ def run_confined(
     return Ended(**told)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bubblewrap:
+    """Hold what this machine has of bubblewrap.
+
+    Attributes:
+        path: Of its program; None: it is not installed.
+        problem: Why it cannot keep a program apart here; None: it can, or is not installed.
+    """
+
+    path: str | None
+    problem: str | None = None
+
+    @property
+    def usable(self) -> str | None:
+        """The path of its program; None: programs are kept apart without it."""
+        return self.path if self.problem is None else None
+
+
+@functools.cache
+def find_bubblewrap() -> Bubblewrap:
+    """Look for bubblewrap, and try it once."""
+    path = shutil.which("bwrap")
+    return Bubblewrap(path=path, problem=None if path is None else _problem(path))
+
+
 @functools.cache
 def sandbox_problem() -> str | None:
-    """Why this machine cannot keep a program apart; None: it can.
+    """Return why this machine cannot keep a program apart; None: it can, with bubblewrap or without."""
+    return _problem(None) if find_bubblewrap().usable is None else None
 
-    Found out once, in several tries: a machine that is short of memory or late for a moment can keep programs apart.
-    """
-    problem = _problem()
+
+def _problem(bubblewrap: str | None) -> str | None:
+    """Try it, several times: a machine that is short of memory or late for a moment can keep programs apart."""
+    problem = _tried(bubblewrap)
     for _ in range(_TRIES - 1):
         if problem is None:
             break
         time.sleep(_BETWEEN_TRIES_S)
-        problem = _problem()
+        problem = _tried(bubblewrap)
     return problem
 
 
-def _problem() -> str | None:
+def _tried(bubblewrap: str | None) -> str | None:
+    code = ["-I", "-S", "-c", "print('here')"]
     try:
-        ended = run_confined(["-I", "-S", "-c", "print('here')"], SandboxConfig(), files={})
+        ended = _run(code, SandboxConfig(), files={}, stdin="", is_protected=True, bubblewrap=bubblewrap)
     except Unscored as problem:
         return str(problem)
     if ended.stdout == "here\n":
@@ -147,17 +192,20 @@ def check_sandbox(settings: SandboxConfig, key: str) -> bool:
             f"this container (user.max_user_namespaces), or set {key}.allow_unprotected=true to run them all the same, "
             "with the rights of the job"
         )
+    node, bubblewrap = os.uname().nodename, find_bubblewrap()
     if problem is not None:
-        _warn(key, problem)
+        what = "programs run with the rights of the job, and read and write what it may"
+        _warn(f"{key}.allow_unprotected=true: on {node} {what}: {problem}")
+    elif bubblewrap.problem is not None:
+        what = f"hybridflow keeps programs apart itself, since {bubblewrap.path} does not work"
+        _warn(f"{key}: on {node} {what}: {bubblewrap.problem}")
     return problem is None
 
 
 @functools.cache
-def _warn(key: str, problem: str) -> None:
+def _warn(text: str) -> None:
     """Say it once in a process."""
-    where = f"{key}.allow_unprotected=true: on {os.uname().nodename}"
-    what = "programs run with the rights of the job, and read and write what it may"
-    print(f"hybridflow: {where} {what}: {problem}", file=sys.stderr, flush=True)
+    print(f"hybridflow: {text}", file=sys.stderr, flush=True)
 
 
 def _environ() -> dict[str, str]:

@@ -27,17 +27,14 @@ class Endpoint:
         urls: Of all of them.
         auth_env: Environment variable with the token to show; None: they ask for none.
         key: Of the section that names them, for messages.
-        connect_timeout_s: Longest wait for a connection.
         timeout_s: Longest time of a try.
 
     Raises:
         ConfigError: The variable holds no token.
     """
 
-    def __init__(
-        self, urls: Sequence[str], auth_env: str | None, *, key: str, connect_timeout_s: float, timeout_s: float
-    ) -> None:
-        self._lines = Lines(urls, token_of(auth_env, f"{key}.auth_env"), connect_timeout_s)
+    def __init__(self, urls: Sequence[str], auth_env: str | None, *, key: str, timeout_s: float) -> None:
+        self._lines = Lines(urls, token_of(auth_env, f"{key}.auth_env"))
         self._timeout_s = timeout_s
         self._turns = itertools.count()
 
@@ -149,10 +146,4 @@ def _said(answer: Any) -> str:
 
 def service_endpoint(settings: RewardServiceConfig | JudgeSettings, key: str, timeout_s: float) -> Endpoint:
     """The servers that a section names. Raises ConfigError: the token is not there."""
-    return Endpoint(
-        settings.urls,
-        settings.auth_env,
-        key=key,
-        connect_timeout_s=settings.connect_timeout_s,
-        timeout_s=timeout_s,
-    )
+    return Endpoint(settings.urls, settings.auth_env, key=key, timeout_s=timeout_s)

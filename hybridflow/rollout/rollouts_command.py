@@ -28,10 +28,11 @@ _EXAMPLES = """examples:
   hybridflow rollouts runs/grpo --export best.jsonl --as sft --min-score 1
   hybridflow rollouts runs/grpo --export pairs.jsonl --as dpo --steps 50-60
 
-The run needs rollout.archive=true. A sample is archived when the checkpoint after it is complete. With --export the
-samples of all steps are taken, unless --steps names some.
-exit status: 0 shown, also if nothing matches, or written; 2 the run has no archive or no tokenizer, or there is nothing
-to write; 3 a file is damaged; 4 the file cannot be written
+The run needs rollout.archive=true. A sample enters the archive when the next checkpoint is complete. --export writes
+the samples of all steps, unless --steps names some.
+
+exit status: 0 shown (also if nothing matches) or written; 2 the run has no archive or no tokenizer, or there is nothing
+  to write; 3 a file is damaged; 4 the file cannot be written
 """
 
 _NUMBER = 10
@@ -41,33 +42,39 @@ def add_rollouts(commands: Any) -> None:
     """Add it to the sub-commands of a parser."""
     rollouts = commands.add_parser(
         "rollouts",
-        help="what a run has sampled",
-        description="Print samples of a run's archive: prompt, response, score, and which weights sampled it. Those of "
-        "the last step there is, or of all steps with --best, --worst or --grep. Or write them as rows to train on.",
+        help="show or export the samples of a run",
+        description="Print samples of a run's archive: prompt, response, score, and the weights that sampled them. "
+        "Without --best, --worst, --grep or --steps, print those of the last step. --export writes samples as rows "
+        "to train on.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    rollouts.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run")
+    rollouts.add_argument("run_dir", type=Path, metavar="RUN", help="directory of a run")
     order = rollouts.add_mutually_exclusive_group()
-    order.add_argument("--best", action="store_true", help="those with the highest scores, the best first")
-    order.add_argument("--worst", action="store_true", help="those with the lowest scores, the worst first")
-    rollouts.add_argument("--grep", metavar="REGEX", help="those whose prompt or response has this")
-    rollouts.add_argument("--steps", metavar="N[-M]", help="of these training steps alone")
-    rollouts.add_argument("--number", type=int, metavar="N", help=f"at most so many (default: {_NUMBER})")
-    rollouts.add_argument("--tokenizer", type=Path, metavar="PATH", help="of the run, where it is not found there")
-    rollouts.add_argument("--json", action="store_true", help="print JSON, an object on a line for each, with tokens")
+    order.add_argument("--best", action="store_true", help="samples with the highest scores, best first")
+    order.add_argument("--worst", action="store_true", help="samples with the lowest scores, worst first")
+    rollouts.add_argument("--grep", metavar="REGEX", help="samples whose prompt or response matches")
+    rollouts.add_argument("--steps", metavar="N[-M]", help="samples of these training steps only")
+    rollouts.add_argument("--number", type=int, metavar="N", help=f"most samples to print (default: {_NUMBER})")
     rollouts.add_argument(
-        "--export", type=Path, metavar="FILE", help="write JSONL that data.train takes, and show nothing"
+        "--tokenizer", type=Path, metavar="PATH", help="tokenizer of the run, if the run directory has none"
+    )
+    rollouts.add_argument("--json", action="store_true", help="print JSON, one object per sample and line, with tokens")
+    rollouts.add_argument(
+        "--export", type=Path, metavar="FILE", help="write JSON lines for data.train; print no samples"
     )
     rollouts.add_argument(
         "--as",
         dest="kind",
         choices=KINDS,
-        help="with --export: the best response to each prompt, to imitate; pairs of the best and the worst of each "
-        "group; or every response, and whether it is wanted",
+        help="with --export: sft, the best response to each prompt; dpo, the best and the worst response of each "
+        "group; kto, every response and whether it is wanted",
     )
     rollouts.add_argument(
-        "--min-score", type=float, metavar="SCORE", help="with --export: of what is to be imitated, preferred or wanted"
+        "--min-score",
+        type=float,
+        metavar="SCORE",
+        help="with --export: lowest score of a response that is to be imitated, preferred or wanted",
     )
     rollouts.set_defaults(run=run, recipe=None, overrides=())
 

@@ -122,7 +122,7 @@ def make_server_engine(
         ConfigError: The token's environment variable is not set.
         EngineError: The servers do not answer, or have no such model.
     """
-    lines = Lines(settings.urls, token_of(settings.auth_env), settings.connect_timeout_s)
+    lines = Lines(settings.urls, token_of(settings.auth_env))
     api: OpenAi | Tgi
     if settings.kind == "tgi":
         api = Tgi(tokenizer)

@@ -294,14 +294,7 @@ def failure(sample: Sample) -> ApiError:
 
 
 def completion(ask: Ask, served: Served, samples: Sequence[Sample], answer_id: str) -> dict[str, Any]:
-    """The whole answer; samples prompt by prompt.
-
-    Raises:
-        ApiError: A sample failed.
-    """
-    failed = next((sample for sample in samples if sample.finish == "failed"), None)
-    if failed is not None:
-        raise failure(failed)
+    """The whole answer; samples prompt by prompt, none of which failed."""
     make = _chat_choice if ask.is_chat else _text_choice
     choices = [make(ask, served, sample, index) for index, sample in enumerate(samples)]
     return {**head(ask, served, answer_id), "choices": choices, "usage": usage(ask, samples)}

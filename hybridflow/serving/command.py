@@ -32,11 +32,11 @@ _GENERATE_EXAMPLES = """examples:
   hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.jsonl --dry-run
   srun --ntasks 8 hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.jsonl --layout tp2.dp4
 
-a line of the prompts: {"prompt": "1+1=", "id": 7, "sampling": {"temperature": 0.2, "n": 4}}; instead of prompt also
-  prompt_ids, a list of token ids, or messages, a conversation. The same command goes on after a kill or a signal.
+a line of the prompts: {"prompt": "1+1=", "id": 7, "sampling": {"temperature": 0.2, "n": 4}}. Instead of prompt, a line
+  may have prompt_ids (token ids) or messages (a conversation). After a kill or a signal the same command continues.
 
-exit status: 0 all is generated, 1 so it is but some samples failed, 2 an error in what was asked for, 3 a damaged
-  checkpoint, 4 what cannot be written, 75 what is finished is kept and the rest to be generated: begin again
+exit status: 0 all samples are generated; 1 some samples failed; 2 the request is wrong; 3 a checkpoint is damaged;
+  4 a file cannot be written; 75 stopped, finished samples are kept: run the same command again
 """
 
 _SERVE_EXAMPLES = """examples:
@@ -59,42 +59,71 @@ def _add_generate(commands: Any) -> None:
     generate = commands.add_parser(
         "generate",
         help="answer the prompts of a file with a model",
-        description="Answer each prompt of a file. Started plainly it brings up --ranks ranks on this machine; under "
-        "torchrun, mpirun or srun it joins the ranks that are there. Samples are kept as they are finished, in "
-        "OUT.parts: the same command goes on from them.",
+        description="Answer each prompt of a file. Without a launcher, start --ranks ranks on this machine; under "
+        "torchrun, mpirun or srun, join the ranks that are there. Finished samples are kept in OUT.parts, and the same "
+        "command continues from there.",
         epilog=_GENERATE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_model(generate)
     generate.add_argument(
-        "--prompts", required=True, type=Path, metavar="FILE", help="JSON lines, or HDF5 with strings in `prompt`"
+        "--prompts", required=True, type=Path, metavar="FILE", help="JSON lines, or HDF5 with the strings in `prompt`"
     )
-    generate.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON lines, or HDF5 by .h5 or .hdf5")
-    generate.add_argument("--force", action="store_true", help="replace the output, and parts of another")
-    generate.add_argument("--strict", action="store_true", help="stop at a prompt that cannot be answered")
-    generate.add_argument("--dry-run", action="store_true", help="check all, print what would be done, and stop")
+    generate.add_argument(
+        "--out", required=True, type=Path, metavar="FILE", help="JSON lines; HDF5 if the name ends in .h5 or .hdf5"
+    )
+    generate.add_argument(
+        "--force", action="store_true", help="replace an existing output, and the parts of another command"
+    )
+    generate.add_argument("--strict", action="store_true", help="stop if a prompt cannot be answered")
+    generate.add_argument("--dry-run", action="store_true", help="check everything, print what would be done, and stop")
     _add_sampling(generate)
     generate.set_defaults(run=_generate, recipe=None, overrides=())
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling, for prompts that name no other")
+    group = parser.add_argument_group("sampling, for prompts without their own parameters")
     group.add_argument("-n", type=int, metavar="N", help="samples of each prompt (default: 1)")
-    group.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="most of a sample (default: 256)")
-    group.add_argument("--min-new-tokens", type=int, metavar="N", help="before these it does not stop (default: 0)")
-    group.add_argument("--temperature", type=float, metavar="X", help="divides the logits; 0: greedy (default: 1)")
+    group.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="longest response in tokens (default: 256)"
+    )
+    group.add_argument("--min-new-tokens", type=int, metavar="N", help="shortest response in tokens (default: 0)")
+    group.add_argument("--temperature", type=float, metavar="X", help="divide the logits by X; 0: greedy (default: 1)")
     group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default: 0, all)")
-    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest that reach P (default: 1, all)")
-    group.add_argument("--min-p", type=float, metavar="P", help="keep those P times as likely as the likeliest")
-    group.add_argument("--repetition-penalty", type=float, metavar="X", help="divides logits of tokens that were there")
-    group.add_argument("--presence-penalty", type=float, metavar="X", help="taken from logits of sampled tokens")
-    group.add_argument("--frequency-penalty", type=float, metavar="X", help="the same, times how often")
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help="keep the likeliest tokens that together reach P (default: 1, all)"
+    )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="keep tokens at least P times as likely as the likeliest (default: 0, all)",
+    )
+    group.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="divide logits of tokens in prompt and response by X (default: 1)",
+    )
+    group.add_argument(
+        "--presence-penalty", type=float, metavar="X", help="subtract X from logits of sampled tokens (default: 0)"
+    )
+    group.add_argument(
+        "--frequency-penalty",
+        type=float,
+        metavar="X",
+        help="subtract X for each time that a token was sampled (default: 0)",
+    )
     group.add_argument("--greedy", action="store_true", default=None, help="take the likeliest token")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends a sample; may be given several times")
-    group.add_argument("--bad", action="append", metavar="TEXT", help="is never sampled; may be given several times")
-    group.add_argument("--seed", type=int, default=1, metavar="N", help="of the noise (default: 1)")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end a response at TEXT; repeat for several texts"
+    )
+    group.add_argument("--bad", action="append", metavar="TEXT", help="never sample TEXT; repeat for several texts")
+    group.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the noise (default: 1)")
     group.add_argument("--log-probs", action="store_true", help="write the log-probability of each token")
-    group.add_argument("--prompt-log-probs", action="store_true", help="write those of the prompt's tokens")
+    group.add_argument(
+        "--prompt-log-probs", action="store_true", help="write the log-probability of each token of the prompt"
+    )
 
 
 def _add_serve(commands: Any) -> None:
@@ -102,7 +131,8 @@ def _add_serve(commands: Any) -> None:
         "serve",
         help="serve a model over HTTP, as OpenAI's interface has it",
         description="Serve /v1/completions, /v1/chat/completions, /v1/models and /health, on this machine alone unless "
-        "told otherwise. Requests join and leave the running batch at any token.",
+        "told otherwise. Requests join and leave the running batch at any token. It takes pip install "
+        "'hybridflow[serve]'.",
         epilog=_SERVE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -130,16 +160,24 @@ def _add_serve(commands: Any) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", required=True, type=Path, metavar="DIR", help="of Hugging Face, or a checkpoint of ours or Megatron"
+        "--model",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="Hugging Face directory, or a checkpoint of hybridflow or Megatron",
     )
-    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="default: that of the model's directory")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="tokenizer (default: that of the model's directory)"
+    )
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="number format (default: the model's)")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks to bring up here (default: 1)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks to start on this machine (default: 1)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of each rank (default: 1)")
     parser.add_argument(
         "--layout", metavar="LAYOUT", help="such as tp2.pp1.dp2 (default: each rank has the whole model)"
     )
-    parser.add_argument("--max-context", type=int, metavar="N", help="longest sequence (default: the model's)")
+    parser.add_argument(
+        "--max-context", type=int, metavar="N", help="longest sequence in tokens (default: the model's)"
+    )
     parser.add_argument(
         "--max-concurrent", type=int, default=64, metavar="N", help="sequences decoded together (default: 64)"
     )
@@ -148,7 +186,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.5,
         metavar="X",
-        help="most memory of a rank's key-value cache: bytes, or below 1 a share of what is free (default: 0.5)",
+        help="memory of each rank's key-value cache: bytes, or below 1 a share of the free memory (default: 0.5)",
     )
 
 

@@ -1,6 +1,6 @@
-"""Between the threads that speak with clients and the one that generates: what goes in, and what comes of it. No torch.
+"""Between the thread that speaks with clients and the one that generates: what goes in, and what comes of it. No torch.
 
-One lock, held for moments; who waits for a sample waits on a queue of its own.
+One lock, held for moments.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
-from queue import SimpleQueue
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hybridflow.serving.api import ApiError, Ask, Sample
@@ -29,17 +28,16 @@ class Event(NamedTuple):
     sample: Sample | None
 
 
-class Ticket:
+class Ticket(NamedTuple):
     """A request that has been taken up.
 
     Attributes:
         ids: Of its samples, prompt by prompt.
-        events: What comes of them; None: the server ends.
+        tell: Is told what comes of them, or why nothing more comes, by the thread that generates.
     """
 
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = ids
-        self.events: SimpleQueue[Event | None] = SimpleQueue()
+    ids: list[int]
+    tell: Callable[[Event | ApiError], None]
 
 
 class Desk:
@@ -66,8 +64,8 @@ class Desk:
         with self._condition:
             return len(self._waiting)
 
-    def submit(self, ask: Ask) -> Ticket:
-        """Take up a request; each must be followed by ``leave``.
+    def submit(self, ask: Ask, tell: Callable[[Event | ApiError], None]) -> Ticket:
+        """Take up a request, and tell what comes of it; each must be followed by ``leave``.
 
         Raises:
             ApiError: There are too many, or the server ends.
@@ -78,7 +76,7 @@ class Desk:
                 raise ApiError(503, "the server is about to end")
             if len(self._waiting) + number > self._max_waiting:
                 raise ApiError(429, f"{len(self._waiting)} samples are being generated already; try again later")
-            ticket = Ticket([next(self._ids) for _ in range(number)])
+            ticket = Ticket([next(self._ids) for _ in range(number)], tell)
             for place, prompt in enumerate(ask.prompts):
                 replica = min(range(len(self._loads)), key=lambda each: self._loads[each])
                 ids = ticket.ids[place * ask.count : (place + 1) * ask.count]
@@ -127,7 +125,7 @@ class Desk:
             ticket, index, _ = self._waiting[sample_id]
             if sample is not None:
                 self._forget(sample_id)
-            ticket.events.put(Event(index, tokens, sample))
+            ticket.tell(Event(index, tokens, sample))
 
     def close(self) -> None:
         """From now on nothing is taken up."""
@@ -139,7 +137,7 @@ class Desk:
         with self._condition:
             self._is_closed = True
             for ticket in {id(entry[0]): entry[0] for entry in self._waiting.values()}.values():
-                ticket.events.put(None)
+                ticket.tell(ApiError(503, "the server ends"))
             end_s = time.monotonic() + within_s
             while self._num_open and time.monotonic() < end_s:
                 self._condition.wait(max(0.0, end_s - time.monotonic()))

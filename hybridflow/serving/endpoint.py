@@ -1,57 +1,54 @@
-"""The HTTP side of ``hybridflow serve``: one thread for each connection, all on rank 0. No torch.
+"""The HTTP side of ``hybridflow serve``: the one door to starlette and uvicorn. One thread, on rank 0. No torch.
 
-Whoever can connect is not trusted: bodies, headers and waits have bounds, and what a client sends is answered with an
-error of HTTP at worst.
+Whoever can connect is not trusted: connections, bodies and waits have bounds, and errors have OpenAI's form.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import hmac
 import ipaddress
 import json
 import os
-import select
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import chain
-from queue import Empty
-from socketserver import TCPServer
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from hybridflow import __version__
 from hybridflow.errors import ConfigError
 from hybridflow.rollout.texts import settled_text
-from hybridflow.serving.api import (
-    ApiError,
-    Ask,
-    Sample,
-    Served,
-    completion,
-    failure,
-    head,
-    models,
-    piece,
-    read_ask,
-    text_of,
-    usage,
-)
-from hybridflow.serving.desk import Desk, Event, Ticket
+from hybridflow.serving import api
+from hybridflow.serving.api import ApiError, Ask, Sample, Served
+from hybridflow.serving.desk import Desk, Event
+
+try:
+    import uvicorn
+    from h11 import LocalProtocolError
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+    from starlette.types import Message, Receive, Scope, Send
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ImportError as error:
+    raise ConfigError(
+        f"hybridflow serve needs the packages starlette and uvicorn: {error}; pip install 'hybridflow[serve]'"
+    ) from error
 
 MAX_BODY_BYTES = 8 << 20
 _MAX_CONNECTIONS = 512
-_QUIET_S = 60.0
-"""A connection that sends nothing for so long is closed, and a body must be there within it."""
+_QUIET_S = 60
+"""A body must be there within it. A client that neither sends a request nor takes its answer has once or twice that."""
 
-_LOOK_S = 0.2
-"""So often a thread that waits looks whether its client is there."""
-
+_END_S = 5
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_ROUTES = "GET /health, GET /v1/models, POST /v1/completions and POST /v1/chat/completions"
 
 
 def is_loopback(host: str) -> bool:
@@ -79,8 +76,8 @@ def token_of(arguments: argparse.Namespace) -> bytes | None:
     return token.encode()
 
 
-class Endpoint(ThreadingHTTPServer):
-    """Listens and answers.
+class Endpoint:
+    """Listens from its making on; answers in a thread, from ``start`` to ``close``.
 
     Args:
         host: Address.
@@ -94,250 +91,248 @@ class Endpoint(ThreadingHTTPServer):
         ConfigError: The address cannot be listened on.
     """
 
-    daemon_threads = True
-    request_queue_size = 128
-
     def __init__(
         self, host: str, port: int, *, served: Served, desk: Desk, token: bytes | None, request_s: float
     ) -> None:
-        self.served, self.desk, self.token, self.request_s = served, desk, token, request_s
-        self.since_s = int(time.time())
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._host = host
-        self._room = threading.Semaphore(_MAX_CONNECTIONS)
-        try:
-            super().__init__((host, port), _Handler)
-        except OSError as error:
-            raise ConfigError(
-                f"--host {host} --port {port}: cannot be listened on: {error.strerror or error}; choose another port, "
-                "0 for a free one, or an address of this machine"
-            ) from error
+        self.served, self.desk, self.request_s = served, desk, request_s
+        self._token, self._since_s = token, int(time.time())
+        self._socket = _listen(host, port)
+        self._address, self.port = self._socket.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
+        routes = [
+            Route("/health", self._health),
+            Route("/v1/models", self._models),
+            Route("/v1/completions", _Completions(self, is_chat=False), methods=["POST"]),
+            Route("/v1/chat/completions", _Completions(self, is_chat=True), methods=["POST"]),
+        ]
+        app = Starlette(routes=routes, exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _refuse))
+        app.router.redirect_slashes = False
+        config = uvicorn.Config(
+            app,
+            http=_Connection,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            # Bad requests are not for the console. Errors of our own are: Python writes them to stderr.
+            log_config=None,
+            log_level="error",
+            timeout_keep_alive=_QUIET_S,
+            timeout_graceful_shutdown=_END_S,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="endpoint", daemon=True)
 
-    @property
-    def url(self) -> str:
-        """Where clients find it."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self.server_address[1]}/v1"
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
 
-    def server_bind(self) -> None:
-        """Listen, without asking a name server what this machine is called."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = self._host, int(self.server_address[1])
+    def close(self) -> None:
+        """Stop listening, and return when the answers that have begun are sent, or ``_END_S`` is over."""
+        self._server.should_exit = True
+        self._thread.join(2 * _END_S)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread for the connection, or none where there are too many."""
-        if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """The thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that broke is nothing to tell of; what else goes wrong is answered before."""
-
-
-class _Gone(Exception):
-    """The client has left."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """One connection."""
-
-    server: Endpoint
-    protocol_version = "HTTP/1.1"
-    server_version = f"hybridflow/{__version__}"
-    sys_version = ""
-    timeout = _QUIET_S
-
-    def do_GET(self) -> None:
-        """Health, and the list of models."""
-        with self._answering():
-            if self.path == "/health":
-                self._send(200, {"status": "ok"})
-                return
-            self._check_client()
-            if self.path != "/v1/models":
-                raise ApiError(404, f"no GET {self.path:.80}; there are /health and /v1/models")
-            self._send(200, models(self.server.served, self.server.since_s))
-
-    def do_POST(self) -> None:
-        """Completions."""
-        with self._answering():
-            self._check_client()
-            kinds = {"/v1/completions": False, "/v1/chat/completions": True}
-            if self.path not in kinds:
-                raise ApiError(404, f"no POST {self.path:.80}; there are {' and '.join(kinds)}")
-            ask = read_ask(self._body(), self.server.served, is_chat=kinds[self.path])
-            if ask.is_streamed and self.server.served.tokenizer is None:
-                raise ApiError(400, "the model has no tokenizer, so there is no text to stream; set stream to false")
-            ticket = self.server.desk.submit(ask)
-            try:
-                answer_id = f"{'chatcmpl' if ask.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-                (self._stream if ask.is_streamed else self._whole)(ask, ticket, answer_id)
-            finally:
-                self.server.desk.leave(ticket)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: what clients send is not for the console."""
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the library finds wrong with a request, in the form of all errors."""
-        self.close_connection = True
-        with contextlib.suppress(OSError):
-            self._send(code, ApiError(code, message or "malformed request").body())
-
-    @contextlib.contextmanager
-    def _answering(self) -> Iterator[None]:
-        """Whatever goes wrong is an answer; a client that has left needs none."""
-        try:
-            yield
-        except (_Gone, OSError):
-            self.close_connection = True
-        except ApiError as error:
-            # What was not read of the request would be taken for the next one.
-            self.close_connection = True
-            with contextlib.suppress(OSError):
-                self._send(error.status, error.body())
-        except Exception as error:
-            self.close_connection = True
-            with contextlib.suppress(OSError):
-                self._send(500, ApiError(500, f"an error of the server's own: {type(error).__name__}").body())
-            raise
-
-    def _check_client(self) -> None:
+    def check_client(self, request: Request) -> None:
         """Refuse who has no token; without tokens, a web page that has put its own name on this address.
 
         Raises:
             ApiError: It is refused.
         """
-        if self.server.token is not None:
-            given = self.headers.get("Authorization", "").encode("utf-8", "replace")
-            if not hmac.compare_digest(given, b"Bearer " + self.server.token):
+        if self._token is not None:
+            given = request.headers.get("Authorization", "").encode("latin-1")
+            if not hmac.compare_digest(given, b"Bearer " + self._token):
                 raise ApiError(401, "the token is missing or wrong; send it as Authorization: Bearer TOKEN")
             return
-        name = self.headers.get("Host", "").lower()
+        name = request.headers.get("Host", "").lower()
         name = name[: name.rfind("]") + 1] if name.startswith("[") else name.partition(":")[0]
-        if name not in (*_LOCAL_NAMES, str(self.server.server_address[0])):
+        if name not in (*_LOCAL_NAMES, self._address):
             raise ApiError(403, "this server answers to names of this machine alone; use http://127.0.0.1")
 
-    def _body(self) -> bytes:
-        kind = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            # Others may be sent by any web page.
-            raise ApiError(415, "expected Content-Type: application/json")
-        length = self.headers.get("Content-Length", "")
-        if "Transfer-Encoding" in self.headers or not length.isascii() or not length.isdigit():
-            raise ApiError(411, "expected Content-Length with the number of bytes of the body")
-        if len(length) > 12 or int(length) > MAX_BODY_BYTES:
-            raise ApiError(413, f"a body of {length:.20} bytes; at most {MAX_BODY_BYTES} are taken")
-        left, parts, end_s = int(length), [], time.monotonic() + _QUIET_S
-        while left:
-            part = self.rfile.read1(min(left, 1 << 16))
-            if not part:
-                raise _Gone
-            if time.monotonic() > end_s:
-                raise ApiError(408, f"the body was not there within {_QUIET_S:g} s")
-            parts.append(part)
-            left -= len(part)
-        return b"".join(parts)
+    async def _health(self, request: Request) -> Response:
+        return _json(200, {"status": "ok"})
 
-    def _events(self, ask: Ask, ticket: Ticket) -> Iterator[Event]:
-        """What comes of a request, until all its samples have ended.
+    async def _models(self, request: Request) -> Response:
+        self.check_client(request)
+        return _json(200, api.models(self.served, self._since_s))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    is_v6 = ":" in host
+    try:
+        family = socket.AF_INET6 if is_v6 else socket.AF_INET
+        return socket.create_server((host, port), family=family, dualstack_ipv6=is_v6)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--host {host} --port {port}: cannot be listened on: {error}; choose another port, 0 for a free one, or "
+            "an address of this machine"
+        ) from error
+
+
+class _Connection(H11Protocol):
+    """A connection with the bounds that uvicorn leaves to a proxy: how many there are, and how long one is idle."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._look(None)
+        if len(self.connections) > _MAX_CONNECTIONS:
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._next_look.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        # Where an answer has been sent already, there is no place for this one.
+        with contextlib.suppress(LocalProtocolError):
+            super().send_400_response(msg)
+        self.transport.close()
+
+    def _look(self, before: object) -> None:
+        """End the connection of a client that has sent no request, or taken nothing of its answer, since last time."""
+        num_unsent = self.transport.get_write_buffer_size()
+        is_client_to_act = num_unsent > 0 or self.cycle is None or self.cycle.response_complete
+        now = (self.cycle, num_unsent)
+        if is_client_to_act and now == before:
+            self.transport.abort()
+        self._next_look = self.loop.call_later(_QUIET_S, self._look, now)
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """Answer with an error, and end the connection: what is left of the body is not read."""
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, f"no {request.method} {request.scope['path']:.80}; there are {_ROUTES}")
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, f"an error of the server's own: {type(error).__name__}")
+    headers = {"Connection": "close", **({"WWW-Authenticate": "Bearer"} if error.status == 401 else {})}
+    return _json(error.status, error.body(), headers)
+
+
+def _json(status: int, value: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    # ASCII, not starlette's JSONResponse: clients may send halves of surrogate pairs, which are no UTF-8.
+    return Response(json.dumps(value), status, headers, media_type="application/json")
+
+
+class _Completions:
+    """What is behind a route that generates."""
+
+    def __init__(self, endpoint: Endpoint, *, is_chat: bool) -> None:
+        self._endpoint, self._is_chat = endpoint, is_chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; a client that has left needs no answer."""
+        request, served = Request(scope, receive), self._endpoint.served
+        self._endpoint.check_client(request)
+        with contextlib.suppress(ClientDisconnect):
+            # In threads: others go on while a long prompt is read, or a long answer written.
+            ask = await run_in_threadpool(api.read_ask, await _body(request), served, is_chat=self._is_chat)
+            if ask.is_streamed and served.tokenizer is None:
+                raise ApiError(400, "the model has no tokenizer, so there is no text to stream; set stream to false")
+            answer_id = f"{'chatcmpl' if ask.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+            async with contextlib.aclosing(self._events(ask, receive)) as events:
+                if ask.is_streamed:
+                    await self._stream(ask, events, answer_id, send)
+                    return
+                found = {event.place: event.sample async for event in events if event.sample is not None}
+                samples = [found[place] for place in sorted(found)]
+                answer = await run_in_threadpool(api.completion, ask, served, samples, answer_id)
+                await _json(200, answer)(scope, receive, send)
+
+    async def _events(self, ask: Ask, receive: Receive) -> AsyncGenerator[Event, None]:
+        """Hand a request in, and give what comes of it until all samples have ended. Closed before, it is called off.
 
         Raises:
-            ApiError: It took too long, or the server ends.
-            _Gone: The client has left.
+            ApiError: A sample failed, it took too long, there are too many, or the server ends.
+            ClientDisconnect: The client has left.
         """
-        left, end_s = len(ask.prompts) * ask.count, time.monotonic() + self.server.request_s
-        while left:
-            try:
-                event = ticket.events.get(timeout=_LOOK_S)
-            except Empty:
-                self._look_at_client()
-                if time.monotonic() > end_s:
-                    raise ApiError(504, f"not done within {self.server.request_s:g} s; ask for fewer tokens") from None
-                continue
-            if event is None:
-                raise ApiError(503, "the server ends")
-            left -= event.sample is not None
-            yield event
-            if time.monotonic() > end_s and left:
-                raise ApiError(504, f"not done within {self.server.request_s:g} s; ask for fewer tokens")
+        loop, request_s = asyncio.get_running_loop(), self._endpoint.request_s
+        queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
 
-    def _look_at_client(self) -> None:
-        ready, _, _ = select.select([self.connection], [], [], 0)
-        if ready and not self.connection.recv(1, socket.MSG_PEEK):
-            raise _Gone
+        def tell(event: Event | ApiError) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, event)
 
-    def _whole(self, ask: Ask, ticket: Ticket, answer_id: str) -> None:
-        samples: dict[int, Sample] = {
-            event.place: event.sample for event in self._events(ask, ticket) if event.sample is not None
-        }
-        ordered = [samples[index] for index in sorted(samples)]
-        self._send(200, completion(ask, self.server.served, ordered, answer_id))
+        async def watch_client() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            queue.put_nowait(ClientDisconnect())
 
-    def _stream(self, ask: Ask, ticket: Ticket, answer_id: str) -> None:
-        """Server-sent events, up to ``data: [DONE]``; then the connection ends."""
-        tokenizer, samples = self.server.served.tokenizer, []
-        sent: dict[int, str] = {}
-        assert tokenizer is not None, "asked before"
-        self.close_connection = True
-        events = self._events(ask, ticket)
-        # What is refused at once is an error of its own, as without a stream.
-        first = next(events)
-        _check_sample(first)
-        self.send_response(200)
-        for name, value in (
-            ("Content-Type", "text/event-stream"),
-            ("Cache-Control", "no-cache"),
-            ("Connection", "close"),
-        ):
-            self.send_header(name, value)
-        self.end_headers()
-        begin = head(ask, self.server.served, answer_id, is_piece=True)
+        ticket = self._endpoint.desk.submit(ask, tell)
+        num_left = len(ticket.ids)
+        late = ApiError(504, f"not done within {request_s:g} s; ask for fewer tokens")
+        timer, watch = loop.call_later(request_s, tell, late), asyncio.create_task(watch_client())
         try:
-            for event in chain([first], events):
-                self._look_at_client()
-                _check_sample(event)
+            while num_left:
+                event = await queue.get()
+                if isinstance(event, Exception):
+                    raise event
+                if event.sample is not None:
+                    num_left -= 1
+                    if event.sample.finish == "failed":
+                        raise api.failure(event.sample)
+                yield event
+        finally:
+            timer.cancel()
+            watch.cancel()
+            self._endpoint.desk.leave(ticket)
+
+    async def _stream(self, ask: Ask, events: AsyncIterator[Event], answer_id: str, send: Send) -> None:
+        """Send server-sent events, up to ``data: [DONE]``."""
+        served, sent, samples = self._endpoint.served, dict[int, str](), list[Sample]()
+        assert served.tokenizer is not None, "asked before"
+        # What is refused at once is an error of its own, as without a stream.
+        event: Event | None = await anext(events)
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        begin = api.head(ask, served, answer_id, is_piece=True)
+        try:
+            while event is not None:
                 if event.sample is None:
-                    text, finish = settled_text(event.tokens, ask.stop, tokenizer), None
+                    text, finish = settled_text(event.tokens, ask.stop, served.tokenizer), None
                 else:
-                    text, finish = text_of(ask, self.server.served, event.sample.tokens), event.sample.finish
+                    text, finish = api.text_of(ask, served, event.sample.tokens), event.sample.finish
                     samples.append(event.sample)
                 before = sent.get(event.place, "")
-                if finish is None and not (text.startswith(before) and len(text) > len(before)):
-                    continue
-                sent[event.place] = text
-                self._event({**begin, "choices": [piece(ask, text[len(before) :], event.place, finish)]})
-        except ApiError as error:
-            self._event(error.body())
-        else:
+                if finish is not None or (text.startswith(before) and len(text) > len(before)):
+                    sent[event.place] = text
+                    choice = api.piece(ask, text[len(before) :], event.place, finish)
+                    await send(_server_sent({**begin, "choices": [choice]}))
+                event = await anext(events, None)
             if ask.with_usage:
-                self._event({**begin, "choices": [], "usage": usage(ask, samples)})
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def _event(self, value: dict[str, Any]) -> None:
-        self.wfile.write(b"data: %b\n\n" % json.dumps(value).encode())
-
-    def _send(self, status: int, value: dict[str, Any]) -> None:
-        content = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        if status == 401:
-            self.send_header("WWW-Authenticate", "Bearer")
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(content)
+                await send(_server_sent({**begin, "choices": [], "usage": api.usage(ask, samples)}))
+        except ApiError as error:
+            await send(_server_sent(error.body()))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
 
-def _check_sample(event: Event) -> None:
-    if event.sample is not None and event.sample.finish == "failed":
-        raise failure(event.sample)
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+
+
+def _server_sent(value: dict[str, Any]) -> Message:
+    content = b"data: %b\n\n" % json.dumps(value).encode()
+    return {"type": "http.response.body", "body": content, "more_body": True}
+
+
+async def _body(request: Request) -> bytes:
+    """Read a request's body.
+
+    Raises:
+        ApiError: It is too large, too slow, or no JSON.
+        ClientDisconnect: The client has left.
+    """
+    if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
+        # Others may be sent by any web page.
+        raise ApiError(415, "expected Content-Type: application/json")
+    try:
+        return await asyncio.wait_for(_read(request), _QUIET_S)
+    except asyncio.TimeoutError:
+        raise ApiError(408, f"the body was not there within {_QUIET_S:g} s") from None
+
+
+async def _read(request: Request) -> bytes:
+    body = bytearray()
+    # uvicorn has checked that it is a number. Who waits for "100 Continue" sends nothing in vain.
+    if int(request.headers.get("Content-Length", "0")) <= MAX_BODY_BYTES:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                break
+        else:
+            return bytes(body)
+    raise ApiError(413, f"the body is too large; at most {MAX_BODY_BYTES} bytes are taken")

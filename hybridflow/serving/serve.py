@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -163,8 +162,7 @@ class _Front:
             request_s=arguments.request_s,
         )
         signal.signal(signal.SIGINT, self._interrupt)
-        self._thread = threading.Thread(target=self._endpoint.serve_forever, name="endpoint", daemon=True)
-        self._thread.start()
+        self._endpoint.start()
         say(f"hybridflow: serving {served.name} at {self._endpoint.url}")
 
     def take(self) -> list[dict[str, Any]]:
@@ -191,8 +189,7 @@ class _Front:
     def close(self) -> None:
         """Tell who still waits, and leave."""
         self._desk.give_up(_LAST_ANSWERS_S)
-        self._endpoint.shutdown()
-        self._endpoint.server_close()
+        self._endpoint.close()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         # A second one ends the process at once.

@@ -7,7 +7,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from hybridflow.checkpoint.store import (
     open_role,
 )
 from hybridflow.checkpoint.training_state import Shares, load_model, load_training
-from hybridflow.config.recipe import Recipe
 from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import ADAPTER_CONFIG
 from hybridflow.layout.mesh import DeviceMesh
@@ -33,52 +32,13 @@ from hybridflow.placement.peft import adapter_config
 from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.placement.pretrained import assets_of
 from hybridflow.recipe.meshes import reference_is_base
+from hybridflow.recipe.resume import check_resume, fixed_settings
 from hybridflow.reshard.spec import ModelSpec
 from hybridflow.sampling.rollout_log import remove_logs
 from hybridflow.sections import to_dict
 
 MESHES = {"actor": "actor.update", "critic": "critic", "cost_critic": "cost_critic", "reference": "reference"}
 """Roles that are saved -> the mesh that holds their weights."""
-
-_MUST_MATCH = (
-    *("algorithm", "seed", "model", "data", "tokenizer", "rollout", "loss", "kl"),
-    *("advantage", "shaping", "dynamic_sampling", "lagrange", "preference", "teacher.model", "teacher.top_k"),
-    *("actor.optimizer", "actor.lora", "critic.optimizer", "critic.model", "cost_critic.optimizer"),
-    "cost_critic.model",
-    *(
-        f"{role}.{key}"
-        for role in ("reward", "cost")
-        for key in ("function", "pattern", "model", "on_failure", "failure_score")
-    ),
-    *(
-        f"{role}.judge.{key}"
-        for role in ("reward", "cost")
-        for key in ("template", "model", "pattern", "low", "high", "max_new_tokens", "temperature")
-    ),
-    *("trainer.global_batch_size", "trainer.mini_batch_size"),
-)
-"""Keys of the recipe, with all below them, that decide what is learned; a run goes on with the same."""
-
-_MAY_DIFFER = (
-    *(
-        f"{role}.optimizer.{key}"
-        for role in ("actor", "critic", "cost_critic")
-        for key in ("lr", "min_lr", "distributed")
-    ),
-    *(
-        f"{model}.{key}"
-        for model in ("model", "critic.model", "cost_critic.model")
-        for key in ("path", "vocab_divisible_by", "init_std")
-    ),
-    *(f"{role}.model.vocab_divisible_by" for role in ("reward", "cost", "teacher")),
-    *("actor.lora.path", "rollout.max_concurrent", "rollout.archive"),
-    *("rollout.cache_memory", "data.num_workers", "data.cache_dir", "data.spool.deadline_s", "data.spool.poll_s"),
-    # What is skipped from here on was no row before: it would have ended the run.
-    "data.on_bad_row",
-    *(f"data.kafka.{key}" for key in ("servers", "options", "options_env", "on_lost", "deadline_s", "poll_s")),
-)
-"""What of these may change all the same: where state and padding lie, what only a first start uses, and the rate, which
-people lower half-way. All else that the above does not name may change too: ranks, layouts, offload, deadlines, …"""
 
 
 def check_new(run_dir: Path) -> None:
@@ -136,7 +96,7 @@ def find_resume_point(job: Job, *, resume: bool) -> ResumePoint:
         try:
             found = load_latest(run_dir) if resume else None
             if found is not None:
-                check_recipe(job.recipe, found)
+                check_resume(job.recipe, found.state["recipe"])
                 for role in found.roles:
                     open_role(found, role)
                 step = found.step
@@ -171,12 +131,8 @@ def _fingerprint(job: Job, checkpoint: Checkpoint | None, token: str) -> str:
         return str(checkpoint.state.get("rollouts", {}).get("fingerprint", token))
     if recipe.warm_start is not None or job.objects:
         return token
-    first = ("model.path", "model.init_std", "actor.lora.path")
-    told: list[Any] = [
-        [key, value]
-        for key, value in _keys("", to_dict(recipe))
-        if _is_of(key, _MUST_MATCH) and (not _is_of(key, _MAY_DIFFER) or key in first)
-    ]
+    told: list[Any] = [[key, value] for key, value in fixed_settings(to_dict(recipe)).items()]
+    told += [recipe.model.path, recipe.model.init_std, None if recipe.actor.lora is None else recipe.actor.lora.path]
     told += [job.train.sha256, hashlib.sha256(job.tokenizer.path.read_bytes()).hexdigest()]
     lora = recipe.actor.lora
     for name in (recipe.model.path, None if lora is None else lora.path):
@@ -350,37 +306,6 @@ class Checkpoints:
         return found
 
 
-def check_recipe(recipe: Recipe, checkpoint: Checkpoint) -> None:
-    """Hold the recipe against the one that a checkpoint was written with.
-
-    Raises:
-        CheckpointError: They differ in what decides what is learned.
-    """
-    now, saved = (_without_place(dict(_keys("", each))) for each in (to_dict(recipe), checkpoint.state["recipe"]))
-    for key in dict.fromkeys([*saved, *now]):
-        is_held = _is_of(key, _MUST_MATCH) and not _is_of(key, _MAY_DIFFER)
-        # A key that one of the two versions of hybridflow does not know says nothing.
-        if not is_held or key not in saved or key not in now or saved[key] == now[key]:
-            continue
-        raise CheckpointError(
-            f"{recipe.run_dir}: the checkpoint was written with {key}={saved[key]}, the recipe now has {now[key]}; "
-            "resume with the same, or start another run_dir"
-        )
-
-
-def _is_of(key: str, held: Sequence[str]) -> bool:
-    """Whether a key is one of these, or below one."""
-    return any(f"{key}.".startswith(f"{each}.") for each in held)
-
-
-def _without_place(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys where a tokenizer within the run's directory is the same wherever that lies."""
-    path, run_dir = keys.get("tokenizer.path"), keys.get("run_dir")
-    if path is not None and run_dir is not None and Path(path).is_relative_to(run_dir):
-        keys["tokenizer.path"] = str(Path(path).relative_to(run_dir))
-    return keys
-
-
 def _check_problems(job: Job, checkpoint: Checkpoint) -> None:
     """The place in the data is a number, which means something in the same problems alone."""
     found, expected = job.train.sha256, checkpoint.state.get("problems_sha256")
@@ -389,13 +314,3 @@ def _check_problems(job: Job, checkpoint: Checkpoint) -> None:
             f"{job.recipe.data.title}: holds other problems than when {checkpoint.path} was written: found sha256 "
             f"{found}, expected {expected}; restore the file, or start another run_dir"
         )
-
-
-def _keys(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Dotted keys with what stands there; of a section, which may be null elsewhere, that it is one."""
-    if not isinstance(value, Mapping):
-        yield prefix, value
-        return
-    yield prefix, "a section"
-    for key, inner in value.items():
-        yield from _keys(f"{prefix}.{key}" if prefix else key, inner)

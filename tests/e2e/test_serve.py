@@ -112,8 +112,8 @@ def seen_desks():
     """The desk, in a list, once the first request has come; for the process of rank 0."""
     desks, submit = [], Desk.submit
 
-    def submitting(self, asked):
-        ticket = submit(self, asked)
+    def submitting(self, asked, tell):
+        ticket = submit(self, asked, tell)
         desks.append(self)
         return ticket
 

@@ -42,9 +42,9 @@ EXAMPLES = """examples:
   hybridflow convert models/llama out/llama-tp4 --to megatron --layout tp4 --dry-run
   srun hybridflow convert models/llama out/llama-tp8 --to megatron --layout tp8.pp4 --json
 
-exit status: 0 done, 2 a request that cannot be met (arguments, an unknown family), 3 the source is damaged,
-  incomplete, hostile or cannot be read, 4 the target cannot be written or is there already, 1 a failure of hybridflow
-  itself or a rank that was lost, 128 + the signal where a signal ended it
+exit status: 0 done; 2 the request is wrong (arguments, an unknown family); 3 the source is damaged, incomplete, hostile
+  or cannot be read; 4 the target cannot be written or exists already; 1 hybridflow itself failed, or a rank was lost;
+  128 + n ended by signal n
 """
 
 
@@ -53,9 +53,9 @@ def add_convert(commands: Any) -> None:
     parser = commands.add_parser(
         "convert",
         help="write a checkpoint in another format or layout",
-        description="Write a checkpoint of any format in another, tensor by tensor in bounded memory. OUT is there in "
-        "full or not at all; what was ended goes on where it was when the same command is given again. Under srun, "
-        "mpirun or torchrun each rank writes its own files.",
+        description="Write a checkpoint in another format or layout, tensor by tensor in bounded memory. OUT is "
+        "complete or absent. After an interruption the same command continues. Under srun, mpirun or torchrun each "
+        "rank writes its own files.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -65,33 +65,34 @@ def add_convert(commands: Any) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what a conversion is told."""
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a checkpoint, or a role of a run's checkpoint")
-    parser.add_argument("out", type=Path, metavar="OUT", help="where the result is to be; nothing is there yet")
-    parser.add_argument("--to", required=True, choices=TARGETS, help="the format to write")
-    parser.add_argument(
-        "--from", dest="source_format", choices=SOURCES, help="that of SOURCE (default: what lies there)"
-    )
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="checkpoint, or one role of a run's checkpoint")
+    parser.add_argument("out", type=Path, metavar="OUT", help="path of the result, which must not exist yet")
+    parser.add_argument("--to", required=True, choices=TARGETS, help="format to write")
+    parser.add_argument("--from", dest="source_format", choices=SOURCES, help="format of SOURCE (default: detected)")
     parser.add_argument(
         "--layout",
         metavar="LAYOUT",
-        help="such as tp2.pp2; in HDF5 a file for each place of it, and one that joins them (default: not cut)",
+        help="layout to write, such as tp2.pp2; HDF5 gets one file per model-parallel rank and one that joins them "
+        "(default: not cut)",
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="number format, rounded to nearest (default: the source's)")
     parser.add_argument("--max-shard-gb", type=float, metavar="GB", help="largest file of --to hf (default: 5)")
-    parser.add_argument("--family", metavar="NAME", help="of Hugging Face, where the source does not know its own")
+    parser.add_argument("--family", metavar="NAME", help="Hugging Face family, if the source does not name its own")
     parser.add_argument("--merge-lora", type=Path, metavar="DIR", help="add the updates of an adapter to the weights")
-    parser.add_argument("--base", type=Path, metavar="DIR", help="of SOURCE, an adapter that names no base at hand")
+    parser.add_argument(
+        "--base", type=Path, metavar="DIR", help="base model of SOURCE, if SOURCE is an adapter whose base is not found"
+    )
     parser.add_argument("--restart", action="store_true", help="discard what an earlier attempt left in OUT.part")
     parser.add_argument(
         "--deadline",
         type=float,
         default=600.0,
         metavar="S",
-        help="how long a rank without progress is waited for, in seconds (default: 600)",
+        help="longest wait for a rank without progress, in seconds (default: 600)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would go where, and write nothing")
-    parser.add_argument("--json", action="store_true", help="print one JSON object about what was done")
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    parser.add_argument("--dry-run", action="store_true", help="print which tensor would go where; write nothing")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    parser.add_argument("--quiet", action="store_true", help="print no progress on stderr")
 
 
 def run(arguments: argparse.Namespace) -> int:

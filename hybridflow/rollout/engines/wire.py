@@ -27,6 +27,9 @@ BACKOFF_S = 0.5
 MOST_BACKOFF_S = 30.0
 """No wait is longer, whatever a server asks for."""
 
+CONNECT_TIMEOUT_S = 10.0
+"""Longest wait for a connection, after which the request is tried again."""
+
 _EXCERPT = 300
 _ALL_FAIL = (300, 301, 302, 303, 307, 308, 401, 403, 404, 405)
 """With these every request fails, not this one alone."""
@@ -93,11 +96,10 @@ def token_of(auth_env: str | None, key: str = "rollout.engine.auth_env") -> str 
 class Line:
     """A connection to one server, opened when needed. One thread asks; any may hang up."""
 
-    def __init__(self, url: str, token: str | None, connect_timeout_s: float) -> None:
+    def __init__(self, url: str, token: str | None) -> None:
         self.url = url
         self._parts = urlsplit(url)
         self._token = token
-        self._connect_timeout_s = connect_timeout_s
         self._connection: http.client.HTTPConnection | None = None
         self._was_used = False
 
@@ -183,7 +185,7 @@ class Line:
         if self._connection is None:
             kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
             assert self._parts.hostname is not None, "addresses are checked before"
-            connection = kind(self._parts.hostname, self._parts.port, timeout=self._connect_timeout_s)
+            connection = kind(self._parts.hostname, self._parts.port, timeout=CONNECT_TIMEOUT_S)
             connection.connect()
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._connection = connection
@@ -212,10 +214,9 @@ class Line:
 class Lines:
     """Connections to several servers, kept while they are idle."""
 
-    def __init__(self, urls: Sequence[str], token: str | None, connect_timeout_s: float) -> None:
+    def __init__(self, urls: Sequence[str], token: str | None) -> None:
         self.urls = tuple(url.rstrip("/") for url in urls)
         self._token = token
-        self._connect_timeout_s = connect_timeout_s
         self._idle: dict[str, deque[Line]] = {url: deque() for url in self.urls}
 
     def take(self, number: int) -> Line:
@@ -224,7 +225,7 @@ class Lines:
         try:
             return self._idle[url].pop()
         except IndexError:
-            return Line(url, self._token, self._connect_timeout_s)
+            return Line(url, self._token)
 
     def give_back(self, line: Line) -> None:
         """It is idle."""

@@ -165,6 +165,25 @@ def test_table_of_metrics_is_what_the_trainer_writes():
     assert sorted(told) == sorted(written - {"warm_start/loss"})
 
 
+def recipe_keys():
+    """Dotted keys of every recipe section, as docs/recipes.md lists them."""
+    for part in re.split(r"^### ", PAGES["docs/recipes.md"], flags=re.M)[1:]:
+        heading, _, table = part.partition("\n")
+        for name in re.findall(r"^\| `(\w+)` \|", table, flags=re.M):
+            yield from (f"{section}.{name}" for section in re.findall(r"`([\w.]+)`", heading) or [""])
+
+
+def test_the_glossary_names_keys_and_metrics_that_exist():
+    known = {key.removeprefix(".") for key in recipe_keys()}
+    known |= set(re.findall(r"^\| `([a-z_]+/[a-z_0-9]+)` \|", PAGES["docs/metrics.md"], flags=re.M))
+    rows = re.findall(r"^\| (.+) \| .+ \| (.+) \|$", PAGES["docs/glossary.md"], flags=re.M)[1:]
+    words = [word.replace("`", "").lower() for word, _ in rows]
+    assert len(rows) > 100 and words == sorted(words)
+    for word, places in rows:
+        named = re.findall(r"`([^`]+)`", places)
+        assert set(named) <= known and (named or "](" in places), word
+
+
 def test_the_dashboard_asks_for_metrics_that_there_are():
     board = json.loads((ROOT / "docs/grafana.json").read_text(encoding="utf-8"))
     told = re.findall(r"^\| `([a-z_]+/[a-z_0-9]+)` \|", PAGES["docs/metrics.md"], flags=re.M)

@@ -18,6 +18,7 @@ from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_bytes, 
 from hybridflow.doctor.rounds import partner, tournament
 from hybridflow.parallel.scontrol import parse_records
 from hybridflow.programs import try_program
+from hybridflow.rewards.sandbox import Bubblewrap
 
 # As Slurm 22.05.8 printed them, shortened.
 CONFIG = """Configuration data as of 2026-11-21T14:13:07
@@ -320,6 +321,20 @@ def test_writing(tmp_path):
 def test_a_directory_that_is_not_there_yet_is_looked_at_where_it_would_be(tmp_path):
     found = by_name(files.check_directory(tmp_path / "runs/new"))
     assert found["file system"].value.startswith(str((tmp_path / "runs/new").resolve())) and "room" in found
+
+
+@pytest.mark.parametrize(
+    ("problem", "bubblewrap", "verdict", "said"),
+    [
+        (None, Bubblewrap(path="/usr/bin/bwrap"), OK, "by bubblewrap (/usr/bin/bwrap)"),
+        (None, Bubblewrap(path=None), OK, "by hybridflow itself (bwrap is not installed)"),
+        (None, Bubblewrap(path="/usr/bin/bwrap", problem="no --size"), OK, "itself (/usr/bin/bwrap: no --size)"),
+        ("forbidden", Bubblewrap(path=None), NOTE, "forbidden; reward.function=code is refused"),
+    ],
+)
+def test_what_confines_programs(problem, bubblewrap, verdict, said):
+    finding = host.sandbox_finding(problem, bubblewrap)
+    assert finding.verdict == verdict and finding.value.endswith(said), finding
 
 
 def test_limits():

@@ -185,7 +185,7 @@ def test_plan_of_70b_tells_layout_placement_memory_and_the_batch_file(capsys, mo
     assert cli.main(["plan", "job", "ppo-70b", "--script", "--time", "24:00:00"]) == 0
     printed = capsys.readouterr().out
     for line in (
-        "0-511  actor      actor.rollout tp8.pp1.dp64  answer, sample",
+        "0-511  actor      actor.rollout tp8.pp1.dp64  sample_validation, sample",
         "    call critic.values on critic tp8.pp8.dp8",
         "0-63     actor.update   2.40 GB    4.80 GB    1.80 GB",
         "#SBATCH --nodes=64\n#SBATCH --ntasks-per-node=8",

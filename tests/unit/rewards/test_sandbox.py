@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import secrets
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +22,11 @@ import pytest
 
 from hybridflow.config.rewards import RewardConfig, SandboxConfig
 from hybridflow.errors import ConfigError
-from hybridflow.rewards import kinds, sandbox
+from hybridflow.rewards import confine, kinds, sandbox
 from hybridflow.rewards.code import CodeTests, program_of
 from hybridflow.rewards.kinds import make_kind
 from hybridflow.rewards.sample import Sample, Unscored
-from hybridflow.rewards.sandbox import check_sandbox, run_confined, sandbox_problem
+from hybridflow.rewards.sandbox import Bubblewrap, check_sandbox, find_bubblewrap, run_confined, sandbox_problem
 from hybridflow.rewards.scorer import Scorer
 
 NOBODY = 65534
@@ -61,6 +64,7 @@ class Theirs:
             "environ": {"PATH": "/usr/bin:/bin"},
             "readable": [path for path in sandbox._SYSTEM if os.path.exists(path)],
             "is_protected": is_protected,
+            "bubblewrap": sandbox.find_bubblewrap().usable if is_protected else None,
             "wall_s": limits.wall_s,
             "cpu_s": limits.cpu_s,
             "memory_bytes": limits.memory_mib << 20,
@@ -86,30 +90,90 @@ class Theirs:
             )
         assert_none_is_left(marker)
         told = json.loads(done.stdout)
-        if told.pop("error") is not None:
-            raise Unscored("refused")
+        error = told.pop("error")
+        if error is not None:
+            raise Unscored(error)
         return sandbox.Ended(**told)
 
 
 def assert_none_is_left(marker):
-    left = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if marker.encode() in words and state != "Z":
-            left.append(pid)
+    # Of one that has ended, and that nobody has waited for, there are no words.
+    left = [pid for pid, words in command_lines() if marker.encode() in words]
     assert not left, left
+
+
+def command_lines():
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            yield pid, Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 WHO = [pytest.param(Ours(), id="ours")]
 if os.geteuid() == 0 and os.path.exists(SYSTEM_PYTHON):
     WHO.append(pytest.param(Theirs(), id="nobody"))
-run_by_all = pytest.mark.parametrize("run", WHO)
+
+
+def run_by_all(test):
+    """By each user, in each confinement."""
+    return pytest.mark.usefixtures("confinement")(pytest.mark.parametrize("run", WHO)(test))
+
+
+@functools.cache
+def own_problem():
+    return sandbox._problem(None)
+
+
+@functools.cache
+def is_plain_bubblewrap_allowed():
+    """Where it is, and ours does not work, our arguments are at fault."""
+    asked = ["--unshare-user", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/", "true"]
+    return subprocess.run([find_bubblewrap().path, *asked], capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture(params=["bubblewrap", "own"])
+def confinement(request, monkeypatch):
+    """What keeps programs apart, whichever of them this machine would take; "none": limits alone."""
+    if request.param == "bubblewrap":
+        found = find_bubblewrap()
+        if found.path is None:
+            pytest.skip("bubblewrap (bwrap) is not installed")
+        if found.problem is not None:
+            assert not is_plain_bubblewrap_allowed(), found.problem
+            pytest.skip(found.problem)
+    else:
+        if request.param == "own" and own_problem() is not None:
+            pytest.skip(f"needs namespaces: {own_problem()}")
+        found = Bubblewrap(path=None)
+    monkeypatch.setattr(sandbox, "find_bubblewrap", lambda: found)
+    return request.param
+
+
+with_and_without = pytest.mark.parametrize("confinement", ["bubblewrap", "own", "none"], indirect=True)
+
+
+def test_the_confinement_is_the_one_that_was_chosen(confinement):
+    """Bubblewrap alone needs to show its process 1 a script."""
+    ended = Ours()("import os; print(sorted(os.listdir('/')))")
+    assert ("'confine.py'" in ended.stdout) == (confinement == "bubblewrap"), ended
+
 
 pytestmark = needs_namespaces
+
+
+@pytest.mark.usefixtures("confinement")
+def test_each_namespace_is_another():
+    """Other tests do not see what one of them alone withholds, since calls are filtered besides."""
+    marker = secrets.token_hex(8).encode()
+    program = ["-I", "-c", "import time; time.sleep(100)", marker.decode()]
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(run_confined, program, replace(SMALL, wall_s=20.0), files={})
+        while not (pids := [pid for pid, words in command_lines() if marker in words]):
+            assert not ended.done(), ended.result()
+            time.sleep(0.01)
+        kinds = ("user", "pid", "net", "ipc", "uts", "mnt")
+        theirs, ours = ([os.readlink(f"/proc/{pid}/ns/{kind}") for kind in kinds] for pid in (pids[0], "self"))
+        os.kill(int(pids[0]), signal.SIGKILL)
+        assert ended.result().status == -signal.SIGKILL and not set(theirs) & set(ours)
 
 
 @run_by_all
@@ -217,6 +281,44 @@ except RuntimeError:
     assert int(ended.stdout) < SMALL.processes and ended.stopped is None
 
 
+@run_by_all
+def test_a_program_may_have_all_of_its_processes(run):
+    code = """
+import os, time
+count = 1
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(100)
+        count += 1
+except OSError:
+    print(count, flush=True)
+"""
+    ended = run(code)
+    if confine._counts_processes():
+        assert ended.stdout == f"{SMALL.processes}\n", ended
+    else:
+        assert ended.stopped == "processes", ended
+
+
+@run_by_all
+def test_no_signal_reaches_process_1(run):
+    """A program that could end or interrupt it would have its sample taken for a failure of the sandbox."""
+    code = """
+import os, signal, time
+for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+    try:
+        os.kill(1, number)
+    except OSError:
+        pass
+time.sleep(0.2)
+print(os.getpid() != 1)
+raise SystemExit(3)
+"""
+    ended = run(code)
+    assert (ended.status, ended.stdout) == (3, "True\n"), ended
+
+
 PLACES = ["/", "/usr", "/tmp", "/root", "/home", "/dev", "/etc", "/box/.."]
 
 
@@ -271,6 +373,17 @@ print(count)
 """
     ended = run(code)
     assert int(ended.stdout) <= SMALL.files_mib
+
+
+@run_by_all
+def test_empty_files_are_limited_too(run):
+    """Each is memory of the kernel's, which no limit of a process counts."""
+    code = """
+for number in range(1000000):
+    open(str(number), "w").close()
+"""
+    ended = run(code, limits=replace(SMALL, wall_s=20.0))
+    assert ended.stopped == "files_mib" or "No space left" in ended.stderr, ended
 
 
 @run_by_all
@@ -410,7 +523,8 @@ print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(
     assert ended.stdout == "before\n" and ended.status in (-signal.SIGSYS, -signal.SIGSEGV), ended
 
 
-def test_no_key_of_the_job_is_there_without_protection():
+@with_and_without
+def test_no_key_of_the_job_is_there(confinement):
     """The user's session keyring is left behind, whether or not the calls are filtered."""
     x86 = os.uname().machine == "x86_64"
     add, ask, control = (248, 249, 250) if x86 else (217, 218, 219)
@@ -419,17 +533,15 @@ import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 if libc.syscall({control}, 1, None) < 0 or libc.syscall({add}, b"user", b"hybridflow-key", b"secret", 6, -3) < 0:
     raise SystemExit(3)
-from hybridflow.config.rewards import SandboxConfig
-from hybridflow.rewards.sandbox import run_confined
+{chosen(confinement)}
 code = "import ctypes; print(ctypes.CDLL(None).syscall({ask}, b'user', b'hybridflow-key', None, 0) > 0)"
 print(libc.syscall({ask}, b"user", b"hybridflow-key", None, 0) > 0)
-for is_protected in (False, {sandbox_problem() is None}):
-    print(run_confined(["-I", "-c", code], SandboxConfig(), files={{}}, is_protected=is_protected).stdout, end="")
+print(run_confined(["-I", "-c", code], SandboxConfig(), files={{}}, is_protected=is_protected).stdout, end="")
 """
     done = subprocess.run([sys.executable, "-c", begin], capture_output=True, text=True, check=False)
     if done.returncode == 3:
         pytest.skip("no keys here")
-    assert done.stdout == "True\nFalse\nFalse\n", done
+    assert done.stdout == "True\nFalse\n", done
 
 
 @run_by_all
@@ -475,27 +587,38 @@ time.sleep(100)
 
 
 @pytest.mark.parametrize(("count", "size", "limit"), [(20, 0, "processes"), (6, 100, "memory_mib")])
-@pytest.mark.parametrize("is_protected", [True, False])
-def test_processes_that_lose_their_parents_count(count, size, limit, is_protected):
+@with_and_without
+def test_processes_that_lose_their_parents_count(count, size, limit, confinement):
     code = ORPHANS.replace("COUNT", str(count)).replace("SIZE", str(size))
-    ended = Ours()(code, is_protected=is_protected, limits=replace(SMALL, wall_s=20.0))
+    ended = Ours()(code, is_protected=confinement != "none", limits=replace(SMALL, wall_s=20.0))
     # A system that counts processes itself begins no more.
     assert ended.stopped == limit or (limit == "processes" and "BlockingIOError" in ended.stderr), ended
 
 
-@pytest.mark.parametrize("is_protected", [True, False])
-def test_who_dies_takes_its_program_along(is_protected):
+def chosen(confinement):
+    """Lines of another Python that take what the fixture took."""
+    return f"""
+from hybridflow.config.rewards import SandboxConfig
+from hybridflow.rewards import sandbox
+from hybridflow.rewards.sandbox import run_confined
+sandbox.find_bubblewrap = lambda: sandbox.{sandbox.find_bubblewrap()!r}
+is_protected = {confinement != "none"}
+"""
+
+
+@with_and_without
+def test_who_dies_takes_its_program_along(confinement):
     marker = secrets.token_hex(8)
     program = "import os, time; os.fork(); os.fork(); time.sleep(100)"
     code = f"""
-from hybridflow.config.rewards import SandboxConfig
-from hybridflow.rewards.sandbox import run_confined
+{chosen(confinement)}
 arguments = ["-I", "-c", {program!r}, {marker!r}]
-run_confined(arguments, SandboxConfig(wall_s=100.0), files={{}}, is_protected={is_protected})
+run_confined(arguments, SandboxConfig(wall_s=100.0), files={{}}, is_protected=is_protected)
 """
     child = subprocess.Popen([sys.executable, "-c", code])
     end_s = time.monotonic() + 20
-    while sum(marker.encode() in words and b"sleep(100)\0" in words for words in command_lines(child.pid)) < 4:
+    # The child has all of them in one word.
+    while sum(words.endswith(f"sleep(100)\0{marker}\0".encode()) for _, words in command_lines()) < 4:
         assert time.monotonic() < end_s and child.poll() is None
         time.sleep(0.05)
     child.kill()
@@ -504,10 +627,13 @@ run_confined(arguments, SandboxConfig(wall_s=100.0), files={{}}, is_protected={i
     assert_none_is_left(marker)
 
 
+@pytest.mark.usefixtures("confinement")
 def test_what_a_link_leads_to_may_be_read(tmp_path):
     for folder in ("real", "deep", "elsewhere"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "data.txt").write_text(folder)
+        # So that it is the sandbox which does not let it write.
+        (tmp_path / folder).chmod(0o777)
     (tmp_path / "link").symlink_to("second")
     (tmp_path / "second").symlink_to(tmp_path / "real")
     (tmp_path / "deep" / "out").symlink_to("../elsewhere")
@@ -516,6 +642,12 @@ def test_what_a_link_leads_to_may_be_read(tmp_path):
     code += f"\nimport os; print(os.access({asked[0]!r}, os.W_OK), os.path.exists({str(tmp_path / 'second')!r}))"
     ended = Ours()(code, limits=replace(SMALL, readable=asked))
     assert ended.stdout == "real deep elsewhere\nFalse False\n", ended
+
+
+def write_program(path, script):
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
 SLOW = """
@@ -533,8 +665,11 @@ confine.main()
 
 
 @pytest.mark.parametrize(("begin_s", "outcome"), [(10.0, "done"), (0.3, "not begun")])
-def test_the_time_of_a_program_is_its_own(begin_s, outcome, tmp_path, monkeypatch):
+def test_the_time_of_a_program_is_its_own(begin_s, outcome, tmp_path, monkeypatch, confinement):
     """A root directory that takes longer to build than the program may takes nothing from it."""
+    if confinement == "bubblewrap":
+        slow = write_program(tmp_path / "bwrap", f'sleep 1\nexec {find_bubblewrap().path} "$@"')
+        monkeypatch.setattr(sandbox, "find_bubblewrap", lambda: Bubblewrap(path=slow))
     folder = str(sandbox._CONFINE.parent)
     script = tmp_path / "slow.py"
     script.write_text(SLOW.replace("FOLDER", repr(folder)).replace("MOST", str(begin_s)))
@@ -565,16 +700,6 @@ def test_what_is_to_be_read_must_be_there(tmp_path):
         settings = RewardConfig(function="code", sandbox=SandboxConfig(readable=(str(path),)))
         with pytest.raises(ConfigError, match=rf"reward\.sandbox\.readable: {path} is not there"):
             make_kind(settings, "reward")
-
-
-def command_lines(other_than):
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if int(pid) != other_than and words.count(b"\0") < 8:
-            yield words
 
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -710,11 +835,13 @@ def test_one_failure_that_passes_leaves_no_program_unprotected(monkeypatch):
     def late(*arguments, **keywords):
         if failures:
             raise failures.pop()
-        return run_confined(*arguments, **keywords)
+        return run(*arguments, **keywords)
 
-    monkeypatch.setattr(sandbox, "run_confined", late)
+    run = sandbox._run
+    monkeypatch.setattr(sandbox, "_run", late)
     monkeypatch.setattr(sandbox, "_BETWEEN_TRIES_S", 0.0)
     # Not the one that is cached for all tests.
+    monkeypatch.setattr(sandbox, "find_bubblewrap", lambda: Bubblewrap(path=None))
     assert sandbox_problem.__wrapped__() is None and failures == []
     failures += [Unscored("not allowed")] * 4
     assert sandbox_problem.__wrapped__() == "not allowed"
@@ -732,3 +859,39 @@ def test_where_the_means_are_lacking_it_is_refused(monkeypatch, capfd):
     said = capfd.readouterr().err
     assert said.count("run with the rights of the job") == 1 and os.uname().nodename in said, said
     assert said.startswith("hybridflow: reward.sandbox.allow_unprotected=true: ") and "no namespaces" in said, said
+
+
+def test_a_bubblewrap_that_does_not_work_is_left_aside(tmp_path, monkeypatch, capfd):
+    """It is there, and the system refuses it what it asks for: one line says so, and our own confinement is used."""
+    if own_problem() is not None:
+        pytest.skip(f"needs namespaces: {own_problem()}")
+    sandbox._warn.cache_clear()
+    monkeypatch.setattr(sandbox, "_BETWEEN_TRIES_S", 0.0)
+    refused = write_program(tmp_path / "bwrap", "echo 'bwrap: No permissions to create new namespace' >&2\nexit 1")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    found = find_bubblewrap.__wrapped__()
+    assert found.path == refused and found.usable is None and "No permissions to create new" in found.problem
+    monkeypatch.setattr(sandbox, "find_bubblewrap", lambda: found)
+    monkeypatch.setattr(sandbox, "sandbox_problem", own_problem)
+    for _ in range(2):
+        assert check_sandbox(SMALL, "reward.sandbox") is True
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("hybridflow: reward.sandbox: on ") and refused in said, said
+    assert Ours()("print('done')").stdout == "done\n"
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert find_bubblewrap.__wrapped__() == Bubblewrap(path=None)
+
+
+def test_where_namespaces_are_forbidden_neither_is_taken():
+    """In a namespace of users in which none may be made, as some clusters and containers have it."""
+    code = """
+from hybridflow.rewards import sandbox
+sandbox._BETWEEN_TRIES_S = 0.0
+print(sandbox.find_bubblewrap().usable, sandbox.sandbox_problem())
+"""
+    forbid = "echo 0 > /proc/sys/user/max_user_namespaces || exit 3"
+    whole = ["unshare", "--map-root-user", "sh", "-c", f'{forbid}; exec "$@"', "sh", sys.executable, "-c", code]
+    done = subprocess.run(whole, capture_output=True, text=True, check=False)
+    if done.returncode == 3:
+        pytest.skip(f"cannot be forbidden here: {done.stderr}")
+    assert done.stdout.startswith("None the sandbox cannot run a program: namespaces are not allowed here ("), done

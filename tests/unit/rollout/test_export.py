@@ -112,5 +112,5 @@ def test_training_reads_the_rows(tmp_path: Path):
 def test_what_gives_no_row_is_told():
     with pytest.raises(DataError, match="no sample gives a row for --as dpo: 1 groups in which nothing is better"):
         Export("dpo", Letters()).rows(SAMPLES[3:5])
-    with pytest.raises(DataError, match="step 1, draw 0: the prompt 'p0' would be read as other tokens"):
+    with pytest.raises(DataError, match="step 1, prompt 0: the prompt 'p0' would be read as other tokens"):
         Export("sft", Letters()).rows([SAMPLES[0]._replace(prompt=[1, 3, *map(ord, "p0")])])

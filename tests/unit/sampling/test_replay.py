@@ -61,7 +61,7 @@ def test_every_response_is_what_was_sampled(tmp_path: Path):
             assert response.sampled_log_probs.equal(-torch.full((1 + index,), 0.2 + prompt_index + index / 2))
             assert response.versions.tolist() == [prompt_index // 2 - 1] * (1 + index)
             assert response.finish == ("stop" if index else "length")
-    with pytest.raises(DataError, match="draw 8, sample 0: is not in the archive"):
+    with pytest.raises(DataError, match="prompt 8, sample 0: is not in the archive"):
         replay.find([ask(8, 0)])
 
 
@@ -69,7 +69,7 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="rollout.archive=true"):
         Replay(tmp_path)
     write_archive(tmp_path)
-    with pytest.raises(DataError, match="draw 4, sample 0: was sampled for another prompt"):
+    with pytest.raises(DataError, match="prompt 4, sample 0: was sampled for another prompt"):
         Replay(tmp_path).find([ask(4, 0, prompt=[9, 9])])
     with pytest.raises(DataError, match="has 2 tokens; raise rollout.max_new_tokens=1"):
         Replay(tmp_path).find([ask(4, 1, most=1)])

@@ -4,11 +4,15 @@ import contextlib
 import http.client
 import json
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from hybridflow.errors import ConfigError
+from hybridflow.exit_status import REQUEST
+from hybridflow.serving import api
 from hybridflow.serving import endpoint as module
 from hybridflow.serving.api import Sample, Served
 from hybridflow.serving.command import _serve
@@ -48,38 +52,53 @@ class Echoing:
 
 
 @contextlib.contextmanager
-def serving(*, token=None, request_s=60.0, max_waiting=8):
+def serving(*, served=SERVED, token=None, request_s=60.0, max_waiting=8):
     desk = Desk(1, max_waiting)
     engine = Echoing(desk)
-    end = Endpoint("127.0.0.1", 0, served=SERVED, desk=desk, token=token, request_s=request_s)
-    thread = threading.Thread(target=end.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
+    end = Endpoint("127.0.0.1", 0, served=served, desk=desk, token=token, request_s=request_s)
+    end.start()
     try:
         yield end, desk, engine
     finally:
         engine.is_over = True
         desk.give_up(5.0)
-        end.shutdown()
-        end.server_close()
+        end.close()
+
+
+def connect(end):
+    return socket.create_connection(("127.0.0.1", end.port), timeout=30)
 
 
 def call(end, method, path, body=None, headers=JSON):
-    connection = http.client.HTTPConnection("127.0.0.1", end.server_address[1], timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", end.port, timeout=30)
     try:
         content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         connection.request(method, path, content, headers)
         response = connection.getresponse()
+        assert response.getheader("Content-Type") == "application/json"
         return response.status, json.loads(response.read())
     finally:
         connection.close()
 
 
-def raw(end, content):
-    """What the server answers to bytes, up to where it closes."""
-    with socket.create_connection(("127.0.0.1", end.server_address[1]), timeout=30) as connection:
+def raw(end, content, *, is_last=False):
+    """What the server answers to bytes, up to where it closes; where they are the client's last it may hear of that."""
+    answer = b""
+    with connect(end) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(content)
-        connection.shutdown(socket.SHUT_WR)
-        return b"".join(iter(lambda: connection.recv(65536), b""))
+        if is_last:
+            connection.shutdown(socket.SHUT_WR)
+        while part := connection.recv(65536):
+            answer += part
+    return answer
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def asking(**body):
+    content = json.dumps(body).encode()
+    return POST + b"Content-Length: %d\r\n\r\n" % len(content) + content
 
 
 def test_answers_and_refusals():
@@ -93,32 +112,75 @@ def test_answers_and_refusals():
         for method, path, body, headers, expected in [
             ("GET", "/v1/nothing", None, JSON, 404),
             ("POST", "/v1/nothing", {}, JSON, 404),
+            ("POST", "/v1/completions/", {}, JSON, 404),
+            ("PUT", "/v1/completions", {}, JSON, 405),
             ("POST", "/v1/completions", b"{nonsense", JSON, 400),
             ("POST", "/v1/completions", b"", JSON, 400),
+            ("POST", "/v1/completions", b'{"prompt": "a", "\\ud800": 1}', JSON, 400),
             ("POST", "/v1/completions", {"prompt": "a", "temperature": -1}, JSON, 400),
             ("POST", "/v1/completions", {"prompt": "a" * 65}, JSON, 400),
             ("POST", "/v1/completions", {"prompt": "a"}, {"Content-Type": "text/plain"}, 415),
             ("POST", "/v1/completions", {"prompt": "a"}, {**JSON, "Host": "evil.example:80"}, 403),
             ("POST", "/v1/completions", {"prompt": "a", "n": 9}, JSON, 429),
-            ("PUT", "/v1/completions", {}, JSON, 501),
         ]:
             status, answer = call(end, method, path, body, headers)
             assert status == expected and answer["error"]["message"], (path, body, status, answer)
-        huge = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        for length, expected in ((MAX_BODY_BYTES + 1, b"413"), (10**30, b"413"), (-1, b"411"), ("x", b"411")):
-            assert raw(end, huge + f"Content-Length: {length}\r\n\r\n".encode()).split()[1] == expected
-        assert raw(end, huge + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n").split()[1] == b"411"
-        assert raw(end, b"nonsense\r\n\r\n").split()[1] == b"400" or b"error" in raw(end, b"nonsense\r\n\r\n")
-        assert raw(end, b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n").split()[1] == b"414"
-        many = b"".join(b"X-%d: 1\r\n" % number for number in range(200))
-        assert raw(end, b"GET /health HTTP/1.1\r\n" + many + b"\r\n").split()[1] == b"431"
-        assert raw(end, huge + b"Content-Length: 100\r\n\r\nshort") == b"", "nobody is there to be answered"
         assert call(end, "GET", "/health")[0] == 200 and desk.num_running == 0
+
+
+def test_bodies_have_a_limit_however_they_come():
+    with serving() as (end, desk, _):
+        largest = json.dumps({"prompt": "ab"}).encode().ljust(MAX_BODY_BYTES)
+        assert call(end, "POST", "/v1/completions", largest)[0] == 200
+        chunked = POST + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+        assert raw(end, chunked + b'10\r\n{"prompt": "ab"}\r\n0\r\n\r\n').split()[1] == b"200"
+        # No more of it is waited for.
+        assert b"413" in raw(end, chunked + b"%x\r\n" % (2 * MAX_BODY_BYTES) + b"a" * (MAX_BODY_BYTES + 1))[:20]
+        assert raw(end, POST + b"Content-Length: %d\r\n\r\n" % (MAX_BODY_BYTES + 1)).split()[1] == b"413"
+        assert raw(end, POST + b"Content-Length: 100\r\n\r\nshort", is_last=True) == b"", "nobody is there to answer"
+        assert desk.num_running == 0
+
+
+def test_what_is_not_http_is_refused_and_not_for_the_console(caplog):
+    with serving() as (end, _, _):
+        for content in (
+            *(
+                b"nonsense\r\n\r\n",
+                b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+                bytes(range(256)) + b"\r\n\r\n",
+            ),
+            *(POST + b"Content-Length: %b\r\n\r\n" % length for length in (b"-1", b"x", b"1" * 30)),
+            POST + b"Transfer-Encoding: chunked\r\n\r\nnonsense\r\n",
+            b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 300_000,
+        ):
+            assert raw(end, content).split()[1] == b"400", content[:100]
+        # The answer is sent when what is wrong is seen.
+        late = b"GET /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        with connect(end) as connection:
+            connection.sendall(late)
+            assert connection.recv(65536).split()[1] == b"200"
+            connection.sendall(b"nonsense\r\n")
+            while connection.recv(65536):
+                pass
+        assert call(end, "GET", "/health")[0] == 200
+    assert not caplog.records
+
+
+def test_an_error_of_our_own_is_an_answer_and_for_the_console(monkeypatch, caplog):
+    def fail(*arguments, **named):
+        raise ValueError("a bug, of which clients hear no more than its kind")
+
+    monkeypatch.setattr(api, "read_ask", fail)
+    with serving() as (end, _, _):
+        status, answer = call(end, "POST", "/v1/completions", {"prompt": "a"})
+        assert status == 500 and answer["error"]["type"] == "server_error"
+        assert "ValueError" in answer["error"]["message"] and "bug" not in answer["error"]["message"]
+    assert "a bug" in caplog.text
 
 
 def test_pieces_of_a_stream_are_the_text():
     with serving() as (end, _, _):
-        connection = http.client.HTTPConnection("127.0.0.1", end.server_address[1], timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", end.port, timeout=30)
         body = {"prompt": "abé😀z", "stream": True, "stop": ["ba", "!"], "stream_options": {"include_usage": True}}
         connection.request("POST", "/v1/completions", json.dumps(body), JSON)
         response = connection.getresponse()
@@ -146,10 +208,8 @@ def test_a_token_is_needed_once_there_is_one():
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_who_leaves_is_no_longer_generated_for(is_streamed):
     with serving() as (end, desk, engine):
-        connection = socket.create_connection(("127.0.0.1", end.server_address[1]))
-        body = json.dumps({"prompt": "x", "n": 3, "stream": is_streamed}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
-        connection.sendall(head.encode() + b"%d\r\n\r\n" % len(body) + body)
+        connection = connect(end)
+        connection.sendall(asking(prompt="x", n=3, stream=is_streamed))
         wait_until(lambda: desk.num_running == 3, what="it is taken up")
         connection.close()
         wait_until(lambda: desk.num_running == 0, what="it is given up")
@@ -188,7 +248,7 @@ def test_who_waits_when_the_server_ends_is_told():
         assert answers[0][0] == 503
 
 
-def test_clients_share_the_server(monkeypatch):
+def test_clients_share_the_server():
     with serving(max_waiting=64) as (end, _, _):
         found = {}
 
@@ -203,16 +263,70 @@ def test_clients_share_the_server(monkeypatch):
         assert found == {number: f"a{number}b"[::-1] for number in range(24)}
 
 
+def test_a_connection_is_used_again():
+    with serving() as (end, _, _), connect(end) as connection:
+        for prompt in ("ab", "cd"):
+            connection.sendall(asking(prompt=prompt))
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            assert json.loads(answer.read())["choices"][0]["text"] == prompt[::-1]
+
+
+def test_slow_clients_hold_up_nobody():
+    """More of each kind than a pool of threads would have: silent, within a body, and waiting for what never ends."""
+    with serving(max_waiting=128) as (end, desk, _), contextlib.ExitStack() as held:
+        for content in (b"", POST, asking(prompt="a")[:-1], asking(prompt="x"), asking(prompt="x", stream=True)):
+            for _ in range(50):
+                held.enter_context(connect(end)).sendall(content)
+        wait_until(lambda: desk.num_running == 100)
+        assert call(end, "POST", "/v1/completions", {"prompt": "ab"})[1]["choices"][0]["text"] == "ba"
+
+
+def test_who_does_not_go_on_is_cut_off(monkeypatch):
+    monkeypatch.setattr(module, "_QUIET_S", 0.5)
+    long = Served(name="letters", tokenizer=Letters(), vocab_size=257, max_context=1 << 20)
+    with serving(served=long, max_waiting=64) as (end, _, engine):
+        assert raw(end, b"") == b"" == raw(end, POST), "no request"
+        assert b" 408 " in raw(end, asking(prompt="a")[:-1]), "a body that never ends"
+        # An answer of some 15 MB of which nothing is taken.
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", end.port))
+            connection.sendall(asking(prompt=[97] * 100_000, n=32, max_tokens=1))
+            wait_until(lambda: engine.seen, what="it is taken up")
+            wait_until(lambda: not end._server.server_state.connections, what="it is cut off")
+        # Who waits for an answer may wait.
+        with connect(end) as connection:
+            connection.sendall(asking(prompt="x"))
+            connection.settimeout(2.0)
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+
+
 def test_too_many_connections_are_closed_and_the_others_served(monkeypatch):
     monkeypatch.setattr(module, "_MAX_CONNECTIONS", 2)
     with serving() as (end, _, _):
-        held = [socket.create_connection(("127.0.0.1", end.server_address[1])) for _ in range(2)]
-        wait_until(lambda: end._room._value == 0)
+        held = [connect(end) for _ in range(2)]
+        open_now = end._server.server_state.connections
+        wait_until(lambda: len(open_now) == 2)
         assert raw(end, b"") == b""
+        held[0].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b" 200 " in held[0].recv(65536)
         for connection in held:
             connection.close()
-        wait_until(lambda: end._room._value == 2)
+        wait_until(lambda: not open_now)
         assert call(end, "GET", "/health")[0] == 200
+
+
+def test_without_the_packages_the_extra_is_named():
+    for package in ("starlette", "uvicorn"):
+        code = (
+            "import sys\nsys.modules[sys.argv[1]] = None\nfrom hybridflow.cli import main\nsys.exit(main(sys.argv[2:]))"
+        )
+        argv = [sys.executable, "-c", code, package, "serve", "--model", "absent"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == REQUEST and len(done.stderr.splitlines()) == 1, done.stderr
+        assert package in done.stderr and "pip install 'hybridflow[serve]'" in done.stderr
 
 
 def serve_arguments(**changes):
@@ -242,6 +356,6 @@ def test_others_may_not_reach_it_without_a_token(monkeypatch):
 def test_an_address_that_cannot_be_had_is_an_error():
     with serving() as (end, desk, _):
         with pytest.raises(ConfigError, match="choose another port"):
-            Endpoint("127.0.0.1", end.server_address[1], served=SERVED, desk=desk, token=None, request_s=1.0)
+            Endpoint("127.0.0.1", end.port, served=SERVED, desk=desk, token=None, request_s=1.0)
         with pytest.raises(ConfigError, match="cannot be listened on"):
             Endpoint("192.0.2.1", 0, served=SERVED, desk=desk, token=None, request_s=1.0)

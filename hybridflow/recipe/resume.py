@@ -1,0 +1,71 @@
+"""Hold a recipe against the one that a checkpoint was written with. No torch.
+
+Each key says on its field whether a resumed run may change it, see ``sections.MAY_CHANGE``; the default is that it must
+match.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.recipe import Recipe
+from hybridflow.errors import CheckpointError
+from hybridflow.sections import resume_rules, to_dict
+
+
+def check_resume(recipe: Recipe, saved: Mapping[str, Any]) -> None:
+    """Refuse to go on from a checkpoint with another value of a key that must match.
+
+    A key that one of the two versions of hybridflow does not know is not compared.
+
+    Args:
+        recipe: The recipe of this start.
+        saved: The recipe that the checkpoint was written with, as ``to_dict`` gave it.
+
+    Raises:
+        CheckpointError: A key that must match differs; names it and both values.
+    """
+    before, now = fixed_settings(saved), fixed_settings(to_dict(recipe))
+    for key in now:
+        if key in before and before[key] != now[key]:
+            raise CheckpointError(
+                f"{recipe.run_dir}: the checkpoint was written with {key}={before[key]}, the recipe now has "
+                f"{now[key]}; resume with the same, or start another run_dir"
+            )
+
+
+def fixed_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a resumed run may not change of a recipe: dotted key -> value.
+
+    Args:
+        recipe: From ``to_dict``, of this version of hybridflow or of another one.
+
+    Returns:
+        JSON values. A section is ``"a section"``, so that it differs from null; its keys follow it. A tokenizer within
+        the run's directory has its path from there, since the directory may be moved.
+    """
+    found = {key: value for key, value in _settings("", recipe) if not _rules().get(key, True)}
+    path = found.get("tokenizer.path")
+    if path is not None and Path(path).is_relative_to(recipe["run_dir"]):
+        found["tokenizer.path"] = str(Path(path).relative_to(recipe["run_dir"]))
+    return found
+
+
+@functools.cache
+def _rules() -> Mapping[str, bool]:
+    return resume_rules(Recipe)
+
+
+def _settings(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a section, those of the sections inside it included."""
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        # A mapping of names that others have chosen is one value.
+        if isinstance(value, Mapping) and any(each.startswith(f"{key}.") for each in _rules()):
+            yield key, "a section"
+            yield from _settings(f"{key}.", value)
+        else:
+            yield key, value

@@ -134,7 +134,7 @@ class Rollouts:
         return self._as_batch(pairs, groups, deal, self._id_of)
 
     def sample_validation(self, count: int) -> Batch | None:
-        """Responses to the first held-out problems; see ``Actor.answer``. Collective: rollout."""
+        """Responses to the first held-out problems; see ``Actor.sample_validation``. Collective: rollout."""
         held_out, num_sampled = self._job.held_out, self._job.recipe.trainer.validation_samples
         greedy, sampled = self._sampling(greedy=True), self._sampling(greedy=False)
         groups = []

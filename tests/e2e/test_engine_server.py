@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.e2e.commands import fork_ranks
 from tests.unit.rollout.test_http_engine import Server, ok
 
-ROOT = Path(__file__).parents[2]
 SECRET = "s3cr3t-t0ken"
 RECIPE = """
 name: run
@@ -38,16 +35,11 @@ def sampled(asked, number):
 
 
 def train(folder, url, *overrides):
+    def hook(rank):
+        os.environ["ENGINE_TOKEN"] = SECRET
+
     (folder / "recipe.yaml").write_text(RECIPE)
-    return subprocess.run(
-        [sys.executable, "-m", "hybridflow", "train", "recipe.yaml", f"rollout.engine.urls=['{url}']", *overrides],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "ENGINE_TOKEN": SECRET},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return fork_ranks(["train", "recipe.yaml", f"rollout.engine.urls=['{url}']", *overrides], folder, hook=hook)
 
 
 @pytest.fixture
@@ -62,7 +54,7 @@ def serve():
 def test_training_and_validation_on_what_a_server_samples(tmp_path, serve):
     server = serve(sampled)
     done = train(tmp_path, server.url, "rollout.engine.off_policy=true")
-    assert done.returncode == 0, done.stderr
+    assert done.codes == (0, 0), done.err
     steps = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
     for step in steps:
         assert 1 < step["rollout/logprob_abs_diff"] < step["rollout/logprob_abs_diff_max"] < 5
@@ -77,7 +69,7 @@ def test_training_and_validation_on_what_a_server_samples(tmp_path, serve):
     alone = tmp_path / "alone"
     alone.mkdir()
     done = train(alone, server.url, "trainer.steps=0")
-    assert done.returncode == 0 and "held-out accuracy" in done.stdout, done.stderr
+    assert done.codes == (0, 0) and "held-out accuracy" in done.out, done.err
 
 
 @pytest.mark.slow
@@ -85,6 +77,6 @@ def test_a_sample_that_fails_ends_the_step_with_the_reason(tmp_path, serve):
     broken = (500, {}, b"no " + SECRET.encode())
     server = serve(lambda asked, number: sampled(asked, number) if asked["temperature"] == 0 or number % 5 else broken)
     done = train(tmp_path, server.url, "rollout.engine.off_policy=true")
-    assert done.returncode != 0
-    assert "given up after 1 tries" in done.stderr and "answered 500: no ***" in done.stderr
-    assert SECRET not in done.stdout + done.stderr
+    assert 0 not in done.codes
+    assert "given up after 1 tries" in done.err and "answered 500: no ***" in done.err
+    assert SECRET not in done.out + done.err

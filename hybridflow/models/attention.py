@@ -111,11 +111,13 @@ class PackedAttention:
         for samples, width in self._rectangles:
             part = slice(start, start + samples * width)
             start = part.stop
-            rectangle = (each[part].unflatten(0, (samples, width)).transpose(1, 2) for each in (query, key, value))
+            queries, keys, values = (
+                each[part].unflatten(0, (samples, width)).transpose(1, 2) for each in (query, key, value)
+            )
             # Padding stands behind the tokens, where a causal query never looks.
             is_plain = scoring.softcap is None and (scoring.window is None or scoring.window >= width)
             seen = None if is_plain else self._sight.through(scoring.window)[:width, :width]
-            found.append(attend(*rectangle, seen, scoring).transpose(1, 2).flatten(0, 1))
+            found.append(attend(queries, keys, values, seen, scoring).transpose(1, 2).flatten(0, 1))
         if not found:
             return torch.empty_like(query)
         context = found[0] if len(found) == 1 else torch.cat(found)
@@ -137,7 +139,8 @@ def _of_like_length(lengths: list[int]) -> list[list[int]]:
 
 def _rows(packed: Tensor, rows: Tensor) -> Tensor:
     """``[tokens, …]`` to ``[rows, …]``; as of an embedding, whose gradient is summed in one order on every device."""
-    return embedding(rows, packed.flatten(1)).unflatten(1, packed.shape[1:])
+    found: Tensor = embedding(rows, packed.flatten(1)).unflatten(1, packed.shape[1:])
+    return found
 
 
 class _Sight:

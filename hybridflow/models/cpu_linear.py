@@ -51,7 +51,8 @@ def _product(inputs: Tensor, weight: Tensor) -> Tensor:
         return inputs @ weight.t()
     padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % _ROWS))
     product = torch.ops.mkldnn._linear_pointwise.default(padded, weight, None, "none", [], "")
-    return product[: len(rows)].unflatten(0, inputs.shape[:-1])
+    found: Tensor = product[: len(rows)].unflatten(0, inputs.shape[:-1])
+    return found
 
 
 def _forward(

@@ -71,4 +71,5 @@ class ExpertLayer(BaseMoELayer):
         order = expert.repeat_interleave(received.flatten()).argsort(stable=True)
         output, _ = self.experts(hidden[order], received.sum(0), weights[order])
         output = torch.empty_like(output).index_copy(0, order, output)
-        return all_to_all(self.ep_group, output, rows_out, rows_in)
+        returned: Tensor = all_to_all(self.ep_group, output, rows_out, rows_in)
+        return returned

@@ -171,18 +171,18 @@ class Transformer(GPTModel):
             Hidden states ``[tokens, 1, hidden]`` on all but the last stage; there logits ``[rows, padded_vocab/tp]``,
             this rank's columns, or values ``[rows, 1]``.
         """
-        hidden = None
+        embedded = None
         if self.dropout is not None:
             self.dropout.begin(tokens, attention)
         if self.pre_process:
-            hidden = self.embedding(input_ids=tokens[None], position_ids=attention.positions[None])
+            embedded = self.embedding(input_ids=tokens[None], position_ids=attention.positions[None])
             if self.has_scaled_embeddings:
                 # The factor in the activations' own format, as these models were trained.
-                hidden = hidden * hidden.new_tensor(hidden.shape[-1] ** 0.5)
+                embedded = embedded * embedded.new_tensor(embedded.shape[-1] ** 0.5)
         angles = torch.outer(attention.positions.float(), self.rotary_pos_emb.inv_freq)
         rotary = torch.cat([angles, angles], dim=-1)[:, None, None]
-        hidden = self.decoder(
-            hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, attention_bias=attention
+        hidden: Tensor = self.decoder(
+            hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, attention_bias=attention
         )
         if not self.post_process:
             return hidden
@@ -259,7 +259,8 @@ def build_transformer(
     transformer.has_scaled_embeddings = model.scaled_embeddings
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
     # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
-    return transformer.to(device, config.params_dtype)
+    transformer.to(device, config.params_dtype)
+    return transformer
 
 
 def _block_spec(

@@ -7,6 +7,8 @@ recomputes the softmax of its columns, chunk by chunk, so that no fp32 copy of t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,12 +35,15 @@ def vocab_parallel_log_probs(
     Returns:
         ``log_probs`` and ``entropy``, ``[tokens]`` fp32, the same on every rank of the group, both differentiable.
     """
-    return _VocabParallelLogProbs.apply(logits, targets, group, vocab_size, temperature)
+    found: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(logits, targets, group, vocab_size, temperature)
+    return found
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, group, vocab_size, temperature):
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         columns = Columns(logits.shape[-1], group, vocab_size)
         log_probs, entropies, normalizers = [], [], []
         for rows, wanted in zip(logits.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
@@ -62,7 +67,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return log_prob, entropy
 
     @staticmethod
-    def backward(ctx, grad_log_prob, grad_entropy):
+    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, targets, normalizer, entropy = ctx.saved_tensors
         grad = torch.empty_like(logits)
         start = 0

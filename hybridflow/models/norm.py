@@ -38,4 +38,6 @@ def normalize_output(module: nn.Module, config: TransformerConfig) -> None:
 def _normalize(module: nn.Module, _: tuple[object, ...], output: tuple[Tensor, None]) -> tuple[Tensor, None]:
     hidden, bias = output
     assert bias is None, "a bias would have to be added before the norm"
-    return module.post_layernorm(hidden), None
+    norm = module.post_layernorm
+    assert isinstance(norm, RmsNorm), "normalize_output gave the module its norm"
+    return norm(hidden), None

@@ -194,7 +194,10 @@ def _gated(whole: GPTModel) -> set[int]:
 
 
 def _tp_dim(tensor: Tensor) -> int | None:
-    return tensor.partition_dim if getattr(tensor, "tensor_model_parallel", False) else None
+    if not getattr(tensor, "tensor_model_parallel", False):
+        return None
+    dim: int = tensor.partition_dim  # type: ignore[attr-defined]
+    return dim
 
 
 def _describe(logical: Logical, whole: GPTModel, gated: set[int], vocab_divisible_by: int) -> TensorSpec:

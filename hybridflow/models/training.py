@@ -143,7 +143,7 @@ class Trainable:
                 found[kind][name] = moments[id(main)][kind].view(-1)
             if main.dtype != parameter.dtype:
                 found["master"][name] = main.data.view(-1)
-            found["gradient"][name] = parameter.main_grad.view(-1)[start:stop]
+            found["gradient"][name] = parameter.main_grad.view(-1)[start:stop]  # type: ignore[attr-defined]
         return found
 
     def state_ranges(self) -> dict[str, tuple[int, int]]:
@@ -276,11 +276,13 @@ def run_schedule(
         forward_only=forward_only,
         pg_collection=groups,
     )
+    kept: list[Any]
     if groups.pp.size() == 1:
-        return forward_backward_no_pipelining(**arguments)
-    return forward_backward_pipelining_without_interleaving(
-        **arguments, p2p_communicator=P2PCommunicator(pp_group=groups.pp, config=config)
-    )
+        kept = forward_backward_no_pipelining(**arguments)
+    else:
+        sender = P2PCommunicator(pp_group=groups.pp, config=config)
+        kept = forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=sender)
+    return kept
 
 
 @torch.no_grad()

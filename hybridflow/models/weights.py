@@ -126,8 +126,8 @@ def initialize(
         variant: Another number gives other matrices.
     """
     shapes = {tensor.name: tensor for tensor in spec.tensors}
-    config = (model if isinstance(model, nn.Module) else model[0]).config
-    norm = 0.0 if config.layernorm_zero_centered_gamma else 1.0
+    chunk: GPTModel = model if isinstance(model, nn.Module) else model[0]
+    norm = 0.0 if chunk.config.layernorm_zero_centered_gamma else 1.0
     for name, (local, part) in local_shards(model, spec, mesh, rank).items():
         if names is not None and name not in names:
             continue

@@ -5,6 +5,7 @@ Each has a thread of its own, so that none holds up training, or another one, ho
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import secrets
@@ -159,7 +160,11 @@ class Callback:
     """A function ``(step, metrics)`` of the user's."""
 
     def __init__(self, function: Callable[[int, Mapping[str, float]], object]) -> None:
-        self.export = function
+        self._function = function
+
+    def export(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Call the function."""
+        self._function(step, metrics)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -209,7 +214,7 @@ class Outlet:
                 if not self._waiting:
                     break
                 step, metrics = self._waiting.popleft()
-            if self._try(lambda step=step, metrics=metrics: self._exporter.export(step, metrics), f"step {step}"):
+            if self._try(functools.partial(self._exporter.export, step, metrics), f"step {step}"):
                 self._num_sent += 1
                 if self._is_failing:
                     tell(f"metrics to {self._name}: step {step}: sent again")

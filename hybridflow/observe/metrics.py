@@ -63,7 +63,8 @@ class MetricsLog:
         self._file.flush()
         # In one event: each of its own would be queued, and every tenth wait for the disk.
         values = [self._value(tag=self._prefix + name, simple_value=value) for name, value in metrics.items()]
-        self._tensorboard.file_writer.add_summary(self._summary(value=values), step)
+        # torch types file_writer as None.
+        self._tensorboard.file_writer.add_summary(self._summary(value=values), step)  # type: ignore[attr-defined]
         self._tensorboard.flush()
         print(progress_line(step, self._num_steps, metrics), flush=True)
 

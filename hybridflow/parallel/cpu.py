@@ -60,10 +60,10 @@ def use_cpu_for_cuda() -> None:
     """Make megatron-core run on the CPU, if this machine has no CUDA; later calls do nothing."""
     if torch.cuda.is_available():
         return
-    torch.cuda.current_device = lambda: _CPU
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.Tensor.type = _type
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.Tensor.type = _type  # type: ignore[method-assign,assignment]
     torch_on_cpu = _TorchOnCpu()
     for name in _MODULES_NAMING_CUDA:
-        importlib.import_module(name).torch = torch_on_cpu
+        importlib.import_module(name).torch = torch_on_cpu  # type: ignore[attr-defined]

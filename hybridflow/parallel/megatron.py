@@ -47,10 +47,10 @@ def collection(world: World, mesh: DeviceMesh) -> ProcessGroupCollection:
     rank = world.rank
     alone = world.group((rank,))
 
-    def along(*axes: str):
+    def along(*axes: str) -> dist.ProcessGroup:
         return world.group(mesh.group_of(rank, *axes))
 
-    def experts_along(*axes: str):
+    def experts_along(*axes: str) -> dist.ProcessGroup:
         return world.group(next(group for group in _expert_groups(mesh, *axes) if rank in group))
 
     pipeline = mesh.group_of(rank, "pp")
@@ -91,7 +91,7 @@ def gathering_within(group: dist.ProcessGroup) -> Iterator[None]:
         objects[:] = [None] * group.size()
         gather(objects, mine, group=group)
 
-    dist.all_gather_object = gather_within
+    dist.all_gather_object = gather_within  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -63,7 +63,9 @@ def find_place() -> Place:
                 probe.bind(("", 0))
                 alone = node.size == world.size
                 offer = json.dumps(["127.0.0.1" if alone else socket.gethostname(), probe.getsockname()[1]])
-        address, port = json.loads(world.bcast(offer) if world.size > 1 else offer)
+        told = world.bcast(offer) if world.size > 1 else offer
+        assert told is not None, "rank 0 makes an offer"
+        address, port = json.loads(told)
         places = world.allgather((node.bcast(world.rank), socket.gethostname()))
     finally:
         faulthandler.cancel_dump_traceback_later()

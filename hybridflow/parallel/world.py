@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -99,10 +99,13 @@ class World:
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if ranks == tuple(range(self.size)):
-            return dist.group.WORLD
+            everyone = dist.group.WORLD
+            assert everyone is not None, "the constructor has joined the job"
+            return everyone
         # Ranks within a group are in mesh order, so that group ranks are coordinates.
-        unsorted = {"sort_ranks": False} if list(ranks) != sorted(ranks) else {}
-        return dist.new_group(list(ranks), timeout=timedelta(seconds=self.deadline_s), **unsorted)
+        unsorted: dict[str, Any] = {"sort_ranks": False} if list(ranks) != sorted(ranks) else {}
+        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timedelta(seconds=self.deadline_s), **unsorted)
+        return group
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The process group over these ranks, made before by ``make_groups``."""
@@ -136,7 +139,7 @@ class World:
         Args:
             name: Equal names see equal keys.
         """
-        return dist.PrefixStore(f"hybridflow/{name}", self._store.clone())
+        return dist.PrefixStore(f"hybridflow/{name}", self._store.clone())  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Leave the job in order."""

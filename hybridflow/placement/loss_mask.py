@@ -13,8 +13,10 @@ def loss_mask(batch: Batch) -> Tensor:
     """Whether each sample is learned from, ``[samples]``."""
     found = torch.ones(len(batch), dtype=torch.bool)
     for name in SCORED:
-        if name in batch.columns:
-            found &= ~batch.columns[name].isnan()
+        column = batch.columns.get(name)
+        if column is not None:
+            assert isinstance(column, Tensor), f"{name} is a dense column"
+            found &= ~column.isnan()
     return found
 
 
@@ -37,7 +39,9 @@ def spread(part: Batch, batch: Batch, found: Tensor) -> Batch:
         batch: All samples.
         found: Which are which, ``[samples]``.
     """
-    lengths = batch.columns["response_mask"].lengths
+    mask = batch.columns["response_mask"]
+    assert isinstance(mask, Ragged), "response_mask is ragged"
+    lengths = mask.lengths
     inside = found.repeat_interleave(lengths)
     columns = {}
     for name, column in part.columns.items():

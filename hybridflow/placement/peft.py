@@ -81,7 +81,7 @@ def load_adapters(job: Job, model: PlacedModel) -> None:
     try:
         load_pretrained(
             source,
-            model.transformer,
+            model.megatron_model,
             factor_spec(model.spec),
             model.mesh,
             job.world.rank,

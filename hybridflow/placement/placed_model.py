@@ -111,14 +111,20 @@ class PlacedModel:
             names=names,
         )
 
+    @property
+    def megatron_model(self) -> Transformer:
+        """Return ``transformer`` where it is megatron-core's, not a user's own."""
+        assert isinstance(self.transformer, Transformer), "UserModel has methods of its own where this is read"
+        return self.transformer
+
     def make_trainable(self, settings: OptimizerConfig) -> Trainable:
         """Gradients and an optimizer for it."""
-        return Trainable(self.transformer, self.groups, settings)
+        return Trainable(self.megatron_model, self.groups, settings)
 
     @property
     def is_output_rank(self) -> bool:
         """Whether this rank has the model's outputs: the last pipeline stage."""
-        return self.transformer.post_process
+        return bool(self.megatron_model.post_process)
 
     def load(self) -> None:
         """Take the weights of the model that was given, or of the directory that the recipe names; else none.
@@ -133,7 +139,7 @@ class PlacedModel:
         if source is not None:
             load_pretrained(
                 source,
-                self.transformer,
+                self.megatron_model,
                 base_spec(self.spec),
                 self.mesh,
                 self._rank,
@@ -176,12 +182,12 @@ class PlacedModel:
         Collective: tp, pp.
         """
         with self.at_hand():
-            return forward_only(self.transformer, self.groups, parts, compute)
+            return forward_only(self.megatron_model, self.groups, parts, compute)
 
-    def begin_adapters(self, prompt_index: int) -> None:
+    def begin_adapters(self, variant: int) -> None:
         """Give the adapters initial values: another number, others."""
         spec, std = factor_spec(self.spec), self._model.init_std
-        initialize(self.transformer, spec, self.mesh, self._rank, seed=self._seed, std=std, prompt_index=prompt_index)
+        initialize(self.transformer, spec, self.mesh, self._rank, seed=self._seed, std=std, variant=variant)
 
     def tensors(self) -> dict[str, Tensor]:
         """Live weights by logical name, as this rank holds them."""
@@ -198,7 +204,9 @@ class PlacedModel:
 
     def micro_batches(self, batch: Batch, group_size: int = 1) -> list[MicroBatch]:
         """The batch cut by the recipe's token budget, ``group_size`` samples in a row staying together."""
-        return self.pack(column_rows(batch, "tokens"), batch.columns["prompt_lengths"].tolist(), group_size)
+        prompt_lengths = batch.columns["prompt_lengths"]
+        assert isinstance(prompt_lengths, Tensor), "prompt_lengths is a dense column"
+        return self.pack(column_rows(batch, "tokens"), prompt_lengths.tolist(), group_size)
 
     def pack(self, sequences: list[Tensor], prompt_lengths: list[int], group_size: int = 1) -> list[MicroBatch]:
         """Sequences, each ``[tokens]`` of prompt and response, cut as in ``micro_batches``."""

@@ -163,8 +163,9 @@ def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
     job uses. A run that goes on needs no weights there.
     """
     family, assets = in_memory_assets(job, role) or _in_directory(job.recipe.model_of(role).path)
+    # A program that gives tokens alone has none, whatever the type says.
     if job.tokenizer is None:
-        return family, assets
+        return family, assets  # type: ignore[unreachable]
     file = job.tokenizer.path
     kept = (CONFIG, GENERATION)
     tokenizer = {name: content for name, content in read_assets(file.parent).items() if name not in kept}

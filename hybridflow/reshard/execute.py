@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import operator
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -407,7 +408,9 @@ class Resharder:
         )
         taken = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in sources.items())
         # Of those that begin no later, the one that reaches furthest.
-        furthest = list(itertools.accumulate(taken, lambda one, other: max(one, other, key=lambda each: each[1])))
+        furthest: list[tuple[int, int, str]] = list(
+            itertools.accumulate(taken, lambda one, other: max(one, other, key=operator.itemgetter(1)))
+        )
         for name, tensor in targets.items():
             start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
             place = bisect.bisect_left(taken, (stop,))

@@ -165,7 +165,7 @@ def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int
     for tensor in tensors:
         storage = tensor.untyped_storage()
         reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        extent = (tensor.storage_offset() + reach) * tensor.element_size() if tensor.numel() else 0
+        extent = int(tensor.storage_offset() + reach) * tensor.element_size() if tensor.numel() else 0
         found[storage._cdata] = storage, max(extent, found.get(storage._cdata, (storage, 0))[1])
     return list(found.values())
 

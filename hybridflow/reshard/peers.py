@@ -99,8 +99,8 @@ class NodePeers:
                 for name, tensor in tensors.items()
             },
         }
-        with open(description, "wb", closefd=False) as file:
-            file.write(json.dumps(contents).encode())
+        with open(description, "wb", closefd=False) as writer:
+            writer.write(json.dumps(contents).encode())
         os.fchmod(description, 0o400)
 
     def open(self, rank: int, card: tuple[int, int, str], sizes: Mapping[str, int]) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ class NodePeers:
             if place not in storages:
                 storages[place] = _reach(pid, contents["storages"][place], self._device)
             found[name] = torch.empty(0, dtype=_DTYPES[dtype_name], device=self._device).set_(
-                storages[place], offset, (size,)
+                storages[place], offset, (size,), (1,)
             )
         return found
 
@@ -225,7 +225,9 @@ def _reach(pid: int, handle: list[Any], device: torch.device) -> torch.UntypedSt
     """The storage that another process of the node opened up."""
     if device.type == "cpu":
         file, num_bytes = handle
-        return torch.UntypedStorage.from_file(f"/proc/{pid}/fd/{file}", True, num_bytes)
+        storage = torch.UntypedStorage.from_file(f"/proc/{pid}/fd/{file}", True, num_bytes)
+        assert isinstance(storage, torch.UntypedStorage), "from_file gives what it is a method of"
+        return storage
     parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle]
     # On this rank's own device, whichever holds it: then a copy is one kernel that reads over the link.
     return torch.UntypedStorage._new_shared_cuda(device.index, *parts)

@@ -133,4 +133,4 @@ def as_one_run(views: list[Tensor], dtypes: list[torch.dtype]) -> Tensor | None:
     size = end - views[0].data_ptr()
     if start + size > storage.nbytes():
         return None
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (size,))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (size,), (1,))

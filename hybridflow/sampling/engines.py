@@ -83,7 +83,7 @@ class _Whole(Mapping[str, Tensor]):
 def make_megatron_engine(job: Job, model: PlacedModel) -> MegatronEngine:
     """Generates with the weights being trained."""
     return MegatronEngine(
-        model.transformer,
+        model.megatron_model,
         model.groups,
         vocab_size=job.vocab_size,
         seed=job.recipe.seed,

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from hybridflow.dataflow.batch import Batch
+from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.dataflow.schedule import Move
@@ -74,7 +75,8 @@ class Groups(Role, ABC):
         """Take in a rollout with its ``scores``."""
         if self._job.recipe.rollout.archive and self._is_telling:
             size = self._job.recipe.rollout.group_size
-            prompt_indices, scores = batch.columns["prompt_indices"].tolist(), batch.columns["scores"].tolist()
+            prompt_indices = _dense(batch, "prompt_indices").tolist()
+            scores = _dense(batch, "scores").tolist()
             # A greedy response stands behind its group.
             indices = [
                 number - prompt_index * size
@@ -86,11 +88,8 @@ class Groups(Role, ABC):
     def take(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """The step's batch: a source. Whole groups are dealt to the replicas in turn. Collective: the rollout mesh."""
         own = Batch.concat([self._finished(each) for each in self._rollouts])
-        prompt_indices = own.columns["prompt_indices"]
-        assert isinstance(prompt_indices, torch.Tensor), "prompt_indices is a dense column"
-        own = own.select(
-            torch.isin(prompt_indices, torch.tensor(self._prompt_indices, dtype=torch.int64)).nonzero()[:, 0]
-        )
+        chosen = torch.tensor(self._prompt_indices, dtype=torch.int64)
+        own = own.select(torch.isin(_dense(own, "prompt_indices"), chosen).nonzero()[:, 0])
         self._rollouts = []
         if self._mesh.layout.dp == 1:
             return own
@@ -132,8 +131,9 @@ class Groups(Role, ABC):
         """
         if not self._is_telling:
             return []
-        columns = self._rollouts[-1].columns
-        scored = zip(columns["prompt_indices"].tolist(), columns["scores"].double().tolist(), strict=True)
+        rollout = self._rollouts[-1]
+        prompt_indices, scores = _dense(rollout, "prompt_indices"), _dense(rollout, "scores").double()
+        scored = zip(prompt_indices.tolist(), scores.tolist(), strict=True)
         return [(prompt_index, score) for prompt_index, score in scored if not math.isnan(score)]
 
 
@@ -215,13 +215,15 @@ class GreedyBaselines(Groups):
         """A baseline is shaped like the scores that it is compared with."""
         if not decided["fill"]["is_greedy"]:
             return batch
-        scores = shaped(self._job.recipe, batch.columns["scores"], batch.columns["response_mask"].lengths)
+        mask = batch.columns["response_mask"]
+        assert isinstance(mask, Ragged), "response_mask is a ragged column"
+        scores = shaped(self._job.recipe, _dense(batch, "scores"), mask.lengths)
         return batch.with_columns({"scores": scores})
 
     def _finished(self, rollout: Batch) -> Batch:
         # Of a step that is left there may be none; of a greedy response that has no score neither.
         baselines = [
-            self._baselines.get(prompt_index, math.nan) for prompt_index in rollout.columns["prompt_indices"].tolist()
+            self._baselines.get(prompt_index, math.nan) for prompt_index in _dense(rollout, "prompt_indices").tolist()
         ]
         return rollout.with_columns({"baselines": torch.tensor(baselines, dtype=torch.float32)})
 
@@ -231,6 +233,12 @@ def make_groups(job: Job) -> Groups | None:
     kinds = {"dapo": InformativeGroups, "remax": GreedyBaselines}
     kind = kinds.get(job.recipe.algorithm)
     return None if kind is None else kind(job)
+
+
+def _dense(batch: Batch, name: str) -> Tensor:
+    column = batch.columns[name]
+    assert isinstance(column, Tensor), f"{name} is a dense column"
+    return column
 
 
 def _informative(shares: list[Scores]) -> list[int]:

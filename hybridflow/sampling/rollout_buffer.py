@@ -53,7 +53,7 @@ class RolloutBuffer(Role):
             DataError: The weights that sampled one of them are further behind than ``Recipe.staleness_bound``.
         """
         step = decided["train_step"]["step"]
-        waiting = self._buffer.flip()
+        waiting: _Waiting = self._buffer.flip()
         assert waiting.step == step, f"the samples of step {waiting.step} were taken for step {step}"
         found = measure_staleness(self._job, [] if waiting.batch is None else _behind(waiting.batch, step))
         self.metrics |= found

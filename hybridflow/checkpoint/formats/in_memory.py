@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridflow.checkpoint.formats.huggingface import HuggingFaceSource
 from hybridflow.checkpoint.formats.in_memory_megatron import MegatronSource, read_megatron
@@ -170,7 +170,7 @@ class _InMemory:
 
     def sha256(self, key: str) -> str:
         """Of a tensor's bytes."""
-        return hashlib.sha256(self.read(key).contiguous().view(torch.uint8).numpy()).hexdigest()
+        return hashlib.sha256(self.read(key).contiguous().view(torch.uint8).numpy().data).hexdigest()
 
     def release(self) -> None:
         """Nothing: the program keeps them."""
@@ -188,7 +188,8 @@ def _describe(model: Any) -> tuple[Described, dict[str, Any]]:
     Raises:
         ConfigError: It is none, or of an unknown family, or computes something else than its class.
     """
-    kind, name = _library_class(model), type(model).__name__
+    kind: Any = _library_class(model)
+    name = type(model).__name__
     if hasattr(model, "merge_and_unload"):
         raise ConfigError(
             f"{name}: is a model with PEFT's adapters; call merge_and_unload() and give what that returns, or give the "
@@ -212,7 +213,7 @@ def _describe(model: Any) -> tuple[Described, dict[str, Any]]:
     return read_config(values, where=f"{name}.config"), values
 
 
-def _as_saved(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _as_saved(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Under the names of a saved directory: transformers 5 keeps the experts of a layer in one tensor in memory."""
     try:
         from transformers.core_model_loading import revert_weight_conversion

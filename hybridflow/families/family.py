@@ -133,7 +133,7 @@ DENSE = (*EMBEDDINGS, *NORMS, *ATTENTION, *FEED_FORWARD)
 
 
 def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """A mixture of experts in place of the feed-forward block.
+    """Return the rules of a mixture of experts, which takes the place of the feed-forward block.
 
     Args:
         block: What the block is called within a Hugging Face layer.

@@ -35,7 +35,7 @@ class Weights:
 def correction_weights(
     old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, *, kind: str, level: str, low: float, high: float
 ) -> Weights:
-    """Bounded importance weights of the trainer's policy over the sampler's.
+    """Compute bounded importance weights of the trainer's policy over the sampler's.
 
     With ``d = old_log_prob - rollout_log_prob``, of each token or, at the level of sequences, its sum over the mask::
 
@@ -79,7 +79,7 @@ def kept_tokens(
     low: float,
     high: float,
 ) -> Tensor:
-    """Which tokens are learned from: those whose sampler was near enough to the trainer.
+    """Return which tokens count in the loss: those where the sampler was close enough to the trainer.
 
     An estimate of the KL of the sampler to the trainer, from ``rollout_log_prob - old_log_prob``, decides: of each
     token, or the sum, mean or maximum of them over the sequence's mask, on all of whose tokens it then decides. ``k1``

@@ -10,7 +10,7 @@ from hybridflow.algorithms.inputs import alike
 
 
 def lagrangian_advantages(advantages: Tensor, cost_advantages: Tensor, multiplier: float) -> Tensor:
-    """``(A_r - λ A_c) / (1 + λ)``: what is gained, less what it costs at the current price.
+    """Compute ``(A_r - λ A_c) / (1 + λ)``: the reward's advantage less the cost's, at the current price.
 
     Args:
         advantages: Of rewards, any shape, usually ``[samples, tokens]``; not yet whitened.

@@ -109,7 +109,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def progress_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """One step on one line of the console: what was learned, and where the time went, by phase.
+    """Return one console line for a step: what was learned, and the time of each phase.
 
     A metric that is absent is left out. Phases are the metrics ``time/<phase>_s``, in their given order, after the
     whole step's ``time/step_s``.

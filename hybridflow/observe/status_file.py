@@ -72,7 +72,7 @@ class StatusFile:
 
 
 def living_writer(run_dir: Path, began_s: float) -> str | None:
-    """Which other process keeps ``status.json`` of a run; waits for it to write again.
+    """Return the other process that keeps ``status.json`` of a run; waits for it to write again.
 
     Of this host a process that is gone is known at once, and so is one that has been silent for long. Else only a sign
     of life that comes while we look is proof.
@@ -108,7 +108,7 @@ def _kept(run_dir: Path) -> dict[str, Any]:
 
 
 def _is_gone(kept: Mapping[str, Any]) -> bool:
-    """Whether a process is one of this host, and either ended or ourselves."""
+    """Return whether a process of this host has ended, or is this process itself."""
     pid = kept.get("pid")
     if kept.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
         return False

@@ -68,7 +68,7 @@ class TimelineFile:
         _append(self._path, events)
 
     def _names(self) -> list[str]:
-        """What viewers are to call the nodes and ranks."""
+        """Return the names that viewers show for the nodes and ranks."""
         events = [_name("process_name", _STEPS_PID, _FIRST_TID, "steps")]
         for pid in dict.fromkeys(pid for pid, _ in self._places):
             events.append(_name("process_name", pid, _FIRST_TID, f"node {pid - _FIRST_NODE_PID}"))

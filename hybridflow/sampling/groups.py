@@ -56,12 +56,12 @@ class Groups(Role, ABC):
 
     @property
     def num_samples(self) -> int:
-        """Samples of the step's batch, once its rollouts are done."""
+        """Return the number of samples of the step's batch, once its rollouts are done."""
         return len(self._prompt_indices) * self._job.recipe.rollout.group_size
 
     @abstractmethod
     def turns(self, first_prompt_index: int, num_prompts: int, share: Share) -> Iterator[Turn]:
-        """The rollouts of one step, each to be kept before the next is asked for; the same on every rank.
+        """Yield the rollouts of one step; keep each before the next is asked for; the same on every rank.
 
         Collective: all ranks of the job, through ``share``.
 
@@ -86,7 +86,7 @@ class Groups(Role, ABC):
         self._rollouts.append(self._kept(batch, decided))
 
     def take(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """The step's batch: a source. Whole groups are dealt to the replicas in turn. Collective: the rollout mesh."""
+        """Return the step's batch, a source. Whole groups go to the replicas in turn. Collective: the rollout mesh."""
         own = Batch.concat([self._finished(each) for each in self._rollouts])
         chosen = torch.tensor(self._prompt_indices, dtype=torch.int64)
         own = own.select(torch.isin(_dense(own, "prompt_indices"), chosen).nonzero()[:, 0])
@@ -108,16 +108,16 @@ class Groups(Role, ABC):
         return Batch(moved.ids, {name: moved.columns[name] for name in names})
 
     def _kept(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """What is kept of a rollout."""
+        """Return the part of a rollout that is kept."""
         return batch
 
     def _finished(self, rollout: Batch) -> Batch:
-        """A rollout with all columns of the batch."""
+        """Return a rollout with all columns of the batch."""
         return rollout
 
     @property
     def _is_telling(self) -> bool:
-        """Whether this rank tells of its replica's samples."""
+        """Return whether this rank reports its replica's samples."""
         rank = self._job.world.rank
         return rank in self._mesh and self._mesh.output_ranks(self._mesh.coordinate(rank).dp)[0] == rank
 
@@ -125,7 +125,7 @@ class Groups(Role, ABC):
         self._rollouts, self._prompt_indices = [], []
 
     def _own_scores(self) -> Scores:
-        """Of the last rollout, on one rank of each replica, but for samples that have none.
+        """Return the scores of the last rollout, on one rank of each replica, without samples that have none.
 
         What is learned from is another matter.
         """
@@ -212,7 +212,7 @@ class GreedyBaselines(Groups):
         self.next_prompt_index = first_prompt_index + num_prompts
 
     def _kept(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """A baseline is shaped like the scores that it is compared with."""
+        """Shape the scores of a greedy rollout like the scores that they are compared with."""
         if not decided["fill"]["is_greedy"]:
             return batch
         mask = batch.columns["response_mask"]
@@ -229,7 +229,7 @@ class GreedyBaselines(Groups):
 
 
 def make_groups(job: Job) -> Groups | None:
-    """What decides on the batch of a step, of algorithms with more than one rollout in a step."""
+    """Make what decides on a step's batch, for algorithms with more than one rollout in a step; else None."""
     kinds = {"dapo": InformativeGroups, "remax": GreedyBaselines}
     kind = kinds.get(job.recipe.algorithm)
     return None if kind is None else kind(job)
@@ -242,7 +242,7 @@ def _dense(batch: Batch, name: str) -> Tensor:
 
 
 def _informative(shares: list[Scores]) -> list[int]:
-    """Prompt indices of the groups whose scores are not all equal, in order; a group may be in several shares."""
+    """Return prompt indices, in order, of groups whose scores differ; a group may be split over several shares."""
     scores: dict[int, set[float]] = {}
     for share in shares:
         for prompt_index, score in share:

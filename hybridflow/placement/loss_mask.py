@@ -10,7 +10,7 @@ from hybridflow.dataflow.graph import SCORED
 
 
 def loss_mask(batch: Batch) -> Tensor:
-    """Whether each sample is learned from, ``[samples]``."""
+    """Return whether each sample counts in the loss, ``[samples]``."""
     found = torch.ones(len(batch), dtype=torch.bool)
     for name in SCORED:
         column = batch.columns.get(name)
@@ -21,7 +21,7 @@ def loss_mask(batch: Batch) -> Tensor:
 
 
 def without_dropped(batch: Batch) -> Batch:
-    """The samples, of which no token counts where one is left out: losses and their denominators go by the mask."""
+    """Zero the response mask of samples that are left out; losses and their denominators follow the mask."""
     found, mask = loss_mask(batch), batch.columns.get("response_mask")
     if mask is None or bool(found.all()):
         return batch
@@ -32,7 +32,7 @@ def without_dropped(batch: Batch) -> Batch:
 
 
 def spread(part: Batch, batch: Batch, found: Tensor) -> Batch:
-    """Columns of the samples that are learned from, with zeros for the others.
+    """Spread columns of the samples that count over all samples, with zeros for the others.
 
     Args:
         part: Those samples, in their order, with columns like ``response_mask``.

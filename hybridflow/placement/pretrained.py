@@ -57,7 +57,7 @@ def from_pretrained(
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     seed: int = 1,
 ) -> Pretrained:
-    """A model with the weights of a directory of Hugging Face, of a model directory of ours, or of a model in memory.
+    """Load a model from a Hugging Face directory, a hybridflow model directory, or a model in memory.
 
     Collective: all ranks of the job, also those outside the mesh.
 
@@ -135,7 +135,7 @@ def load_pretrained(
 
 
 def _check_tensors(source: Source, spec: ModelSpec) -> None:
-    """The source has what the model has, but for heads: a critic may be made of a language model."""
+    """Refuse a source whose tensors are not the model's. Heads may differ: a critic may start from a language model."""
     expected = {tensor.name: tensor.shape for tensor in spec.tensors}
     for name in [*expected, *source.tensors]:
         found = tuple(source.tensors[name].shape) if name in source.tensors else None
@@ -157,7 +157,7 @@ def _read(source: Source, name: str, box: Box) -> Tensor:
 
 
 def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
-    """Family and small files that belong with a role's weights wherever they are written.
+    """Return the family and the small files that are written with a role's weights everywhere.
 
     They are those of the model that was given or of the directory that the recipe names, with the tokenizer that the
     job uses. A run that goes on needs no weights there.
@@ -177,7 +177,7 @@ def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
 
 
 def _aligned(assets: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
-    """``generation_config.json`` in which the tokenizer's end of sequence ends, and something fills up."""
+    """Return a ``generation_config.json`` with the tokenizer's end of sequence and a padding id."""
     ends = ends_in(assets)
     if tokenizer.eos_id in ends.eos_ids and ends.pad_id is not None:
         return {}

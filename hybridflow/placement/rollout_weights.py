@@ -62,7 +62,7 @@ class RolloutWeights:
         )
 
     def base_changed(self) -> None:
-        """Bring also the weights below the adapters over with the next ``refresh``."""
+        """Mark the base weights below the adapters to be moved with the next ``refresh``."""
         self._is_base_current = False
 
     def refresh(self) -> dict[str, float]:
@@ -97,7 +97,7 @@ class RolloutWeights:
         release(self._own)
 
     def _bring_base(self) -> int:
-        """The bytes that came from other ranks."""
+        """Move the base weights, and return the bytes that came from other ranks."""
         resharder = Resharder(
             self._job.world,
             self._base,

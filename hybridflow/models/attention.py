@@ -86,14 +86,14 @@ class PackedAttention:
         self._sight = _Sight(torch.arange(widest, device=device), widest)
 
     def sums_so_far(self, values: Tensor) -> Tensor:
-        """Of each token the sum of ``[tokens]`` int64 values over its sequence, from the first to itself."""
+        """Sum ``[tokens]`` int64 values over each token's sequence, from the first token to the token itself."""
         laid_out = values[self._places]
         sums = laid_out.cumsum(0)
         sums = sums - (sums - laid_out)[self._starts]
         return torch.empty_like(values).index_copy_(0, self._places, sums)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of one layer.
+        """Compute the attention of one layer.
 
         Args:
             layer: Local layer index.
@@ -125,7 +125,7 @@ class PackedAttention:
 
 
 def _of_like_length(lengths: list[int]) -> list[list[int]]:
-    """Indices of sequences, from short to long, those of like length together."""
+    """Group indices of sequences with similar lengths, from short to long."""
     found: list[list[int]] = []
     shortest = 0
     for index in sorted(range(len(lengths)), key=lambda each: (lengths[each], each)):
@@ -138,7 +138,7 @@ def _of_like_length(lengths: list[int]) -> list[list[int]]:
 
 
 def _rows(packed: Tensor, rows: Tensor) -> Tensor:
-    """``[tokens, …]`` to ``[rows, …]``; as of an embedding, whose gradient is summed in one order on every device."""
+    """Pick ``[rows, …]`` from ``[tokens, …]`` by an embedding, whose gradient has one order of sums on every device."""
     found: Tensor = embedding(rows, packed.flatten(1)).unflatten(1, packed.shape[1:])
     return found
 
@@ -157,7 +157,7 @@ class _Sight:
         self._masks: dict[int | None, Tensor] = {}
 
     def through(self, window: int | None) -> Tensor:
-        """``[queries, width]`` bool."""
+        """Return the mask, ``[queries, width]`` bool."""
         if window not in self._masks:
             # Only here, since it is as large as all scores of a head, and plain attention needs none of it.
             queries, keys = self._queries[:, None], torch.arange(self._width, device=self._queries.device)
@@ -167,7 +167,7 @@ class _Sight:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scoring: Scoring) -> Tensor:
-    """Scaled dot-product attention, with soft-capped scores where they are wanted.
+    """Compute scaled dot-product attention, with soft-capped scores where they are wanted.
 
     Args:
         query: ``[samples, heads/tp, queries, head]``.
@@ -206,7 +206,7 @@ class AttentionPlan(Protocol):
     positions: Tensor
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of one layer, as ``PackedAttention.attend``."""
+        """Compute the attention of one layer, as ``PackedAttention.attend`` does."""
 
 
 class SdpaCoreAttention(MegatronModule):
@@ -246,7 +246,7 @@ class SdpaCoreAttention(MegatronModule):
         attn_mask_type: Any = None,
         packed_seq_params: None = None,
     ) -> Tensor:
-        """``[tokens, 1, heads/tp, head]`` each (groups for key and value) to ``[tokens, 1, heads/tp * head]``."""
+        """Map ``[tokens, 1, heads/tp, head]`` each (groups for key and value) to ``[tokens, 1, heads/tp * head]``."""
         context = attention_bias.attend(self.local_layer, query[:, 0], key[:, 0], value[:, 0], self.scoring)
         return context.reshape(context.shape[0], 1, -1)
 
@@ -260,7 +260,9 @@ class GroupedSelfAttention(SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: None = None, output_gate: bool = False, split_qkv: bool = True
     ) -> Any:
-        """``[tokens, 1, hidden]`` to query ``[tokens, 1, heads/tp, head]``, key, value ``[tokens, 1, groups, head]``.
+        """Project ``[tokens, 1, hidden]`` to query, key and value.
+
+        The query is ``[tokens, 1, heads/tp, head]``, key and value are ``[tokens, 1, groups, head]``.
 
         Collective: tp. ``groups`` are this rank's query groups, 1 where several ranks share one.
         """

@@ -45,7 +45,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(inputs: Tensor, weight: Tensor) -> Tensor:
-    """``[…, in]`` times ``[out, in]``, transposed, which may be a view."""
+    """Multiply ``[…, in]`` by the transpose of ``[out, in]``, which may be a view."""
     rows = inputs.flatten(0, -2)
     if len(rows) < _LEAST_ROWS:
         return inputs @ weight.t()

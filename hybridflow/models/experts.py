@@ -44,7 +44,7 @@ class ExpertLayer(BaseMoELayer):
         self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
-        """``[tokens, 1, hidden]`` to the same. Collective: tp, ep; the ranks of ep may have unequally many tokens."""
+        """Map ``[tokens, 1, hidden]`` to the same shape. Collective: tp, ep; ranks of ep may differ in tokens."""
         weights, is_chosen = self.router(hidden)
         # Each tensor-parallel rank computes a slice of every expert, hence a part of these gradients and of the output.
         flat = copy_to_tensor_model_parallel_region(hidden[:, 0], group=self.attn_tp_group)
@@ -56,7 +56,7 @@ class ExpertLayer(BaseMoELayer):
         return reduce_from_tensor_model_parallel_region(combined, group=self.attn_tp_group)[:, None], None
 
     def _through_experts(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """Outputs for ``[pairs, hidden]`` of tokens and experts, ordered by expert, ``counts`` for each expert."""
+        """Compute outputs for ``[pairs, hidden]`` of tokens and experts, ordered by expert, ``counts`` per expert."""
         sent = counts.view(-1, self.num_local_experts)
         received = torch.empty_like(sent)
         if len(sent) > 1:

@@ -43,13 +43,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def padded_vocab_size(model: ModelConfig, vocab_size: int, tp: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: the vocabulary, rounded up."""
+    """Return the rows of the embedding over all tensor-parallel ranks: the vocabulary, rounded up."""
     multiple = model.vocab_divisible_by * tp
     return -(-vocab_size // multiple) * multiple
 
 
 def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch.device) -> TransformerConfig:
-    """megatron-core's description of this model in this layout."""
+    """Return megatron-core's configuration of this model in this layout."""
     on_gpu = device.type == "cuda"
     dtype = DTYPES[model.dtype]
     scale = model.head_size**-0.5 if model.attention_scale is None else model.attention_scale
@@ -120,7 +120,7 @@ _ACTIVATIONS = {"silu": silu, "gelu_tanh": _gelu_tanh}
 
 @functools.cache
 def _add_rng_state() -> None:
-    """megatron-core forks this state around initialization on a GPU; nothing of ours draws from it."""
+    """Add the random state that megatron-core forks around initialization on a GPU; nothing of ours draws from it."""
     get_cuda_rng_tracker().add("model-parallel-rng", 0)
 
 
@@ -136,7 +136,7 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(1, hidden_size, dtype=dtype, device=device))
 
     def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
-        """``[tokens, 1, hidden]`` to ``[tokens, 1, 1]``."""
+        """Map ``[tokens, 1, hidden]`` to ``[tokens, 1, 1]``."""
         return nn.functional.linear(hidden, self.weight), None
 
 
@@ -158,7 +158,7 @@ class Transformer(GPTModel):
     flops: ModelFlops | None = None
 
     def forward(self, tokens: Tensor, attention: AttentionPlan, rows: Tensor | None = None) -> Tensor:
-        """This stage's part of the forward pass.
+        """Run this stage's part of the forward pass.
 
         Collective: tp.
 
@@ -205,7 +205,7 @@ def build_transformer(
     lora: LoRAConfig | None = None,
     seed: int = 1,
 ) -> Transformer:
-    """This rank's stage and shard of a model, with weights not yet set.
+    """Build this rank's stage and shard of a model, with weights not yet set.
 
     Args:
         model: Shape of the model.
@@ -266,7 +266,7 @@ def build_transformer(
 def _block_spec(
     model: ModelConfig, config: TransformerConfig, num_layers: int, *, is_local: bool
 ) -> tuple[ModuleSpec | TransformerBlockSubmodules, MoESubmodules | None]:
-    """A stage of so many layers, and what its mixtures of experts are to be made of.
+    """Return the spec of a stage of ``num_layers`` layers, and the submodules of its mixtures of experts.
 
     megatron-core's local layers, or Transformer Engine's; our attention in both.
     """

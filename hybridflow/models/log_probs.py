@@ -20,7 +20,7 @@ CHUNK_TOKENS = 1024
 def vocab_parallel_log_probs(
     logits: Tensor, targets: Tensor, *, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each row, of ``softmax(logits / temperature)``.
+    """Compute the log-probability of each target and the entropy of each row, of ``softmax(logits / temperature)``.
 
     Collective: tp, forward only.
 
@@ -94,13 +94,13 @@ class Columns:
         self.num_real = max(0, min(width, vocab_size - self.first))
 
     def scaled(self, logits: Tensor, temperature: float | Tensor) -> Tensor:
-        """fp32 logits over temperature, padding columns at minus infinity, ``[tokens, padded_vocab/tp]``."""
+        """Return fp32 logits over temperature, padding columns at minus infinity, ``[tokens, padded_vocab/tp]``."""
         scaled = logits.float() / temperature
         scaled[:, self.num_real :] = -torch.inf
         return scaled
 
     def max(self, value: Tensor) -> Tensor:
-        """Largest value over the group. Collective: tp."""
+        """Return the largest value over the group. Collective: tp."""
         if dist.get_world_size(self.group) > 1:
             dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
         return value
@@ -112,7 +112,7 @@ class Columns:
         return value
 
     def pick(self, scaled: Tensor, targets: Tensor) -> Tensor:
-        """The targets' logits where this rank holds them, else 0; targets ``[tokens]`` or ``[tokens, some]``."""
+        """Return the targets' logits where this rank holds them, else 0; targets ``[tokens]`` or ``[tokens, some]``."""
         local, mine = self._locate(targets, scaled.shape[1])
         picked = scaled.gather(1, local if local.dim() == 2 else local[:, None]).view(targets.shape)
         return torch.where(mine, picked, torch.zeros_like(picked))
@@ -126,6 +126,6 @@ class Columns:
         columns.scatter_add_(1, local, added)
 
     def _locate(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """In which of this rank's ``width`` columns targets are, any of them if in none; and whether they are."""
+        """Return each target's place in this rank's ``width`` columns, clamped, and whether this rank has it."""
         local = targets - self.first
         return local.clamp(0, width - 1), (local >= 0) & (local < self.num_real)

@@ -72,7 +72,7 @@ class Dropout:
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """The finalizer of SplitMix64, on int64 that wraps around."""
+    """Apply the finalizer of SplitMix64, on int64 that wraps around."""
     for shift, factor in zip((30, 27), _MIX, strict=True):
         values = (values ^ (values >> shift & ((1 << 64 - shift) - 1))) * factor
     return values ^ (values >> 31 & ((1 << 33) - 1))
@@ -134,12 +134,12 @@ class Adapter(nn.Module):
             owner.B = _factor((size, lora.rank), weight.dtype, None if self._is_row_parallel else 0)
 
     def factors(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
-        """Part -> its A and B on this rank; "" is all of the layer."""
+        """Return part -> its A and B on this rank; "" is all of the layer."""
         owners = {part: self.get_submodule(part) for part in self._parts}
         return {part: (owner.get_parameter("A"), owner.get_parameter("B")) for part, owner in owners.items()}
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What is added to the layer's output, from its input ``[tokens, 1, in]``. Collective: tp."""
+        """Return the addition to the layer's output, from its input ``[tokens, 1, in]``. Collective: tp."""
         if self._dropout is not None:
             first = inputs.shape[-1] * self._group.rank() if self._is_row_parallel else 0
             inputs = self._dropout(inputs, self._name, first)
@@ -154,7 +154,7 @@ class Adapter(nn.Module):
         return self.scale * (added[""] if "" in added else self._interleaved(added))
 
     def _interleaved(self, added: Mapping[str, Tensor]) -> Tensor:
-        """``[tokens, 1, rows of the part]`` of each part, in the order of the layer's rows; zeros for those without."""
+        """Join ``[tokens, 1, rows of the part]`` of all parts in the order of the layer's rows; zeros if missing."""
         blocks, sizes = self._rows.blocks, self._rows.sizes
         head = next(iter(added.values()))
         whole = [
@@ -167,7 +167,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """The local weight with the update in it, summed in fp32: new memory."""
+        """Return the local weight with the update in it, summed in fp32: new memory."""
         whole = weight.detach().float().clone()
         blocks = whole.view(self._rows.blocks, -1, whole.shape[-1])
         starts, start = {"": 0}, 0
@@ -236,7 +236,7 @@ def _add(linear: nn.Module, arguments: tuple[Tensor, ...], output: tuple[Tensor,
 
 
 def adapted(transformer: GPTModel) -> Iterator[tuple[str, nn.Module]]:
-    """The linear layers of this rank that have an adapter, with the logical names of their weights."""
+    """Yield the linear layers of this rank that have an adapter, with the logical names of their weights."""
     for layer in transformer.decoder.layers:
         for name, module in layer.named_modules():
             if isinstance(getattr(module, "lora", None), Adapter):
@@ -245,7 +245,7 @@ def adapted(transformer: GPTModel) -> Iterator[tuple[str, nn.Module]]:
 
 @contextlib.contextmanager
 def adapters_off(transformer: GPTModel) -> Iterator[None]:
-    """The model as it is without its adapters."""
+    """Switch the adapters off for the duration."""
     adapters = [_adapter_of(linear) for _, linear in adapted(transformer)]
     for adapter in adapters:
         adapter.is_on = False
@@ -257,7 +257,7 @@ def adapters_off(transformer: GPTModel) -> Iterator[None]:
 
 
 def merged_weight(linear: nn.Module) -> Tensor:
-    """The weight of a linear layer with the update of its adapter in it; itself where it has none."""
+    """Return the weight of a linear layer with its adapter's update; the weight itself where there is no adapter."""
     adapter = getattr(linear, "lora", None)
     weight = _weight_of(linear).detach()
     return weight if adapter is None else adapter.merged(weight)

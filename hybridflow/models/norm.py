@@ -23,7 +23,7 @@ class RmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[…, hidden]`` to the same shape and dtype."""
+        """Map ``[…, hidden]`` to the same shape and dtype."""
         wide = hidden.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         return (wide * (self._centre + self.weight.float())).to(hidden.dtype)

@@ -27,7 +27,7 @@ from hybridflow.reshard.spec import ModelSpec, Shard, TensorSpec, shard
 def describe_model(
     world: World, model: ModelConfig, *, vocab_size: int, has_value_head: bool = False, lora: LoRAConfig | None = None
 ) -> ModelSpec:
-    """How every tensor of a model is cut, without communication and the same on every rank.
+    """Describe how every tensor of a model is cut, without communication and the same on every rank.
 
     Found by building the model without memory, once for each that differs in this process.
 
@@ -70,7 +70,7 @@ def _describe(
 def local_shards(
     model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
 ) -> dict[str, tuple[Tensor, Shard]]:
-    """This rank's tensors in their logical view, each with the part of the whole that it is.
+    """Return this rank's tensors in their logical view, each with its part of the whole.
 
     The tensors are views of the parameters' storage.
 
@@ -139,7 +139,7 @@ def initialize(
 
 
 def _initial_value(tensor: TensorSpec, origin: str, std: float, num_layers: int, norm: float) -> Tensor:
-    """The whole logical tensor, fp32 in host memory."""
+    """Return the whole logical tensor, fp32 in host memory."""
     if tensor.name.endswith("bias") or (is_factor(tensor.name) and tensor.name.endswith(".B")):
         return torch.zeros(tensor.shape)
     if len(tensor.shape) == 1:

@@ -15,7 +15,7 @@ MAX_PASSES = 32
 
 
 def balance(carriers: Sequence[Sequence[int]], totals: Sequence[int]) -> list[list[int]]:
-    """Each demand's share for each of its carriers.
+    """Return each demand's share for each of its carriers.
 
     Args:
         carriers: For each demand, those who may carry it, at least one.
@@ -49,7 +49,7 @@ def balance(carriers: Sequence[Sequence[int]], totals: Sequence[int]) -> list[li
 
 
 def fill(loads: Sequence[int], total: int) -> list[int]:
-    """What to add to each load, ``total`` in all, so that the largest of those that grow is as small as possible."""
+    """Return how much to add to each load, ``total`` in all, so that the largest of those that grow is minimal."""
     order = sorted(range(len(loads)), key=loads.__getitem__)
     level, count, left = loads[order[0]], 0, total
     for index in order:
@@ -67,7 +67,7 @@ def fill(loads: Sequence[int], total: int) -> list[int]:
 
 
 def busiest_limit(carriers: Sequence[Sequence[int]], totals: Sequence[int], shares: Sequence[Sequence[int]]) -> int:
-    """A bound that no sharing beats, and a balanced one reaches.
+    """Return a bound that no sharing beats and a balanced one reaches.
 
     Demands whose carriers all belong to one set are carried by that set: one of it carries at least their sum divided
     by its size. The sets tried are those of the carriers above each load of the given sharing.

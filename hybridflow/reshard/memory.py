@@ -97,7 +97,7 @@ class HostOffload:
 
     @property
     def is_away(self) -> bool:
-        """Whether the tensors are in host memory."""
+        """Return whether the tensors are in host memory."""
         return bool(self._away)
 
     def offload(self, *, is_unchanged: bool = False) -> int:
@@ -160,7 +160,7 @@ def _grow(storages: list[tuple[torch.UntypedStorage, int]], owner: str) -> None:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
-    """Each storage once, and how far into it the tensors reach, in bytes."""
+    """Return each storage once, with the number of its bytes that the tensors reach."""
     found: dict[int, tuple[torch.UntypedStorage, int]] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -256,7 +256,10 @@ class PlacedModel:
         )
 
     def reverse_kl(self, output: Tensor, teacher: Tensor, ids: Tensor | None) -> Tensor:
-        """Compute the KL to a teacher per response token, ``[responses]``, at the rollout temperature, differentiably."""
+        """Compute the KL to a teacher at each response token, ``[responses]``, at the rollout temperature.
+
+        The result is differentiable.
+        """
         return vocab_parallel_reverse_kl(
             output, teacher, ids, group=self.groups.tp, vocab_size=self._vocab_size, temperature=self._temperature
         )

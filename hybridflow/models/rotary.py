@@ -49,7 +49,7 @@ def rotary_factor(model: ModelConfig) -> float:
 
 
 def _kept_llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
-    """Share of each frequency that is left alone: 1 for the fast, 0 for the slow, linear in between."""
+    """Return the share of each frequency that is left alone: 1 for the fast, 0 for the slow, linear in between."""
     turned = _original(scaling) * plain / (2 * math.pi)
     share = (turned - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return share.clamp(0, 1)

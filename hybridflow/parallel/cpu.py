@@ -47,7 +47,7 @@ def _without_cuda(factory: Any) -> Any:
 
 
 def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``Tensor.type`` whose answer for a CPU tensor is the CUDA name, which megatron-core's optimizers compare with."""
+    """Answer ``Tensor.type`` for a CPU tensor with the CUDA name, which megatron-core's optimizers compare with."""
     found = _tensor_type(self, *args, **kwargs)
     return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) and self.device == _CPU else found
 

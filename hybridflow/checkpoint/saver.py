@@ -104,7 +104,7 @@ class Board(Protocol):
         """Read one that is there."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of them are there."""
+        """Return whether all of them are there."""
 
     def add(self, key: str, amount: int) -> int:
         """Raise a counter, and return it."""
@@ -119,26 +119,26 @@ class Keys(NamedTuple):
     step: int
 
     def part(self, role: str, rank: int) -> str:
-        """What a rank has written of a role."""
+        """Return the key of what a rank has written of a role."""
         return f"{self.step}/{role}/{rank}"
 
     def role(self, role: str) -> str:
-        """A role is complete."""
+        """Return the key of a complete role."""
         return f"{self.step}/{role}"
 
     @property
     def bytes(self) -> str:
-        """Counts what all ranks have written."""
+        """Return the key of the bytes that all ranks have written."""
         return f"{self.step}/bytes"
 
     @property
     def failed(self) -> str:
-        """A rank that cannot write."""
+        """Return the key of a rank that cannot write."""
         return f"{self.step}/failed"
 
     @property
     def done(self) -> str:
-        """The step is complete."""
+        """Return the key of a complete step."""
         return f"{self.step}/done"
 
 
@@ -233,7 +233,7 @@ class Saver:
         self._thread.start()
 
     def _wait(self, tell: Callable[[str], None] | None = None) -> None:
-        """Until the thread has ended, for as long as there are signs of life."""
+        """Wait until the thread has ended, for as long as there are signs of life."""
         signs, since_s, told_s = self._signs, time.monotonic(), time.monotonic()
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(_POLL_S)
@@ -253,7 +253,7 @@ class Saver:
         self.check()
 
     def _write(self, step: Step) -> None:
-        """This rank's files, and what it leads. In a thread."""
+        """Write this rank's files, and what it leads. In a thread."""
         begin_s, board, keys = time.monotonic(), self._board, Keys(step.number)
 
         def advance(num_bytes: int) -> None:
@@ -359,7 +359,7 @@ class Saver:
 
 
 def _manifest(part: RolePart, records: list[dict[str, Any]]) -> Manifest:
-    """What a role's ranks have written, in one.
+    """Join what a role's ranks have written into one manifest.
 
     Raises:
         CheckpointError: They stand at different steps.

@@ -27,7 +27,7 @@ _OWNER, _TAKEN = ".taken-by", "taken"
 
 
 def spooled(folder: Path, spool: Path, deadline_s: float) -> Taken:
-    """The rows that were taken from a spool.
+    """Return the rows that were taken from a spool.
 
     Args:
         folder: Of the journal and its parts.

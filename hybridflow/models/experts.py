@@ -31,8 +31,8 @@ class ExpertLayer(BaseMoELayer):
 
     Args:
         config: megatron-core's.
-        submodules: Of megatron-core's own layer: the router and the experts.
-        layer_number: Of the layer, counted from 1.
+        submodules: Submodules of megatron-core's own layer: the router and the experts.
+        layer_number: Number of the layer, counted from 1.
         groups: This rank's process groups.
     """
 

@@ -67,8 +67,8 @@ def sampling_flops(model: ModelFlops, samples: Iterable[tuple[int, int, int]]) -
     """Return the operations of sampling responses with a cache: a prompt is computed once for all of its samples.
 
     Args:
-        model: Of the sampler.
-        samples: Of each its prompt index, and the tokens of its prompt and of its response.
+        model: Operations of the sampler.
+        samples: For each sample its prompt index, and the tokens of its prompt and of its response.
     """
     prompts: dict[int, int] = {}
     flops = 0.0

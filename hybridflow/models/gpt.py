@@ -148,7 +148,7 @@ class Transformer(GPTModel):
     Attributes:
         has_scaled_embeddings: Whether input embeddings are multiplied by the root of their width.
         logit_softcap: Logits z become cap * tanh(z / cap); None: they do not.
-        dropout: Of the inputs of its adapters; None: none.
+        dropout: Dropout on the inputs of its adapters; None: none.
         flops: Operations that the whole model needs; None: they are not counted.
     """
 
@@ -215,7 +215,7 @@ def build_transformer(
         vocab_size: True vocabulary, before padding.
         has_value_head: Values instead of logits.
         lora: Adapters, which are then all that can be trained of it.
-        seed: Of what the adapters drop.
+        seed: Seed of the adapters' dropout.
 
     Raises:
         LayoutError: The layout does not cut the model into equal parts, or cuts experts otherwise than the rest.

@@ -40,8 +40,8 @@ class Dropout:
     mask, where PEFT has one for each.
 
     Args:
-        share: Of the inputs that are dropped; the others are divided by what is left.
-        seed: Of the run.
+        share: Share of the inputs that are dropped; the others are divided by what is left.
+        seed: Seed of the run.
 
     Attributes:
         update: Updates so far.
@@ -95,7 +95,7 @@ class Adapter(nn.Module):
         layer: Its transformer layer's index in the whole model.
         parts: The parts that have factors.
         lora: Rank and scale.
-        dropout: Of its input; None: none.
+        dropout: Dropout on its input; None: none.
         groups: This rank's.
         rows: How the parts share the layer's rows.
 

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 
 class RmsNorm(nn.Module):
-    """RMSNorm in fp32, times the weight, or times 1 + weight where the model's norms are zero-centred.
+    """RMSNorm in fp32, times the weight, or times 1 + weight where the model's norms are zero-centered.
 
     Args:
         config: Says which of the two.
-        hidden_size: Width of what is normalised.
+        hidden_size: Width of what is normalized.
         eps: Added to the mean square.
     """
 

@@ -29,12 +29,12 @@ class ModelShape:
         vocab_divisible_by: In a layout the vocabulary is padded to a multiple of this times ``tp``.
         tied_embeddings: Whether input and output embedding are one tensor.
         qkv_bias: Whether the projections to query, key and value have a bias.
-        qk_norm: Whether queries and keys are normalised head by head.
+        qk_norm: Whether queries and keys are normalized head by head.
         num_experts: Experts of each layer; None: a dense feed-forward block.
         shared_ffn_hidden_size: Width inside the shared expert of each layer; None: there is none.
         shared_gate: Whether a gate weighs the shared expert.
         expert_bias: Whether the router adds a bias, in fp32, when it chooses experts.
-        post_norms: Whether the outputs of attention and feed-forward block are normalised.
+        post_norms: Whether the outputs of attention and feed-forward block are normalized.
         dtype: Number format of the weights.
     """
 

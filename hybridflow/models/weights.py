@@ -111,16 +111,16 @@ def initialize(
 ) -> None:
     """Set initial weights, of all tensors or of those named: a function of (seed, logical name) whatever the layout.
 
-    Norms multiply by 1: their weights are 1, or 0 where they are zero-centred. Biases are 0. Matrices are normal with
+    Norms multiply by 1: their weights are 1, or 0 where they are zero-centered. Biases are 0. Matrices are normal with
     ``std``, those that end a residual branch with ``std / sqrt(2 * layers)`` (GPT-2's rule). Padding rows of the
-    vocabulary are 0. Of an adapter A is uniform within ``1 / sqrt(in)``, as in PEFT, and B is 0.
+    vocabulary are 0. An adapter's A is uniform within ``1 / sqrt(in)``, as in PEFT, and its B is 0.
 
     Args:
         model: This rank's part, of all its virtual pipeline chunks.
         spec: The tensors.
         mesh: Where the model is.
         rank: This one.
-        seed: Of the numbers.
+        seed: Seed of the numbers.
         std: Standard deviation of matrices.
         names: The tensors to set; None: all.
         variant: Another number gives other matrices.

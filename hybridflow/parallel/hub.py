@@ -36,8 +36,8 @@ class Hub:
     """The watch's judgement. Times are of a clock that counts while this process is awake.
 
     Args:
-        host: Of rank 0.
-        process: Of rank 0.
+        host: Host of rank 0.
+        process: Process of rank 0.
         size: Ranks of the job.
         dead_after_s: A rank that is silent for so long is lost, in seconds.
         to: Sends a message to a rank, which may be this one.

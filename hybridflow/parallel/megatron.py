@@ -1,7 +1,7 @@
 """The process groups of a mesh in the form that megatron-core takes them.
 
 Groups are arguments: every megatron-core call of hybridflow is given a ``ProcessGroupCollection``, and megatron-core's
-globals (``parallel_state``) are never initialised. So one process may hold models in several layouts.
+globals (``parallel_state``) are never initialized. So one process may hold models in several layouts.
 """
 
 from __future__ import annotations

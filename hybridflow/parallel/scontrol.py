@@ -11,8 +11,8 @@ from hybridflow.programs import try_program
 def parse_records(text: str) -> list[dict[str, str]]:
     """Parse the output of ``scontrol show … -o``: one record per line, of ``Key=value`` whose values may hold ``=``.
 
-    A value with spaces runs on until the next ``Key=``. Of a key that is there twice the first counts, since a job's
-    comment, which may hold anything, comes late.
+    A value with spaces runs on until the next ``Key=``. If a key is there twice, the first one counts: a job's comment
+    may hold anything and comes late.
     """
     records = []
     for line in text.splitlines():

@@ -90,7 +90,7 @@ class Watch:
         store: Where the ranks meet; with names of its own.
         rank: This rank.
         size: Ranks of the job.
-        address: Of rank 0's machine.
+        address: Address of rank 0's machine.
         dead_after_s: A rank that is silent for so long is lost, in seconds.
         signals: Those that this process catches; None: it catches none.
 

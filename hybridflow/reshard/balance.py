@@ -1,9 +1,9 @@
 """Sharing loads among those who may carry them, so that the most loaded carries as little as possible.
 
-The problem is a small linear programme: minimise ``T`` such that each demand is shared among its own carriers and no
+The problem is a small linear program: minimize ``T`` such that each demand is shared among its own carriers and no
 carrier has more than ``T``. Filling the least loaded first solves it for one demand; doing so for each in turn, given
-the rest, lowers the sum of the squares of the loads until no demand can, and the loads that minimise that sum over such
-a polytope also minimise the largest. Whole numbers throughout, so that every rank finds the same.
+the rest, lowers the sum of the squares of the loads until no demand can, and the loads that minimize that sum over such
+a polytope also minimize the largest. Whole numbers throughout, so that every rank finds the same.
 """
 
 from __future__ import annotations

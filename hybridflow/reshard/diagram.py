@@ -59,7 +59,7 @@ def draw_reshard(path: Path, title: str, model: ModelSpec, source: Holdings, tar
     right; coloured is what the rank holds. Experts, which are cut otherwise, are in the table alone.
 
     Args:
-        path: Of the PNG.
+        path: Path of the PNG.
         title: What the model is called.
         model: The tensors.
         source: Where they are.

@@ -46,7 +46,7 @@ _NOT_SHARED = OSError, RuntimeError, ReshardError
 ALIGNED_BYTES = 64
 
 SCRATCH_BYTES = 1 << 20
-"""Through so much at a time goes a copy between two tensors of which neither has the travelling dtype."""
+"""Through so much at a time goes a copy between two tensors of which neither has the traveling dtype."""
 
 MAX_STEPS_AHEAD = 64
 """More messages at once keep sockets busy; a group of operations that NCCL starts at once must stay far below 1,024."""
@@ -419,7 +419,7 @@ class Resharder:
         return found
 
     def _moves(self, copies: Iterable[Copy], source: Shards) -> Moves:
-        """Return copies into the target through the travelling dtype, so that replicas are equal whoever sends them."""
+        """Return copies into the target through the traveling dtype, so that replicas are equal whoever sends them."""
         moves = Moves()
         for copy in copies:
             dtype = self._model.tensors[copy.tensor].dtype

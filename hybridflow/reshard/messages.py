@@ -32,7 +32,7 @@ class Message(NamedTuple):
 
     Attributes:
         pieces: Tensor index and box of each part, in the order in which they are packed.
-        num_bytes: Of all of them.
+        num_bytes: Bytes of all of them.
     """
 
     pieces: tuple[tuple[int, Box], ...]
@@ -48,7 +48,7 @@ def divide(
 
     Args:
         model: The tensors.
-        copies: Of one pair of ranks, in the order of the plan.
+        copies: Copies of one pair of ranks, in the order of the plan.
         source: What the copies are read from.
         target: What they are written to.
         bucket_bytes: Longest message that an end may have to hold elsewhere than in its tensors; a multiple of 8.

@@ -66,10 +66,10 @@ def max_overlap(
 
     Args:
         source: Where the weights are.
-        layout: Of the target.
+        layout: Layout of the target.
         ranks: Global ranks of the target, in any order.
         num_layers: Layers of the whole model.
-        name: Of the target mesh.
+        name: Name of the target mesh.
 
     Returns:
         The mesh; where the layouts and the sets of ranks are equal, it shares the source's storage.
@@ -249,7 +249,7 @@ def assign(gains: Sequence[Sequence[int]], supplies: Sequence[int], demands: Seq
     are 1 (Kuhn 1955; Jonker and Volgenant 1987); rows and columns that are alike may be given once.
 
     Args:
-        gains: Of one unit of a row in a column, ``[rows][columns]``.
+        gains: Gains of one unit of a row in a column, ``[rows][columns]``.
         supplies: Units of each row.
         demands: Units that each column takes; as many in all as the supplies.
 

@@ -116,8 +116,9 @@ class Block:
 
     Attributes:
         box: In logical coordinates.
-        box_bytes: Of one box.
-        row_bytes: Of a row along its last dim: a box is split between rows only. Of one element if it has one dim.
+        box_bytes: Bytes of one box.
+        row_bytes: Bytes of a row along its last dim, or of one element if it has one dim: a box is split only between
+            rows.
         tensors: Indices into the model's tensors, ascending.
     """
 
@@ -206,7 +207,7 @@ class Line:
         entries: Index of a stream, and the groups that take it. A group is one rank that gets the stream from its own
             node, or all ranks of a node that need it from elsewhere, each of which fetches a share.
         starts: Where each entry starts on the line, in bytes.
-        length: Of the line, in bytes.
+        length: Length of the line, in bytes.
         cuts: Where each sender's stretch ends.
     """
 

@@ -49,10 +49,10 @@ class Spread(NamedTuple):
     """A quantity over ranks, or over nodes.
 
     Attributes:
-        least: Of any.
+        least: The least of any rank.
         median: The lower of the middle ones.
-        most: Of any.
-        total: Of all together.
+        most: The most of any rank.
+        total: The sum of all ranks.
     """
 
     least: int
@@ -80,7 +80,7 @@ class ReshardReport:
         before: By rank: its tensors in the source.
         after: By rank: its tensors in the target.
         shared: By rank: those of equal shards, where one storage serves both.
-        buckets: Of a rank, to send and receive through.
+        buckets: Bytes of a rank's buckets, to send and receive through.
         messages: By rank: about how many it sends and receives, if all travels in messages.
         time_s: Estimated: in either wave the links of the slowest rank are busy all the time, those within the node and
             those between nodes at once. Copies in a rank's own memory are not counted.

@@ -53,14 +53,14 @@ class TensorSpec:
 
     Attributes:
         name: Unique in the model, the same in every layout.
-        shape: Of the whole tensor in the view in which its cut is a box, without padding.
+        shape: Shape of the whole tensor in the view in which its cut is a box, without padding.
         dtype: What its elements are counted in, and travel as.
         tp_dim: The dim cut into ``tp`` equal parts; None: every tensor-parallel rank holds all of it.
         place: Which pipeline stage holds it.
         also_held_by: A second place, for embeddings tied to the output; one copy where both are the same stage.
         padded_to: ``tp_dim`` is padded to a multiple of ``padded_to * tp``; None: it is not padded.
-        expert: Of a tensor inside an expert, which expert of how many: held by the expert-parallel rank whose block of
-            experts has it, and cut by ``etp`` instead of ``tp``.
+        expert: Which expert of how many a tensor inside an expert belongs to. The expert-parallel rank whose block of
+            experts has it holds it, and ``etp`` cuts it instead of ``tp``.
 
     Raises:
         ReshardError: The description contradicts itself.

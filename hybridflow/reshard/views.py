@@ -105,7 +105,7 @@ class Moves:
     Attributes:
         to: Written.
         out_of: Read, one for each of ``to``.
-        converted: Written, a scratch of the travelling dtype, and read: where neither end has that dtype.
+        converted: Written, a scratch of the traveling dtype, and read: where neither end has that dtype.
     """
 
     to: list[Tensor] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Moves:
 
 
 def as_one_run(views: list[Tensor], dtypes: list[torch.dtype]) -> Tensor | None:
-    """Return the joint memory of views that are adjacent in their travelling dtypes, ``[bytes]`` uint8; else None."""
+    """Return the joint memory of views that are adjacent in their traveling dtypes, ``[bytes]`` uint8; else None."""
     end = views[0].data_ptr()
     for view, dtype in zip(views, dtypes, strict=True):
         if view.dtype != dtype or view.data_ptr() != end or not view.is_contiguous():

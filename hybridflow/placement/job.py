@@ -45,8 +45,8 @@ class ReadProblems:
     Attributes:
         source: The examples in the order in which they are drawn.
         prompts: Token ids of each example's prompt, in the order of the file.
-        solutions: Of each example, to be imitated; empty where none are.
-        all_responses: Of each example that is a preference: the better and the other, or one.
+        solutions: What to imitate of each example; empty where there is nothing.
+        all_responses: For each preference its responses, the better one first; else one.
     """
 
     source: PromptSource

@@ -46,7 +46,7 @@ def role_spec(job: Job, role: str = "actor", *, has_value_head: bool = False) ->
 class PlacedModel:
     """This rank's part of a role's model in one mesh.
 
-    Its weights are initialised from (seed, tensor name), unless they are to come from elsewhere: ``is_filled_later``,
+    Its weights are initialized from (seed, tensor name), unless they are to come from elsewhere: ``is_filled_later``,
     ``Job.is_resumed``, or a model that was given or a directory that the recipe names, for ``load``.
 
     Attributes:
@@ -358,7 +358,7 @@ def pad_rows(rows: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
 def mini_batch(job: Job, batch: Batch, index: int) -> Batch:
     """Return this rank's samples of a mini-batch: places ``[index * size, (index + 1) * size)`` of the global batch.
 
-    Of one that is left out of learning no token counts.
+    No token of a sample that is left out counts.
     """
     size, order = mini_batch_size(job), batch.columns["order"]
     assert isinstance(order, Tensor), "order is a dense column"

@@ -70,7 +70,7 @@ def from_pretrained(
             made of either, and of a language model gets a new value head.
         max_context: Longest sequence in tokens; None: the model's own.
         dtype: Number format of the weights; None: the model's own.
-        seed: Of a new value head.
+        seed: Seed of a new value head.
 
     Raises:
         CheckpointError: The directory is damaged, or its tensors are not those of its settings.
@@ -108,7 +108,7 @@ def load_pretrained(
 ) -> None:
     """Fill this rank's weights, in the model's own number format; padding rows of the vocabulary are 0.
 
-    One logical tensor is in memory at a time, at most. A value head that the source lacks is initialised.
+    One logical tensor is in memory at a time, at most. A value head that the source lacks is initialized.
 
     Args:
         source: Where the weights are.
@@ -116,7 +116,7 @@ def load_pretrained(
         spec: How the model's tensors are cut.
         mesh: Where the model is.
         rank: This one.
-        seed: Of a new value head.
+        seed: Seed of a new value head.
         std: Standard deviation of a new value head.
 
     Raises:

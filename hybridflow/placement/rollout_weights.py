@@ -19,8 +19,8 @@ from hybridflow.reshard.spec import ModelSpec
 class RolloutWeights:
     """A second layout of a model's weights, on the ranks of the first or on others.
 
-    Tensors of which a rank holds the same in both layouts have one storage and are never copied. Of a model with
-    adapters its own weights are brought over once and stay, and the adapters alone each time.
+    Tensors of which a rank holds the same in both layouts have one storage and are never copied. The base weights of a
+    model with adapters are moved once and stay; only the adapters are moved each time.
 
     Collective: all ranks of either mesh make it together.
 

@@ -115,7 +115,7 @@ def make_server_engine(
     Args:
         settings: ``rollout.engine`` of the recipe.
         tokenizer: The model's own.
-        seed: Of the noise.
+        seed: Seed of the noise.
         vocab_size: Ids that the trainer knows; None: any will do.
 
     Raises:

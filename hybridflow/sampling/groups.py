@@ -127,7 +127,7 @@ class Groups(Role, ABC):
     def _own_scores(self) -> Scores:
         """Return the scores of the last rollout, on one rank of each replica, without samples that have none.
 
-        What is learned from is another matter.
+        Whether a sample is learned from is decided elsewhere.
         """
         if not self._is_telling:
             return []

@@ -42,8 +42,8 @@ class PartialRollouts:
 
         Args:
             engine: What generates.
-            requests: Of this step.
-            following: Of the next step, in the order in which they are begun.
+            requests: Requests of this step.
+            following: Requests of the next step, in the order in which they are begun.
             progress: What goes on beside, of the requests alone.
             num_slots: So many that are not done are enough: no following one is begun then.
 

@@ -20,7 +20,7 @@ class Replay:
     Every rank of a replica reads them for itself, and finds the same.
 
     Args:
-        run_dir: Of the run that has an archive.
+        run_dir: Directory of the run that has an archive.
 
     Raises:
         DataError: It has none.

@@ -48,7 +48,7 @@ class RolloutLog:
     Args:
         job: The job.
         start: Tells this start of the run from others.
-        fingerprint: Of the weights with which it begins.
+        fingerprint: Fingerprint of the weights with which it begins.
         checkpoint: That it goes on from; None: there is none.
     """
 
@@ -105,7 +105,7 @@ class RolloutLog:
     def log(self, step: int) -> Iterator[LogWriter | None]:
         """Open this rank's log of one rollout of a step, on disk when it ends; None on a rank that has none.
 
-        Of the ranks of a replica that know the log-probabilities one has a log, the first.
+        In each replica, the first rank that knows the log-probabilities has a log.
         """
         mesh = self._job.meshes["actor.rollout"]
         if mesh.output_ranks(mesh.coordinate(self._rank).dp)[0] != self._rank:

@@ -111,7 +111,7 @@ class Rollouts:
 
         Args:
             step: Training step that is to learn from them.
-            first_prompt_index: Of the first prompt.
+            first_prompt_index: Index of the first prompt.
             num_prompts: How many.
             version: Updates that the weights have had.
             is_greedy: One greedy response to each instead, with the index behind those of its group.

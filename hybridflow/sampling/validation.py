@@ -31,7 +31,7 @@ def measure(job: Job, judges: Coordinator, ids: Tensor, scores: Tensor) -> dict[
     Args:
         job: The job.
         judges: The ranks that have scores.
-        ids: Of the responses here, ``[samples]``, from ``validation_id``; each is on one rank.
+        ids: Ids of the responses here, ``[samples]``, from ``validation_id``; each is on one rank.
         scores: Theirs, ``[samples]``; NaN: it has none.
 
     Raises:

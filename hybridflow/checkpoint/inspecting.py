@@ -44,7 +44,7 @@ class Contents:
     Attributes:
         path: Where it is.
         format: What it is called on the command line.
-        family: Of Hugging Face; None where that is not known.
+        family: Hugging Face family; None where that is not known.
         model: Settings.
         has_value_head: Whether it gives values instead of logits.
         layout: In which it was written; None where it is not cut.
@@ -154,7 +154,7 @@ def look(path: Path, *, base: Path | None = None, verify: Callable[[Contents], C
 
     Args:
         path: Where.
-        base: Of an adapter that does not name a directory of its own.
+        base: Base of an adapter that does not name a directory of its own.
         verify: Reads everything, see ``verified``; None: headers alone are read.
 
     Raises:

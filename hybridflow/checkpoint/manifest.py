@@ -69,7 +69,7 @@ class Progress(NamedTuple):
 
     Attributes:
         num_steps: Steps that it took.
-        learning_rate: Of its next step.
+        learning_rate: Learning rate of its next step.
     """
 
     num_steps: int
@@ -82,7 +82,7 @@ class Manifest:
 
     Attributes:
         model: Settings; the vocabulary is always given.
-        family: Of Hugging Face; None where the model was made from a recipe.
+        family: Hugging Face family; None where the model was made from a recipe.
         has_value_head: Whether it gives values instead of logits.
         layout: In which it was written, as text; None where it was not cut.
         tensors: Kind -> logical name -> the whole tensor, in the model's order.

@@ -28,7 +28,7 @@ class Share(NamedTuple):
         kind: What of the tensor: see ``manifest.WEIGHT``.
         tensor: Logical name.
         box: In logical coordinates, not empty.
-        values: Of the box's sizes, in host memory.
+        values: Tensor of the box's sizes, in host memory.
     """
 
     kind: str

@@ -49,7 +49,7 @@ class RolePart:
     """What a rank writes of a role.
 
     Attributes:
-        ranks: Of the role's mesh; the first is its lead.
+        ranks: Ranks of the role's mesh; the first is its lead.
         model: Settings; the vocabulary is given.
         has_value_head: Whether it gives values instead of logits.
         layout: In which it is, as text.
@@ -58,7 +58,7 @@ class RolePart:
         trained: Those of the tensors held here that an optimizer steps, on this rank or another.
         progress: Where the optimizer stands, if this rank can tell.
         is_frozen: Whether it never changes, and is written once for all checkpoints of the run.
-        family: Of Hugging Face; None where that is not known.
+        family: Hugging Face family; None where that is not known.
         assets: Small files that travel along, by name; the role's lead writes them.
     """
 
@@ -146,7 +146,7 @@ class Saver:
     """Writes checkpoints of a run, one after the other, on this rank.
 
     Args:
-        run_dir: Of the run.
+        run_dir: Directory of the run.
         rank: This one.
         board: Where the ranks meet; a connection that this saver has for itself.
         deadline_s: Longest time in which no rank writes anything, while one is waited for.

@@ -41,7 +41,7 @@ class RoleRecord(NamedTuple):
     Attributes:
         directory: Below ``checkpoints/``.
         sha256: Of its manifest, as a file.
-        num_bytes: Of its files.
+        num_bytes: Bytes of its files.
     """
 
     directory: str
@@ -54,7 +54,7 @@ class Checkpoint:
     """A complete checkpoint.
 
     Attributes:
-        run_dir: Of the run.
+        run_dir: Directory of the run.
         path: Its directory.
         step: Training steps that it has behind it.
         state: What ``complete_step`` was given.
@@ -125,7 +125,7 @@ def complete_step(
     For one rank, after every role was completed.
 
     Args:
-        run_dir: Of the run.
+        run_dir: Directory of the run.
         step: Training steps done.
         state: JSON: whatever the job needs to go on.
         roles: What ``complete_role`` returned, now or, of what does not change, earlier.

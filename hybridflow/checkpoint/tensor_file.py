@@ -151,7 +151,7 @@ class TensorFileWriter:
     the disk. Who writes it gives it a name aside and renames it.
 
     Args:
-        path: Of the file. One that has the same header already, left by a writer that was ended, is gone on with.
+        path: Path of the file. A file with the same header, left by a killed writer, is continued.
         entries: Every tensor by key, in the order of the file.
         metadata: Text that travels in the header.
 
@@ -189,8 +189,8 @@ class TensorFileWriter:
         """Put a tensor at its place and return the sha256 of its bytes.
 
         Args:
-            key: Of the tensor.
-            tensor: Of the entry's shape and dtype, in host memory.
+            key: Key of the tensor.
+            tensor: Tensor of the entry's shape and dtype, in host memory.
         """
         entry = self._entries[key]
         assert tuple(tensor.shape) == entry.shape, f"{key}: {list(tensor.shape)} is not {list(entry.shape)}"

@@ -69,10 +69,10 @@ class Summary:
     Attributes:
         num_tensors: Logical tensors.
         num_cast: Those whose dtype changed.
-        total_bytes: Of the tensors in the files.
+        total_bytes: Bytes of the tensors in the files.
         found_parts: Tensors of files that a restart found complete.
         found_bytes: Theirs.
-        seconds: Of this attempt.
+        seconds: Seconds of this attempt.
         peak_rss_anon_bytes: Most anonymous memory of any rank.
         hashes: File -> key -> sha256.
     """
@@ -182,7 +182,7 @@ def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a tensor to another dtype, rounded to nearest, ties to even.
 
     Args:
-        name: Of the tensor.
+        name: Name of the tensor.
         values: Finite or not.
         dtype: Asked for.
 

@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
     Attributes:
         file: Name of the file.
-        key: Of the tensor within the file.
+        key: Key of the tensor within the file.
         sha256: Of its bytes.
     """
 
@@ -107,7 +107,7 @@ class Journal:
 
     Args:
         folder: OUT.part.
-        rank: Of the conversion.
+        rank: Rank of the conversion.
 
     Raises:
         OSError: The file system refuses.

@@ -19,9 +19,9 @@ class Progress(NamedTuple):
 
     Attributes:
         parts: Tensors of files that are written.
-        num_parts: Of all files.
+        num_parts: Number of all files.
         done_bytes: Written, those that a restart found included.
-        total_bytes: Of all files.
+        total_bytes: Bytes of all files.
         found_bytes: What a restart found.
         seconds: Since the beginning.
     """

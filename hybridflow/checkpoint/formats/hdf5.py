@@ -335,7 +335,7 @@ class HDF5Writer:
     Attributes:
         path: The file.
         file: Its handle.
-        num_bytes: Of its tensors.
+        num_bytes: Bytes of its tensors.
     """
 
     def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
@@ -410,7 +410,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], form: str) -> None:
     """Write arrays of one dim, checksummed, as a file that is there whole or not at all.
 
     Args:
-        path: Of the file; what is there is replaced.
+        path: Path of the file; what is there is replaced.
         arrays: Name -> array of numpy, at least one element.
         form: What kind of file it is, for ``lengths_of_arrays``.
 
@@ -430,7 +430,7 @@ def write_rows(path: Path, texts: Mapping[str, Sequence[str]], arrays: Mapping[s
     """Write texts and arrays of one dim, of any length, as a file that is there whole or not at all.
 
     Args:
-        path: Of the file; what is there is replaced.
+        path: Path of the file; what is there is replaced.
         texts: Name -> texts, kept as strings of variable length in UTF-8.
         arrays: Name -> array of numpy.
         form: What kind of file it is.
@@ -471,7 +471,7 @@ def join_arrays(path: Path, parts: Mapping[str, Mapping[str, int]], dtypes: Mapp
     What is missing when it is read is NaN, or -1.
 
     Args:
-        path: Of the file; what is there is replaced.
+        path: Path of the file; what is there is replaced.
         parts: File, relative to ``path``'s directory -> what ``lengths_of_arrays`` gave for it, in order.
         dtypes: Name -> type of numpy, of every array.
         form: What kind of file it is.

@@ -38,7 +38,7 @@ class Parts(NamedTuple):
         form: How they make it.
         names: Their names, in the order of the rule.
         shapes: Their shapes.
-        shape: Of the logical tensor.
+        shape: Shape of the logical tensor.
     """
 
     form: Form
@@ -214,7 +214,7 @@ class HuggingFaceSource:
 class HuggingFaceTarget:
     """A directory that ``transformers`` and vLLM load, see ``source.Target``.
 
-    The ``config.json`` is the one that travelled along, brought up to date, where it describes the model; else it is
+    The ``config.json`` is the one that traveled along, brought up to date, where it describes the model; else it is
     written from the model's settings.
 
     Args:

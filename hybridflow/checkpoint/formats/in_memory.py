@@ -65,7 +65,7 @@ def in_memory_model(given: Any, *, vocab_size: int | None = None) -> InMemoryMod
 
     Args:
         given: The model.
-        vocab_size: Of a ``GPTModel``: its true vocabulary, without the padding that its embedding has; None: all rows.
+        vocab_size: True vocabulary of a ``GPTModel``, without the padding that its embedding has; None: all rows.
 
     Raises:
         ConfigError: It is no such model, or asks for what is not computed here; names the setting.

@@ -145,8 +145,8 @@ def _with_rotary(model: ModelConfig, given: GPTModel) -> ModelConfig:
 class MegatronSource:
     """The weights of a ``GPTModel``, see ``source.Source``.
 
-    Of a model that is cut each rank brings the parts of all others together, so that it holds the whole model in host
-    memory while the source is there.
+    If the model is cut, each rank gathers the parts of all others. It then holds the whole model in host memory while
+    the source is there.
 
     Collective: of a model that is cut, its tensor and pipeline parallel groups.
 

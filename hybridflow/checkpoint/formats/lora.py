@@ -70,7 +70,7 @@ class LoraSettings:
     """What of ``adapter_config.json`` decides the weights.
 
     Attributes:
-        rank: Of every factor that no pattern names.
+        rank: Rank of every factor that no pattern names.
         alpha: Numerator of the scale, of every module that no pattern names.
         is_rank_stabilized: Whether the scale is alpha / sqrt(rank) (arXiv 2312.03732) instead of alpha / rank.
         ranks: Ends of modules' names and their ranks; the first that fits counts.
@@ -174,7 +174,7 @@ class Module(NamedTuple):
         hf: Its name in Hugging Face, such as ``model.layers.0.self_attn.q_proj``.
         weight: The logical tensor that has its weight.
         part: Which part of that: q, k, v, gate or up; None: all of it.
-        form: Of the rule.
+        form: Form of the rule.
         out: Rows of its weight as Hugging Face has it.
         width: Columns of its weight.
     """
@@ -333,7 +333,7 @@ def check_factors(
     Args:
         source: What messages call the adapter.
         tensors: Its logical tensors.
-        modules: Of its base.
+        modules: Modules of its base.
         settings: Give the ranks.
 
     Raises:

@@ -109,7 +109,7 @@ class _Part(NamedTuple):
         key: The stored tensor.
         lead: Place along the leading dims: layer, expert.
         counts: Sizes of the leading dims.
-        shape: Of the part, the dims behind the leading ones.
+        shape: Shape of the part, the dims behind the leading ones.
     """
 
     key: str
@@ -396,9 +396,9 @@ class _Item(NamedTuple):
     """A chunk that is written.
 
     Attributes:
-        name: Of the chunk in our own books.
-        key: Of the stored tensor.
-        shape: Of the stored tensor.
+        name: hybridflow's name of the chunk.
+        key: Key of the stored tensor.
+        shape: Shape of the stored tensor.
         lead: Place along its leading dims: layer, expert.
         start: First row.
         entry: Dtype and sizes, those of the leading dims 1.

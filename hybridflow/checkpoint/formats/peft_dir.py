@@ -118,7 +118,7 @@ class PeftTarget:
 
     Args:
         source: An adapter, in whatever format.
-        dtype: Of the factors; None: each as it is.
+        dtype: Dtype of the factors; None: each as it is.
 
     Raises:
         CheckpointError: The source is no adapter, or one of another model.

@@ -33,7 +33,7 @@ class Options(NamedTuple):
     Attributes:
         dtype: Number format to write; None: each tensor's own.
         layout: How the model is cut; None: it is not.
-        max_shard_bytes: Of tensors in each file; None: the format's own.
+        max_shard_bytes: Most bytes of tensors in each file; None: the format's own.
     """
 
     dtype: DType | None = None

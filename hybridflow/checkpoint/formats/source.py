@@ -19,7 +19,7 @@ class Source(Protocol):
     Attributes:
         path: Where it is.
         format: What it is called on the command line, such as ``hf``.
-        family: Of Hugging Face; None where that is not known.
+        family: Hugging Face family; None where that is not known.
         model: Settings, the vocabulary included.
         has_value_head: Whether it gives values instead of logits.
         layout: In which it was written, as text; None where it is not cut.

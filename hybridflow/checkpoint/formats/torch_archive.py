@@ -29,7 +29,7 @@ class Archive:
 
     Args:
         pickle: What it holds, as ``torch.save`` pickles it.
-        num_data_bytes: Of the one storage that the pickle refers to; None: it refers to none.
+        num_data_bytes: Bytes of the one storage that the pickle refers to; None: it refers to none.
 
     Attributes:
         data_start: Where the values begin.
@@ -85,7 +85,7 @@ class ArchivesWriter:
     """A file of archives of one tensor each, in any order, see ``source.Writer``.
 
     Args:
-        path: Of the file. One that a writer left that was ended is gone on with.
+        path: Path of the file. A file that a killed writer left is continued.
         entries: Every tensor by key, in the order of the file.
 
     Raises:

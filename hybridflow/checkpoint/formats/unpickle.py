@@ -73,7 +73,7 @@ class Inert(metaclass=_Sealed):
     """An object of a foreign class: its name, and what the pickle gave it. Does nothing.
 
     Attributes:
-        global_name: Of its class.
+        global_name: Name of its class.
         args: What it was made of.
         state: What it was filled with: mostly its attributes by name.
     """

@@ -47,7 +47,7 @@ class MetricsExporter:
     the label ``run``.
 
     Args:
-        pushgateway_url: Of the gateway, such as ``http://gateway:9091``.
+        pushgateway_url: Address of the gateway, such as ``http://gateway:9091``.
         job_name: Prometheus' name of the job.
         textfile: A file in the node exporter's folder of textfiles; it must end in ``.prom``.
         run: Value of the label, by which a gateway also tells runs apart.
@@ -174,7 +174,7 @@ class Outlet:
     """Hands the steps to an exporter in a thread of its own, and tells of a failure once.
 
     Args:
-        name: Of the exporter, for messages.
+        name: Name of the exporter, for messages.
         exporter: It.
     """
 

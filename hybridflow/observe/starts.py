@@ -34,7 +34,7 @@ class StartRecord:
     Attributes:
         number: 1 for the first.
         began_s: Unix time, in seconds.
-        step: Of the checkpoint that was there; None: there was none.
+        step: Step of the checkpoint that was there; None: there was none.
         ranks: How many run.
         hosts: The nodes, in the order of their ranks.
         layouts: Mesh -> layout.
@@ -101,12 +101,12 @@ def idle_starts(
 ) -> list[StartRecord]:
     """Return the latest consecutive starts that resumed from this step's checkpoint, as one more start now would.
 
-    Not counted is one that Slurm ended without a word, to begin the job again: as when it takes nodes for other jobs.
+    A start that Slurm ended silently to requeue the job does not count, as when it takes nodes for other jobs.
 
     Args:
-        records: Of the run, in order.
-        job_id: Of the job.
-        step: Of the checkpoint; None: there is none.
+        records: Start records of the run, in order.
+        job_id: Id of the job.
+        step: Step of the checkpoint; None: there is none.
         restart_count: How often Slurm has begun the job again before the start that comes now.
     """
     found: list[StartRecord] = []

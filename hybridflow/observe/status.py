@@ -41,7 +41,7 @@ class RunStatus:
         step: Training steps done.
         steps: How many it is to make.
         reward: Mean reward of the last step.
-        accuracy: Of the last validation.
+        accuracy: Accuracy of the last validation.
         tokens_per_s: Prompts and responses, mean of the last 20 steps.
         step_s: Mean length of the last 20 steps.
         phases_s: Mean of the same steps' ``time/<phase>_s``.
@@ -54,8 +54,8 @@ class RunStatus:
         end_age_s: Since that start ended, if it noted it.
         start_step: The checkpoint that this one went on from.
         last_end: How the start before ended.
-        ranks: Of the last start.
-        hosts: Of the last start.
+        ranks: Number of ranks of the last start.
+        hosts: Hosts of the last start.
         job_id: Slurm's, of the last start.
         saved_step: Step of the last checkpoint.
         saved_age_s: Since it was complete.
@@ -99,7 +99,7 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
     """Find out how a run stands.
 
     Args:
-        run_dir: Of the run.
+        run_dir: Directory of the run.
         now_s: Unix time, in seconds; None: the clock's.
 
     Raises:

@@ -62,7 +62,7 @@ METERED = ("call", "phase")
 class Timeline:
     """The spans of one step on one rank, in the order in which they ended.
 
-    A span costs a few microseconds and does not wait for a GPU: on one, synchronise where the time matters.
+    A span costs a few microseconds and does not wait for a GPU: on one, synchronize where the time matters.
 
     Attributes:
         spans: What was measured since the last :meth:`reset`.

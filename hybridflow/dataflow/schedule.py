@@ -157,7 +157,7 @@ def project(
     sharing the decision is collective.
 
     Args:
-        program: Of the whole job, or a part of it.
+        program: Program of the whole job, or a part of it.
         rank: The rank.
         meshes: Name -> mesh.
         roles: From ``role_ranks`` of the whole, where the program is a part; None: it is the whole.

@@ -44,7 +44,7 @@ def correction_weights(
         icepop:   w where low <= w <= high, else 0
 
     Args:
-        old_log_probs: Of the weights at the start of the update, ``[samples, tokens]``.
+        old_log_probs: Log-probabilities of the weights at the start of the update, ``[samples, tokens]``.
         rollout_log_probs: The sampler's own, the same shape; finite where the mask is 1.
         mask: 1 on tokens that were sampled, the same shape; a row holds the whole of a sequence.
         kind: One of :data:`KINDS`.
@@ -87,7 +87,7 @@ def kept_tokens(
     ``high``; ``k2`` and ``k3`` are never negative, and must be at most ``high``.
 
     Args:
-        old_log_probs: Of the weights at the start of the update, ``[samples, tokens]``.
+        old_log_probs: Log-probabilities of the weights at the start of the update, ``[samples, tokens]``.
         rollout_log_probs: The sampler's own, the same shape; finite where the mask is 1.
         mask: 1 on tokens that were sampled, the same shape; a row holds the whole of a sequence.
         estimator: k1, k2 or k3, see ``kl.kl_penalty``.

@@ -36,8 +36,8 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tens
     itself.
 
     Args:
-        log_probs: Of the policy, any shape, usually ``[samples, tokens]``; finite at mask 0 too.
-        ref_log_probs: Of the reference, the same shape; a constant.
+        log_probs: Log-probabilities of the policy, any shape, usually ``[samples, tokens]``; finite at mask 0 too.
+        ref_log_probs: Log-probabilities of the reference, the same shape; a constant.
         estimator: One of the names above.
 
     Returns:

@@ -113,8 +113,8 @@ def policy_loss(
         loss = min(loss, -A * dual_clip)  where A < 0, if dual_clip is given
 
     Args:
-        log_probs: Of the policy in training, any shape, usually ``[samples, tokens]``; finite at mask 0 too.
-        old_log_probs: Of the weights at rollout; a constant of the same shape.
+        log_probs: Log-probabilities of the policy, any shape, usually ``[samples, tokens]``; finite at mask 0 too.
+        old_log_probs: Log-probabilities of the weights at rollout; a constant of the same shape.
         advantages: A constant of the same shape.
         clip_low: How far the ratio may fall below 1.
         clip_high: How far it may rise above 1; unlike ``clip_low``, it is DAPO's clip-higher.
@@ -157,9 +157,9 @@ def gspo_loss(
     ``seq-mean-token-mean``.
 
     Args:
-        log_probs: Of the policy in training, ``[samples, tokens]``; a row holds the whole of a sequence. Finite at
-            mask 0 too.
-        old_log_probs: Of the weights at the start of the update; a constant of the same shape.
+        log_probs: Log-probabilities of the policy, ``[samples, tokens]``; a row holds the whole of a sequence. Finite
+            at mask 0 too.
+        old_log_probs: Log-probabilities of the weights at the start of the update; a constant of the same shape.
         advantages: A constant of the same shape.
         mask: 1 on tokens that count, the same shape.
         clip_low: How far the ratio may fall below 1.
@@ -193,8 +193,8 @@ def cispo_loss(
     ``ratio = exp(clamp(log_prob - old_log_prob, -20, 20))``.
 
     Args:
-        log_probs: Of the policy in training, any shape, usually ``[samples, tokens]``; finite at mask 0 too.
-        old_log_probs: Of the weights at the start of the update; a constant of the same shape.
+        log_probs: Log-probabilities of the policy, any shape, usually ``[samples, tokens]``; finite at mask 0 too.
+        old_log_probs: Log-probabilities of the weights at the start of the update; a constant of the same shape.
         advantages: A constant of the same shape.
         clip_low: How far the weight may fall below 1; 1: it has no lower bound.
         clip_high: How far it may rise above 1.
@@ -231,8 +231,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, value_cli
     ``0.5 * max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2)``
 
     Args:
-        values: Of the critic in training, any shape, usually ``[samples, tokens]``.
-        old_values: Of the critic when the samples were made; a constant of the same shape.
+        values: Values of the critic in training, any shape, usually ``[samples, tokens]``.
+        old_values: Values of the critic when the samples were made; a constant of the same shape.
         returns: Its targets; a constant of the same shape.
         value_clip: How far a value may move from the old one before the error stops rewarding it.
 

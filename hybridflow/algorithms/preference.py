@@ -53,7 +53,7 @@ def ipo_loss(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     Args:
         chosen: As for ``dpo_loss``: sums over the tokens of a response, not means.
         rejected: As ``chosen``.
-        beta: The paper's regularisation τ.
+        beta: The paper's regularization τ.
 
     Raises:
         ValueError: Shapes differ.

@@ -15,9 +15,9 @@ class FastTokenizer:
     Attributes:
         path: The ``tokenizer.json``.
         vocab_size: The largest id and one.
-        eos_id: Of the ``eos_token``, or the first of ``more_stops`` where none is named.
+        eos_id: Id of the ``eos_token``, or the first of ``more_stops`` where none is named.
         stop_ids: That one, and ``more_stops``.
-        pad_id: Of the ``pad_token``; where there is none, the end of sequence.
+        pad_id: Id of the ``pad_token``; where there is none, the end of sequence.
         bos_id: What the tokenizer's own template puts before a text.
 
     Args:

@@ -40,7 +40,7 @@ def topic_rows(folder: Path, kafka: KafkaConfig) -> Taken:
     """Return the rows that were taken from a topic.
 
     Args:
-        folder: Of the journal and its parts.
+        folder: Folder of the journal and its parts.
         kafka: The topic, for messages, and the longest wait.
     """
     return Taken(
@@ -58,7 +58,7 @@ class KafkaTaker(Taker):
 
     Args:
         kafka: The topic and where it is.
-        folder: Of the journal and its parts.
+        folder: Folder of the journal and its parts.
         shape: What rows have to be.
         say: Told of what is left out, and of brokers that are away.
 

@@ -41,11 +41,11 @@ class Taken:
     """What was taken, by the prompt index: in the order in which it was taken, each row once.
 
     Args:
-        folder: Of the journal and its parts.
+        folder: Folder of the journal and its parts.
         title: What messages call that from which it is taken.
         key: The section of the recipe that says so, such as ``data.spool``.
         more: What to do where no more comes, in errors.
-        place: Of a row, by the journal's entry and its number in the part.
+        place: Place of a row: the journal's entry, and the row's number in the part.
         deadline_s: Longest wait for a row.
     """
 
@@ -150,7 +150,7 @@ class Journal:
         entries: What was taken, in order.
 
     Args:
-        folder: Of the journal and its parts; made if it is not there.
+        folder: Folder of the journal and its parts; made if it is not there.
         shape: What rows have to be.
         say: Told of what is left out.
         source: What a journal is of; one that was begun for another is refused. None: of anything.
@@ -176,7 +176,7 @@ class Journal:
         """Take what the pieces have into the store.
 
         Args:
-            pieces: Of which a part is made.
+            pieces: The pieces of which a part is made.
             title: What messages call them.
             more: What the entry says beside the part's name and number of rows; JSON.
 
@@ -225,7 +225,7 @@ class Taker(abc.ABC):
     """Takes what comes into a run's store; one rank does, in a thread.
 
     Args:
-        journal: Of the store.
+        journal: Journal of the store.
         pause_s: Between two times that it takes.
     """
 

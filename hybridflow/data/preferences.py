@@ -30,7 +30,7 @@ class Response(NamedTuple):
         prompt: Token ids, at least one.
         tokens: Token ids of the response, its end of sequence included.
         is_wanted: Whether it is; of a pair, whether it is the better one.
-        margin: Of a pair: by how much the better one is better.
+        margin: By how much the better response of a pair is better.
     """
 
     prompt: tuple[int, ...]

@@ -341,7 +341,7 @@ def make_part(folder: Path, number: int, shape: Shape, pieces: Sequence[Piece | 
 
     Args:
         folder: Where it goes; what is there of that number is replaced.
-        number: Of the part.
+        number: Number of the part.
         shape: What rows have to be.
         pieces: What it is made from.
 

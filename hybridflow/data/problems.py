@@ -43,7 +43,7 @@ class Order:
         sizes: Rows of each store.
         weights: How often each is drawn from, in proportion; None: as often as it has rows, so that ``sum(sizes)``
             prompt indices are all the rows.
-        seed: Of the order.
+        seed: Seed of the order.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float | None], seed: int) -> None:
@@ -94,8 +94,8 @@ class Stores:
 
     Args:
         stores: One for each source.
-        weights: Of the sources; see ``Order``.
-        seed: Of the order.
+        weights: Weights of the sources; see ``Order``.
+        seed: Seed of the order.
 
     Attributes:
         num_rows: In all of them.
@@ -260,7 +260,7 @@ def open_problems(
         shape: What rows have to be.
         tokenizer: Gives the tokens.
         folder: Where stores are kept, but for ``data.cache_dir``.
-        seed: Of the order.
+        seed: Seed of the order.
         everyone: The ranks; None: this process alone.
         say: As for ``prepare``.
 

@@ -37,8 +37,8 @@ class Example:
         answer: The right answer, for the reward; of preferences the response that is wanted.
         solution: Text to imitate in the warm start, if the row has one; of a conversation several: what to write, what
             is then observed, what to write, …
-        responses: Of preferences: the better and the other, or one.
-        margin: Of preferences: by how much the first is better.
+        responses: The responses of a preference, the better one first; else one.
+        margin: By how much the first response of a preference is better.
         begins: Whether the prompt's text has the beginning of a sequence in it, as a chat template writes it.
         place: File and line, or row, for messages.
         row: All that the data says of it.
@@ -72,7 +72,7 @@ class Solution(NamedTuple):
     Attributes:
         prompt: Token ids.
         tokens: Token ids of all that follows.
-        is_written: Of each of ``tokens``: whether it is to be imitated; the others are observed.
+        is_written: For each of ``tokens``, whether it is to be imitated; the others are observed.
     """
 
     prompt: tuple[int, ...]
@@ -89,7 +89,7 @@ class PromptSource:
 
     Attributes:
         examples: The rows of the file.
-        seed: Of the order.
+        seed: Seed of the order.
     """
 
     examples: tuple[Example, ...]
@@ -158,7 +158,7 @@ def encode_prompts(
 def encode_solutions(examples: Sequence[Example], tokenizer: Tokenizer, *, max_context: int) -> tuple[Solution, ...]:
     """Encode the warm start's texts: the tokens of each prompt, and of its solution with the end of sequence.
 
-    A row without a solution gives its answer. Of a conversation each text that is written ends like that.
+    A row without a solution gives its answer. Each text to write in a conversation ends like that.
 
     Args:
         examples: The problems.

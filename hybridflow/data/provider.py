@@ -43,10 +43,10 @@ class DataProvider:
             saved; several of them; or rows in memory: a ``datasets.Dataset``, or any iterable of mappings.
         file_format: ``jsonl``, ``parquet``, ``hdf5`` or ``datasets``; None: what the name tells.
         batch_size: Rows of a batch, of each rank.
-        seed: Of the order; None: 1, or that of the trainer.
-        dp_rank: Of this rank among those that share the data.
+        seed: Seed of the order; None: 1, or that of the trainer.
+        dp_rank: Index of this rank among those that share the data.
         dp_size: How many share it.
-        weights: Of several paths: how often each is drawn from; None: as often as it has rows.
+        weights: How often each of several paths is drawn from; None: as often as it has rows.
         tokenizer: A tokenizer, or the path of one.
         chat_template: File of the jinja template for rows with ``messages``; None: the tokenizer's own.
         max_prompt_tokens: Rows with a longer prompt are left out.

@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     Attributes:
         path: The file.
         format: Its format.
-        start: Of JSONL, the byte with which the stretch begins; else the row. Lines belong to where they begin.
+        start: First byte of the stretch in JSONL, else its first row. Lines belong to where they begin.
         stop: Where it ends; None: at the end.
     """
 

@@ -75,8 +75,8 @@ class LogHeader:
 
     Attributes:
         step: Training step that they are for.
-        fingerprint: Of the weights that sampled them.
-        seed: Of the noise.
+        fingerprint: Fingerprint of the weights that sampled them.
+        seed: Seed of the noise.
         vocab_size: Tokens are below it.
     """
 
@@ -95,7 +95,7 @@ class Sampled:
         index: Its number among those of its prompt.
         tokens: ``[response]``.
         log_probs: The sampler's own, before penalties and cuts, ``[response]``.
-        sampled_log_probs: Of the distribution that was sampled from, ``[response]``.
+        sampled_log_probs: Log-probabilities of the distribution that was sampled from, ``[response]``.
         versions: Which weights sampled each token, ``[response]``.
         finish: One of ``FINISHES``.
     """
@@ -128,7 +128,7 @@ class LogWriter:
 
     Args:
         path: Its directory is made if absent.
-        header: Of the log.
+        header: Header of the log.
 
     Raises:
         WriteError: It cannot be made.

@@ -18,7 +18,7 @@ class Message(NamedTuple):
 
     Attributes:
         partition: Its number.
-        offset: Of the message in it.
+        offset: Offset of the message in it.
         value: None: there is none, it is a tombstone.
     """
 

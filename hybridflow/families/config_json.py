@@ -255,7 +255,7 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
     """Return the ``config.json`` to write beside a model's tensors.
 
     Args:
-        original: The one that travelled along; kept where it describes the model, with the spellings that older
+        original: The one that traveled along; kept where it describes the model, with the spellings that older
             readers need. None: there is none.
         described: The model.
         dtype: Number format of the tensors, as Hugging Face calls it.

@@ -55,7 +55,7 @@ class Family:
             every second layer from the first; a ``layer_types`` in ``config.json`` goes before the last two.
         scalings: Kinds of rotary scaling that its files may ask for.
         rules: Every tensor of the language model.
-        ignored: Regular expressions of tensors that hold nothing learnt, such as tables of frequencies.
+        ignored: Regular expressions of tensors that hold nothing learned, such as tables of frequencies.
     """
 
     name: str

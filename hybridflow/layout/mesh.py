@@ -9,7 +9,7 @@ from hybridflow.errors import LayoutError
 from hybridflow.layout.parallel_layout import ParallelLayout
 
 AXES = ("tp", "cp", "dp", "pp")
-"""Axes from the fastest to the slowest: neighbours in a mesh are tensor-parallel peers, as in Megatron-LM."""
+"""Axes from the fastest to the slowest: neighbors in a mesh are tensor-parallel peers, as in Megatron-LM."""
 
 
 class Coordinate(NamedTuple):

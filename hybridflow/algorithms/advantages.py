@@ -18,7 +18,7 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> Tensor:
-    """Reward of each token: the sample's score on its last response token, less the KL penalty on every one.
+    """Compute the reward of each token: the sample's score on its last response token, minus every token's KL penalty.
 
     ``r_t = score * [t is the last token with mask 1] - kl_coef * kl_t * mask_t``
 
@@ -45,7 +45,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over the tokens that the policy produced.
+    """Compute generalized advantage estimates over the tokens that the policy produced.
 
     Backwards from the last token, with ``V`` and ``A`` 0 after it::
 
@@ -120,7 +120,7 @@ def whiten(x: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks | None = Non
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
-    """Reward-to-go of each token: ``R_t = r_t + gamma * R_{t+1}``, ``t + 1`` being the policy's next own token.
+    """Compute the reward-to-go ``R_t = r_t + gamma * R_{t+1}`` of each token; ``t + 1`` is the policy's next own token.
 
     At mask 0 the running return passes through unchanged.
 
@@ -141,7 +141,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor
 
 
 def remax(rewards: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
-    """Undiscounted reward-to-go of each token, less what the greedy response to the same prompt scored.
+    """Compute the undiscounted reward-to-go of each token, minus the score of the greedy response to the same prompt.
 
     Args:
         rewards: ``[samples, tokens]``; what is given at mask 0 is never read.
@@ -165,7 +165,7 @@ def remax(rewards: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
 
 
 def group_normalize(scores: Tensor, groups: Tensor) -> Tensor:
-    """GRPO's advantage of each sample: how its score stands among the responses to the same prompt.
+    """Compute GRPO's advantage of each sample: its score relative to the other responses to the same prompt.
 
     ``(score - mean) / (std + 1e-6)`` within the group, with the unbiased standard deviation (n - 1). A group of one has
     mean 0 and std 1, so it keeps its score. The caller spreads the result over the sample's response mask.
@@ -191,7 +191,7 @@ def group_normalize(scores: Tensor, groups: Tensor) -> Tensor:
 
 
 def group_center(scores: Tensor, groups: Tensor) -> Tensor:
-    """Each score less the mean of its group, a group of one keeping its score.
+    """Subtract the mean of its group from each score; a group of one keeps its score.
 
     The advantage of Dr. GRPO, and before whitening that of REINFORCE++ with a baseline. Shapes and errors as in
     :func:`group_normalize`.
@@ -203,7 +203,7 @@ def group_center(scores: Tensor, groups: Tensor) -> Tensor:
 
 
 def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
-    """RLOO's advantage: each score less the mean of the others in its group.
+    """Compute RLOO's advantage: each score minus the mean of the others in its group.
 
     ``score * n / (n - 1) - mean * n / (n - 1)``; a group of one keeps its score. Shapes and errors as in
     :func:`group_normalize`.
@@ -216,7 +216,7 @@ def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
 
 
 def length_weighted_center(scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-    """OPO's advantage: each score less the mean of its group weighted by lengths, ``sum(n * score) / sum(n)``.
+    """Compute OPO's advantage: score minus the group's mean weighted by lengths, ``sum(n * score) / sum(n)``.
 
     A group of one keeps its score, as does one without a token.
 
@@ -264,7 +264,7 @@ class _Groups:
         return values.new_zeros(self._num_groups).index_add(0, self._index, values)[self._index]
 
     def centred(self, weights: Tensor) -> Tensor:
-        """Scores less the weighted mean of their group; the mean of a group of one is 0."""
+        """Subtract the weighted mean of their group from scores; the mean of a group of one is 0."""
         totals = self.sums(weights)
         means = self.sums(weights * self.scores) / torch.where(totals > 0, totals, 1)
         return self.scores - torch.where(self.is_single, 0, means)

@@ -35,7 +35,7 @@ class Weights:
 def correction_weights(
     old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, *, kind: str, level: str, low: float, high: float
 ) -> Weights:
-    """Bounded importance weights of the trainer's policy over the sampler's.
+    """Compute bounded importance weights of the trainer's policy over the sampler's.
 
     With ``d = old_log_prob - rollout_log_prob``, of each token or, at the level of sequences, its sum over the mask::
 
@@ -44,7 +44,7 @@ def correction_weights(
         icepop:   w where low <= w <= high, else 0
 
     Args:
-        old_log_probs: Of the weights at the start of the update, ``[samples, tokens]``.
+        old_log_probs: Log-probabilities of the weights at the start of the update, ``[samples, tokens]``.
         rollout_log_probs: The sampler's own, the same shape; finite where the mask is 1.
         mask: 1 on tokens that were sampled, the same shape; a row holds the whole of a sequence.
         kind: One of :data:`KINDS`.
@@ -79,7 +79,7 @@ def kept_tokens(
     low: float,
     high: float,
 ) -> Tensor:
-    """Which tokens are learned from: those whose sampler was near enough to the trainer.
+    """Return which tokens count in the loss: those where the sampler was close enough to the trainer.
 
     An estimate of the KL of the sampler to the trainer, from ``rollout_log_prob - old_log_prob``, decides: of each
     token, or the sum, mean or maximum of them over the sequence's mask, on all of whose tokens it then decides. ``k1``
@@ -87,7 +87,7 @@ def kept_tokens(
     ``high``; ``k2`` and ``k3`` are never negative, and must be at most ``high``.
 
     Args:
-        old_log_probs: Of the weights at the start of the update, ``[samples, tokens]``.
+        old_log_probs: Log-probabilities of the weights at the start of the update, ``[samples, tokens]``.
         rollout_log_probs: The sampler's own, the same shape; finite where the mask is 1.
         mask: 1 on tokens that were sampled, the same shape; a row holds the whole of a sequence.
         estimator: k1, k2 or k3, see ``kl.kl_penalty``.

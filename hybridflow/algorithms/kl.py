@@ -36,8 +36,8 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tens
     itself.
 
     Args:
-        log_probs: Of the policy, any shape, usually ``[samples, tokens]``; finite at mask 0 too.
-        ref_log_probs: Of the reference, the same shape; a constant.
+        log_probs: Log-probabilities of the policy, any shape, usually ``[samples, tokens]``; finite at mask 0 too.
+        ref_log_probs: Log-probabilities of the reference, the same shape; a constant.
         estimator: One of the names above.
 
     Returns:
@@ -60,7 +60,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tens
 
 
 def sequence_means(kl: Tensor, mask: Tensor) -> Tensor:
-    """Of each sequence the mean over the tokens that count, ``[samples]`` fp64; 0 of one without any.
+    """Return the mean of each sequence over the tokens that count, ``[samples]`` fp64; 0 for a sequence without any.
 
     Args:
         kl: ``[samples, tokens]``; any value at mask 0.
@@ -75,7 +75,7 @@ def sequence_means(kl: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_mean_kl(kl: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks | None = None) -> float:
-    """The KL that the adaptive controller looks at: the mean over sequences of each one's masked mean.
+    """Return the KL for the adaptive controller: the mean over sequences of each one's masked mean.
 
     Args:
         kl: This rank's share, ``[samples, tokens]``; any value at mask 0.

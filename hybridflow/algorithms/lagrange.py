@@ -10,11 +10,11 @@ from hybridflow.algorithms.inputs import alike
 
 
 def lagrangian_advantages(advantages: Tensor, cost_advantages: Tensor, multiplier: float) -> Tensor:
-    """``(A_r - λ A_c) / (1 + λ)``: what is gained, less what it costs at the current price.
+    """Compute ``(A_r - λ A_c) / (1 + λ)``: the reward's advantage less the cost's, at the current price.
 
     Args:
-        advantages: Of rewards, any shape, usually ``[samples, tokens]``; not yet whitened.
-        cost_advantages: Of costs, the same shape.
+        advantages: Advantages of rewards, any shape, usually ``[samples, tokens]``; not yet whitened.
+        cost_advantages: Advantages of costs, the same shape.
         multiplier: The λ of the paper, at least 0.
 
     Returns:
@@ -37,7 +37,7 @@ def adapt_multiplier(multiplier: float, mean_cost: float, *, limit: float, lr: f
 
     Args:
         multiplier: The one that this step applied, at least 0; from 0 it does not come back.
-        mean_cost: Of the global batch.
+        mean_cost: Mean cost of the global batch.
         limit: Mean cost that is allowed.
         lr: Step size.
         largest: Upper bound, above 0.

@@ -55,7 +55,7 @@ class ClipStats:
 
 
 def aggregate(loss: Tensor, mask: Tensor, mode: str, totals: Totals) -> Tensor:
-    """This micro-batch's share of the mini-batch's loss.
+    """Return this micro-batch's share of the mini-batch's loss.
 
     The shares add up, over micro-batches and data-parallel ranks, to the loss of the whole mini-batch, and their
     gradients to its gradient, since every denominator is global. With ``S`` a sequence's masked sum and ``n`` its
@@ -105,7 +105,7 @@ def policy_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, ClipStats]:
-    """PPO's clipped loss of each token.
+    """Compute PPO's clipped loss of each token.
 
     With ``ratio = exp(clamp(log_prob - old_log_prob, -20, 20))``::
 
@@ -113,8 +113,8 @@ def policy_loss(
         loss = min(loss, -A * dual_clip)  where A < 0, if dual_clip is given
 
     Args:
-        log_probs: Of the policy in training, any shape, usually ``[samples, tokens]``; finite at mask 0 too.
-        old_log_probs: Of the weights at rollout; a constant of the same shape.
+        log_probs: Log-probabilities of the policy, any shape, usually ``[samples, tokens]``; finite at mask 0 too.
+        old_log_probs: Log-probabilities of the weights at rollout; a constant of the same shape.
         advantages: A constant of the same shape.
         clip_low: How far the ratio may fall below 1.
         clip_high: How far it may rise above 1; unlike ``clip_low``, it is DAPO's clip-higher.
@@ -146,7 +146,7 @@ def policy_loss(
 def gspo_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, ClipStats]:
-    """GSPO's clipped loss of each token, by the ratio of its whole sequence.
+    """Compute GSPO's clipped loss of each token, by the ratio of its whole sequence.
 
     With ``s`` the mean of ``log_prob - old_log_prob`` over the sequence's mask and ``sg`` a stopped gradient::
 
@@ -157,9 +157,9 @@ def gspo_loss(
     ``seq-mean-token-mean``.
 
     Args:
-        log_probs: Of the policy in training, ``[samples, tokens]``; a row holds the whole of a sequence. Finite at
-            mask 0 too.
-        old_log_probs: Of the weights at the start of the update; a constant of the same shape.
+        log_probs: Log-probabilities of the policy, ``[samples, tokens]``; a row holds the whole of a sequence. Finite
+            at mask 0 too.
+        old_log_probs: Log-probabilities of the weights at the start of the update; a constant of the same shape.
         advantages: A constant of the same shape.
         mask: 1 on tokens that count, the same shape.
         clip_low: How far the ratio may fall below 1.
@@ -187,14 +187,14 @@ def gspo_loss(
 def cispo_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, ClipStats]:
-    """CISPO's loss of each token: the clipped ratio is a weight, and every token keeps its gradient.
+    """Compute CISPO's loss of each token: the clipped ratio is a weight, and every token keeps its gradient.
 
     ``-sg(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log_prob`` with
     ``ratio = exp(clamp(log_prob - old_log_prob, -20, 20))``.
 
     Args:
-        log_probs: Of the policy in training, any shape, usually ``[samples, tokens]``; finite at mask 0 too.
-        old_log_probs: Of the weights at the start of the update; a constant of the same shape.
+        log_probs: Log-probabilities of the policy, any shape, usually ``[samples, tokens]``; finite at mask 0 too.
+        old_log_probs: Log-probabilities of the weights at the start of the update; a constant of the same shape.
         advantages: A constant of the same shape.
         clip_low: How far the weight may fall below 1; 1: it has no lower bound.
         clip_high: How far it may rise above 1.
@@ -226,13 +226,13 @@ def _clipped_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, value_clip: float) -> Tensor:
-    """The critic's clipped squared error of each token.
+    """Compute the critic's clipped squared error of each token.
 
     ``0.5 * max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2)``
 
     Args:
-        values: Of the critic in training, any shape, usually ``[samples, tokens]``.
-        old_values: Of the critic when the samples were made; a constant of the same shape.
+        values: Values of the critic in training, any shape, usually ``[samples, tokens]``.
+        old_values: Values of the critic when the samples were made; a constant of the same shape.
         returns: Its targets; a constant of the same shape.
         value_clip: How far a value may move from the old one before the error stops rewarding it.
 

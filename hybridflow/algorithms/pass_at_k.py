@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def pass_at_k(num_right: Tensor, num_samples: int, k: int) -> Tensor:
-    """The unbiased estimate ``1 - C(n - c, k) / C(n, k)`` from n samples of which c are right.
+    """Return the unbiased estimate ``1 - C(n - c, k) / C(n, k)`` from n samples of which c are right.
 
     Args:
         num_right: c of each problem, ``[problems]``, integers from 0 to n.

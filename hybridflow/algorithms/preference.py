@@ -10,7 +10,7 @@ from hybridflow.algorithms.inputs import alike
 
 
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margins: Tensor) -> Tensor:
-    """``-log sigmoid(chosen - rejected - margin)`` of each pair.
+    """Compute ``-log sigmoid(chosen - rejected - margin)`` of each pair.
 
     Args:
         chosen: Scores of the better responses, ``[pairs]``.
@@ -28,7 +28,7 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margins: Tensor) -> Ten
 
 
 def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """``-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)`` of each pair, ``h = chosen - rejected``.
+    """Compute ``-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)`` of each pair, ``h = chosen - rejected``.
 
     Args:
         chosen: Log-probability of the better response less that under the reference, ``[pairs]``; without a reference
@@ -48,12 +48,12 @@ def dpo_loss(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
 
 
 def ipo_loss(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """``(h - 1 / (2 beta))^2`` of each pair, ``h = chosen - rejected``.
+    """Compute ``(h - 1 / (2 beta))^2`` of each pair, ``h = chosen - rejected``.
 
     Args:
         chosen: As for ``dpo_loss``: sums over the tokens of a response, not means.
         rejected: As ``chosen``.
-        beta: The paper's regularisation τ.
+        beta: The paper's regularization τ.
 
     Raises:
         ValueError: Shapes differ.
@@ -73,7 +73,7 @@ def kto_loss(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> Tensor:
-    """``w (1 - sigmoid(beta (r - z)))`` of a response that is wanted, ``w (1 - sigmoid(beta (z - r)))`` of another.
+    """Compute ``w (1 - sigmoid(beta (r - z)))`` of a wanted response, ``w (1 - sigmoid(beta (z - r)))`` of another.
 
     Args:
         log_ratios: ``r``, log-probability of each response less that under the reference, ``[responses]``.

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int, factor: float) -> Tensor:
-    """DAPO's price of responses that come near the longest possible one; it is 0 or negative.
+    """Return DAPO's penalty on responses close to the maximum length; it is 0 or negative.
 
     ``min(-(length - (max_tokens - buffer_tokens)) / buffer_tokens * factor, 0)``
 

@@ -94,11 +94,11 @@ class Compared:
 
     @property
     def badness(self) -> tuple[int, float, float, bool]:
-        """What is worse is larger."""
+        """Return a sort key that is larger for a worse difference."""
         return self.num_not_finite, self.relative, self.max_abs, not self.is_same_bits
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the values, ready for JSON."""
         return {
             "tensor": self.name,
             "shape": list(self.one.shape),
@@ -134,18 +134,18 @@ class Differences:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing at all differs."""
+        """Return whether nothing at all differs."""
         return not (self.only_one or self.only_other or self.shapes or self.compared or self.settings)
 
     @property
     def is_equal_but_for_dtype(self) -> bool:
-        """Whether nothing but number formats differs: every value is the same number."""
+        """Return whether only number formats differ: every value is the same number."""
         others = self.only_one or self.only_other or self.shapes or self.settings
         alike = (each.num_unequal == 0 and each.one.dtype != each.other.dtype for each in self.compared)
         return bool(self.compared) and not others and all(alike)
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the values, ready for JSON."""
         return {
             "equal": self.is_equal,
             "equal_but_for_dtype": self.is_equal_but_for_dtype,
@@ -165,7 +165,7 @@ def compare(
     settings: tuple[tuple[str, Any, Any], ...] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Differences:
-    """How the tensors of two checkpoints differ.
+    """Compare the tensors of two checkpoints.
 
     Args:
         one: The first.
@@ -206,7 +206,7 @@ def compare(
 
 
 def _compare_tensor(name: str, one: Readable, other: Readable) -> Compared:
-    """One tensor, block by block in fp64, which holds every difference of two fp32 numbers to 53 bits."""
+    """Compare one tensor, block by block in fp64, which holds every difference of two fp32 numbers to 53 bits."""
     entries = one.tensors[name], other.tensors[name]
     a, b = one.read(name).reshape(-1), other.read(name).reshape(-1)
     num_unequal = num_not_finite = 0
@@ -239,13 +239,13 @@ def _compare_tensor(name: str, one: Readable, other: Readable) -> Compared:
 
 
 def _largest(values: Tensor) -> float:
-    """The largest finite magnitude; 0 where there is none."""
+    """Return the largest finite magnitude; 0 where there is none."""
     finite = values[values.isfinite()]
     return float(finite.abs().max()) if len(finite) else 0.0
 
 
 def differing_settings(one: Source, other: Source) -> tuple[tuple[str, Any, Any], ...]:
-    """The settings that make two models compute differently: name, the first's value, the second's.
+    """Return the settings that make two models compute differently: name, the first's value, the second's.
 
     Left out is what no number depends on: the vocabulary's padding, the spread of initial weights, the dtype, which the
     tensors tell. Two ways to say the same are the same.

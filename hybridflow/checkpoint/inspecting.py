@@ -44,7 +44,7 @@ class Contents:
     Attributes:
         path: Where it is.
         format: What it is called on the command line.
-        family: Of Hugging Face; None where that is not known.
+        family: Hugging Face family; None where that is not known.
         model: Settings.
         has_value_head: Whether it gives values instead of logits.
         layout: In which it was written; None where it is not cut.
@@ -71,16 +71,16 @@ class Contents:
 
     @property
     def weights(self) -> Mapping[str, TensorEntry]:
-        """What the model computes with."""
+        """Return the weights with which the model computes."""
         return self.tensors.get(WEIGHT, {})
 
     @property
     def num_parameters(self) -> int:
-        """Elements of the weights."""
+        """Count the elements of the weights."""
         return sum(math.prod(entry.shape) for entry in self.weights.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the values, ready for JSON."""
         return {
             "path": str(self.path),
             "format": self.format,
@@ -116,7 +116,7 @@ class Damaged:
     error: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the values, ready for JSON."""
         return {"path": str(self.path), "error": self.error}
 
 
@@ -137,7 +137,7 @@ class Collection:
     incomplete: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the values, ready for JSON."""
         return {
             "path": str(self.path),
             "latest": self.latest,
@@ -150,11 +150,11 @@ Looked = Contents | Damaged | Collection
 
 
 def look(path: Path, *, base: Path | None = None, verify: Callable[[Contents], Contents] | None = None) -> Looked:
-    """What is at a path: one model's checkpoint in any format, a step of a run, its checkpoints, or the run.
+    """Look at a path: one model's checkpoint in any format, a step of a run, its checkpoints, or the run.
 
     Args:
         path: Where.
-        base: Of an adapter that does not name a directory of its own.
+        base: Base of an adapter that does not name a directory of its own.
         verify: Reads everything, see ``verified``; None: headers alone are read.
 
     Raises:
@@ -168,7 +168,7 @@ def look(path: Path, *, base: Path | None = None, verify: Callable[[Contents], C
 
 
 def _collection(path: Path, verify: Callable[[Contents], Contents] | None) -> Collection | None:
-    """The checkpoints in a directory of a run; None where it is none."""
+    """Return the checkpoints in a directory of a run; None where it is none."""
     if (path / CONFIG).is_file():
         return None
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -195,7 +195,7 @@ def _collection(path: Path, verify: Callable[[Contents], Contents] | None) -> Co
 
 
 def _step(path: Path, verify: Callable[[Contents], Contents] | None) -> Collection:
-    """The roles that a step has of its own; those that it shares with other steps must be there.
+    """Return the roles that a step has of its own; those that it shares with other steps must be there.
 
     Raises:
         CheckpointError: What says which roles there are is missing or damaged.
@@ -224,7 +224,7 @@ def _model(path: Path, verify: Callable[[Contents], Contents] | None) -> Content
 
 
 def _tried(path: Path, read: Callable[[Path], Contents | Collection]) -> Looked:
-    """What is there, or what is wrong with it, so that the rest is looked at too."""
+    """Return what is there, or what is wrong with it, so that the rest is looked at too."""
     try:
         return read(path)
     except CheckpointError as error:
@@ -240,7 +240,7 @@ def _contents(path: Path, base: Path | None) -> Contents:
 
 
 def model_directory(path: Path) -> Contents:
-    """What a model directory of ours holds, by its manifest and the sizes of its files.
+    """Return the contents of a hybridflow model directory, by its manifest and the sizes of its files.
 
     Raises:
         CheckpointError: The manifest is damaged, or a file is missing or has another size.
@@ -264,7 +264,7 @@ def model_directory(path: Path) -> Contents:
 
 
 def source_contents(source: Source) -> Contents:
-    """What a checkpoint in any other format holds."""
+    """Return the contents of a checkpoint in any other format."""
     return Contents(
         path=source.path,
         format=source.format,
@@ -286,7 +286,7 @@ def _files(path: Path) -> dict[str, int]:
 
 
 def verified(found: Contents, *, base: Path | None, progress: Callable[[int, int], None]) -> Contents:
-    """The same, once every byte was read and, where the format has hashes or checksums, agrees with them.
+    """Return the same contents after reading every byte and comparing it with the format's hashes or checksums.
 
     Args:
         found: What the headers say.
@@ -323,7 +323,7 @@ def verified(found: Contents, *, base: Path | None, progress: Callable[[int, int
 
 
 def dtypes(entries: Iterable[TensorEntry]) -> dict[str, int]:
-    """Number format -> bytes, the most first."""
+    """Return number format -> bytes, the most first."""
     found: dict[str, int] = {}
     for entry in entries:
         found[entry.dtype] = found.get(entry.dtype, 0) + num_bytes([entry])
@@ -331,14 +331,14 @@ def dtypes(entries: Iterable[TensorEntry]) -> dict[str, int]:
 
 
 def is_damaged(found: Looked) -> bool:
-    """Whether any of it is."""
+    """Return whether any of it is damaged."""
     if isinstance(found, Collection):
         return any(is_damaged(member) for member in found.members.values())
     return isinstance(found, Damaged)
 
 
 def as_text(found: Looked, *, every_tensor: bool = False) -> str:
-    """For a person.
+    """Format the contents for a person.
 
     Args:
         found: What was found.
@@ -352,7 +352,7 @@ def as_text(found: Looked, *, every_tensor: bool = False) -> str:
 
 
 def _collection_lines(found: Collection, every_tensor: bool) -> list[str]:
-    """An overview of all members, then the facts and tensors of each role as it is in the newest of them."""
+    """Return an overview of all members, then facts and tensors of each role as in the newest member."""
     lines = [str(found.path), *_overview(found, "  ")]
     for role, contents in _newest_by_role(found).items():
         lines += ["", f"{role}: {contents.path}", _facts(contents), "", _tree(contents, every_tensor)]
@@ -422,7 +422,7 @@ def _facts(found: Contents) -> str:
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:
-    """Those that are not as they are by default."""
+    """Return the settings that differ from their defaults."""
     defaults = {each.name: each.default for each in dataclasses.fields(model)}
     return {key: value for key, value in to_dict(model).items() if defaults[key] != getattr(model, key)}
 
@@ -449,7 +449,7 @@ def _tree(found: Contents, every_tensor: bool) -> str:
 
 
 def collapse(tensors: Mapping[str, TensorEntry]) -> list[tuple[str, TensorEntry]]:
-    """One row for tensors of one shape and dtype whose names differ in numbers alone: ``layers.0-31.mlp``.
+    """Merge tensors of one shape and dtype whose names differ only in numbers into one row: ``layers.0-31.mlp``.
 
     A row with several ranges stands for all their combinations.
     """
@@ -468,7 +468,7 @@ def collapse(tensors: Mapping[str, TensorEntry]) -> list[tuple[str, TensorEntry]
 
 
 def _ranges(numbers: list[tuple[int, ...]]) -> list[list[str]]:
-    """Tuples of numbers as products of ranges, by the first number, those together whose rests are the same."""
+    """Split tuples of numbers into products of ranges; first numbers with equal rests are merged."""
     if not numbers[0]:
         return [[]]
     rests: dict[int, list[tuple[int, ...]]] = {}

@@ -69,7 +69,7 @@ class Progress(NamedTuple):
 
     Attributes:
         num_steps: Steps that it took.
-        learning_rate: Of its next step.
+        learning_rate: Learning rate of its next step.
     """
 
     num_steps: int
@@ -82,7 +82,7 @@ class Manifest:
 
     Attributes:
         model: Settings; the vocabulary is always given.
-        family: Of Hugging Face; None where the model was made from a recipe.
+        family: Hugging Face family; None where the model was made from a recipe.
         has_value_head: Whether it gives values instead of logits.
         layout: In which it was written, as text; None where it was not cut.
         tensors: Kind -> logical name -> the whole tensor, in the model's order.
@@ -106,7 +106,7 @@ class Manifest:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides a checkpoint's bytes."""
+    """Return the versions of what decides a checkpoint's bytes."""
     found = {"hybridflow": __version__, "python": platform.python_version()}
     for package in ("torch", "megatron-core", "safetensors"):
         try:
@@ -117,7 +117,7 @@ def versions() -> dict[str, str]:
 
 
 def piece_key(kind: str, tensor: str, index: int) -> str:
-    """What a piece is called within its file: plain names for weights, so that other tools find them.
+    """Return a piece's name within its file: plain names for weights, so that other tools find them.
 
     Args:
         kind: See ``Piece``.
@@ -129,7 +129,7 @@ def piece_key(kind: str, tensor: str, index: int) -> str:
 
 
 def to_json(manifest: Manifest) -> str:
-    """The manifest as text, with a hash of itself."""
+    """Return the manifest as text, with a hash of itself."""
     listed: dict[str, list[list[Any]]] = {file: [] for file in manifest.file_bytes}
     for piece in manifest.pieces:
         listed[piece.file].append([piece.key, piece.kind, piece.tensor, piece.box, piece.sha256])
@@ -154,12 +154,12 @@ def to_json(manifest: Manifest) -> str:
 
 
 def digest(body: Mapping[str, Any]) -> str:
-    """The sha256 of JSON values, whatever the order of their keys."""
+    """Return the sha256 of JSON values, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def read_digested(path: Path, remedy: str) -> dict[str, Any]:
-    """A JSON file that carries the hash of itself.
+    """Read a JSON file that carries the hash of itself.
 
     Raises:
         CheckpointError: It is missing, no JSON, or not what was written.
@@ -176,7 +176,7 @@ def read_digested(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a model directory, whole and at peace with itself.
+    """Read the manifest of a model directory, complete and consistent.
 
     Raises:
         CheckpointError: It is missing, damaged or of another format, or its pieces do not cover its tensors.
@@ -220,7 +220,7 @@ def _from_body(body: Mapping[str, Any], path: Path) -> Manifest:
 
 
 def _plain(file: str) -> str:
-    """A name that stays within the directory."""
+    """Return a name that stays within the directory."""
     if Path(file).name != file:
         raise ValueError(f"file {file!r} is not a plain name")
     return file
@@ -262,7 +262,7 @@ def check_cover(manifest: Manifest, path: Path) -> None:
 
 
 def _overlap(boxes: list[Box]) -> Box | None:
-    """What two of some boxes, none empty, have in common; None if no two have anything."""
+    """Return what two of some boxes, none empty, have in common; None if no two have anything."""
     if len(boxes) < 2 or not boxes[0]:
         return boxes[0] if len(boxes) > 1 else None
     # Swept along the dim that tells most of them apart, so that few are compared with each other.
@@ -279,7 +279,7 @@ def _overlap(boxes: list[Box]) -> Box | None:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Every file is there with its size.
+    """Check that every file is there with its size.
 
     Raises:
         CheckpointError: Names the first that is not.
@@ -292,5 +292,5 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 
 
 def num_bytes(entries: Iterable[TensorEntry]) -> int:
-    """Of some tensors, without padding."""
+    """Return the bytes of some tensors, without padding."""
     return sum(math.prod(entry.shape) * ITEM_BYTES[entry.dtype] for entry in entries)

@@ -28,7 +28,7 @@ class Share(NamedTuple):
         kind: What of the tensor: see ``manifest.WEIGHT``.
         tensor: Logical name.
         box: In logical coordinates, not empty.
-        values: Of the box's sizes, in host memory.
+        values: Tensor of the box's sizes, in host memory.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class ModelDir:
         check_files(path, self.manifest)
 
     def read(self, kind: str, tensor: str, box: Box | None = None) -> Tensor:
-        """A box of a tensor; the whole of it where none is given.
+        """Read a box of a tensor; the whole of it where none is given.
 
         Returns:
             A view of a file where one piece holds the whole box, else new memory. Not to be written.
@@ -126,7 +126,7 @@ class ModelDir:
         return Entry(*entries[tensor])
 
     def _values(self, piece: Piece) -> Tensor:
-        """A piece, its hash checked once."""
+        """Return a piece, its hash checked once."""
         file = self._file(piece.file)
         self._used.add(piece.file)
         if (piece.file, piece.key) not in self._checked:
@@ -244,7 +244,7 @@ def write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Where a box lies within one around it."""
+    """Return where a box lies within one around it."""
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(inner, outer, strict=True))
 
 

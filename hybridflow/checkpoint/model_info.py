@@ -12,7 +12,7 @@ from hybridflow.families.model_info import ModelInfo
 
 
 def read_model_info(folder: Path) -> ModelInfo:
-    """The settings of a directory of Hugging Face or a model directory of ours; its weights are not looked at.
+    """Read the settings of a directory of Hugging Face or hybridflow; its weights are not looked at.
 
     Raises:
         ConfigError: There is no such directory, or its model is not computed here.

@@ -33,7 +33,7 @@ class Owned(NamedTuple):
 
 
 def owned_weights(model: ModelSpec, mesh: DeviceMesh) -> dict[int, tuple[Owned, ...]]:
-    """Rank of the mesh -> the boxes of the weights that it writes, in the model's order; all bytes dealt evenly.
+    """Return rank of the mesh -> the boxes of the weights that it writes, in the model's order; bytes are dealt evenly.
 
     Raises:
         ReshardError: The mesh cannot cut a tensor.
@@ -63,7 +63,7 @@ def owned_weights(model: ModelSpec, mesh: DeviceMesh) -> dict[int, tuple[Owned, 
 
 
 def _divide(box: Box, number: int) -> Iterator[Box]:
-    """A box cut into about so many equal ones along its longest dim."""
+    """Split a box into about so many equal boxes along its longest dim."""
     dim = max(range(len(box)), key=lambda dim: box[dim][1] - box[dim][0])
     start, stop = box[dim]
     step = math.ceil((stop - start) / number)
@@ -72,7 +72,7 @@ def _divide(box: Box, number: int) -> Iterator[Box]:
 
 
 def writes_state(model: ModelSpec, mesh: DeviceMesh, rank: int) -> set[str]:
-    """The tensors of which a rank writes the state that a distributed optimizer keeps on it.
+    """Return the tensors of which a rank writes the state that a distributed optimizer keeps on it.
 
     Its twins, which keep the same range of the same part, do not: tensor parallel ranks of a tensor that is not cut,
     and the second stage of tied embeddings. Which of them writes goes round from tensor to tensor.
@@ -94,7 +94,7 @@ def _twins(tensor: TensorSpec, part: Part, mesh: DeviceMesh, rank: int) -> list[
 
 
 def _replica(tensor: TensorSpec, mesh: DeviceMesh, rank: int) -> int:
-    """Which of those that hold the same part of a tensor a rank is, to the distributed optimizer."""
+    """Return a rank's number among the holders of the same part of a tensor, to the distributed optimizer."""
     layout, place = mesh.layout, mesh.coordinate(rank)
     replica = place.cp + layout.cp * place.dp
     if tensor.expert is not None:

@@ -49,7 +49,7 @@ class RolePart:
     """What a rank writes of a role.
 
     Attributes:
-        ranks: Of the role's mesh; the first is its lead.
+        ranks: Ranks of the role's mesh; the first is its lead.
         model: Settings; the vocabulary is given.
         has_value_head: Whether it gives values instead of logits.
         layout: In which it is, as text.
@@ -58,7 +58,7 @@ class RolePart:
         trained: Those of the tensors held here that an optimizer steps, on this rank or another.
         progress: Where the optimizer stands, if this rank can tell.
         is_frozen: Whether it never changes, and is written once for all checkpoints of the run.
-        family: Of Hugging Face; None where that is not known.
+        family: Hugging Face family; None where that is not known.
         assets: Small files that travel along, by name; the role's lead writes them.
     """
 
@@ -104,7 +104,7 @@ class Board(Protocol):
         """Read one that is there."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of them are there."""
+        """Return whether all of them are there."""
 
     def add(self, key: str, amount: int) -> int:
         """Raise a counter, and return it."""
@@ -119,26 +119,26 @@ class Keys(NamedTuple):
     step: int
 
     def part(self, role: str, rank: int) -> str:
-        """What a rank has written of a role."""
+        """Return the key of what a rank has written of a role."""
         return f"{self.step}/{role}/{rank}"
 
     def role(self, role: str) -> str:
-        """A role is complete."""
+        """Return the key of a complete role."""
         return f"{self.step}/{role}"
 
     @property
     def bytes(self) -> str:
-        """Counts what all ranks have written."""
+        """Return the key of the bytes that all ranks have written."""
         return f"{self.step}/bytes"
 
     @property
     def failed(self) -> str:
-        """A rank that cannot write."""
+        """Return the key of a rank that cannot write."""
         return f"{self.step}/failed"
 
     @property
     def done(self) -> str:
-        """The step is complete."""
+        """Return the key of a complete step."""
         return f"{self.step}/done"
 
 
@@ -146,7 +146,7 @@ class Saver:
     """Writes checkpoints of a run, one after the other, on this rank.
 
     Args:
-        run_dir: Of the run.
+        run_dir: Directory of the run.
         rank: This one.
         board: Where the ranks meet; a connection that this saver has for itself.
         deadline_s: Longest time in which no rank writes anything, while one is waited for.
@@ -233,7 +233,7 @@ class Saver:
         self._thread.start()
 
     def _wait(self, tell: Callable[[str], None] | None = None) -> None:
-        """Until the thread has ended, for as long as there are signs of life."""
+        """Wait until the thread has ended, for as long as there are signs of life."""
         signs, since_s, told_s = self._signs, time.monotonic(), time.monotonic()
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(_POLL_S)
@@ -253,7 +253,7 @@ class Saver:
         self.check()
 
     def _write(self, step: Step) -> None:
-        """This rank's files, and what it leads. In a thread."""
+        """Write this rank's files, and what it leads. In a thread."""
         begin_s, board, keys = time.monotonic(), self._board, Keys(step.number)
 
         def advance(num_bytes: int) -> None:
@@ -359,7 +359,7 @@ class Saver:
 
 
 def _manifest(part: RolePart, records: list[dict[str, Any]]) -> Manifest:
-    """What a role's ranks have written, in one.
+    """Join what a role's ranks have written into one manifest.
 
     Raises:
         CheckpointError: They stand at different steps.

@@ -41,7 +41,7 @@ class RoleRecord(NamedTuple):
     Attributes:
         directory: Below ``checkpoints/``.
         sha256: Of its manifest, as a file.
-        num_bytes: Of its files.
+        num_bytes: Bytes of its files.
     """
 
     directory: str
@@ -54,7 +54,7 @@ class Checkpoint:
     """A complete checkpoint.
 
     Attributes:
-        run_dir: Of the run.
+        run_dir: Directory of the run.
         path: Its directory.
         step: Training steps that it has behind it.
         state: What ``complete_step`` was given.
@@ -86,7 +86,7 @@ def clear_leftovers(run_dir: Path) -> None:
 
 
 def role_path(run_dir: Path, step: int, role: str, *, is_frozen: bool) -> Path:
-    """Where a role's files are written, until the whole is complete: then ``.tmp`` goes from the name."""
+    """Return where a role's files are written; ``.tmp`` goes from the name when the whole is complete."""
     return _folder(run_dir) / f"{role}.tmp" if is_frozen else _tmp_path(run_dir, step) / role
 
 
@@ -125,7 +125,7 @@ def complete_step(
     For one rank, after every role was completed.
 
     Args:
-        run_dir: Of the run.
+        run_dir: Directory of the run.
         step: Training steps done.
         state: JSON: whatever the job needs to go on.
         roles: What ``complete_role`` returned, now or, of what does not change, earlier.
@@ -182,7 +182,7 @@ def complete_step(
 
 
 def latest_step(run_dir: Path) -> int | None:
-    """The step of the latest checkpoint; None before the first.
+    """Return the step of the latest checkpoint; None before the first.
 
     Raises:
         CheckpointError: ``latest`` does not hold the name of a checkpoint.
@@ -199,7 +199,7 @@ def latest_step(run_dir: Path) -> int | None:
 
 
 def best_step(run_dir: Path) -> int | None:
-    """The step of the checkpoint that is kept as the best; None: there is none."""
+    """Return the step of the checkpoint that is kept as the best; None: there is none."""
     try:
         return _step_of((_folder(run_dir) / "best").read_text(encoding="utf-8", errors="replace").strip())
     except FileNotFoundError:
@@ -207,7 +207,7 @@ def best_step(run_dir: Path) -> int | None:
 
 
 def load_latest(run_dir: Path) -> Checkpoint | None:
-    """The latest checkpoint, its state checked, its models not yet: see ``open_role``. None before the first.
+    """Load the latest checkpoint, its state checked, its models not yet: see ``open_role``. None before the first.
 
     Raises:
         CheckpointError: It is missing, incomplete or damaged; names the file, what was found, what was expected.
@@ -237,7 +237,7 @@ def load_latest(run_dir: Path) -> Checkpoint | None:
 
 
 def open_role(checkpoint: Checkpoint, role: str) -> ModelDir:
-    """A role's model, its manifest the one that was written, its files there.
+    """Open a role's model; check that its manifest is the one that was written and its files are there.
 
     Raises:
         CheckpointError: It is missing, incomplete or damaged, or the checkpoint has no such role.
@@ -264,7 +264,7 @@ def open_role(checkpoint: Checkpoint, role: str) -> ModelDir:
 
 
 def choices(run_dir: Path) -> str:
-    """The remedy for a damaged checkpoint: which others could be resumed from."""
+    """Return the remedy for a damaged checkpoint: which others could be resumed from."""
     folder, names = _folder(run_dir), [_path(run_dir, step).name for step in _steps(run_dir)]
     note = folder / "latest"
     latest = note.read_text(encoding="utf-8", errors="replace").strip() if note.exists() else names[-1]
@@ -306,11 +306,11 @@ def _tmp_path(run_dir: Path, step: int) -> Path:
 
 
 def _steps(run_dir: Path) -> list[int]:
-    """The steps that have a directory of a complete checkpoint's name, ascending."""
+    """Return the steps that have a directory of a complete checkpoint's name, ascending."""
     return sorted(step for path in _folder(run_dir).glob("step_*") if (step := _step_of(path.name)) is not None)
 
 
 def _step_of(name: str) -> int | None:
-    """The step in a complete checkpoint's name; None for any other name."""
+    """Return the step in a complete checkpoint's name; None for any other name."""
     match = re.fullmatch(r"step_([0-9]{6,})", name)
     return int(match[1]) if match is not None else None

@@ -50,7 +50,7 @@ class Entry(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Its size in the file."""
+        """Return its size in the file."""
         return math.prod(self.shape) * TORCH_DTYPES[self.dtype].itemsize
 
 
@@ -87,7 +87,7 @@ class TensorFile:
             place += entry.num_bytes
 
     def read(self, key: str) -> Tensor:
-        """A tensor as a view of the file, not to be written; it keeps the mapping alive.
+        """Read a tensor as a view of the file, not to be written; it keeps the mapping alive.
 
         Raises:
             CheckpointError: The file has no such tensor.
@@ -102,7 +102,7 @@ class TensorFile:
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._starts[key]).view(entry.shape)
 
     def read_stacked(self, keys: Sequence[str]) -> Tensor | None:
-        """Tensors of one shape that lie one behind the other in the file, as one view ``[keys, …]``.
+        """Read tensors of one shape that are adjacent in the file, as one view ``[keys, …]``.
 
         Returns:
             None where they do not lie so.
@@ -119,7 +119,7 @@ class TensorFile:
         return torch.frombuffer(self._map, dtype=TORCH_DTYPES[entry.dtype], count=count, offset=first).view(shape)
 
     def sha256(self, key: str) -> str:
-        """Of a tensor's bytes. What was read for it is given back as it goes."""
+        """Return the sha256 of a tensor's bytes. The memory that was read for it is released as it goes."""
         start = self._starts[key]
         stop, digest = start + self.entries[key].num_bytes, hashlib.sha256()
         with memoryview(self._map) as whole:
@@ -151,7 +151,7 @@ class TensorFileWriter:
     the disk. Who writes it gives it a name aside and renames it.
 
     Args:
-        path: Of the file. One that has the same header already, left by a writer that was ended, is gone on with.
+        path: Path of the file. A file with the same header, left by a killed writer, is continued.
         entries: Every tensor by key, in the order of the file.
         metadata: Text that travels in the header.
 
@@ -189,8 +189,8 @@ class TensorFileWriter:
         """Put a tensor at its place and return the sha256 of its bytes.
 
         Args:
-            key: Of the tensor.
-            tensor: Of the entry's shape and dtype, in host memory.
+            key: Key of the tensor.
+            tensor: Tensor of the entry's shape and dtype, in host memory.
         """
         entry = self._entries[key]
         assert tuple(tensor.shape) == entry.shape, f"{key}: {list(tensor.shape)} is not {list(entry.shape)}"
@@ -217,7 +217,7 @@ class TensorFileWriter:
         return digest.hexdigest()
 
     def sync(self) -> None:
-        """Bring to the disk what was written."""
+        """Flush what was written to the disk."""
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ class TensorFileWriter:
 
 
 def _pieces_of(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor in pieces, in row-major order; each stays in the processor's cache while it is copied and hashed."""
+    """Yield a tensor in row-major pieces; each stays in the processor's cache while it is copied and hashed."""
     if tensor.nbytes <= _PIECE_BYTES:
         yield tensor
     elif tensor.is_contiguous():
@@ -258,7 +258,7 @@ def _pieces_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _open_direct(path: Path) -> int | None:
-    """The file for writing past the page cache, which costs the processor as much as hashing; None where it cannot."""
+    """Open the file for writing past the page cache, which costs as much CPU as hashing; None where it cannot."""
     try:
         return os.open(path, os.O_WRONLY | os.O_DIRECT) if hasattr(os, "O_DIRECT") else None
     except OSError:
@@ -272,7 +272,7 @@ def _write_all(file: int, data: memoryview, place: int) -> None:
 
 
 def _buffers() -> tuple[mmap.mmap, mmap.mmap]:
-    """This thread's memory for what it writes; it begins at a page, as writing past the page cache needs."""
+    """Return this thread's write buffers; they begin at a page, as writing past the page cache needs."""
     if not hasattr(_OF_THREAD, "buffers"):
         # Private, since memory of a map is otherwise shared with processes that are forked.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -287,7 +287,7 @@ def _wait(writing: Future[None] | None) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a host tensor in row-major order, without a copy where it is contiguous."""
+    """Return the bytes of a host tensor in row-major order, without a copy where it is contiguous."""
     flat = tensor.contiguous()
     # A single element may keep the stride that it had among others.
     flat = flat.as_strided((flat.numel(),), (1,))

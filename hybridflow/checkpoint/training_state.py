@@ -43,21 +43,21 @@ class Shares:
         self._host: list[Tensor] = []
 
     def trained(self) -> tuple[str, ...]:
-        """The tensors held here that have state, on this rank or another."""
+        """Return the tensors held here that have state, on this rank or another."""
         if self._trainable is None:
             return ()
         parameters = logical_parameters(self._model)
         return tuple(name for name, parameter in parameters.items() if parameter.requires_grad)
 
     def progress(self) -> Progress | None:
-        """Where the optimizer stands; None without one, or where this rank keeps no state that would tell."""
+        """Return the optimizer's steps and rate; None without one, or where this rank keeps no state with them."""
         if self._trainable is None:
             return None
         num_steps, rate = self._trainable.num_steps(), self._trainable.learning_rate()
         return None if num_steps is None or rate is None else Progress(num_steps, rate)
 
     def now(self) -> Iterator[Share]:
-        """The shares as views of live storage: their values change with the model."""
+        """Yield the shares as views of live storage: their values change with the model."""
         shards = local_shards(self._model, self._spec, self._mesh, self._rank)
         weights = {name: local for name, (local, _) in shards.items()}
         yield from self._boxes(WEIGHT, self._weights, weights, shards)
@@ -74,7 +74,7 @@ class Shares:
                 yield from self._boxes(kind, self._weights, local, shards)
 
     def copied(self) -> list[Share]:
-        """The shares as they are now, in host memory, pinned where the model is on a GPU.
+        """Return the shares as they are now, in host memory, pinned where the model is on a GPU.
 
         The memory is kept, since taking it anew costs several times what filling it does: the next call overwrites
         what this one gave.
@@ -101,14 +101,14 @@ class Shares:
 
 
 def _flat_shares(kind: str, name: str, flat: Tensor, part: Shard, kept: tuple[int, int]) -> Iterator[Share]:
-    """A range of a rank's parameter as boxes, without padding."""
+    """Yield a range of a rank's parameter as boxes, without padding."""
     for region in flat_regions(part, *kept):
         if num_elements(region.box) > 0:
             yield Share(kind, name, region.box, _region(flat, region)[within(region.box, region.box)].detach())
 
 
 def _region(flat: Tensor, region: Shard) -> Tensor:
-    """A region's elements, padding included, in the order of its box."""
+    """Return a region's elements, padding included, in the order of its box."""
     count = num_elements(tuple((0, size) for size in region.local_shape))
     return flat[region.offset : region.offset + count].view(region.local_shape)
 

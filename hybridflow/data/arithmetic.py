@@ -27,7 +27,7 @@ _WHICH, _ORDER, _SLIP, _TOOL = range(4)
 
 
 def make_problems(spec: ArithmeticConfig, *, has_preferences: bool = False) -> tuple[list[Row], list[Row]]:
-    """Training and held-out problems, a function of ``spec`` alone.
+    """Make training and held-out problems, a function of ``spec`` alone.
 
     No problem stands in both, not even with its operands exchanged. ``spec.mistake_share`` is the expected share of
     wrong solutions among the training problems; every ``answer`` is right. ``spec.tool_share`` is the expected share of
@@ -77,7 +77,7 @@ def make_problems(spec: ArithmeticConfig, *, has_preferences: bool = False) -> t
 
 
 def wrong_carry(left: int, right: int) -> int:
-    """The sum of someone who carries from the units exactly when they should not: 27 + 35 → 52, 21 + 35 → 66."""
+    """Return the sum of someone who carries from the units exactly when they should not: 27 + 35 → 52, 21 + 35 → 66."""
     return left + right + (-10 if left % 10 + right % 10 >= 10 else 10)
 
 
@@ -108,5 +108,5 @@ def ensure_files(
 
 
 def to_jsonl(rows: Sequence[Row]) -> str:
-    """One JSON object on each line."""
+    """Write one JSON object per line."""
     return "".join(json.dumps(row) + "\n" for row in rows)

@@ -31,7 +31,7 @@ _BLOCK_BYTES = 1 << 16
 
 
 def chat_template(tokenizer: Tokenizer) -> str | None:
-    """The template beside a tokenizer; None: it has none.
+    """Return the template beside a tokenizer; None: it has none.
 
     Raises:
         DataError: It cannot be read.
@@ -51,14 +51,14 @@ def chat_template(tokenizer: Tokenizer) -> str | None:
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """What a template may call ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token``."""
+    """Return the special tokens that a template may use: ``bos_token``, ``eos_token``, ``unk_token``, ``pad_token``."""
     settings = read_object(tokenizer.path.parent / "tokenizer_config.json")
     pieces = {name: _piece(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     return {name: piece for name, piece in pieces.items() if piece is not None}
 
 
 def render_chat(template: str, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
-    """A conversation as the text that the assistant's answer goes on from; see ``Chat.render``.
+    """Render a conversation as the text that the assistant's answer continues; see ``Chat.render``.
 
     Args:
         template: From ``chat_template``.
@@ -70,7 +70,7 @@ def render_chat(template: str, tokenizer: Tokenizer, messages: Sequence[Mapping[
 
 @functools.lru_cache(maxsize=4)
 def _shared(process: int, template: str, special: str) -> Chat:
-    """One for all who ask in this process; a fork would write into the pipes of the other."""
+    """Return one renderer for all callers in this process; a fork would write into the pipes of the other."""
     return Chat(template, json.loads(special))
 
 
@@ -89,7 +89,7 @@ class Chat:
         self._lock = threading.Lock()
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """A conversation as the text that the assistant's answer goes on from.
+        """Render a conversation as the text that the assistant's answer continues.
 
         Args:
             messages: With ``role`` and ``content`` each.
@@ -158,7 +158,7 @@ class Chat:
 
 
 def read_messages(value: Any, where: str) -> list[dict[str, str]]:
-    """The messages of a conversation, from JSON; their content as text.
+    """Read the messages of a conversation from JSON; their content as text.
 
     Raises:
         DataError: It is no such list.

@@ -15,9 +15,9 @@ class FastTokenizer:
     Attributes:
         path: The ``tokenizer.json``.
         vocab_size: The largest id and one.
-        eos_id: Of the ``eos_token``, or the first of ``more_stops`` where none is named.
+        eos_id: Id of the ``eos_token``, or the first of ``more_stops`` where none is named.
         stop_ids: That one, and ``more_stops``.
-        pad_id: Of the ``pad_token``; where there is none, the end of sequence.
+        pad_id: Id of the ``pad_token``; where there is none, the end of sequence.
         bos_id: What the tokenizer's own template puts before a text.
 
     Args:
@@ -51,21 +51,21 @@ class FastTokenizer:
         self.bos_id = self._first_of_template()
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without any at its beginning or end."""
+        """Return the token ids of a text, without any at its beginning or end."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; special tokens are left out."""
+        """Return the text of token ids; special tokens are left out."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def pieces(self) -> dict[int, str]:
-        """Every token id with its text, as the file has it."""
+        """Return every token id with its text, as the file has it."""
         return dict(self._pieces)
 
     def _named(self, settings: Mapping[str, Any], key: str) -> int | None:
-        """The id of a token that the settings name, as text or as an object with its ``content``."""
+        """Return the id of a token that the settings name, as text or as an object with its ``content``."""
         token = settings.get(key)
         token = token.get("content") if isinstance(token, Mapping) else token
         if not isinstance(token, str):

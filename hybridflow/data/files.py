@@ -33,7 +33,7 @@ class File(NamedTuple):
 
 
 def find_files(path: str) -> tuple[File, ...]:
-    """What a path or an address means, or a pattern with ``*``, ``?`` or ``[``, in the order of the names.
+    """Find the files of a path, an address, or a pattern with ``*``, ``?`` or ``[``, in the order of the names.
 
     Raises:
         DataError: There is nothing, or it cannot be looked at.
@@ -45,7 +45,7 @@ def find_files(path: str) -> tuple[File, ...]:
 
 
 def is_address(path: str) -> bool:
-    """Whether it begins as ``s3://`` does."""
+    """Return whether a path begins as ``s3://`` does."""
     return _ADDRESS.match(path) is not None
 
 
@@ -68,7 +68,7 @@ def open_file(path: str) -> BinaryIO:
 
 @contextlib.contextmanager
 def opened_text(path: str) -> Iterator[BinaryIO]:
-    """A file to be read, uncompressed where its name ends in ``.gz``. Raises DataError."""
+    """Open a text file to be read, uncompressed where its name ends in ``.gz``. Raises DataError."""
     with open_file(path) as file:
         if not is_gzip(path):
             yield file
@@ -78,7 +78,7 @@ def opened_text(path: str) -> Iterator[BinaryIO]:
 
 
 def is_gzip(path: str) -> bool:
-    """Whether the name says that it is compressed, so that it can only be read from its beginning."""
+    """Return whether the name says that a file is compressed, so that it can only be read from its beginning."""
     return path.endswith(".gz")
 
 

@@ -20,13 +20,13 @@ _ROWS_AT_ONCE = 1024
 
 
 def count_rows(path: str) -> int:
-    """How long the columns of a file are. Raises DataError: it has none, of several lengths, or cannot be read."""
+    """Count the rows of a file's columns. Raises DataError: it has none, of several lengths, or cannot be read."""
     with _opened(path) as columns:
         return len(next(iter(columns.values())))
 
 
 def read_hdf5(path: str, start: int, stop: int) -> Iterator[dict[str, Any] | DataError]:
-    """The rows from ``start`` to ``stop``.
+    """Read the rows from ``start`` to ``stop``.
 
     Yields:
         The row, or what is wrong with it.
@@ -43,7 +43,7 @@ def read_hdf5(path: str, start: int, stop: int) -> Iterator[dict[str, Any] | Dat
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[dict[str, Any]]:
-    """A file's columns by name."""
+    """Open a file's columns by name."""
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(open_file(path)) if is_address(path) else path
         try:

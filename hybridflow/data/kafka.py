@@ -37,10 +37,10 @@ Run = list[int]
 
 
 def topic_rows(folder: Path, kafka: KafkaConfig) -> Taken:
-    """The rows that were taken from a topic.
+    """Return the rows that were taken from a topic.
 
     Args:
-        folder: Of the journal and its parts.
+        folder: Folder of the journal and its parts.
         kafka: The topic, for messages, and the longest wait.
     """
     return Taken(
@@ -58,7 +58,7 @@ class KafkaTaker(Taker):
 
     Args:
         kafka: The topic and where it is.
-        folder: Of the journal and its parts.
+        folder: Folder of the journal and its parts.
         shape: What rows have to be.
         say: Told of what is left out, and of brokers that are away.
 
@@ -117,7 +117,7 @@ class KafkaTaker(Taker):
         self._go_on(offsets)
 
     def _look(self) -> None:
-        """Whether the brokers are there, and what they have."""
+        """Look whether the brokers are there, and what they have."""
         self._looked_s = time.monotonic()
         offsets = self._topic.offsets(_ASK_S)
         if offsets:
@@ -133,7 +133,7 @@ class KafkaTaker(Taker):
             self._go_on(offsets)
 
     def _renew(self) -> None:
-        """Another client in the place of one that may be stuck itself."""
+        """Replace a client that may be stuck itself."""
         heard = self._topic.heard
         self._topic.close()
         self._topic = Topic(self._kafka)
@@ -214,7 +214,7 @@ def _title(kafka: KafkaConfig) -> str:
 
 
 def _row(message: Message, most: int) -> Row | DataError:
-    """The row of a message, or what is wrong with it."""
+    """Return the row of a message, or what is wrong with it."""
     value = message.value
     if value is None or not value.strip():
         what = "has no value (a tombstone)" if value is None else "is empty"
@@ -229,14 +229,14 @@ def _row(message: Message, most: int) -> Row | DataError:
 
 
 def _runs(batch: Sequence[Message]) -> list[Run]:
-    """Partition, first offset and number of messages, of each stretch without a gap."""
+    """Return partition, first offset and number of messages of each stretch without a gap."""
     stretches = itertools.groupby(enumerate(batch), lambda each: (each[1].partition, each[1].offset - each[0]))
     runs = [[message for _, message in stretch] for _, stretch in stretches]
     return [[run[0].partition, run[0].offset, len(run)] for run in runs]
 
 
 def _place(topic: str, runs: Sequence[Run], number: int) -> str:
-    """Where a message of a batch stands."""
+    """Return the place of a message of a batch."""
     for partition, offset, count in runs:
         if number < count:
             return f"{topic}[{partition}]@{offset + number}"

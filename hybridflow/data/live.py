@@ -41,11 +41,11 @@ class Taken:
     """What was taken, by the prompt index: in the order in which it was taken, each row once.
 
     Args:
-        folder: Of the journal and its parts.
+        folder: Folder of the journal and its parts.
         title: What messages call that from which it is taken.
         key: The section of the recipe that says so, such as ``data.spool``.
         more: What to do where no more comes, in errors.
-        place: Of a row, by the journal's entry and its number in the part.
+        place: Place of a row: the journal's entry, and the row's number in the part.
         deadline_s: Longest wait for a row.
     """
 
@@ -71,16 +71,16 @@ class Taken:
 
     @property
     def sha256(self) -> str:
-        """Of the journal: what it begins with, since it grows."""
+        """Return the token at the journal's start; the journal itself grows."""
         self._wait(lambda: self._token != "", "its journal")
         return self._token
 
     def place(self, prompt_index: int) -> tuple[int, int]:
-        """Each prompt index is a row of its own."""
+        """Return a row for each prompt index: every prompt index has its own."""
         return 0, prompt_index
 
     def stored(self, place: tuple[int, int]) -> Stored:
-        """The row of a prompt index; waits for it.
+        """Return the row of a prompt index; waits for it.
 
         Raises:
             DataError: It does not come, or cannot be taken, or the store is damaged.
@@ -123,7 +123,7 @@ class Taken:
             time.sleep(_LOOK_S)
 
     def _read_on(self) -> None:
-        """What the journal has more, as far as its lines are whole."""
+        """Read the new lines of the journal that are whole."""
         try:
             with (self._folder / _JOURNAL).open("rb") as file:
                 file.seek(self._read_bytes)
@@ -150,7 +150,7 @@ class Journal:
         entries: What was taken, in order.
 
     Args:
-        folder: Of the journal and its parts; made if it is not there.
+        folder: Folder of the journal and its parts; made if it is not there.
         shape: What rows have to be.
         say: Told of what is left out.
         source: What a journal is of; one that was begun for another is refused. None: of anything.
@@ -176,7 +176,7 @@ class Journal:
         """Take what the pieces have into the store.
 
         Args:
-            pieces: Of which a part is made.
+            pieces: The pieces of which a part is made.
             title: What messages call them.
             more: What the entry says beside the part's name and number of rows; JSON.
 
@@ -202,14 +202,14 @@ class Journal:
         replace_file(self._folder / _PROBLEM, problem.encode())
 
     def note(self, text: str) -> None:
-        """What is in the way, for who waits in vain; empty: nothing is."""
+        """Note the obstacle for waiting readers; empty: there is none."""
         if text:
             replace_file(self._folder / _NOTE, text.encode())
         else:
             (self._folder / _NOTE).unlink(missing_ok=True)
 
     def _mended(self, source: str | None) -> list[Entry]:
-        """The journal's lines, without one that a kill has cut short; of a new journal where there is none."""
+        """Return the journal's lines, without one that a kill cut short; start a new journal where there is none."""
         path = self._folder / _JOURNAL
         lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
         whole = [line for line in lines if line.endswith(b"\n")]
@@ -225,7 +225,7 @@ class Taker(abc.ABC):
     """Takes what comes into a run's store; one rank does, in a thread.
 
     Args:
-        journal: Of the store.
+        journal: Journal of the store.
         pause_s: Between two times that it takes.
     """
 
@@ -265,7 +265,7 @@ class Taker(abc.ABC):
 
 
 def text_of(path: Path) -> str:
-    """A file's text; empty where there is none."""
+    """Return a file's text; empty where there is none."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """The smallest whole numbers in the proportion of the weights as they are written: (0.7, 0.3) gives (7, 3).
+    """Return the smallest whole numbers in the proportion of the given weights: (0.7, 0.3) gives (7, 3).
 
     Args:
         weights: Above 0.
@@ -21,10 +21,10 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def source_of(prompt_index: int, weights: Sequence[int]) -> tuple[int, int]:
-    """The source of a prompt index, and how many prompt indices before it came from that source.
+    """Return the source of a prompt index, and how many earlier prompt indices came from that source.
 
-    The sources are halved, and halved again. Of the n prompts that a half with the weights ``a`` and ``b`` has had, its
-    first half had the whole part of ``n a / (a + b)``. So among the first n prompts each source has had its share to
+    The sources are halved, and halved again. When a half with the weights ``a`` and ``b`` has had n prompts, its first
+    half has had the whole part of ``n a / (a + b)``. So among the first n prompts each source has had its share to
     within 1 for each halving, and any window of prompt indices has it to within twice that.
 
     Args:

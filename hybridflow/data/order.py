@@ -8,7 +8,7 @@ _ROUNDS = 6
 
 
 def permuted(index: int, *, size: int, key: tuple[int, ...]) -> int:
-    """Where a keyed pseudo-random permutation of ``range(size)`` sends ``index``, in constant time and memory.
+    """Permute ``range(size)`` pseudo-randomly by a key, and return the place of ``index``, in constant time and memory.
 
     A Feistel network permutes the smallest square power of four that holds ``size``; walking its cycle from
     ``index`` until a number below ``size`` comes up keeps it a permutation.
@@ -33,7 +33,7 @@ def permuted(index: int, *, size: int, key: tuple[int, ...]) -> int:
 
 
 def mixed(*numbers: int) -> int:
-    """64 well mixed bits that depend on every number, in order; each is absorbed by one round of SplitMix64.
+    """Mix all numbers, in order, into 64 bits; each is absorbed by one round of SplitMix64.
 
     Paper: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """

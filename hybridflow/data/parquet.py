@@ -14,13 +14,13 @@ _ROWS_AT_ONCE = 1024
 
 
 def count_rows_of_groups(path: str) -> list[int]:
-    """How many rows each row group of a file has. Raises DataError: it is no Parquet file, or cannot be read."""
+    """Count the rows of each row group of a file. Raises DataError: it is no Parquet file, or cannot be read."""
     with _opened(path) as table:
         return [table.metadata.row_group(index).num_rows for index in range(table.num_row_groups)]
 
 
 def read_parquet(path: str, start: int, stop: int) -> Iterator[Mapping[str, Any] | DataError]:
-    """The rows from ``start`` to ``stop``, where row groups begin.
+    """Read the rows from ``start`` to ``stop``, where row groups begin.
 
     Yields:
         The row, or what is wrong with it.

@@ -60,17 +60,17 @@ class PieceTokenizer:
         self.bos_id: int | None = None if bos_id < 0 else bos_id
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without any at its beginning or end."""
+        """Return the token ids of a text, without any at its beginning or end."""
         ids: list[int] = self._processor.encode(text)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; padding, beginning and end of sequence are left out, and ids that are no token's."""
+        """Return the text of token ids; padding, beginning, end of sequence and unknown ids are left out."""
         text: str = self._processor.decode([index for index in ids if index < self.vocab_size])
         return text
 
     def pieces(self) -> dict[int, str]:
-        """Every token id with its text, as the model has it."""
+        """Return every token id with its text, as the model has it."""
         return {index: self._processor.id_to_piece(index) for index in range(self.vocab_size)}
 
 

@@ -30,7 +30,7 @@ class Response(NamedTuple):
         prompt: Token ids, at least one.
         tokens: Token ids of the response, its end of sequence included.
         is_wanted: Whether it is; of a pair, whether it is the better one.
-        margin: Of a pair: by how much the better one is better.
+        margin: By how much the better response of a pair is better.
     """
 
     prompt: tuple[int, ...]
@@ -40,7 +40,7 @@ class Response(NamedTuple):
 
 
 def preferences_of(row: Row, place: str, data: DataConfig, *, is_paired: bool) -> tuple[Example, ...]:
-    """The preferences of a row.
+    """Return the preferences of a row.
 
     Args:
         row: As JSON has it.
@@ -61,7 +61,7 @@ def preferences_of(row: Row, place: str, data: DataConfig, *, is_paired: bool) -
 def encode_responses(
     examples: Sequence[Example], tokenizer: Tokenizer, *, max_context: int
 ) -> tuple[tuple[Response, ...], ...]:
-    """Of each example its responses, the better one first.
+    """Encode the responses of each example, the better one first.
 
     Args:
         examples: Preferences.
@@ -84,7 +84,7 @@ def encode_responses(
 
 
 def pairs_of(encoded: Sequence[tuple[Response, ...]], path: str | Path) -> tuple[tuple[Response, Response], ...]:
-    """What is compared in validation: each wanted response with one that is not, in the order of the file.
+    """Pair each wanted response with an unwanted one for validation, in the order of the file.
 
     Args:
         encoded: From ``encode_responses``: two of each example, or one.
@@ -120,7 +120,7 @@ def check_imitable(example: Example, data: DataConfig) -> None:
 
 
 def margin_of(row: Row, name: str, place: str) -> float:
-    """By how much a row's better response is better; 0 where it does not say. Raises DataError: it is no number."""
+    """Return by how much a row's better response is better, 0 by default. Raises DataError: it is no number."""
     found = row.get(name, 0.0)
     if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
         raise DataError(f"{place}: field {name!r}: expected a finite number, found {found!r:.60}; mend or remove it")

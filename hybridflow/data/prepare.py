@@ -52,13 +52,13 @@ class Everyone(Protocol):
 
     @property
     def is_lead(self) -> bool:
-        """Whether this is the first of the ranks."""
+        """Return whether this is the first of the ranks."""
 
     def decide(self, name: str, value: Any) -> Any:
-        """The lead's JSON value on every rank."""
+        """Return the lead's JSON value on every rank."""
 
     def gather(self, value: Any, name: str = "gather") -> list[Any]:
-        """Every rank's JSON value, on every rank."""
+        """Return every rank's JSON value, on every rank."""
 
 
 class Alone:
@@ -69,11 +69,11 @@ class Alone:
     is_lead: bool = True
 
     def decide(self, name: str, value: Any) -> Any:
-        """The value."""
+        """Return the value."""
         return value
 
     def gather(self, value: Any, name: str = "gather") -> list[Any]:
-        """The value alone."""
+        """Return the value alone."""
         return [value]
 
 
@@ -104,7 +104,7 @@ class ReadRows(NamedTuple):
 
 
 def agree(everyone: Everyone, name: str, act: Callable[[], Any]) -> Any:
-    """What the lead's act gives, JSON, on every rank. Collective: ``everyone``.
+    """Return the JSON result of the lead's act on every rank. Collective: ``everyone``.
 
     Args:
         everyone: The ranks.
@@ -135,7 +135,7 @@ def prepare(
     num_workers: int = 1,
     say: Callable[[str], None] = print,
 ) -> RowStore:
-    """The store of a source's rows: the one that is there already, or else made now, by all.
+    """Return the store of a source's rows: the existing one, or one that all ranks make now.
 
     Collective: ``everyone``.
 
@@ -170,7 +170,7 @@ def prepare(
 
 
 def _plan(source: DataSourceConfig | Given, shape: Shape, folder: Path, most: int) -> dict[str, Any]:
-    """Where the store is or will be, and what each part of it is to be made from."""
+    """Plan where the store is or will be, and the input of each part."""
     runs: list[list[Piece]] = [[]]
     files: tuple[File, ...] = ()
     if isinstance(source, Given):
@@ -195,7 +195,7 @@ def _plan(source: DataSourceConfig | Given, shape: Shape, folder: Path, most: in
 
 
 def _key(told: list[Any], shape: Shape) -> str:
-    """Of all that decides what the store holds."""
+    """Return a key of all that decides what the store holds."""
     # None of these changes a row.
     data = replace(shape.data, train=None, mixture=(), spool=None, kafka=None, held_out="", arithmetic=None)
     data = replace(data, num_workers=1, cache_dir=None)
@@ -216,7 +216,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _deal(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:
-    """The pieces in order, in at most so many runs of equal length or one less."""
+    """Deal the pieces, in order, into at most ``most`` runs whose lengths differ by at most one."""
     count = max(1, min(most, len(pieces)))
     ends = [len(pieces) * number // count for number in range(count + 1)]
     return [list(pieces[start:stop]) for start, stop in itertools.pairwise(ends)]
@@ -317,7 +317,7 @@ class _Crew:
             )
 
     def _problem(self, number: int) -> str | None:
-        """What kept a part from being made; None: it is made."""
+        """Return the reason why a part was not made; None: it is made."""
         stem = self._aside / _name(number)
         if stem.with_suffix(".json").is_file():
             return None
@@ -341,7 +341,7 @@ def make_part(folder: Path, number: int, shape: Shape, pieces: Sequence[Piece | 
 
     Args:
         folder: Where it goes; what is there of that number is replaced.
-        number: Of the part.
+        number: Number of the part.
         shape: What rows have to be.
         pieces: What it is made from.
 
@@ -388,7 +388,7 @@ class _Part:
         self._num_long = 0
 
     def write(self, pieces: Sequence[Piece | Given | ReadRows]) -> dict[str, Any]:
-        """What is told of the part: its pieces, and what was left out."""
+        """Write the facts of the part: its pieces, and what was left out."""
         shaper = Shaper(self._shape)
         try:
             with RowWriter(self._stem) as writer:
@@ -445,7 +445,7 @@ class _Part:
 
 
 def _facts_of(piece: Piece | Given | ReadRows) -> dict[str, Any]:
-    """What a store keeps of where its rows come from."""
+    """Return what a store keeps about the origin of its rows."""
     if isinstance(piece, Piece):
         return {"path": piece.path, "is_lines": piece.format == "jsonl", "start": piece.start}
     return {"path": piece.title if isinstance(piece, Given) else "", "is_lines": False, "start": 0}
@@ -512,7 +512,7 @@ def _join(aside: Path, final: Path, plan: dict[str, Any], shape: Shape) -> None:
 
 
 def _numbered(pieces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The pieces with the number of the first row in the store, and of the first line or row in the file."""
+    """Number the pieces by their first row in the store and their first line or row in the file."""
     found, first_row = [], 0
     lines: dict[str, int] = {}
     for piece in pieces:
@@ -526,7 +526,7 @@ def _numbered(pieces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _whole_sha256(digests: Sequence[str]) -> str:
-    """Of one piece its own, which is that of the list of its rows as JSON; of several that of theirs."""
+    """Return a single piece's sha256, the one of its rows as JSON; of several pieces, the sha256 of their list."""
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
@@ -554,7 +554,7 @@ def _tell_left_out(store: RowStore, say: Callable[[str], None]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Its input ends when the rank that has begun this process does, in whatever way."""
+    """End when the rank that started this process ends in any way, which closes the input."""
     while os.read(0, 1):
         pass
     os._exit(1)

@@ -43,7 +43,7 @@ class Order:
         sizes: Rows of each store.
         weights: How often each is drawn from, in proportion; None: as often as it has rows, so that ``sum(sizes)``
             prompt indices are all the rows.
-        seed: Of the order.
+        seed: Seed of the order.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float | None], seed: int) -> None:
@@ -51,7 +51,7 @@ class Order:
         self.weights = whole_weights([w if w is not None else size for w, size in zip(weights, sizes, strict=True)])
 
     def __call__(self, prompt_index: int) -> tuple[int, int]:
-        """The store and the row of a prompt index, counted from 0 over all epochs."""
+        """Return the store and the row of a prompt index, counted from 0 over all epochs."""
         source, count = source_of(prompt_index, self.weights)
         epoch, index = divmod(count, self._sizes[source])
         # Of a single source the order is that of ``prompts.PromptSource``.
@@ -59,7 +59,7 @@ class Order:
         return source, permuted(index, size=self._sizes[source], key=key)
 
     def sha256(self, stores: Sequence[RowStore]) -> str:
-        """Of the rows in their order and of the weights, which with the seed decide what each prompt index is."""
+        """Return the sha256 of the rows in order and of the weights; with the seed they decide each prompt index."""
         if len(stores) == 1:
             return stores[0].sha256
         told = [[store.sha256, weight] for store, weight in zip(stores, self.weights, strict=True)]
@@ -80,13 +80,13 @@ class Drawable(Protocol):
 
     @property
     def sha256(self) -> str:
-        """Of all that decides what each prompt index is."""
+        """Return the sha256 of all that decides the prompt of each prompt index."""
 
     def place(self, prompt_index: int) -> tuple[int, int]:
-        """What the prompt index's row is known by: the same for every prompt index of it."""
+        """Return the key of a prompt index's row: equal for all prompt indices with the same row."""
 
     def stored(self, place: tuple[int, int]) -> Stored:
-        """The row that is known by this. Raises DataError: it cannot be read."""
+        """Return the row with this key. Raises DataError: it cannot be read."""
 
 
 class Stores:
@@ -94,8 +94,8 @@ class Stores:
 
     Args:
         stores: One for each source.
-        weights: Of the sources; see ``Order``.
-        seed: Of the order.
+        weights: Weights of the sources; see ``Order``.
+        seed: Seed of the order.
 
     Attributes:
         num_rows: In all of them.
@@ -108,15 +108,15 @@ class Stores:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of the rows in their order and of the weights, which with the seed decide what each prompt index is."""
+        """Return the sha256 of the rows in order and of the weights; with the seed they decide each prompt index."""
         return self._order.sha256(self._stores)
 
     def place(self, prompt_index: int) -> tuple[int, int]:
-        """The store and the row of a prompt index."""
+        """Return the store and the row of a prompt index."""
         return self._order(prompt_index)
 
     def stored(self, place: tuple[int, int]) -> Stored:
-        """The row there."""
+        """Return the row at a place."""
         return self._stores[place[0]][place[1]]
 
     def close(self) -> None:
@@ -148,25 +148,25 @@ class StoredProblems:
 
     @property
     def sha256(self) -> str:
-        """Of all that decides what each prompt index is."""
+        """Return the sha256 of all that decides the prompt of each prompt index."""
         return self._rows.sha256
 
     def example(self, prompt_index: int) -> Example:
-        """The example of a prompt index. Raises DataError: its row cannot be read; as all methods here."""
+        """Return the example of a prompt index. Raises DataError: its row cannot be read; as all methods here."""
         return self._drawn(prompt_index).example
 
     def prompt(self, prompt_index: int) -> tuple[int, ...]:
-        """Token ids of its prompt."""
+        """Return the token ids of its prompt."""
         return self._drawn(prompt_index).prompt
 
     def solution(self, prompt_index: int) -> Solution:
-        """What to imitate of it."""
+        """Return the text to imitate."""
         found = self._drawn(prompt_index).solution
         assert found is not None, "solutions are asked for where is_imitating says so"
         return found
 
     def responses(self, prompt_index: int) -> tuple[Response, ...]:
-        """Of a preference: the better and the other, or one."""
+        """Return the responses of a preference, the better one first; else one response."""
         return self._drawn(prompt_index).responses
 
     def _drawn(self, prompt_index: int) -> _Drawn:
@@ -201,12 +201,12 @@ class StoredProblems:
 
 
 def example_in(stored: Stored, shape: Shape) -> Example:
-    """The example of a row that was read from a store."""
+    """Return the example of a row that was read from a store."""
     return examples_of(stored.row, stored.place, stored.begins, shape)[stored.which]
 
 
 def shape_of(recipe: Recipe, tokenizer: Tokenizer | None) -> Shape:
-    """What the rows of a recipe's data have to be.
+    """Return the shape that a recipe asks of its rows.
 
     Args:
         recipe: What is run.
@@ -228,7 +228,7 @@ def shape_of(recipe: Recipe, tokenizer: Tokenizer | None) -> Shape:
 
 
 def template_of(data: DataConfig, tokenizer: Tokenizer | None) -> str | None:
-    """The text of the chat template: of the file that is named, or of the tokenizer; None: there is none.
+    """Return the text of the chat template: of the named file, or of the tokenizer; None: there is none.
 
     Raises:
         DataError: It cannot be read.
@@ -260,7 +260,7 @@ def open_problems(
         shape: What rows have to be.
         tokenizer: Gives the tokens.
         folder: Where stores are kept, but for ``data.cache_dir``.
-        seed: Of the order.
+        seed: Seed of the order.
         everyone: The ranks; None: this process alone.
         say: As for ``prepare``.
 
@@ -279,7 +279,7 @@ def open_stores(
     everyone: Everyone | None = None,
     say: Callable[[str], None] = print,
 ) -> list[RowStore]:
-    """The stores of sources; see ``open_problems``."""
+    """Open the stores of sources; see ``open_problems``."""
     data = shape.data
     where = folder if data.cache_dir is None else Path(data.cache_dir)
     return [

@@ -37,8 +37,8 @@ class Example:
         answer: The right answer, for the reward; of preferences the response that is wanted.
         solution: Text to imitate in the warm start, if the row has one; of a conversation several: what to write, what
             is then observed, what to write, …
-        responses: Of preferences: the better and the other, or one.
-        margin: Of preferences: by how much the first is better.
+        responses: The responses of a preference, the better one first; else one.
+        margin: By how much the first response of a preference is better.
         begins: Whether the prompt's text has the beginning of a sequence in it, as a chat template writes it.
         place: File and line, or row, for messages.
         row: All that the data says of it.
@@ -55,12 +55,12 @@ class Example:
 
     @property
     def content(self) -> list[Any]:
-        """What makes it another problem where it differs; JSON."""
+        """Return the content that makes it another problem where it differs; JSON."""
         return [self.prompt, self.answer, self.solution, *([self.responses, self.margin] if self.responses else [])]
 
     @property
     def turns(self) -> tuple[str, ...]:
-        """What to imitate: texts to write, at even places, and what is observed between them."""
+        """Return the texts to imitate: texts to write at even places, and observations between them."""
         if isinstance(self.solution, tuple):
             return self.solution
         return (self.answer if self.solution is None else self.solution,)
@@ -72,7 +72,7 @@ class Solution(NamedTuple):
     Attributes:
         prompt: Token ids.
         tokens: Token ids of all that follows.
-        is_written: Of each of ``tokens``: whether it is to be imitated; the others are observed.
+        is_written: For each of ``tokens``, whether it is to be imitated; the others are observed.
     """
 
     prompt: tuple[int, ...]
@@ -89,7 +89,7 @@ class PromptSource:
 
     Attributes:
         examples: The rows of the file.
-        seed: Of the order.
+        seed: Seed of the order.
     """
 
     examples: tuple[Example, ...]
@@ -97,21 +97,21 @@ class PromptSource:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of the problems in their order, which with the seed decide what each prompt index is."""
+        """Return the sha256 of the problems in order; with the seed they decide each prompt index."""
         return hashlib.sha256(json.dumps([each.content for each in self.examples]).encode()).hexdigest()
 
     def row(self, prompt_index: int) -> int:
-        """Index into ``examples`` of a prompt index, counted from 0 over all epochs."""
+        """Return the index into ``examples`` of a prompt index, counted from 0 over all epochs."""
         epoch, index = divmod(prompt_index, len(self.examples))
         return permuted(index, size=len(self.examples), key=(self.seed, epoch))
 
     def example(self, prompt_index: int) -> Example:
-        """The example of a prompt index."""
+        """Return the example of a prompt index."""
         return self.examples[self.row(prompt_index)]
 
 
 def example_of(row: Row, place: str, data: DataConfig) -> Example:
-    """The problem of a row.
+    """Return the problem of a row.
 
     Args:
         row: As JSON has it.
@@ -133,7 +133,7 @@ def example_of(row: Row, place: str, data: DataConfig) -> Example:
 def encode_prompts(
     examples: Sequence[Example], tokenizer: Tokenizer, *, max_new_tokens: int, max_context: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Each prompt's tokens, after the beginning-of-sequence token where the tokenizer has one.
+    """Encode each prompt's tokens, after the beginning-of-sequence token where the tokenizer has one.
 
     Args:
         examples: The problems.
@@ -156,9 +156,9 @@ def encode_prompts(
 
 
 def encode_solutions(examples: Sequence[Example], tokenizer: Tokenizer, *, max_context: int) -> tuple[Solution, ...]:
-    """What the warm start imitates: each prompt's tokens, and those of its solution with the end of sequence.
+    """Encode the warm start's texts: the tokens of each prompt, and of its solution with the end of sequence.
 
-    A row without a solution gives its answer. Of a conversation each text that is written ends like that.
+    A row without a solution gives its answer. Each text to write in a conversation ends like that.
 
     Args:
         examples: The problems.
@@ -197,13 +197,13 @@ def check_length(example: Example, num_prompt: int, what: str, num_tokens: int, 
 
 
 def prompt_tokens(example: Example, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """A prompt's token ids, after the beginning-of-sequence token where the tokenizer has one."""
+    """Return a prompt's token ids, after the beginning-of-sequence token where the tokenizer has one."""
     begin = () if tokenizer.bos_id is None or example.begins else (tokenizer.bos_id,)
     return (*begin, *tokenizer.encode(example.prompt))
 
 
 def prompt_of(row: Row, place: str, data: DataConfig) -> str:
-    """A row's prompt. Raises DataError: it is missing, empty, or no text."""
+    """Return a row's prompt. Raises DataError: it is missing, empty, or no text."""
     prompt = text_of(row, data.prompt_field, place)
     if prompt == "":
         raise DataError(f"{place}: field {data.prompt_field!r} is empty; a prompt needs at least one character")
@@ -211,7 +211,7 @@ def prompt_of(row: Row, place: str, data: DataConfig) -> str:
 
 
 def solution_of(row: Row, place: str, data: DataConfig) -> str | tuple[str, ...] | None:
-    """A row's text to imitate, or texts; None: it has none. Raises DataError: it is something else."""
+    """Return a row's text or texts to imitate; None: it has none. Raises DataError: it is something else."""
     return _solution(row, data.solution_field, place) if data.solution_field in row else None
 
 
@@ -228,7 +228,7 @@ def _solution(row: Row, name: str, place: str) -> str | tuple[str, ...]:
 
 
 def text_of(row: Row, name: str, place: str) -> str:
-    """A row's field of text. Raises DataError: it is missing, or no text."""
+    """Return a row's field of text. Raises DataError: it is missing, or no text."""
     if name not in row:
         raise DataError(
             f"{place}: no field {name!r}; found {sorted(row)}; add it, or set data.*_field to its name here"

@@ -43,10 +43,10 @@ class DataProvider:
             saved; several of them; or rows in memory: a ``datasets.Dataset``, or any iterable of mappings.
         file_format: ``jsonl``, ``parquet``, ``hdf5`` or ``datasets``; None: what the name tells.
         batch_size: Rows of a batch, of each rank.
-        seed: Of the order; None: 1, or that of the trainer.
-        dp_rank: Of this rank among those that share the data.
+        seed: Seed of the order; None: 1, or that of the trainer.
+        dp_rank: Index of this rank among those that share the data.
         dp_size: How many share it.
-        weights: Of several paths: how often each is drawn from; None: as often as it has rows.
+        weights: How often each of several paths is drawn from; None: as often as it has rows.
         tokenizer: A tokenizer, or the path of one.
         chat_template: File of the jinja template for rows with ``messages``; None: the tokenizer's own.
         max_prompt_tokens: Rows with a longer prompt are left out.
@@ -111,16 +111,16 @@ class DataProvider:
 
     @property
     def num_rows(self) -> int:
-        """In all sources, without those that are left out."""
+        """Return the number of rows in all sources, without those that are left out."""
         return self._opened().num_rows
 
     @property
     def sha256(self) -> str:
-        """Of the rows in their order."""
+        """Return the sha256 of the rows in their order."""
         return self._opened().sha256
 
     def __iter__(self) -> Iterator[Batch]:
-        """This rank's batches from here on; what was read ahead and not taken is given again."""
+        """Yield this rank's batches from here on; a batch read ahead and not taken comes again."""
         rows = self._opened()
         if self._prefetch == 0:
             turns: Iterator[tuple[Batch, int]] = self._turns(rows, self._next_prompt_index)
@@ -131,7 +131,7 @@ class DataProvider:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order stands, the same on all ranks that have taken as many batches; JSON."""
+        """Return the position in the order, the same on all ranks that have taken as many batches; JSON."""
         return {"next_prompt_index": self._next_prompt_index, "sha256": self.sha256}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -145,7 +145,9 @@ class DataProvider:
         """
         prompt_index, sha256 = state.get("next_prompt_index"), state.get("sha256")
         if type(prompt_index) is not int or prompt_index < 0:
-            raise DataError(f"DataProvider: next_draw={prompt_index!r} is no state of one; give what state_dict gave")
+            raise DataError(
+                f"DataProvider: next_prompt_index={prompt_index!r} is no state of one; give what state_dict gave"
+            )
         if sha256 != self.sha256:
             raise DataError(
                 f"DataProvider: the state is of other rows: sha256 {sha256}, these have {self.sha256}; restore the "
@@ -154,7 +156,7 @@ class DataProvider:
         self._next_prompt_index = prompt_index
 
     def problems(self, tokenizer: Tokenizer, recipe: Recipe, everyone: Everyone | None = None) -> StoredProblems:
-        """What a trainer learns from; see ``placement.job.Problems``. Collective: ``everyone``.
+        """Return the problems of a trainer; see ``placement.job.Problems``. Collective: ``everyone``.
 
         Args:
             tokenizer: The trainer's.
@@ -194,7 +196,7 @@ class DataProvider:
         return self._rows
 
     def _turns(self, rows: _Rows, prompt_index: int) -> Iterator[tuple[Batch, int]]:
-        """This rank's part of each turn of all ranks, with the prompt index that comes after the turn."""
+        """Yield this rank's part of each turn of all ranks, with the prompt index that comes after the turn."""
         end = None if self._num_epochs is None else self._num_epochs * rows.num_rows
         while end is None or prompt_index < end:
             whole = self._batch_size * self._dp_size
@@ -233,7 +235,7 @@ class _Rows:
 
 
 def _ahead(turns: Iterator[tuple[Batch, int]], most: int) -> Iterator[tuple[Batch, int]]:
-    """The same, read ahead by a thread, which ends when who iterates does."""
+    """Yield the same, read ahead by a thread, which ends when the consumer does."""
     ready: queue.Queue[tuple[Batch, int] | BaseException | None] = queue.Queue(maxsize=most)
     is_over = threading.Event()
 

@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     Attributes:
         path: The file.
         format: Its format.
-        start: Of JSONL, the byte with which the stretch begins; else the row. Lines belong to where they begin.
+        start: First byte of the stretch in JSONL, else its first row. Lines belong to where they begin.
         stop: Where it ends; None: at the end.
     """
 
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 def format_of(path: str, named: FileFormat | None) -> FileFormat:
-    """A file's format: the one that is named, or else what its name or kind tells."""
+    """Return a file's format: the named one, or else the one of its name or kind."""
     if named is not None:
         return named
     if not is_address(path) and os.path.isdir(path):
@@ -48,7 +48,7 @@ def format_of(path: str, named: FileFormat | None) -> FileFormat:
 
 
 def cut(file: File, file_format: FileFormat) -> list[Piece]:
-    """The pieces of a file, in order; of one without rows none, or an empty one.
+    """Return the pieces of a file, in order; of one without rows none, or an empty one.
 
     Raises:
         DataError: It cannot be read.
@@ -75,7 +75,7 @@ def cut(file: File, file_format: FileFormat) -> list[Piece]:
 
 
 def read(piece: Piece, *, max_row_bytes: int) -> Iterator[Row | DataError | None]:
-    """The rows of a piece in their order; of JSONL one for each line. Memory does not grow with the file.
+    """Read the rows of a piece in order; one per line of JSONL. Memory does not grow with the file.
 
     Args:
         piece: From ``cut``.
@@ -109,7 +109,7 @@ def read(piece: Piece, *, max_row_bytes: int) -> Iterator[Row | DataError | None
 
 
 def place_of(piece: Piece, index: int) -> str:
-    """Where a row of a piece stands: file and line counted from 1, or file and row counted from 0."""
+    """Return the place of a piece's row: file and line counted from 1, or file and row counted from 0."""
     if piece.format != "jsonl":
         return f"{piece.path}: row {piece.start + index}"
     before = _lines_before(piece.path, piece.start) if piece.start else 0
@@ -132,7 +132,7 @@ def _read_lines(piece: Piece, most: int) -> Iterator[Row | DataError | None]:
 
 
 def _lines(file: BinaryIO, start: int, stop: int | None, most: int) -> Iterator[bytes | None]:
-    """The lines that begin in a stretch of a file; None in the place of one that is too long to be kept in memory."""
+    """Read the lines that begin in a stretch of a file; None in place of a line that is too long for memory."""
     at = start
     if start > 0:
         # A line that begins before is another piece's, and so is one that ends with the byte before.
@@ -162,7 +162,7 @@ def _skip_line(file: BinaryIO) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _lines_before(path: str, start: int) -> int:
-    """How many lines begin before a byte."""
+    """Count the lines that begin before a byte."""
     count, left, last = 0, start, b"\n"
     with opened_text(path) as file:
         while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):
@@ -173,7 +173,7 @@ def _lines_before(path: str, start: int) -> int:
 
 
 def _stops(counts: Iterable[int]) -> list[int]:
-    """Where pieces end that are groups of rows which belong together, of some size at least."""
+    """Return where pieces end that are groups of rows which belong together, of some size at least."""
     stops, begin, end = [], 0, 0
     for count in counts:
         end += count

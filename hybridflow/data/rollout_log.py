@@ -64,7 +64,7 @@ class LogName(NamedTuple):
 
     @staticmethod
     def parse(name: str) -> LogName | None:
-        """Of a file's name; None: it is no log."""
+        """Parse a file's name; None: it is no log."""
         found = _NAME.fullmatch(name)
         return None if found is None else LogName(int(found[1]), found[2], int(found[3]), int(found[4] or 1))
 
@@ -75,8 +75,8 @@ class LogHeader:
 
     Attributes:
         step: Training step that they are for.
-        fingerprint: Of the weights that sampled them.
-        seed: Of the noise.
+        fingerprint: Fingerprint of the weights that sampled them.
+        seed: Seed of the noise.
         vocab_size: Tokens are below it.
     """
 
@@ -95,7 +95,7 @@ class Sampled:
         index: Its number among those of its prompt.
         tokens: ``[response]``.
         log_probs: The sampler's own, before penalties and cuts, ``[response]``.
-        sampled_log_probs: Of the distribution that was sampled from, ``[response]``.
+        sampled_log_probs: Log-probabilities of the distribution that was sampled from, ``[response]``.
         versions: Which weights sampled each token, ``[response]``.
         finish: One of ``FINISHES``.
     """
@@ -110,7 +110,7 @@ class Sampled:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
         return self.finish != "paused"
 
 
@@ -128,7 +128,7 @@ class LogWriter:
 
     Args:
         path: Its directory is made if absent.
-        header: Of the log.
+        header: Header of the log.
 
     Raises:
         WriteError: It cannot be made.
@@ -209,7 +209,7 @@ class LogWriter:
 
 
 def read_log(path: Path) -> Log | None:
-    """All that is whole in a log; None: not even its header is.
+    """Read all that is whole in a log; None: not even its header is.
 
     Raises:
         OSError: The file system refuses.
@@ -226,7 +226,7 @@ def read_log(path: Path) -> Log | None:
 
 
 def pack_response(response: Sampled) -> bytes:
-    """A response as a block of a log has it."""
+    """Pack a response as a block of a log."""
     columns = (response.tokens, response.log_probs, response.sampled_log_probs, response.versions)
     assert all(each.shape == response.tokens.shape for each in columns), "a number of each kind for each token"
     head = _RECORD.pack(response.prompt_index, response.index, len(response.tokens), FINISHES.index(response.finish))
@@ -234,7 +234,7 @@ def pack_response(response: Sampled) -> bytes:
 
 
 def unpack_response(content: bytes) -> Sampled:
-    """What ``pack_response`` has packed."""
+    """Unpack a response of ``pack_response``."""
     prompt_index, index, count, finish = _RECORD.unpack_from(content)
     tokens, log_probs, sampled, versions = (
         np.frombuffer(content, kind, count, _RECORD.size + 4 * count * place).astype(kind[1:])
@@ -252,7 +252,7 @@ def unpack_response(content: bytes) -> Sampled:
 
 
 def list_logs(folder: Path) -> list[LogName]:
-    """The logs in a directory, in order; none where there is no directory."""
+    """List the logs in a directory, in order; none where there is no directory."""
     if not folder.is_dir():
         return []
     names = (LogName.parse(path.name) for path in folder.iterdir())
@@ -260,7 +260,7 @@ def list_logs(folder: Path) -> list[LogName]:
 
 
 def _blocks(data: bytes) -> Iterator[bytes]:
-    """The contents of the blocks up to the first that is not as it was written."""
+    """Yield the contents of the blocks up to the first that is not as it was written."""
     if data[: len(MAGIC)] != MAGIC:
         return
     at, before = len(MAGIC), MAGIC

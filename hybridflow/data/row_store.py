@@ -84,12 +84,12 @@ class RowWriter:
 
 
 def encode_row(number: int, which: int, begins: bool, row: Row) -> bytes:
-    """The line of a row; see the module. Raises RecursionError where it is nested too deeply."""
+    """Encode the line of a row; see the module. Raises RecursionError where it is nested too deeply."""
     return json.dumps([number, which, int(begins), row]).encode() + b"\n"
 
 
 def rows_written(stem: Path) -> int:
-    """How many rows a part has that is being written, or was."""
+    """Count the rows of a part that is being written, or was."""
     try:
         return max(0, stem.with_suffix(".places").stat().st_size // _PLACE.size - 1)
     except OSError:
@@ -109,11 +109,11 @@ class PartFiles:
 
     @property
     def num_open(self) -> int:
-        """How many files are open."""
+        """Return how many files are open."""
         return len(self._files)
 
     def read(self, name: str, number: int) -> bytes:
-        """A line of a part, by its number there. Raises OSError, or ``struct.error`` where the part is cut off."""
+        """Read a line of a part, by its number there. Raises OSError, or ``struct.error`` where the part is cut off."""
         ends = os.pread(self._file(f"{name}.places"), 2 * _PLACE.size, number * _PLACE.size)
         start, stop = struct.unpack("<QQ", ends)
         return os.pread(self._file(f"{name}.rows"), stop - start, start)
@@ -176,7 +176,7 @@ class RowStore:
         return self._ends[-1]
 
     def __getitem__(self, number: int) -> Stored:
-        """A row by its number. Raises DataError: the file system refuses."""
+        """Return a row by its number. Raises DataError: the file system refuses."""
         assert 0 <= number < len(self)
         part = bisect.bisect_right(self._ends, number)
         try:

@@ -15,7 +15,7 @@ HERE = "<here>"
 
 
 def object_of(line: bytes) -> Row | DataError:
-    """The row of a line of JSON, or what is wrong with it."""
+    """Return the row of a line of JSON, or what is wrong with it."""
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -28,7 +28,7 @@ def object_of(line: bytes) -> Row | DataError:
 
 
 def plain_row(row: object) -> Row | DataError:
-    """A row as JSON has it: times become text, bytes of UTF-8 too; a column that is null is absent."""
+    """Convert a row to plain JSON: times and bytes of UTF-8 become text; a column that is null is absent."""
     if not isinstance(row, Mapping):
         return DataError(f"{HERE}: expected a row of named fields, found {type(row).__name__} {row!r:.60}")
     try:

@@ -11,12 +11,12 @@ _ROWS_AT_ONCE = 1024
 
 
 def count_saved_rows(path: str) -> int:
-    """How many rows a directory holds. Raises DataError: it is no such directory."""
+    """Count the rows of a directory. Raises DataError: it is no such directory."""
     return len(_loaded(path))
 
 
 def read_saved(path: str, start: int, stop: int) -> Iterator[Mapping[str, Any]]:
-    """The rows from ``start`` to ``stop``.
+    """Read the rows from ``start`` to ``stop``.
 
     Raises:
         DataError: The directory is damaged.

@@ -58,7 +58,7 @@ class Shaped(NamedTuple):
 
 
 def examples_of(row: Row, place: str, begins: bool, shape: Shape) -> tuple[Example, ...]:
-    """The problem of a row whose prompt is text, or its preferences.
+    """Return the problem of a row whose prompt is text, or its preferences.
 
     Raises:
         DataError: It lacks a field, or has something else there than it should.
@@ -71,7 +71,7 @@ def examples_of(row: Row, place: str, begins: bool, shape: Shape) -> tuple[Examp
 
 
 def read_examples(source: DataSourceConfig, shape: Shape) -> Iterator[Example]:
-    """The examples of files, one at a time, without a store; rows are shaped as ``shape`` says, bad ones as it says.
+    """Read the examples of files, one at a time, without a store; ``shape`` says how, also for bad rows.
 
     Raises:
         DataError: A file cannot be read; a row cannot be used, and ``on_bad_row`` is ``error``; there are no rows.
@@ -97,12 +97,12 @@ def read_examples(source: DataSourceConfig, shape: Shape) -> Iterator[Example]:
 
 
 def no_rows(title: str, shape: Shape) -> str:
-    """What is said of a source that is empty."""
+    """Return the message for a source that is empty."""
     return f"{title}: holds no rows; expected one JSON object with {shape.data.prompt_field!r} on each line"
 
 
 def shaped_row(row: Row | DataError | None, shaper: Shaper) -> Shaped | None:
-    """What a reader gave, shaped; None: a blank line, or a prompt that is longer than asked for.
+    """Return a reader's result, shaped; None: a blank line, or a prompt that is longer than asked for.
 
     Raises:
         DataError: It cannot be used; the message begins with ``HERE``.
@@ -134,7 +134,7 @@ class Shaper:
             self._chat.close()
 
     def __call__(self, row: Row, place: str) -> Shaped | None:
-        """A row that can be used; None: its prompt is longer than is asked for.
+        """Return a row that can be used; None: its prompt is longer than asked for.
 
         Raises:
             DataError: It cannot be used; the message begins with ``place``.
@@ -174,7 +174,7 @@ class Shaper:
         encode_responses(examples, tokenizer, max_context=context)
 
     def _rendered(self, row: Row, place: str) -> tuple[Row, bool]:
-        """The row with its conversation as text, and whether it has one."""
+        """Return the row with its conversation as text, and whether it has one."""
         data = self._shape.data
         found = _conversation(row, place, data)
         if found is None:
@@ -206,7 +206,7 @@ class Shaper:
 
 
 def _conversation(row: Row, place: str, data: DataConfig) -> tuple[Any, str] | None:
-    """A row's messages, with what errors call them; None: its prompt is text, or missing."""
+    """Return a row's messages, with the errors' name for them; None: its prompt is text, or missing."""
     prompt = row.get(data.prompt_field)
     if isinstance(prompt, str):
         return ([{"role": "user", "content": prompt}], f"{place}: prompt") if data.prompt_as_message else None
@@ -224,7 +224,7 @@ def _conversation(row: Row, place: str, data: DataConfig) -> tuple[Any, str] | N
 
 
 def _last_said(value: Any, where: str) -> str:
-    """A response that is given as messages: what the assistant says in the last of them."""
+    """Return a response that is given as messages: the assistant's text in the last of them."""
     message: Mapping[str, str] = read_messages(value, where)[-1]
     if message["role"] != "assistant":
         raise DataError(f"{where}: ends with a message of {message['role']!r}; a response is what the assistant says")

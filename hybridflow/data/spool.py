@@ -27,10 +27,10 @@ _OWNER, _TAKEN = ".taken-by", "taken"
 
 
 def spooled(folder: Path, spool: Path, deadline_s: float) -> Taken:
-    """The rows that were taken from a spool.
+    """Return the rows that were taken from a spool.
 
     Args:
-        folder: Of the journal and its parts.
+        folder: Folder of the journal and its parts.
         spool: The directory, for messages.
         deadline_s: Longest wait for a row.
     """
@@ -49,7 +49,7 @@ class SpoolTaker(Taker):
 
     Args:
         spool: The directory.
-        folder: Of the journal and its parts.
+        folder: Folder of the journal and its parts.
         shape: What rows have to be.
         poll_s: How often it looks for new files.
         say: Told of what is left out.

@@ -35,20 +35,20 @@ class Tokenizer(Protocol):
     bos_id: int | None
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without any at its beginning or end."""
+        """Return the token ids of a text, without any at its beginning or end."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; padding, beginning and end of sequence are left out, and ids that are no token's."""
+        """Return the text of token ids; padding, beginning, end of sequence and unknown ids are left out."""
         ...
 
     def pieces(self) -> dict[int, str]:
-        """Every token id with its text, as the tokenizer's file has it."""
+        """Return every token id with its text, as the tokenizer's file has it."""
         ...
 
 
 def tokenizer_in(folder: str | Path) -> Path | None:
-    """The tokenizer's file of a directory of Hugging Face or of ours; None where there is none."""
+    """Return the tokenizer's file of a Hugging Face or hybridflow directory; None where there is none."""
     for place in (Path(folder), Path(folder) / FOLDER):
         for name in (JSON, PIECES):
             if (place / name).is_file():
@@ -57,7 +57,7 @@ def tokenizer_in(folder: str | Path) -> Path | None:
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """A sentencepiece ``.model``, a ``tokenizer.json``, or the one that a directory holds.
+    """Open a sentencepiece ``.model``, a ``tokenizer.json``, or the one that a directory holds.
 
     What ``generation_config.json`` or ``config.json`` beside the file calls ends of sequence end a response too.
 
@@ -102,7 +102,7 @@ def check_same_pieces(one: Tokenizer, other: Tokenizer, *, whose: str) -> None:
 
 
 def _stop_ids(folder: Path) -> tuple[int, ...]:
-    """What a model's own settings say ends its text: of generation where they are there, else of the model."""
+    """Return the ids that end a text by a model's own settings: of generation if there are any, else of the model."""
     for name in ("generation_config.json", "config.json"):
         found = read_object(folder / name).get("eos_token_id")
         ids = found if isinstance(found, list) else [found]
@@ -112,7 +112,7 @@ def _stop_ids(folder: Path) -> tuple[int, ...]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object beside a tokenizer; empty where there is no such file.
+    """Read a JSON object beside a tokenizer; empty where there is no such file.
 
     Raises:
         DataError: The file is something else.

@@ -18,7 +18,7 @@ class Message(NamedTuple):
 
     Attributes:
         partition: Its number.
-        offset: Of the message in it.
+        offset: Offset of the message in it.
         value: None: there is none, it is a tombstone.
     """
 
@@ -75,7 +75,7 @@ class Topic:
             ) from error
 
     def offsets(self, within_s: float) -> dict[int, tuple[int, int]]:
-        """Of each partition the offset of the oldest message, and of the one that will come next.
+        """Return for each partition the offset of the oldest message, and of the one that will come next.
 
         Args:
             within_s: Longest wait for each answer.
@@ -107,7 +107,7 @@ class Topic:
         )
 
     def messages(self, within_s: float) -> list[Message]:
-        """What comes within this time, or as much of it as is handy; of each partition in order."""
+        """Return what comes within this time, or as much of it as is handy; of each partition in order."""
         found: list[Message] = []
         num_bytes, end_s = 0, time.monotonic() + within_s
         while len(found) < _MOST and num_bytes < _MOST_BYTES and (left_s := end_s - time.monotonic()) > 0:

@@ -59,18 +59,18 @@ class Ragged:
         return cls(padded[_is_inside(lengths, padded.shape[1])], lengths)
 
     def to_list(self) -> list[Tensor]:
-        """The rows, as views."""
+        """Return the rows, as views."""
         return list(torch.split(self.values, self.lengths.tolist()))
 
     def pad(self, fill: float) -> Tensor:
-        """Rows side by side, ``[samples, max, ...]``, with ``fill`` after the end of each."""
+        """Pad the rows to ``[samples, max, ...]``, with ``fill`` after the end of each."""
         width = int(self.lengths.max()) if len(self) else 0
         padded = self.values.new_full((len(self), width, *self.values.shape[1:]), fill)
         padded[_is_inside(self.lengths, width)] = self.values
         return padded
 
     def select(self, index: Tensor) -> Ragged:
-        """The rows at ``index`` ``[chosen]`` int64, in that order."""
+        """Return the rows at ``index`` ``[chosen]`` int64, in that order."""
         lengths = self.lengths[index]
         starts = (self.lengths.cumsum(0) - self.lengths)[index]
         ends = lengths.cumsum(0)
@@ -130,12 +130,12 @@ class Batch:
 
     @classmethod
     def empty(cls) -> Batch:
-        """No samples and no columns: what a call that reads nothing is given."""
+        """Return a batch without samples and columns, for a call that reads nothing."""
         return cls(torch.empty(0, dtype=torch.int64), {})
 
     @classmethod
     def concat(cls, batches: Sequence[Batch]) -> Batch:
-        """One batch of the samples of several with the same columns, in the given order.
+        """Join several batches with the same columns into one, in the given order.
 
         Args:
             batches: At least one.
@@ -155,7 +155,7 @@ class Batch:
         return cls(torch.cat([batch.ids for batch in batches]), columns)
 
     def select(self, index: Tensor) -> Batch:
-        """The samples at the positions ``index`` ``[chosen]`` int64, in that order, with all columns."""
+        """Return the samples at the positions ``index`` ``[chosen]`` int64, in that order, with all columns."""
         columns = {
             name: column.select(index) if isinstance(column, Ragged) else column[index]
             for name, column in self.columns.items()
@@ -163,16 +163,16 @@ class Batch:
         return Batch(self.ids[index], columns)
 
     def with_columns(self, columns: Mapping[str, Column]) -> Batch:
-        """The same samples with these columns added; one of the same name is replaced."""
+        """Return the same samples with these columns added; one of the same name is replaced."""
         return Batch(self.ids, {**self.columns, **columns})
 
     def only(self, names: Sequence[str]) -> Batch:
-        """The same samples with the columns ``names`` alone."""
+        """Return the same samples with only the columns ``names``."""
         return Batch(self.ids, {name: self.columns[name] for name in names})
 
 
 def _is_inside(lengths: Tensor, width: int) -> Tensor:
-    """``[samples, width]`` bool: whether a position is before the end of its row."""
+    """Return whether each position is before the end of its row, ``[samples, width]`` bool."""
     return torch.arange(width) < lengths[:, None]
 
 

@@ -21,7 +21,7 @@ Place = tuple[ParallelLayout, tuple[int, ...]]
 
 
 def compile_flow(flow: Flow, meshes: Mapping[str, DeviceMesh]) -> tuple[Instruction, ...]:
-    """The program of the whole job, the same on every rank and made without any message.
+    """Compile the program of the whole job, the same on every rank, without any message.
 
     Args:
         flow: What happens to the samples.
@@ -47,7 +47,7 @@ class StageProgram(NamedTuple):
 
     @property
     def whole(self) -> tuple[Instruction, ...]:
-        """All of the stage."""
+        """Return all of the stage."""
         return (*self.moves, *self.body)
 
 
@@ -114,12 +114,12 @@ class _Lane:
     writes: frozenset[str]
 
     def is_before(self, other: _Lane) -> bool:
-        """Whether ``other``, which comes later in the flow, has to wait for this."""
+        """Return whether ``other``, which comes later in the flow, has to wait for this."""
         return not self.ranks.isdisjoint(other.ranks) or not self.writes.isdisjoint(other.reads)
 
 
 def _compile(flow: Flow, state: _State, job: _Job, later: list[Node | Repeat]) -> tuple[Instruction, ...]:
-    """Compile a flow; ``later`` are its elements and those of the stages after it, and loses its own."""
+    """Compile a flow. ``later`` holds its elements and those of the following stages; its own are removed."""
     program: list[Instruction] = []
     for lanes in _split(flow, job):
         before = frozenset(state.writer)
@@ -184,7 +184,7 @@ def _lane(elements: Sequence[Node | Repeat], job: _Job) -> _Lane:
 
 
 def _writes(element: Node | Repeat) -> tuple[str, ...]:
-    """Columns that outlive the element."""
+    """Return the columns that outlive the element."""
     if isinstance(element, Repeat):
         return ()
     return (*element.writes, ORDER) if element.source else element.writes
@@ -193,7 +193,7 @@ def _writes(element: Node | Repeat) -> tuple[str, ...]:
 def _moves(
     element: Node | Repeat, later: Sequence[Node | Repeat], ready: set[str], state: _State, job: _Job
 ) -> list[Move]:
-    """The moves that bring an element its columns, for a repeat the whole body's: once, not on every turn.
+    """Return the moves that bring an element its columns; a repeat's whole body moves once, not on every turn.
 
     A move takes along what later elements on the same place will read, as far as it is ``ready``: written before
     all branches, or in this one.

@@ -72,11 +72,11 @@ class Node(_Chain):
                 raise GraphError(f"node {self.name!r} {what} {list(names)}; name each column once")
 
     def nodes(self) -> tuple[Node, ...]:
-        """Itself, so that a node and a repeat can be walked alike."""
+        """Return only this node, so that a node and a repeat can be walked alike."""
         return (self,)
 
     def needs(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """The mesh and the columns that must be there before."""
+        """Return the mesh and the columns that must be there before."""
         return ((self.mesh, self.reads),)
 
 
@@ -95,16 +95,16 @@ class Repeat(_Chain):
     body: Flow
 
     def nodes(self) -> tuple[Node, ...]:
-        """The nodes of the body, those of inner repeats included."""
+        """Return the nodes of the body, those of inner repeats included."""
         return self.body.nodes()
 
     @property
     def has_source(self) -> bool:
-        """Whether a turn makes its own samples, which hide those outside."""
+        """Return whether a turn makes its own samples, which hide those outside."""
         return any(isinstance(element, Node) and element.source for element in self.body.elements)
 
     def needs(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """The meshes of the body, and the columns that must be there before the first turn."""
+        """Return the meshes of the body, and the columns that must be there before the first turn."""
         if self.has_source:
             return ()
         local = {column for element in self.body.elements if isinstance(element, Node) for column in element.writes}
@@ -135,7 +135,7 @@ class Flow(_Chain):
     elements: tuple[Node | Repeat, ...]
 
     def nodes(self) -> tuple[Node, ...]:
-        """All nodes in order, those inside repeats included."""
+        """Return all nodes in order, those inside repeats included."""
         return tuple(node for element in self.elements for node in element.nodes())
 
     def check(self) -> None:
@@ -153,7 +153,7 @@ class Flow(_Chain):
             pass
 
     def edges(self) -> tuple[Edge, ...]:
-        """Who reads whose columns, in the order of the readers. Raises GraphError as ``check`` does."""
+        """Return which node reads whose columns, in the order of the readers. Raises GraphError as ``check`` does."""
         edges: list[Edge] = []
         for node, writers in self._walk({}):
             columns: dict[str, list[str]] = {}
@@ -163,7 +163,7 @@ class Flow(_Chain):
         return tuple(edges)
 
     def levels(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the nodes by the longest path to them: those of one level do not wait for each other."""
+        """Group node names by the longest path to them; the nodes of one level do not wait for each other."""
         level = {node.name: 0 for node in self.nodes()}
         for edge in self.edges():
             level[edge.reader] = max(level[edge.reader], level[edge.writer] + 1)
@@ -173,7 +173,7 @@ class Flow(_Chain):
         )
 
     def _walk(self, outer: Mapping[str, Node]) -> Iterator[tuple[Node, Mapping[str, Node]]]:
-        """Each node with the writers of the columns that it can see; checks on the way."""
+        """Yield each node with the writers of the columns that it can see; check on the way."""
         writers = dict(outer)
         own_source: Node | None = None
         for element in self.elements:
@@ -202,7 +202,7 @@ class Flow(_Chain):
                 writers[ORDER] = element
 
     def _missing(self, node: Node, column: str, writers: Mapping[str, Node]) -> str:
-        """The message about a column that nothing wrote before ``node``."""
+        """Return the message about a column that nothing wrote before ``node``."""
         message = f"node {node.name!r} reads column {column!r}, which no earlier node writes"
         others = [other for other in self.nodes() if column in other.writes]
         if others and others[0] in self.elements:
@@ -238,7 +238,7 @@ class Step:
 
     @property
     def flow(self) -> Flow:
-        """The whole step."""
+        """Return the whole step."""
         return self.sample >> self.score >> self.experience >> self.update
 
     def map(self, change: Callable[[Flow], Flow]) -> Step:

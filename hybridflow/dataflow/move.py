@@ -63,7 +63,7 @@ def balance(lengths: Sequence[int], num_parts: int, chunk: int) -> list[int]:
 def plan_transfers(
     source: Table, destination: Table, source_mesh: DeviceMesh, destination_mesh: DeviceMesh
 ) -> dict[tuple[int, int], tuple[int, ...]]:
-    """Who gives which samples to whom: each sample once to each receiving rank.
+    """Plan which rank gives which samples to whom: each sample once to each receiving rank.
 
     A rank that holds a sample itself takes its own; else a holder on the same node gives it, else any holder; among
     equals the one that gives the least so far, then the first in the mesh.
@@ -171,7 +171,7 @@ class Mover:
         return batch.with_columns({ORDER: order})
 
     def _report(self, move: Move, source: Batch | None, destination: Batch | None) -> dict[str, Any]:
-        """What the others need to know of this rank: one rank speaks for each replica."""
+        """Report what the others need to know of this rank; one rank reports for each replica."""
         source_mesh, destination_mesh = self.meshes[move.source], self.meshes[move.destination]
         report: dict[str, Any] = {"source": None, "destination": None}
         if _speaks(source_mesh, self.world.rank):
@@ -195,7 +195,7 @@ class Mover:
         return report
 
     def _assign(self, everything: Array, known: list[list[int] | None], shares: list[dict[str, Any]]) -> Table:
-        """Which replica of the destination has which samples: as they lie there already, else balanced by tokens."""
+        """Assign samples to the destination's replicas: as they are there already, else balanced by tokens."""
         there = [_array(ids) for ids in known if ids is not None]
         if len(there) == len(known) and np.array_equal(_by_id(there)[0], everything):
             return there
@@ -224,7 +224,7 @@ class _Layout:
             self.num_bytes += _aligned(torch.Size(shape).numel() * dtype.itemsize)
 
     def unpack(self, buffer: Tensor) -> Batch:
-        """The samples in a message ``[num_bytes]`` uint8; the columns are views of it."""
+        """Unpack the samples of a message ``[num_bytes]`` uint8; the columns are views of it."""
         columns: dict[str, Column] = {}
         for name, dtype, shape, lengths, start in self._columns:
             end = start + torch.Size(shape).numel() * dtype.itemsize
@@ -234,7 +234,7 @@ class _Layout:
 
 
 def _pack(batch: Batch) -> Tensor:
-    """All columns of a batch as ``[num_bytes]`` uint8, as ``_Layout`` describes."""
+    """Pack all columns of a batch into ``[num_bytes]`` uint8, as ``_Layout`` describes."""
     pieces: list[Tensor] = []
     for column in batch.columns.values():
         values = column.values if isinstance(column, Ragged) else column
@@ -244,12 +244,12 @@ def _pack(batch: Batch) -> Tensor:
 
 
 def _pick(source: Batch, ids: Sequence[int], columns: Sequence[str]) -> Batch:
-    """Some of the samples, with some of the columns."""
+    """Pick some of the samples, with some of the columns."""
     return source.only(columns).select(torch.from_numpy(_positions(source.ids.numpy(), ids)))
 
 
 def _kind(column: Column, lengths: list[list[int]]) -> dict[str, Any]:
-    """Type, trailing shape and place in ``lengths`` of a column, as JSON."""
+    """Return type, trailing shape and place in ``lengths`` of a column, as JSON."""
     values = column.values if isinstance(column, Ragged) else column
     return {
         "dtype": str(values.dtype).removeprefix("torch."),
@@ -259,14 +259,14 @@ def _kind(column: Column, lengths: list[list[int]]) -> dict[str, Any]:
 
 
 def _intern(values: list[int], known: list[list[int]]) -> int:
-    """The place of ``values`` in ``known``; they are added when they are new."""
+    """Return the place of ``values`` in ``known``; add them when they are new."""
     if values not in known:
         known.append(values)
     return known.index(values)
 
 
 def _common(move: Move, shares: list[dict[str, Any]]) -> dict[str, Any]:
-    """A share with the type that all replicas agree on; those without samples are not asked. Raises GraphError."""
+    """Return a share with the type that all replicas with samples agree on. Raises GraphError."""
     filled = [share for share in shares if share["ids"]] or shares[:1]
     for name in move.columns:
         kinds = {_spell(share["columns"][name]) for share in filled}
@@ -279,7 +279,7 @@ def _common(move: Move, shares: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _spell(kind: dict[str, Any]) -> str:
-    """A column's type for a message: ``ragged float32 [4]``, where the shape is that of one entry."""
+    """Spell a column's type for a message: ``ragged float32 [4]``, where the shape is that of one entry."""
     return f"{'dense' if kind['lengths'] is None else 'ragged'} {kind['dtype']} {kind['shape']}"
 
 
@@ -288,13 +288,13 @@ def _array(values: Sequence[int] | Array) -> Array:
 
 
 def _positions(have: Array, wanted: Sequence[int]) -> Array:
-    """Where each wanted id stands in ``have``."""
+    """Return the position of each wanted id in ``have``."""
     order = np.argsort(have, kind="stable")
     return order[np.searchsorted(have, _array(wanted), sorter=order)]
 
 
 def _by_id(table: Table) -> tuple[Array, Array]:
-    """All samples of a table in order of id, and the replica that has each."""
+    """Return all samples of a table in order of id, and the replica that has each."""
     samples = np.concatenate([_array(ids) for ids in table])
     owners = np.repeat(np.arange(len(table)), [len(ids) for ids in table])
     order = np.argsort(samples, kind="stable")
@@ -302,7 +302,7 @@ def _by_id(table: Table) -> tuple[Array, Array]:
 
 
 def _speaks(mesh: DeviceMesh, rank: int) -> bool:
-    """Whether the rank is the first holder of its replica."""
+    """Return whether the rank is the first holder of its replica."""
     return rank in mesh and mesh.output_ranks(mesh.coordinate(rank).dp)[0] == rank
 
 

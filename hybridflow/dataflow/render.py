@@ -10,7 +10,7 @@ from hybridflow.observe.table import format_table
 
 
 def plan_table(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh], num_ranks: int) -> str:
-    """Ranks × role × calls, ranks that do the same in one row, and below it the program.
+    """Render ranks × role × calls, ranks that do the same in one row, and the program below.
 
     Args:
         program: The program of the whole job.
@@ -28,7 +28,7 @@ def plan_table(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh
 
 
 def mermaid(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh]) -> str:
-    """The way of the columns through a program, as a Mermaid flowchart.
+    """Render the columns' way through a program as a Mermaid flowchart.
 
     A box is a call with its mesh and layout, a frame is a loop or branch; a thin arrow is columns read where they were
     written, a thick one columns that a move brought. A call
@@ -44,7 +44,7 @@ def mermaid(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh]) 
 def _work(
     program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh], rank: int
 ) -> tuple[tuple[str, str, str], ...]:
-    """The rank's (role, mesh, calls), in the order of their first call."""
+    """Return the rank's (role, mesh, calls), in the order of their first call."""
     calls: dict[tuple[str, str], dict[str, None]] = {}
     for instruction in walk(program):
         if isinstance(instruction, Call) and rank in meshes[instruction.mesh]:
@@ -94,7 +94,7 @@ def _boxes(
 def _arrows(
     program: tuple[Instruction, ...], names: Mapping[Call, str], meshes: Mapping[str, DeviceMesh]
 ) -> list[tuple[str, str, list[str]]]:
-    """(writer and arrow, reader, columns) of a program."""
+    """Return (writer and arrow, reader, columns) of a program."""
     arrows: dict[tuple[str, str], list[str]] = {}
 
     def follow(body: tuple[Instruction, ...], writers: dict[str, str], moved: set[tuple[str, object]]) -> None:

@@ -196,6 +196,6 @@ class Executor:
 
 
 def _turn(loop: Loop, value: Any) -> str:
-    """A turn of a loop, in words: ``train step 3``."""
+    """Name a turn of a loop: ``train step 3``."""
     name = loop.decision.replace("_", " ")
     return f"{name} {value['step']}" if isinstance(value, dict) and "step" in value else name

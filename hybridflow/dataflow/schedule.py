@@ -95,7 +95,7 @@ Program = tuple[Instruction, ...]
 
 
 def bodies(instruction: Instruction) -> tuple[tuple[Instruction, ...], ...]:
-    """The programs inside an instruction."""
+    """Return the programs inside an instruction."""
     match instruction:
         case Loop():
             return (instruction.body,)
@@ -108,7 +108,7 @@ def bodies(instruction: Instruction) -> tuple[tuple[Instruction, ...], ...]:
 
 
 def walk(program: tuple[Instruction, ...]) -> Iterator[Instruction]:
-    """Every instruction of a program, outer ones before inner ones."""
+    """Yield every instruction of a program, outer ones before inner ones."""
     for instruction in program:
         yield instruction
         for body in bodies(instruction):
@@ -116,7 +116,7 @@ def walk(program: tuple[Instruction, ...]) -> Iterator[Instruction]:
 
 
 def role_ranks(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh]) -> dict[str, frozenset[int]]:
-    """Role -> the ranks on which the program calls it; all of them change phase together."""
+    """Return role -> the ranks on which the program calls it; all of them change phase together."""
     ranks: dict[str, frozenset[int]] = {}
     for instruction in walk(program):
         if isinstance(instruction, Call):
@@ -125,7 +125,7 @@ def role_ranks(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh
 
 
 def rank_sets(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh]) -> tuple[tuple[int, ...], ...]:
-    """The sets of ranks that speak to each other while the program runs, for ``World.make_groups``."""
+    """Return the sets of ranks that talk to each other while the program runs, for ``World.make_groups``."""
     sets: dict[tuple[int, ...], None] = {}
     for instruction in walk(program):
         match instruction:
@@ -137,12 +137,12 @@ def rank_sets(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh]
 
 
 def participants(move: Move, meshes: Mapping[str, DeviceMesh]) -> tuple[int, ...]:
-    """The ranks that take part in a move, in ascending order."""
+    """Return the ranks that take part in a move, in ascending order."""
     return tuple(sorted({*meshes[move.source].ranks, *meshes[move.destination].ranks}))
 
 
 def deciders(instruction: Loop | Branch, meshes: Mapping[str, DeviceMesh]) -> tuple[int, ...]:
-    """The ranks that share a decision, in ascending order: the first one takes it."""
+    """Return the ranks that share a decision, in ascending order; the first one decides."""
     return tuple(sorted(meshes[instruction.mesh].ranks))
 
 
@@ -152,13 +152,13 @@ def project(
     meshes: Mapping[str, DeviceMesh],
     roles: Mapping[str, frozenset[int]] | None = None,
 ) -> tuple[Instruction, ...]:
-    """The rank's own schedule: what of the program concerns it, in the program's order.
+    """Return the rank's own schedule: the part of the program that concerns it, in the program's order.
 
     A rank of the mesh that takes a decision keeps the loop or branch even when its body has nothing for it, since
     sharing the decision is collective.
 
     Args:
-        program: Of the whole job, or a part of it.
+        program: Program of the whole job, or a part of it.
         rank: The rank.
         meshes: Name -> mesh.
         roles: From ``role_ranks`` of the whole, where the program is a part; None: it is the whole.
@@ -187,7 +187,7 @@ def check_meshes(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMe
 
 
 def describe(instruction: Instruction) -> str:
-    """An instruction in one line, without the programs inside it."""
+    """Describe an instruction in one line, without the programs inside it."""
     match instruction:
         case Call():
             return f"call {instruction.name}"

@@ -49,7 +49,7 @@ class Ends(NamedTuple):
 
 
 def ends_in(assets: Mapping[str, bytes]) -> Ends:
-    """What ``generation_config.json`` says, and else ``config.json``, as transformers goes by them.
+    """Return the ids that end a response: from ``generation_config.json``, else ``config.json``, as transformers does.
 
     Args:
         assets: A model's small files by name.
@@ -67,7 +67,7 @@ def ends_in(assets: Mapping[str, bytes]) -> Ends:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
+    """Read a JSON file that holds an object.
 
     Raises:
         CheckpointError: It is missing, too large, or no such JSON.
@@ -82,7 +82,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(content: bytes, where: str) -> dict[str, Any]:
-    """The object that some JSON stands for.
+    """Parse JSON text that holds an object.
 
     Raises:
         CheckpointError: It is no JSON, or no object.
@@ -97,7 +97,7 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
 
 
 def read_assets(folder: Path, names: Iterable[str] = ASSETS) -> dict[str, bytes]:
-    """The small files of a directory that travel along, by name."""
+    """Read the small files of a directory that travel along, by name."""
     try:
         return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
     except OSError as error:
@@ -105,7 +105,7 @@ def read_assets(folder: Path, names: Iterable[str] = ASSETS) -> dict[str, bytes]
 
 
 def identity_of(paths: Iterable[Path]) -> str:
-    """What differs when one of the files was changed: the sha256 of their names, sizes and times."""
+    """Return the sha256 of the files' names, sizes and times; it differs when one of the files was changed."""
     rows = []
     for path in paths:
         if path.is_file():

@@ -43,7 +43,7 @@ class Described:
 
 
 def read_config(values: Mapping[str, Any], *, where: str) -> Described:
-    """The settings that a ``config.json`` stands for.
+    """Read the settings of a parsed ``config.json``.
 
     Args:
         values: The parsed file.
@@ -101,7 +101,7 @@ def _family(values: Mapping[str, Any], where: str) -> Family:
 
 
 def _check_given(family: Family, given: Mapping[str, Any], where: str) -> None:
-    """Nothing that every model has is missing, and its layers can be counted."""
+    """Refuse a ``config.json`` that lacks a setting of every model, or whose layers cannot be counted."""
     needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
     for key in (*needed, next(key for key, setting in family.keys.items() if setting == "ffn_hidden_size")):
         if given.get(key) is None:
@@ -115,7 +115,7 @@ def _check_given(family: Family, given: Mapping[str, Any], where: str) -> None:
 
 
 def _with_aliases(family: Family, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values with one spelling of each key."""
+    """Return the values with one spelling of each key."""
     known = dict(values)
     for alias, key in family.aliases.items():
         if alias in known and known.setdefault(key, known[alias]) != known[alias]:
@@ -137,7 +137,7 @@ def _has_value_head(family: Family, values: Mapping[str, Any], where: str) -> bo
 
 
 def _rotary(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Base and scaling, from the flat keys of older files or from ``rope_parameters``."""
+    """Return base and scaling, from the flat keys of older files or from ``rope_parameters``."""
     # As ``transformers`` has it: the older spelling goes before the newer.
     told = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
     base = next((each["rope_theta"] for each in (told, given) if each.get("rope_theta") is not None), 10000.0)
@@ -175,7 +175,7 @@ def _rotary(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
 
 
 def _window(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The sliding window and its layers."""
+    """Return the sliding window and its layers."""
     width, num_layers = given.get("sliding_window"), given["num_hidden_layers"]
     is_off = family.window in ("switched", "upper_layers") and not given.get("use_sliding_window")
     if family.window == "none" or is_off:
@@ -208,7 +208,7 @@ def _window(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
 
 
 def describe(model: ModelConfig, *, family: str | None, has_value_head: bool) -> Described:
-    """A model with the table that Hugging Face has for it.
+    """Find the table that Hugging Face has for a model, and return the two together.
 
     Args:
         model: Its settings, the vocabulary included.
@@ -239,7 +239,7 @@ def describe(model: ModelConfig, *, family: str | None, has_value_head: bool) ->
 
 
 def write_config(described: Described) -> dict[str, Any]:
-    """The ``config.json`` of a model; the inverse of ``read_config``.
+    """Return the ``config.json`` of a model; the inverse of ``read_config``.
 
     Rotary positions are written in both spellings: ``rope_parameters`` of transformers 5, and the flat keys that went
     before.
@@ -252,10 +252,10 @@ def write_config(described: Described) -> dict[str, Any]:
 
 
 def update_config(original: Mapping[str, Any] | None, described: Described, *, dtype: str) -> dict[str, Any]:
-    """The ``config.json`` to write beside a model's tensors.
+    """Return the ``config.json`` to write beside a model's tensors.
 
     Args:
-        original: The one that travelled along; kept where it describes the model, with the spellings that older
+        original: The one that traveled along; kept where it describes the model, with the spellings that older
             readers need. None: there is none.
         described: The model.
         dtype: Number format of the tensors, as Hugging Face calls it.
@@ -278,7 +278,7 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
 
 
 def spelled_out(model: ModelConfig) -> ModelConfig:
-    """The same model with what follows from other settings written out, and what they leave unused at its default."""
+    """Return the same model with implied settings written out and unused settings at their defaults."""
     windowed = tuple(range(model.num_layers)) if model.window_layers is None else tuple(sorted(model.window_layers))
     has_window = model.window is not None and len(windowed) > 0
     has_experts = model.num_experts is not None
@@ -311,7 +311,7 @@ def _used(scaling: RotaryScaling) -> dict[str, Any]:
 
 
 def _unsaid(described: Described) -> list[str]:
-    """The settings that are lost when the family's ``config.json`` says the model."""
+    """Return the settings that the family's ``config.json`` cannot express for this model."""
     try:
         found = read_config(_written(described), where="config.json").model
     except ConfigError:
@@ -321,7 +321,7 @@ def _unsaid(described: Described) -> list[str]:
 
 
 def _describes(original: Mapping[str, Any], described: Described) -> bool:
-    """Whether a ``config.json`` is that of the model, but for number format and head."""
+    """Return whether a ``config.json`` describes the model, apart from number format and head."""
     try:
         found = read_config(original, where="config.json")
     except ConfigError:

@@ -55,7 +55,7 @@ class Family:
             every second layer from the first; a ``layer_types`` in ``config.json`` goes before the last two.
         scalings: Kinds of rotary scaling that its files may ask for.
         rules: Every tensor of the language model.
-        ignored: Regular expressions of tensors that hold nothing learnt, such as tables of frequencies.
+        ignored: Regular expressions of tensors that hold nothing learned, such as tables of frequencies.
     """
 
     name: str
@@ -133,7 +133,7 @@ DENSE = (*EMBEDDINGS, *NORMS, *ATTENTION, *FEED_FORWARD)
 
 
 def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """A mixture of experts in place of the feed-forward block.
+    """Return the rules of a mixture of experts, which takes the place of the feed-forward block.
 
     Args:
         block: What the block is called within a Hugging Face layer.

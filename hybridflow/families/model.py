@@ -113,12 +113,12 @@ class ModelConfig:
 
     @property
     def query_groups(self) -> int:
-        """Key/value heads."""
+        """Return the number of key/value heads."""
         return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
 
     @property
     def head_size(self) -> int:
-        """Width of each head."""
+        """Return the width of each head."""
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
 

@@ -14,7 +14,7 @@ class ModelInfo(NamedTuple):
     Attributes:
         model: Its settings, the vocabulary included.
         has_value_head: Whether it gives a number instead of logits.
-        family: Of Hugging Face; None where that is not known.
+        family: Hugging Face family; None where that is not known.
         assets: Where the small files are that travel along; None of a model that a program has in memory.
         is_cut: Whether a layout may cut it; not a class of a user's own.
     """

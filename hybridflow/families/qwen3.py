@@ -1,4 +1,4 @@
-"""Qwen3: queries and keys normalised head by head."""
+"""Qwen3: queries and keys normalized head by head."""
 
 from hybridflow.families.family import COMMON_KEYS, DENSE, NO_DROPOUT, QK_NORM, Family
 

@@ -9,7 +9,7 @@ from hybridflow.errors import LayoutError
 from hybridflow.layout.parallel_layout import ParallelLayout
 
 AXES = ("tp", "cp", "dp", "pp")
-"""Axes from the fastest to the slowest: neighbours in a mesh are tensor-parallel peers, as in Megatron-LM."""
+"""Axes from the fastest to the slowest: neighbors in a mesh are tensor-parallel peers, as in Megatron-LM."""
 
 
 class Coordinate(NamedTuple):
@@ -60,11 +60,11 @@ class DeviceMesh:
 
     @property
     def key(self) -> tuple[ParallelLayout, tuple[int, ...]]:
-        """What makes two meshes the same place: their layout and their ranks in order."""
+        """Return layout and ranks in order; two meshes with equal keys are the same place."""
         return self.layout, self.ranks
 
     def coordinate(self, rank: int) -> Coordinate:
-        """The place of a global rank.
+        """Return the place of a global rank.
 
         Raises:
             LayoutError: The rank is not in this mesh.
@@ -74,12 +74,12 @@ class DeviceMesh:
         return self._coordinates[rank]
 
     def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """The global rank at a coordinate."""
+        """Return the global rank at a coordinate."""
         layout = self.layout
         return self.ranks[tp + layout.tp * (cp + layout.cp * (dp + layout.dp * pp))]
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """The partition of the mesh into groups whose ranks differ only along ``axes``, each in mesh order."""
+        """Split the mesh into groups whose ranks differ only along ``axes``, each in mesh order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in self.ranks:
             place = self._coordinates[rank]
@@ -88,7 +88,7 @@ class DeviceMesh:
         return tuple(tuple(group) for group in groups.values())
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The group along ``axes`` that holds ``rank``.
+        """Return the group along ``axes`` that holds ``rank``.
 
         Raises:
             LayoutError: The rank is not in this mesh.
@@ -97,25 +97,25 @@ class DeviceMesh:
         return next(group for group in self.groups(*axes) if rank in group)
 
     def replica(self, dp: int) -> tuple[int, ...]:
-        """All ranks of one data-parallel replica of the model, in mesh order."""
+        """Return all ranks of one data-parallel replica of the model, in mesh order."""
         return tuple(rank for rank in self.ranks if self._coordinates[rank].dp == dp)
 
     def output_ranks(self, dp: int) -> tuple[int, ...]:
-        """The ranks of a replica that own what the model computes: those of the last pipeline stage."""
+        """Return the ranks of a replica that own the model's outputs: those of the last pipeline stage."""
         last = self.layout.pp - 1
         return tuple(rank for rank in self.replica(dp) if self._coordinates[rank].pp == last)
 
     def node(self, rank: int) -> int:
-        """The node on which a global rank runs."""
+        """Return the node on which a global rank runs."""
         return rank // self.ranks_per_node
 
     def spans_nodes(self, *axes: str) -> bool:
-        """Whether some ranks that differ only along ``axes`` are on different nodes."""
+        """Return whether some ranks that differ only along ``axes`` are on different nodes."""
         return any(len({self.node(rank) for rank in group}) > 1 for group in self.groups(*axes))
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Ascending ranks with runs shortened: ``0-3,6``."""
+    """Format ascending ranks with runs shortened: ``0-3,6``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

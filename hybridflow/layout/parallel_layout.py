@@ -56,12 +56,12 @@ class ParallelLayout:
 
     @property
     def expert_tp(self) -> int:
-        """Tensor parallel size inside each expert."""
+        """Return the tensor parallel size inside each expert."""
         return self.tp if self.etp is None else self.etp
 
     @property
     def world_size(self) -> int:
-        """Ranks that the layout fills: ``tp * pp * dp * cp``."""
+        """Return the number of ranks that the layout fills: ``tp * pp * dp * cp``."""
         return self.tp * self.pp * self.dp * self.cp
 
     @classmethod

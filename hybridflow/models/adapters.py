@@ -32,12 +32,12 @@ MODULES: Mapping[str, tuple[str, str]] = {
 
 
 def is_factor(name: str) -> bool:
-    """Whether a logical tensor is a factor of an adapter."""
+    """Return whether a logical tensor is a factor of an adapter."""
     return FACTOR.fullmatch(name) is not None
 
 
 def parts_of(targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Linear layer -> the parts of it that have factors, in the order of its rows."""
+    """Return linear layer -> the parts of it that have factors, in the order of its rows."""
     found: dict[str, tuple[str, ...]] = {}
     for target, (linear, part) in MODULES.items():
         if target in targets:
@@ -46,12 +46,12 @@ def parts_of(targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def base_spec(whole: ModelSpec) -> ModelSpec:
-    """Of a model with adapters, the tensors that it has without."""
+    """Return the tensors of a model with adapters that it has without them."""
     return _only(whole, factors=False)
 
 
 def factor_spec(whole: ModelSpec) -> ModelSpec:
-    """Of a model with adapters, their factors."""
+    """Return the adapter factors of a model."""
     return _only(whole, factors=True)
 
 
@@ -61,7 +61,7 @@ def _only(whole: ModelSpec, *, factors: bool) -> ModelSpec:
 
 
 def adapter_spec(shape: ModelShape, lora: LoRAConfig) -> ModelSpec:
-    """How every factor of a model's adapters is cut, in the order of the model."""
+    """Return how every factor of a model's adapters is cut, in the order of the model."""
     weights = {tensor.name: tensor for tensor in model_spec(shape).tensors}
     parts = parts_of(lora.targets)
     tensors = [

@@ -86,14 +86,14 @@ class PackedAttention:
         self._sight = _Sight(torch.arange(widest, device=device), widest)
 
     def sums_so_far(self, values: Tensor) -> Tensor:
-        """Of each token the sum of ``[tokens]`` int64 values over its sequence, from the first to itself."""
+        """Sum ``[tokens]`` int64 values over each token's sequence, from the first token to the token itself."""
         laid_out = values[self._places]
         sums = laid_out.cumsum(0)
         sums = sums - (sums - laid_out)[self._starts]
         return torch.empty_like(values).index_copy_(0, self._places, sums)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of one layer.
+        """Compute the attention of one layer.
 
         Args:
             layer: Local layer index.
@@ -111,11 +111,13 @@ class PackedAttention:
         for samples, width in self._rectangles:
             part = slice(start, start + samples * width)
             start = part.stop
-            rectangle = (each[part].unflatten(0, (samples, width)).transpose(1, 2) for each in (query, key, value))
+            queries, keys, values = (
+                each[part].unflatten(0, (samples, width)).transpose(1, 2) for each in (query, key, value)
+            )
             # Padding stands behind the tokens, where a causal query never looks.
             is_plain = scoring.softcap is None and (scoring.window is None or scoring.window >= width)
             seen = None if is_plain else self._sight.through(scoring.window)[:width, :width]
-            found.append(attend(*rectangle, seen, scoring).transpose(1, 2).flatten(0, 1))
+            found.append(attend(queries, keys, values, seen, scoring).transpose(1, 2).flatten(0, 1))
         if not found:
             return torch.empty_like(query)
         context = found[0] if len(found) == 1 else torch.cat(found)
@@ -123,7 +125,7 @@ class PackedAttention:
 
 
 def _of_like_length(lengths: list[int]) -> list[list[int]]:
-    """Indices of sequences, from short to long, those of like length together."""
+    """Group indices of sequences with similar lengths, from short to long."""
     found: list[list[int]] = []
     shortest = 0
     for index in sorted(range(len(lengths)), key=lambda each: (lengths[each], each)):
@@ -136,8 +138,9 @@ def _of_like_length(lengths: list[int]) -> list[list[int]]:
 
 
 def _rows(packed: Tensor, rows: Tensor) -> Tensor:
-    """``[tokens, …]`` to ``[rows, …]``; as of an embedding, whose gradient is summed in one order on every device."""
-    return embedding(rows, packed.flatten(1)).unflatten(1, packed.shape[1:])
+    """Pick ``[rows, …]`` from ``[tokens, …]`` by an embedding, whose gradient has one order of sums on every device."""
+    found: Tensor = embedding(rows, packed.flatten(1)).unflatten(1, packed.shape[1:])
+    return found
 
 
 class _Sight:
@@ -154,7 +157,7 @@ class _Sight:
         self._masks: dict[int | None, Tensor] = {}
 
     def through(self, window: int | None) -> Tensor:
-        """``[queries, width]`` bool."""
+        """Return the mask, ``[queries, width]`` bool."""
         if window not in self._masks:
             # Only here, since it is as large as all scores of a head, and plain attention needs none of it.
             queries, keys = self._queries[:, None], torch.arange(self._width, device=self._queries.device)
@@ -164,7 +167,7 @@ class _Sight:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scoring: Scoring) -> Tensor:
-    """Scaled dot-product attention, with soft-capped scores where they are wanted.
+    """Compute scaled dot-product attention, with soft-capped scores where they are wanted.
 
     Args:
         query: ``[samples, heads/tp, queries, head]``.
@@ -203,7 +206,7 @@ class AttentionPlan(Protocol):
     positions: Tensor
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of one layer, as ``PackedAttention.attend``."""
+        """Compute the attention of one layer, as ``PackedAttention.attend`` does."""
 
 
 class SdpaCoreAttention(MegatronModule):
@@ -243,7 +246,7 @@ class SdpaCoreAttention(MegatronModule):
         attn_mask_type: Any = None,
         packed_seq_params: None = None,
     ) -> Tensor:
-        """``[tokens, 1, heads/tp, head]`` each (groups for key and value) to ``[tokens, 1, heads/tp * head]``."""
+        """Map ``[tokens, 1, heads/tp, head]`` each (groups for key and value) to ``[tokens, 1, heads/tp * head]``."""
         context = attention_bias.attend(self.local_layer, query[:, 0], key[:, 0], value[:, 0], self.scoring)
         return context.reshape(context.shape[0], 1, -1)
 
@@ -257,7 +260,9 @@ class GroupedSelfAttention(SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: None = None, output_gate: bool = False, split_qkv: bool = True
     ) -> Any:
-        """``[tokens, 1, hidden]`` to query ``[tokens, 1, heads/tp, head]``, key, value ``[tokens, 1, groups, head]``.
+        """Project ``[tokens, 1, hidden]`` to query, key and value.
+
+        The query is ``[tokens, 1, heads/tp, head]``, key and value are ``[tokens, 1, groups, head]``.
 
         Collective: tp. ``groups`` are this rank's query groups, 1 where several ranks share one.
         """

@@ -45,13 +45,14 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(inputs: Tensor, weight: Tensor) -> Tensor:
-    """``[…, in]`` times ``[out, in]``, transposed, which may be a view."""
+    """Multiply ``[…, in]`` by the transpose of ``[out, in]``, which may be a view."""
     rows = inputs.flatten(0, -2)
     if len(rows) < _LEAST_ROWS:
         return inputs @ weight.t()
     padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % _ROWS))
     product = torch.ops.mkldnn._linear_pointwise.default(padded, weight, None, "none", [], "")
-    return product[: len(rows)].unflatten(0, inputs.shape[:-1])
+    found: Tensor = product[: len(rows)].unflatten(0, inputs.shape[:-1])
+    return found
 
 
 def _forward(

@@ -20,7 +20,7 @@ from hybridflow.models.log_probs import CHUNK_TOKENS, Columns
 def top_log_probs(
     logits: Tensor, top_k: int, *, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0
 ) -> tuple[Tensor, ...]:
-    """Log-probabilities of events under a teacher, ``softmax(logits / temperature)``.
+    """Return log-probabilities of events under a teacher, ``softmax(logits / temperature)``.
 
     Collective: tp.
 
@@ -42,7 +42,7 @@ def top_log_probs(
 
 
 def _top(columns: Columns, scaled: Tensor, top_k: int, vocab_size: int) -> tuple[Tensor, ...]:
-    """As ``top_log_probs``, of one chunk of scaled logits. Collective: tp."""
+    """Do as ``top_log_probs`` for one chunk of scaled logits. Collective: tp."""
     largest = columns.max(scaled.amax(-1))
     normalizer = largest + columns.sum((scaled - largest[:, None]).exp().sum(-1)).log()
     if top_k == 0:
@@ -58,7 +58,7 @@ def _top(columns: Columns, scaled: Tensor, top_k: int, vocab_size: int) -> tuple
 
 
 def _gather(columns: Columns, local: Tensor) -> Tensor:
-    """What all ranks of the group have, side by side, ``[tokens, some * tp]``. Collective: tp."""
+    """Gather the columns of all ranks of the group side by side, ``[tokens, some * tp]``. Collective: tp."""
     size = dist.get_world_size(columns.group)
     if size == 1:
         return local
@@ -68,7 +68,7 @@ def _gather(columns: Columns, local: Tensor) -> Tensor:
 
 
 def _without(columns: Columns, scaled: Tensor, ids: Tensor) -> Tensor:
-    """The logits with some tokens, ``[tokens, some]``, at minus infinity."""
+    """Return the logits with some tokens, ``[tokens, some]``, set to minus infinity."""
     is_taken = torch.zeros_like(scaled)
     columns.add_at(is_taken, ids, torch.ones_like(ids, dtype=scaled.dtype))
     return scaled.masked_fill(is_taken > 0, -torch.inf)
@@ -83,7 +83,7 @@ def vocab_parallel_reverse_kl(
     vocab_size: int,
     temperature: float = 1.0,
 ) -> Tensor:
-    """``sum_e p_e (log p_e - log t_e)`` over events ``e``, of a student ``p`` and its teacher ``t``.
+    """Compute ``sum_e p_e (log p_e - log t_e)`` over events ``e``, of a student ``p`` and its teacher ``t``.
 
     The gradient is that of all of the student's probabilities. With ``e(v)`` the event that a token is in,
     ``d KL / d z_v = p_v (log p_e(v) - log t_e(v) - KL)``.
@@ -160,18 +160,18 @@ class _ReverseKL(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor) -> list[tuple[slice, Tensor]]:
-    """Rows that are computed together, and where they stand."""
+    """Return the rows that are computed together, and their places."""
     starts = range(0, len(logits), CHUNK_TOKENS)
     return [(slice(start, start + CHUNK_TOKENS), logits[start : start + CHUNK_TOKENS]) for start in starts]
 
 
 def _own(columns: Columns, teacher: Tensor, logits: Tensor) -> Tensor:
-    """Of the teacher's log-probabilities of all tokens this rank's columns, without padding."""
+    """Return this rank's columns of the teacher's log-probabilities of all tokens, without padding."""
     return teacher[:, columns.first : columns.first + columns.num_real].to(logits.device)
 
 
 def _of_tokens(columns: Columns, scaled: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """KL and normalizer of each row where each token is an event. Collective: tp."""
+    """Return KL and normalizer of each row where each token is an event. Collective: tp."""
     largest = columns.max(scaled.amax(-1))
     shifted = scaled - largest[:, None]
     exp = shifted.exp()
@@ -182,7 +182,7 @@ def _of_tokens(columns: Columns, scaled: Tensor, own: Tensor) -> tuple[Tensor, T
 
 
 def _of_events(columns: Columns, scaled: Tensor, teacher: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """KL, normalizer, and ``log p - log t`` of each event, ``[tokens, events]``. Collective: tp."""
+    """Return KL, normalizer, and ``log p - log t`` of each event, ``[tokens, events]``. Collective: tp."""
     rest = _without(columns, scaled, ids)
     largest = columns.max(torch.stack([scaled.amax(-1), rest.amax(-1)], dim=1))
     # A rank whose tokens are all taken has none of the rest.

@@ -31,8 +31,8 @@ class ExpertLayer(BaseMoELayer):
 
     Args:
         config: megatron-core's.
-        submodules: Of megatron-core's own layer: the router and the experts.
-        layer_number: Of the layer, counted from 1.
+        submodules: Submodules of megatron-core's own layer: the router and the experts.
+        layer_number: Number of the layer, counted from 1.
         groups: This rank's process groups.
     """
 
@@ -44,7 +44,7 @@ class ExpertLayer(BaseMoELayer):
         self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
-        """``[tokens, 1, hidden]`` to the same. Collective: tp, ep; the ranks of ep may have unequally many tokens."""
+        """Map ``[tokens, 1, hidden]`` to the same shape. Collective: tp, ep; ranks of ep may differ in tokens."""
         weights, is_chosen = self.router(hidden)
         # Each tensor-parallel rank computes a slice of every expert, hence a part of these gradients and of the output.
         flat = copy_to_tensor_model_parallel_region(hidden[:, 0], group=self.attn_tp_group)
@@ -56,7 +56,7 @@ class ExpertLayer(BaseMoELayer):
         return reduce_from_tensor_model_parallel_region(combined, group=self.attn_tp_group)[:, None], None
 
     def _through_experts(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """Outputs for ``[pairs, hidden]`` of tokens and experts, ordered by expert, ``counts`` for each expert."""
+        """Compute outputs for ``[pairs, hidden]`` of tokens and experts, ordered by expert, ``counts`` per expert."""
         sent = counts.view(-1, self.num_local_experts)
         received = torch.empty_like(sent)
         if len(sent) > 1:
@@ -71,4 +71,5 @@ class ExpertLayer(BaseMoELayer):
         order = expert.repeat_interleave(received.flatten()).argsort(stable=True)
         output, _ = self.experts(hidden[order], received.sum(0), weights[order])
         output = torch.empty_like(output).index_copy(0, order, output)
-        return all_to_all(self.ep_group, output, rows_out, rows_in)
+        returned: Tensor = all_to_all(self.ep_group, output, rows_out, rows_in)
+        return returned

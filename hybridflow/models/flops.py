@@ -28,18 +28,18 @@ class ModelFlops:
     per_output: int
 
     def forward(self, tokens: float, pairs: float, outputs: float) -> float:
-        """Of so many tokens, pairs of tokens, and tokens whose logits or values are wanted."""
+        """Return the operations for so many tokens, token pairs, and tokens whose logits or values are wanted."""
         return self.per_token * tokens + self.per_pair * pairs + self.per_output * outputs
 
     def training(self, tokens: float, pairs: float, outputs: float, *, is_frozen: bool = False) -> float:
-        """The same with the backward pass; frozen weights, below adapters, have no gradient. Adapters are left out."""
+        """Return the operations with the backward pass. Adapters and gradients of weights below them do not count."""
         products = 1 + BACKWARD - is_frozen
         matrices = self.per_token * tokens + self.per_output * outputs
         return products * matrices + (1 + BACKWARD) * self.per_pair * pairs
 
 
 def model_flops(model: ModelConfig, *, vocab_size: int, has_value_head: bool = False) -> ModelFlops:
-    """Of a model of a recipe, whatever its layout.
+    """Return the operations of a recipe's model, whatever its layout.
 
     Args:
         model: Its shape.
@@ -59,16 +59,16 @@ def model_flops(model: ModelConfig, *, vocab_size: int, has_value_head: bool = F
 
 
 def sequence_pairs(length: int, begun: int = 0) -> int:
-    """Pairs of a token and one that it sees, of a sequence of so many tokens, without those of its first ``begun``."""
+    """Return the pairs of a token and one that it sees, in ``length`` tokens, without those of the first ``begun``."""
     return (length * (length + 1) - begun * (begun + 1)) // 2
 
 
 def sampling_flops(model: ModelFlops, samples: Iterable[tuple[int, int, int]]) -> float:
-    """Of sampling responses with a cache: a prompt is computed once for all of its samples.
+    """Return the operations of sampling responses with a cache: a prompt is computed once for all of its samples.
 
     Args:
-        model: Of the sampler.
-        samples: Of each its prompt index, and the tokens of its prompt and of its response.
+        model: Operations of the sampler.
+        samples: For each sample its prompt index, and the tokens of its prompt and of its response.
     """
     prompts: dict[int, int] = {}
     flops = 0.0

@@ -43,13 +43,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def padded_vocab_size(model: ModelConfig, vocab_size: int, tp: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: the vocabulary, rounded up."""
+    """Return the rows of the embedding over all tensor-parallel ranks: the vocabulary, rounded up."""
     multiple = model.vocab_divisible_by * tp
     return -(-vocab_size // multiple) * multiple
 
 
 def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch.device) -> TransformerConfig:
-    """megatron-core's description of this model in this layout."""
+    """Return megatron-core's configuration of this model in this layout."""
     on_gpu = device.type == "cuda"
     dtype = DTYPES[model.dtype]
     scale = model.head_size**-0.5 if model.attention_scale is None else model.attention_scale
@@ -120,7 +120,7 @@ _ACTIVATIONS = {"silu": silu, "gelu_tanh": _gelu_tanh}
 
 @functools.cache
 def _add_rng_state() -> None:
-    """megatron-core forks this state around initialization on a GPU; nothing of ours draws from it."""
+    """Add the random state that megatron-core forks around initialization on a GPU; nothing of ours draws from it."""
     get_cuda_rng_tracker().add("model-parallel-rng", 0)
 
 
@@ -136,7 +136,7 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(1, hidden_size, dtype=dtype, device=device))
 
     def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
-        """``[tokens, 1, hidden]`` to ``[tokens, 1, 1]``."""
+        """Map ``[tokens, 1, hidden]`` to ``[tokens, 1, 1]``."""
         return nn.functional.linear(hidden, self.weight), None
 
 
@@ -148,7 +148,7 @@ class Transformer(GPTModel):
     Attributes:
         has_scaled_embeddings: Whether input embeddings are multiplied by the root of their width.
         logit_softcap: Logits z become cap * tanh(z / cap); None: they do not.
-        dropout: Of the inputs of its adapters; None: none.
+        dropout: Dropout on the inputs of its adapters; None: none.
         flops: Operations that the whole model needs; None: they are not counted.
     """
 
@@ -158,7 +158,7 @@ class Transformer(GPTModel):
     flops: ModelFlops | None = None
 
     def forward(self, tokens: Tensor, attention: AttentionPlan, rows: Tensor | None = None) -> Tensor:
-        """This stage's part of the forward pass.
+        """Run this stage's part of the forward pass.
 
         Collective: tp.
 
@@ -171,18 +171,18 @@ class Transformer(GPTModel):
             Hidden states ``[tokens, 1, hidden]`` on all but the last stage; there logits ``[rows, padded_vocab/tp]``,
             this rank's columns, or values ``[rows, 1]``.
         """
-        hidden = None
+        embedded = None
         if self.dropout is not None:
             self.dropout.begin(tokens, attention)
         if self.pre_process:
-            hidden = self.embedding(input_ids=tokens[None], position_ids=attention.positions[None])
+            embedded = self.embedding(input_ids=tokens[None], position_ids=attention.positions[None])
             if self.has_scaled_embeddings:
                 # The factor in the activations' own format, as these models were trained.
-                hidden = hidden * hidden.new_tensor(hidden.shape[-1] ** 0.5)
+                embedded = embedded * embedded.new_tensor(embedded.shape[-1] ** 0.5)
         angles = torch.outer(attention.positions.float(), self.rotary_pos_emb.inv_freq)
         rotary = torch.cat([angles, angles], dim=-1)[:, None, None]
-        hidden = self.decoder(
-            hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, attention_bias=attention
+        hidden: Tensor = self.decoder(
+            hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, attention_bias=attention
         )
         if not self.post_process:
             return hidden
@@ -205,7 +205,7 @@ def build_transformer(
     lora: LoRAConfig | None = None,
     seed: int = 1,
 ) -> Transformer:
-    """This rank's stage and shard of a model, with weights not yet set.
+    """Build this rank's stage and shard of a model, with weights not yet set.
 
     Args:
         model: Shape of the model.
@@ -215,7 +215,7 @@ def build_transformer(
         vocab_size: True vocabulary, before padding.
         has_value_head: Values instead of logits.
         lora: Adapters, which are then all that can be trained of it.
-        seed: Of what the adapters drop.
+        seed: Seed of the adapters' dropout.
 
     Raises:
         LayoutError: The layout does not cut the model into equal parts, or cuts experts otherwise than the rest.
@@ -259,13 +259,14 @@ def build_transformer(
     transformer.has_scaled_embeddings = model.scaled_embeddings
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
     # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
-    return transformer.to(device, config.params_dtype)
+    transformer.to(device, config.params_dtype)
+    return transformer
 
 
 def _block_spec(
     model: ModelConfig, config: TransformerConfig, num_layers: int, *, is_local: bool
 ) -> tuple[ModuleSpec | TransformerBlockSubmodules, MoESubmodules | None]:
-    """A stage of so many layers, and what its mixtures of experts are to be made of.
+    """Return the spec of a stage of ``num_layers`` layers, and the submodules of its mixtures of experts.
 
     megatron-core's local layers, or Transformer Engine's; our attention in both.
     """

@@ -7,6 +7,8 @@ recomputes the softmax of its columns, chunk by chunk, so that no fp32 copy of t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,7 +20,7 @@ CHUNK_TOKENS = 1024
 def vocab_parallel_log_probs(
     logits: Tensor, targets: Tensor, *, group: dist.ProcessGroup, vocab_size: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each row, of ``softmax(logits / temperature)``.
+    """Compute the log-probability of each target and the entropy of each row, of ``softmax(logits / temperature)``.
 
     Collective: tp, forward only.
 
@@ -33,12 +35,15 @@ def vocab_parallel_log_probs(
     Returns:
         ``log_probs`` and ``entropy``, ``[tokens]`` fp32, the same on every rank of the group, both differentiable.
     """
-    return _VocabParallelLogProbs.apply(logits, targets, group, vocab_size, temperature)
+    found: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(logits, targets, group, vocab_size, temperature)
+    return found
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, group, vocab_size, temperature):
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         columns = Columns(logits.shape[-1], group, vocab_size)
         log_probs, entropies, normalizers = [], [], []
         for rows, wanted in zip(logits.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
@@ -62,7 +67,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return log_prob, entropy
 
     @staticmethod
-    def backward(ctx, grad_log_prob, grad_entropy):
+    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, targets, normalizer, entropy = ctx.saved_tensors
         grad = torch.empty_like(logits)
         start = 0
@@ -89,13 +94,13 @@ class Columns:
         self.num_real = max(0, min(width, vocab_size - self.first))
 
     def scaled(self, logits: Tensor, temperature: float | Tensor) -> Tensor:
-        """fp32 logits over temperature, padding columns at minus infinity, ``[tokens, padded_vocab/tp]``."""
+        """Return fp32 logits over temperature, padding columns at minus infinity, ``[tokens, padded_vocab/tp]``."""
         scaled = logits.float() / temperature
         scaled[:, self.num_real :] = -torch.inf
         return scaled
 
     def max(self, value: Tensor) -> Tensor:
-        """Largest value over the group. Collective: tp."""
+        """Return the largest value over the group. Collective: tp."""
         if dist.get_world_size(self.group) > 1:
             dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
         return value
@@ -107,7 +112,7 @@ class Columns:
         return value
 
     def pick(self, scaled: Tensor, targets: Tensor) -> Tensor:
-        """The targets' logits where this rank holds them, else 0; targets ``[tokens]`` or ``[tokens, some]``."""
+        """Return the targets' logits where this rank holds them, else 0; targets ``[tokens]`` or ``[tokens, some]``."""
         local, mine = self._locate(targets, scaled.shape[1])
         picked = scaled.gather(1, local if local.dim() == 2 else local[:, None]).view(targets.shape)
         return torch.where(mine, picked, torch.zeros_like(picked))
@@ -121,6 +126,6 @@ class Columns:
         columns.scatter_add_(1, local, added)
 
     def _locate(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """In which of this rank's ``width`` columns targets are, any of them if in none; and whether they are."""
+        """Return each target's place in this rank's ``width`` columns, clamped, and whether this rank has it."""
         local = targets - self.first
         return local.clamp(0, width - 1), (local >= 0) & (local < self.num_real)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.models.adapters import parts_of
-from hybridflow.models.attention import PackedAttention
+from hybridflow.models.attention import AttentionPlan, PackedAttention
 
 _ROW_PARALLEL = frozenset({"self_attention.linear_proj", "mlp.linear_fc2"})
 _GOLDEN = -7046029254386353131
@@ -39,8 +40,8 @@ class Dropout:
     mask, where PEFT has one for each.
 
     Args:
-        share: Of the inputs that are dropped; the others are divided by what is left.
-        seed: Of the run.
+        share: Share of the inputs that are dropped; the others are divided by what is left.
+        seed: Seed of the run.
 
     Attributes:
         update: Updates so far.
@@ -51,10 +52,11 @@ class Dropout:
         self._share, self._seed = share, seed
         self._keys: Tensor | None = None
 
-    def begin(self, tokens: Tensor, attention: PackedAttention) -> None:
+    def begin(self, tokens: Tensor, attention: AttentionPlan) -> None:
         """Take up a micro-batch, ``[tokens]``; without gradients nothing is dropped."""
         self._keys = None
         if torch.is_grad_enabled():
+            assert isinstance(attention, PackedAttention), "only training has gradients"
             self._keys = _mixed(attention.sums_so_far(_mixed(tokens * _GOLDEN + attention.positions)))
 
     def __call__(self, inputs: Tensor, name: str, first_column: int) -> Tensor:
@@ -70,7 +72,7 @@ class Dropout:
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """The finalizer of SplitMix64, on int64 that wraps around."""
+    """Apply the finalizer of SplitMix64, on int64 that wraps around."""
     for shift, factor in zip((30, 27), _MIX, strict=True):
         values = (values ^ (values >> shift & ((1 << 64 - shift) - 1))) * factor
     return values ^ (values >> 31 & ((1 << 33) - 1))
@@ -93,7 +95,7 @@ class Adapter(nn.Module):
         layer: Its transformer layer's index in the whole model.
         parts: The parts that have factors.
         lora: Rank and scale.
-        dropout: Of its input; None: none.
+        dropout: Dropout on its input; None: none.
         groups: This rank's.
         rows: How the parts share the layer's rows.
 
@@ -121,22 +123,23 @@ class Adapter(nn.Module):
         # Not a module, and the same for all layers.
         self._dropout = dropout
         self._parts = tuple(parts)
-        out, width = linear.weight.shape
+        weight = _weight_of(linear)
+        out, width = weight.shape
         for part in parts:
             if part:
                 self.add_module(part, nn.Module())
             # The sole part of a layer is the adapter itself.
             owner, size = self.get_submodule(part), rows.blocks * rows.sizes[part] if part else out
-            owner.A = _factor((lora.rank, width), linear.weight.dtype, 1 if self._is_row_parallel else None)
-            owner.B = _factor((size, lora.rank), linear.weight.dtype, None if self._is_row_parallel else 0)
+            owner.A = _factor((lora.rank, width), weight.dtype, 1 if self._is_row_parallel else None)
+            owner.B = _factor((size, lora.rank), weight.dtype, None if self._is_row_parallel else 0)
 
     def factors(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
-        """Part -> its A and B on this rank; "" is all of the layer."""
+        """Return part -> its A and B on this rank; "" is all of the layer."""
         owners = {part: self.get_submodule(part) for part in self._parts}
-        return {part: (owner.A, owner.B) for part, owner in owners.items()}
+        return {part: (owner.get_parameter("A"), owner.get_parameter("B")) for part, owner in owners.items()}
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What is added to the layer's output, from its input ``[tokens, 1, in]``. Collective: tp."""
+        """Return the addition to the layer's output, from its input ``[tokens, 1, in]``. Collective: tp."""
         if self._dropout is not None:
             first = inputs.shape[-1] * self._group.rank() if self._is_row_parallel else 0
             inputs = self._dropout(inputs, self._name, first)
@@ -151,7 +154,7 @@ class Adapter(nn.Module):
         return self.scale * (added[""] if "" in added else self._interleaved(added))
 
     def _interleaved(self, added: Mapping[str, Tensor]) -> Tensor:
-        """``[tokens, 1, rows of the part]`` of each part, in the order of the layer's rows; zeros for those without."""
+        """Join ``[tokens, 1, rows of the part]`` of all parts in the order of the layer's rows; zeros if missing."""
         blocks, sizes = self._rows.blocks, self._rows.sizes
         head = next(iter(added.values()))
         whole = [
@@ -164,7 +167,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """The local weight with the update in it, summed in fp32: new memory."""
+        """Return the local weight with the update in it, summed in fp32: new memory."""
         whole = weight.detach().float().clone()
         blocks = whole.view(self._rows.blocks, -1, whole.shape[-1])
         starts, start = {"": 0}, 0
@@ -185,8 +188,22 @@ def _factor(shape: tuple[int, int], dtype: torch.dtype, partition_dim: int | Non
     factor = nn.Parameter(torch.empty(shape, dtype=dtype))
     if partition_dim is not None:
         # As megatron-core marks what it cuts: its gradient norm and ``specs`` read it.
-        factor.tensor_model_parallel, factor.partition_dim, factor.partition_stride = True, partition_dim, 1
+        factor.tensor_model_parallel = True  # type: ignore[attr-defined]
+        factor.partition_dim = partition_dim  # type: ignore[attr-defined]
+        factor.partition_stride = 1  # type: ignore[attr-defined]
     return factor
+
+
+def _weight_of(linear: nn.Module) -> Tensor:
+    weight = linear.weight
+    assert isinstance(weight, Tensor), "a linear layer has a weight"
+    return weight
+
+
+def _adapter_of(linear: nn.Module) -> Adapter:
+    adapter = linear.lora
+    assert isinstance(adapter, Adapter), "attach gave the layer its adapter"
+    return adapter
 
 
 def attach(layer: TransformerLayer, lora: LoRAConfig, dropout: Dropout | None, groups: ProcessGroupCollection) -> None:
@@ -200,7 +217,7 @@ def attach(layer: TransformerLayer, lora: LoRAConfig, dropout: Dropout | None, g
 
 
 def _rows(layer: TransformerLayer, name: str, linear: nn.Module) -> _Rows:
-    out = linear.weight.shape[0]
+    out = _weight_of(linear).shape[0]
     if name == "mlp.linear_fc1":
         return _Rows(blocks=1, sizes={"gate": out // 2, "up": out // 2})
     if name == "self_attention.linear_qkv":
@@ -214,11 +231,12 @@ def _rows(layer: TransformerLayer, name: str, linear: nn.Module) -> _Rows:
 
 def _add(linear: nn.Module, arguments: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> object:
     result, bias = output
-    return (result + linear.lora(arguments[0]), bias) if linear.lora.is_on else output
+    adapter = _adapter_of(linear)
+    return (result + adapter(arguments[0]), bias) if adapter.is_on else output
 
 
-def adapted(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The linear layers of this rank that have an adapter, with the logical names of their weights."""
+def adapted(transformer: GPTModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the linear layers of this rank that have an adapter, with the logical names of their weights."""
     for layer in transformer.decoder.layers:
         for name, module in layer.named_modules():
             if isinstance(getattr(module, "lora", None), Adapter):
@@ -226,9 +244,9 @@ def adapted(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 @contextlib.contextmanager
-def adapters_off(transformer: nn.Module) -> Iterator[None]:
-    """The model as it is without its adapters."""
-    adapters = [linear.lora for _, linear in adapted(transformer)]
+def adapters_off(transformer: GPTModel) -> Iterator[None]:
+    """Switch the adapters off for the duration."""
+    adapters = [_adapter_of(linear) for _, linear in adapted(transformer)]
     for adapter in adapters:
         adapter.is_on = False
     try:
@@ -239,14 +257,14 @@ def adapters_off(transformer: nn.Module) -> Iterator[None]:
 
 
 def merged_weight(linear: nn.Module) -> Tensor:
-    """The weight of a linear layer with the update of its adapter in it; itself where it has none."""
+    """Return the weight of a linear layer with its adapter's update; the weight itself where there is no adapter."""
     adapter = getattr(linear, "lora", None)
-    weight: Tensor = linear.weight.detach()
+    weight = _weight_of(linear).detach()
     return weight if adapter is None else adapter.merged(weight)
 
 
 @torch.no_grad()
-def merge(transformer: nn.Module) -> None:
+def merge(transformer: GPTModel) -> None:
     """Put the updates of the adapters into the weights, one layer at a time. The adapters are as they were."""
     for _, linear in adapted(transformer):
-        linear.weight.copy_(merged_weight(linear))
+        _weight_of(linear).copy_(merged_weight(linear))

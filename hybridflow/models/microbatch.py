@@ -45,7 +45,7 @@ def split_by_tokens(
 
 
 def first_of_prompt(sequences: list[Tensor], prompt_lengths: list[int]) -> list[int]:
-    """For each sample the first of the batch that has its prompt.
+    """Return for each sample the first sample of the batch with the same prompt.
 
     Args:
         sequences: Prompt and response of every sample, each ``[tokens]`` int64, in host memory.

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 
 class RmsNorm(nn.Module):
-    """RMSNorm in fp32, times the weight, or times 1 + weight where the model's norms are zero-centred.
+    """RMSNorm in fp32, times the weight, or times 1 + weight where the model's norms are zero-centered.
 
     Args:
         config: Says which of the two.
-        hidden_size: Width of what is normalised.
+        hidden_size: Width of what is normalized.
         eps: Added to the mean square.
     """
 
@@ -23,7 +23,7 @@ class RmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[…, hidden]`` to the same shape and dtype."""
+        """Map ``[…, hidden]`` to the same shape and dtype."""
         wide = hidden.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         return (wide * (self._centre + self.weight.float())).to(hidden.dtype)
@@ -38,4 +38,6 @@ def normalize_output(module: nn.Module, config: TransformerConfig) -> None:
 def _normalize(module: nn.Module, _: tuple[object, ...], output: tuple[Tensor, None]) -> tuple[Tensor, None]:
     hidden, bias = output
     assert bias is None, "a bias would have to be added before the norm"
-    return module.post_layernorm(hidden), None
+    norm = module.post_layernorm
+    assert isinstance(norm, RmsNorm), "normalize_output gave the module its norm"
+    return norm(hidden), None

@@ -108,7 +108,7 @@ def regroup(
 
 
 def trained_tensors(world: World, ranks: tuple[int, ...], model: ModelSpec, trainable: Trainable | None) -> ModelSpec:
-    """The tensors that are trained, those of each layer in the order of the model's own parameters.
+    """Return the trained tensors, those of each layer in the order of the model's own parameters.
 
     That is the order of optimizers' buffers, and with Transformer Engine another than the description's. No rank has
     parameters of every kind, so all tell what they have.
@@ -127,13 +127,13 @@ def trained_tensors(world: World, ranks: tuple[int, ...], model: ModelSpec, trai
 
 
 def _kind(name: str) -> str:
-    """A logical name without its layer."""
+    """Return a logical name without its layer."""
     match = _LAYER.fullmatch(name)
     return name if match is None else f"layer: {match[1]}"
 
 
 def state_holdings(model: ModelSpec, side: Training) -> Holdings:
-    """Where the optimizer keeps its state; ``model`` has the trained tensors in their order."""
+    """Return where the optimizer keeps its state; ``model`` has the trained tensors in their order."""
     return OptimizerHoldings(model, side.mesh) if side.is_distributed else WeightHoldings(model, side.mesh)
 
 
@@ -178,7 +178,7 @@ def _weights(world: World, model: ModelSpec, side: Training) -> dict[str, Tensor
 
 
 def _kinds(model: ModelSpec, with_gradients: bool) -> list[tuple[str, ModelSpec]]:
-    """The kinds of state with the tensors that have it, all fp32."""
+    """Return the kinds of state with the tensors that have it, all fp32."""
     every = replace(model, tensors=tuple(replace(tensor, dtype="fp32") for tensor in model.tensors))
     narrow = {tensor.name for tensor in model.tensors if tensor.dtype != "fp32"}
     masters = replace(every, tensors=tuple(tensor for tensor in every.tensors if tensor.name in narrow))
@@ -188,7 +188,7 @@ def _kinds(model: ModelSpec, with_gradients: bool) -> list[tuple[str, ModelSpec]
 
 
 def _progress(world: World, ranks: tuple[int, ...], source: Training, problem: str | None) -> tuple[int, float]:
-    """The step count and the learning rate, which are the same for all parameters; fails where a rank has a problem."""
+    """Return step count and learning rate, equal for all parameters; raises on every rank where one has a problem."""
     mine = source.trainable
     told = world.coordinator(ranks).gather(
         [problem, None if mine is None else mine.num_steps(), None if mine is None else mine.learning_rate()],

@@ -11,7 +11,7 @@ from hybridflow.families.model import ModelConfig, RotaryScaling
 
 
 def rotary_frequencies(model: ModelConfig) -> Tensor:
-    """Angle by which each pair of dims turns from one token to the next, ``[head / 2]`` fp32 in host memory.
+    """Return the angle of each pair of dims from one token to the next, ``[head / 2]`` fp32 in host memory.
 
     LongRoPE has two sets of divisors. Which one a model uses is settled by its ``max_context``, once for all sequences,
     so that what was cached for the beginning of a sequence stays right as it grows, and training agrees with rollout.
@@ -32,7 +32,7 @@ def rotary_frequencies(model: ModelConfig) -> Tensor:
 
 
 def rotary_factor(model: ModelConfig) -> float:
-    """Factor on queries and keys alike that goes with the stretched frequencies; their scores get its square.
+    """Return the factor on queries and keys that goes with the stretched frequencies; their scores get its square.
 
     Paper: arXiv 2309.00071 (YaRN), arXiv 2402.13753 (LongRoPE).
     """
@@ -49,14 +49,14 @@ def rotary_factor(model: ModelConfig) -> float:
 
 
 def _kept_llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
-    """Share of each frequency that is left alone: 1 for the fast, 0 for the slow, linear in between."""
+    """Return the share of each frequency that is left alone: 1 for the fast, 0 for the slow, linear in between."""
     turned = _original(scaling) * plain / (2 * math.pi)
     share = (turned - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return share.clamp(0, 1)
 
 
 def _kept_yarn(model: ModelConfig, scaling: RotaryScaling) -> Tensor:
-    """As for Llama 3.1, but linear in the index of the pair of dims."""
+    """Return the kept shares of YaRN: as for Llama 3.1, but linear in the index of the pair of dims."""
 
     def pair_that_turns(times: float) -> float:
         return (

@@ -29,12 +29,12 @@ class ModelShape:
         vocab_divisible_by: In a layout the vocabulary is padded to a multiple of this times ``tp``.
         tied_embeddings: Whether input and output embedding are one tensor.
         qkv_bias: Whether the projections to query, key and value have a bias.
-        qk_norm: Whether queries and keys are normalised head by head.
+        qk_norm: Whether queries and keys are normalized head by head.
         num_experts: Experts of each layer; None: a dense feed-forward block.
         shared_ffn_hidden_size: Width inside the shared expert of each layer; None: there is none.
         shared_gate: Whether a gate weighs the shared expert.
         expert_bias: Whether the router adds a bias, in fp32, when it chooses experts.
-        post_norms: Whether the outputs of attention and feed-forward block are normalised.
+        post_norms: Whether the outputs of attention and feed-forward block are normalized.
         dtype: Number format of the weights.
     """
 
@@ -58,7 +58,7 @@ class ModelShape:
 
 
 def named_shapes() -> dict[str, ModelShape]:
-    """Well-known models by name.
+    """Return well-known models by name.
 
     The figures are those of each model's public ``config.json`` (``num_hidden_layers``, ``hidden_size``,
     ``intermediate_size`` or ``moe_intermediate_size``, ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``,
@@ -68,7 +68,7 @@ def named_shapes() -> dict[str, ModelShape]:
 
 
 def shape(name: str) -> ModelShape:
-    """A well-known model.
+    """Return a well-known model.
 
     Raises:
         ReshardError: No model of that name is known here.
@@ -79,7 +79,7 @@ def shape(name: str) -> ModelShape:
 
 
 def shape_of(model: ModelConfig, vocab_size: int) -> ModelShape:
-    """The shape of a recipe's model.
+    """Return the shape of a recipe's model.
 
     Args:
         model: The section.
@@ -104,7 +104,7 @@ def shape_of(model: ModelConfig, vocab_size: int) -> ModelShape:
 
 
 def model_spec(model: ModelShape, *, has_value_head: bool = False) -> ModelSpec:
-    """How every tensor of a model is cut.
+    """Return how every tensor of a model is cut.
 
     Args:
         model: Its shape.
@@ -166,7 +166,7 @@ def _feed_forward(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
 
 
 def _mixture(prefix: str, model: ModelShape, layer: int) -> Iterator[TensorSpec]:
-    """Router, experts, and shared experts."""
+    """Yield router, experts, and shared experts."""
     hidden, dtype = model.hidden_size, model.dtype
     assert model.num_experts is not None, "a mixture has experts"
     yield _whole(f"{prefix}.router.weight", (model.num_experts, hidden), dtype, layer)
@@ -182,7 +182,7 @@ def _mixture(prefix: str, model: ModelShape, layer: int) -> Iterator[TensorSpec]
 def _gated(
     prefix: str, model: ModelShape, width: int, layer: int, expert: tuple[int, int] | None = None
 ) -> Iterator[TensorSpec]:
-    """Gate and up, then down."""
+    """Yield gate and up, then down."""
     for name, sizes in (("linear_fc1", (2, width, model.hidden_size)), ("linear_fc2", (model.hidden_size, width))):
         yield TensorSpec(
             name=f"{prefix}.{name}.weight", shape=sizes, dtype=model.dtype, tp_dim=1, place=layer, expert=expert

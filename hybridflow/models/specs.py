@@ -60,7 +60,7 @@ class Logical(NamedTuple):
 
 
 def logical_parameters(model: GPTModel | Sequence[GPTModel]) -> dict[str, nn.Parameter]:
-    """This rank's parameters by logical name, in the order of the model; of all its virtual pipeline chunks.
+    """Return this rank's parameters by logical name, in the order of the model; of all its virtual pipeline chunks.
 
     Raises:
         ReshardError: A parameter is in no known part of the model.
@@ -70,13 +70,13 @@ def logical_parameters(model: GPTModel | Sequence[GPTModel]) -> dict[str, nn.Par
 
 
 def logical_tensors(model: GPTModel | Sequence[GPTModel]) -> dict[str, Tensor]:
-    """As ``logical_parameters``, with the buffers that belong to the weights, such as a router's ``expert_bias``."""
+    """Return ``logical_parameters`` plus the buffers that belong to the weights, such as a router's ``expert_bias``."""
     chunks = [model] if isinstance(model, nn.Module) else model
     return {logical.name: logical.tensor for chunk in chunks for logical in _logical(chunk)}
 
 
 def describe(whole: GPTModel, *, vocab_divisible_by: int = 1) -> ModelSpec:
-    """How every tensor of a model is cut, in every layout.
+    """Describe how every tensor of a model is cut, in every layout.
 
     Args:
         whole: The model uncut and with its vocabulary unpadded, on any device; ``meta`` needs no memory.
@@ -98,7 +98,7 @@ def describe(whole: GPTModel, *, vocab_divisible_by: int = 1) -> ModelSpec:
 
 
 def pipeline_layers(config: TransformerConfig) -> tuple[int, ...]:
-    """Layers of each of the ``pp * vpp`` virtual stages, as megatron-core deals them: for ``ParallelLayout.layers``.
+    """Return the layers of each of the ``pp * vpp`` virtual stages by megatron-core's rule: ``ParallelLayout.layers``.
 
     Args:
         config: megatron-core's, with its own ways to deal layers: ``num_layers_in_first_pipeline_stage`` and ``last``,
@@ -137,7 +137,7 @@ def pipeline_layers(config: TransformerConfig) -> tuple[int, ...]:
 
 
 def _logical(chunk: GPTModel | Uncut) -> Iterator[Logical]:
-    """Parameters in the order of the model, then buffers that are saved with them."""
+    """Yield parameters in the order of the model, then buffers that are saved with them."""
     if isinstance(chunk, Uncut):
         yield from (Logical(name, "embedding", None, tensor) for name, tensor in chunk.tensors())
         return
@@ -167,7 +167,7 @@ def _logical(chunk: GPTModel | Uncut) -> Iterator[Logical]:
 
 
 def _in_layer(name: str, layer: TransformerLayer) -> tuple[str, tuple[int, int] | None]:
-    """The logical name of a tensor within its layer, and its expert."""
+    """Return the logical name of a tensor within its layer, and its expert."""
     if not isinstance(layer.mlp, BaseMoELayer) or not name.startswith("mlp.experts."):
         return _FUSED_NORMS.get(name, name), None
     match = _EXPERT.fullmatch(name) or _GROUPED.fullmatch(name)
@@ -182,7 +182,7 @@ def _in_layer(name: str, layer: TransformerLayer) -> tuple[str, tuple[int, int] 
 
 
 def _gated(whole: GPTModel) -> set[int]:
-    """Ids of the parameters whose rows are the gate's, then the same number of the up projection's."""
+    """Return ids of the parameters whose rows are the gate's, then the same number of the up projection's."""
     found: set[int] = set()
     for module in whole.modules():
         if isinstance(module, MLP | TEGroupedMLP) and module.config.gated_linear_unit:
@@ -194,7 +194,10 @@ def _gated(whole: GPTModel) -> set[int]:
 
 
 def _tp_dim(tensor: Tensor) -> int | None:
-    return tensor.partition_dim if getattr(tensor, "tensor_model_parallel", False) else None
+    if not getattr(tensor, "tensor_model_parallel", False):
+        return None
+    dim: int = tensor.partition_dim  # type: ignore[attr-defined]
+    return dim
 
 
 def _describe(logical: Logical, whole: GPTModel, gated: set[int], vocab_divisible_by: int) -> TensorSpec:

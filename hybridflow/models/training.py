@@ -78,7 +78,7 @@ class Trainable:
             )
 
     def accumulate(self, micro_batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
-        """Forward and backward over this rank's micro-batches; gradients are summed over the replicas at the end.
+        """Run forward and backward over this rank's micro-batches; gradients are summed over the replicas at the end.
 
         Collective: tp, pp, dp. A replica without samples passes no micro-batch and still takes part.
 
@@ -123,12 +123,12 @@ class Trainable:
             group["lr"] = lr
 
     def learning_rate(self) -> float | None:
-        """The rate of the next step; None on a rank that steps nothing."""
+        """Return the rate of the next step; None on a rank that steps nothing."""
         groups = self._optimizer.param_groups
         return float(groups[0]["lr"]) if groups else None
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """What is kept to step each parameter: kind -> logical name -> flat live storage.
+        """Return the state that each parameter's step needs: kind -> logical name -> flat live storage.
 
         Kinds are ``exp_avg``, ``exp_avg_sq``, ``master`` (fp32 weights where they are not the model's own) and
         ``gradient`` (summed over replicas, between ``accumulate`` and ``step``). With a distributed optimizer the
@@ -143,16 +143,16 @@ class Trainable:
                 found[kind][name] = moments[id(main)][kind].view(-1)
             if main.dtype != parameter.dtype:
                 found["master"][name] = main.data.view(-1)
-            found["gradient"][name] = parameter.main_grad.view(-1)[start:stop]
+            found["gradient"][name] = parameter.main_grad.view(-1)[start:stop]  # type: ignore[attr-defined]
         return found
 
     def state_ranges(self) -> dict[str, tuple[int, int]]:
-        """Logical name -> the elements of the local parameter of which ``state`` keeps something, as (start, stop)."""
+        """Return logical name -> (start, stop), the elements of the local parameter whose state is in ``state``."""
         names = {id(parameter): name for name, parameter in logical_parameters(self.model).items()}
         return {names[id(parameter)]: kept for parameter, _, kept in self._main_parameters()}
 
     def num_steps(self) -> int | None:
-        """Optimizer steps so far; None if this rank keeps no state that would tell."""
+        """Return the optimizer steps so far; None if this rank keeps no state that would tell."""
         for inner, group in self._parameter_groups():
             if isinstance(inner, torch.optim.AdamW):
                 counts = [int(inner.state[parameter]["step"]) for parameter in group["params"]]
@@ -173,7 +173,7 @@ class Trainable:
                 group["step"] = steps
 
     def _main_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor, tuple[int, int]]]:
-        """The parameters that this rank steps: the model's, the one that is stepped, and its range in the model's."""
+        """Yield the parameters that this rank steps: the model's, the stepped one, and its range in the model's."""
         for optimizer in self._optimizer.chained_optimizers:
             if getattr(optimizer, "is_stub_optimizer", False):
                 continue
@@ -189,7 +189,7 @@ class Trainable:
         finalize_model_grads(models, None, pg_collection=self._groups)
 
     def offload(self, owner: str) -> HostOffload:
-        """What moves the optimizer's state to host memory and back; the gradients are freed and come back as zeros.
+        """Return what moves the optimizer's state to host memory and back; gradients are freed and come back as zeros.
 
         Args:
             owner: Whose they are, in errors.
@@ -208,7 +208,7 @@ class Trainable:
         self.set_num_steps(0)
 
     def _parameter_groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-        """The groups of the inner optimizers, with their state there from the start."""
+        """Yield the groups of the inner optimizers, with their state there from the start."""
         for optimizer in self._optimizer.chained_optimizers:
             if getattr(optimizer, "is_stub_optimizer", False):
                 continue
@@ -223,7 +223,7 @@ class Trainable:
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The model's parameters, and those that one of megatron-core's optimizers steps in their place."""
+    """Yield the model's parameters, and those that one of megatron-core's optimizers steps in their place."""
     if isinstance(optimizer, DistributedOptimizer):
         groups = [
             *zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True),
@@ -250,7 +250,7 @@ def run_schedule(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """megatron-core's own schedule over packed micro-batches: 1F1B through the stages, or plain accumulation without.
+    """Run megatron-core's own schedule over packed micro-batches: 1F1B through the stages, or plain accumulation.
 
     Returns:
         What ``loss`` gave beside the loss for each micro-batch; empty but on the last stage.
@@ -276,18 +276,20 @@ def run_schedule(
         forward_only=forward_only,
         pg_collection=groups,
     )
+    kept: list[Any]
     if groups.pp.size() == 1:
-        return forward_backward_no_pipelining(**arguments)
-    return forward_backward_pipelining_without_interleaving(
-        **arguments, p2p_communicator=P2PCommunicator(pp_group=groups.pp, config=config)
-    )
+        kept = forward_backward_no_pipelining(**arguments)
+    else:
+        sender = P2PCommunicator(pp_group=groups.pp, config=config)
+        kept = forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=sender)
+    return kept
 
 
 @torch.no_grad()
 def forward_only(
     model: Transformer, groups: ProcessGroupCollection, micro_batches: list[MicroBatch], compute: Callable[..., Any]
 ) -> list[Any]:
-    """Forward passes without gradients. ``compute(output, micro_batch)`` gives what is kept, on the last stage.
+    """Run forward passes without gradients; keep what ``compute(output, micro_batch)`` returns, on the last stage.
 
     Collective: tp, pp.
     """
@@ -323,7 +325,7 @@ def _count(
 
 
 def sum_over(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """A function that sums a tensor over a group, in place. Collective: the group."""
+    """Return a function that sums a tensor over a group, in place. Collective: the group."""
 
     def add(value: Tensor) -> Tensor:
         if dist.get_world_size(group) > 1:

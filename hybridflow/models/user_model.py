@@ -43,7 +43,7 @@ class ActorModel(nn.Module):
     generate: Any = None
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits of the next token at each place.
+        """Return logits of the next token at each place.
 
         Args:
             input_ids: ``[samples, tokens]`` int64. Shorter sequences end in padding, whose ids mean nothing: what
@@ -65,7 +65,7 @@ class CriticModel(nn.Module):
     max_context: int
 
     def values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The value of the state after each token, which what comes later must not change.
+        """Return the value of the state after each token; later tokens must not change it.
 
         Args:
             input_ids: ``[samples, tokens]`` int64; shorter sequences end in padding.
@@ -81,7 +81,7 @@ class RewardModel:
     """A reward of one's own: subclass it, or have the same method. It is not trained."""
 
     def scores(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Sequence[float]:
-        """One finite number for each response; called with any number of samples, whose order says nothing.
+        """Return one finite number for each response; called with any number of samples in any order.
 
         Args:
             prompts: Texts of the prompts.
@@ -92,18 +92,18 @@ class RewardModel:
 
 
 def is_user_class(given: object) -> bool:
-    """Whether something is a class of a user's own that can be trained: an actor, or a critic."""
+    """Return whether an object is a user's own class that can be trained: an actor, or a critic."""
     return isinstance(given, nn.Module) and (isinstance(given, ActorModel | CriticModel) or not _is_library(given))
 
 
 def _is_library(given: nn.Module) -> bool:
-    """Whether its own library says what it computes, so that it can be cut."""
+    """Return whether a known library defines what the module computes, so that it can be cut."""
     libraries = ("transformers", "megatron", "peft")
     return any(base.__module__.partition(".")[0] in libraries for base in type(given).__mro__)
 
 
 def user_model_info(given: object) -> ModelInfo | None:
-    """What a class of one's own says of itself; None: it is none.
+    """Return what a user's own class says about itself; None: the object is none.
 
     Of the settings only ``vocab_size``, ``max_context`` and ``dtype`` mean anything.
 
@@ -137,7 +137,7 @@ def user_model_info(given: object) -> ModelInfo | None:
 
 
 def ask_logits(module: nn.Module, input_ids: Tensor, *, vocab_size: int, name: str) -> Tensor:
-    """What an actor's ``forward`` gives, ``[samples, tokens, vocab]``.
+    """Return the result of an actor's ``forward``, ``[samples, tokens, vocab]``.
 
     Args:
         module: The actor.
@@ -160,7 +160,7 @@ def ask_logits(module: nn.Module, input_ids: Tensor, *, vocab_size: int, name: s
 
 
 def ask_values(module: nn.Module, input_ids: Tensor, attention_mask: Tensor, *, name: str) -> Tensor:
-    """What a critic's ``values`` gives, ``[samples, tokens]``; arguments as ``CriticModel.values`` has them.
+    """Return the result of a critic's ``values``, ``[samples, tokens]``; arguments as in ``CriticModel.values``.
 
     Raises:
         ConfigError: It is of another shape, or no tensor.
@@ -175,7 +175,7 @@ def ask_values(module: nn.Module, input_ids: Tensor, attention_mask: Tensor, *, 
 
 
 def said(found: object) -> str:
-    """What something is, in words."""
+    """Describe an object in words."""
     return f"a tensor of shape {[*found.shape]}" if isinstance(found, Tensor) else type(found).__name__
 
 
@@ -201,13 +201,13 @@ class Uncut(nn.Module):
                 )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters, then buffers that are saved with them, by the module's own names; what is shared stands once."""
+        """Yield parameters, then buffers that are saved with them, by the module's names; shared ones once."""
         yield from self.module.named_parameters()
         saved = self.module.state_dict().keys()
         yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name in saved)
 
     def describe(self) -> ModelSpec:
-        """How its tensors are cut: not at all."""
+        """Describe how the tensors are cut: not at all."""
         tensors = tuple(
             TensorSpec(
                 name=name,

@@ -74,7 +74,7 @@ class UserTrainable:
             }
 
     def accumulate(self, micro_batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
-        """Forward and backward over this rank's micro-batches; gradients are summed over the replicas at the end.
+        """Run forward and backward over this rank's micro-batches; gradients are summed over the replicas at the end.
 
         Collective: dp. A replica without samples passes no micro-batch and still takes part.
 
@@ -128,11 +128,11 @@ class UserTrainable:
             group["lr"] = lr
 
     def learning_rate(self) -> float:
-        """The rate of the next step."""
+        """Return the rate of the next step."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """What is kept to step each parameter: kind -> name -> flat live storage, as ``training.Trainable`` has it."""
+        """Return what each parameter's step needs: kind -> name -> flat live storage, as in ``training.Trainable``."""
         moments = {name: self._optimizer.state[main] for name, main in self._mains.items()}
         copied = {name: main for name, main in self._mains.items() if main is not self._parameters[name]}
         return {
@@ -147,7 +147,7 @@ class UserTrainable:
         return {name: (0, main.numel()) for name, main in self._mains.items()}
 
     def num_steps(self) -> int:
-        """Optimizer steps so far."""
+        """Return the optimizer steps so far."""
         return int(next(iter(self._optimizer.state.values()))["step"])
 
     def set_num_steps(self, steps: int) -> None:
@@ -156,7 +156,7 @@ class UserTrainable:
             each["step"].fill_(steps)
 
     def offload(self, owner: str) -> HostOffload:
-        """What moves the optimizer's state to host memory and back; the gradients come back as zeros.
+        """Return what moves the optimizer's state to host memory and back; the gradients come back as zeros.
 
         Args:
             owner: Whose they are, in errors.
@@ -175,7 +175,7 @@ class UserTrainable:
 
 
 def _is_decayed(name: str, parameter: Tensor) -> bool:
-    """As megatron-core has it: neither biases nor norms."""
+    """Return whether weight decay applies, as in megatron-core: neither to biases nor to norms."""
     return parameter.dim() > 1 and not name.endswith(".bias")
 
 

@@ -27,7 +27,7 @@ from hybridflow.reshard.spec import ModelSpec, Shard, TensorSpec, shard
 def describe_model(
     world: World, model: ModelConfig, *, vocab_size: int, has_value_head: bool = False, lora: LoRAConfig | None = None
 ) -> ModelSpec:
-    """How every tensor of a model is cut, without communication and the same on every rank.
+    """Describe how every tensor of a model is cut, without communication and the same on every rank.
 
     Found by building the model without memory, once for each that differs in this process.
 
@@ -70,7 +70,7 @@ def _describe(
 def local_shards(
     model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
 ) -> dict[str, tuple[Tensor, Shard]]:
-    """This rank's tensors in their logical view, each with the part of the whole that it is.
+    """Return this rank's tensors in their logical view, each with its part of the whole.
 
     The tensors are views of the parameters' storage.
 
@@ -111,23 +111,23 @@ def initialize(
 ) -> None:
     """Set initial weights, of all tensors or of those named: a function of (seed, logical name) whatever the layout.
 
-    Norms multiply by 1: their weights are 1, or 0 where they are zero-centred. Biases are 0. Matrices are normal with
+    Norms multiply by 1: their weights are 1, or 0 where they are zero-centered. Biases are 0. Matrices are normal with
     ``std``, those that end a residual branch with ``std / sqrt(2 * layers)`` (GPT-2's rule). Padding rows of the
-    vocabulary are 0. Of an adapter A is uniform within ``1 / sqrt(in)``, as in PEFT, and B is 0.
+    vocabulary are 0. An adapter's A is uniform within ``1 / sqrt(in)``, as in PEFT, and its B is 0.
 
     Args:
         model: This rank's part, of all its virtual pipeline chunks.
         spec: The tensors.
         mesh: Where the model is.
         rank: This one.
-        seed: Of the numbers.
+        seed: Seed of the numbers.
         std: Standard deviation of matrices.
         names: The tensors to set; None: all.
         variant: Another number gives other matrices.
     """
     shapes = {tensor.name: tensor for tensor in spec.tensors}
-    config = (model if isinstance(model, nn.Module) else model[0]).config
-    norm = 0.0 if config.layernorm_zero_centered_gamma else 1.0
+    chunk: GPTModel = model if isinstance(model, nn.Module) else model[0]
+    norm = 0.0 if chunk.config.layernorm_zero_centered_gamma else 1.0
     for name, (local, part) in local_shards(model, spec, mesh, rank).items():
         if names is not None and name not in names:
             continue
@@ -139,7 +139,7 @@ def initialize(
 
 
 def _initial_value(tensor: TensorSpec, origin: str, std: float, num_layers: int, norm: float) -> Tensor:
-    """The whole logical tensor, fp32 in host memory."""
+    """Return the whole logical tensor, fp32 in host memory."""
     if tensor.name.endswith("bias") or (is_factor(tensor.name) and tensor.name.endswith(".B")):
         return torch.zeros(tensor.shape)
     if len(tensor.shape) == 1:

@@ -14,7 +14,7 @@ _between = "start"
 
 @contextmanager
 def current_activity(name: str) -> Iterator[None]:
-    """Say what the body of a ``with`` does; an exception that leaves it takes the words along."""
+    """Name the activity of a ``with`` block; an exception that leaves the block carries the name."""
     global _between
     _between = "the work between calls"
     _open.append((name, time.time()))
@@ -29,7 +29,7 @@ def current_activity(name: str) -> Iterator[None]:
 
 
 def now() -> str:
-    """The innermost piece of work, with the outermost around it: ``actor.update (train step 3)``."""
+    """Return the innermost piece of work with the outermost around it: ``actor.update (train step 3)``."""
     names = [name for name, _ in _open[:]]
     if not names:
         return _between
@@ -37,13 +37,13 @@ def now() -> str:
 
 
 def since_s() -> float | None:
-    """Unix time at which the innermost piece of work began, in seconds; None: there is none."""
+    """Return the Unix time at which the innermost piece of work began, in seconds; None when there is none."""
     # A slice, since another thread may end it between a look at the length and one at the item.
     return next((began_s for _, began_s in _open[-1:]), None)
 
 
 def activity_at(error: BaseException) -> str:
-    """What was being done when an exception, or the one that it came from, was raised; else what is being done."""
+    """Return the activity in which an exception or its cause was raised; the current activity when none is known."""
     found: BaseException | None = error
     words = now()
     while found is not None:

@@ -23,7 +23,7 @@ def print_out(text: str) -> None:
 
 
 def print_foreign(text: str) -> None:
-    """``print_out``, of what a job has written, which may hold letters that the terminal has not."""
+    """Print as ``print_out`` does; letters that the terminal cannot show are escaped."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     print_out(text)

@@ -9,7 +9,7 @@ Ordered = Sequence[float]
 
 
 def quantile(ordered: Ordered, share: float) -> float:
-    """The number below which a share of the others lies, between two of them in proportion.
+    """Return the number below which a share of the others lies, interpolated between two of them.
 
     With ``h = share · (n - 1)``: ``x[floor(h)] + (h - floor(h)) · (x[floor(h) + 1] - x[floor(h)])``, counted from 0.
 
@@ -24,7 +24,7 @@ def quantile(ordered: Ordered, share: float) -> float:
 
 
 def deviation(ordered: Ordered) -> float:
-    """Standard deviation, ``sqrt(sum((x - mean)²) / n)``."""
+    """Return the standard deviation, ``sqrt(sum((x - mean)²) / n)``."""
     mean = math.fsum(ordered) / len(ordered)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / len(ordered))
 
@@ -46,7 +46,7 @@ _MEASURES: Mapping[str, Callable[[Ordered], float]] = {
 def measure_distributions(
     sample_stats: Mapping[str, Sequence[float]], asked: Mapping[str, tuple[str, str]]
 ) -> dict[str, float]:
-    """Metrics of numbers that were told one by one.
+    """Return the metrics of numbers that were given one by one.
 
     Args:
         sample_stats: What -> the numbers, of all ranks together, in any order; without any there is no metric.

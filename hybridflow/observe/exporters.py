@@ -5,6 +5,7 @@ Each has a thread of its own, so that none holds up training, or another one, ho
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import secrets
@@ -36,7 +37,7 @@ class Exporter(Protocol):
         """Take those of a step, by name; some may be not finite."""
 
     def close(self) -> None:
-        """No step comes any more."""
+        """Finish; no further step comes."""
 
 
 class MetricsExporter:
@@ -46,7 +47,7 @@ class MetricsExporter:
     the label ``run``.
 
     Args:
-        pushgateway_url: Of the gateway, such as ``http://gateway:9091``.
+        pushgateway_url: Address of the gateway, such as ``http://gateway:9091``.
         job_name: Prometheus' name of the job.
         textfile: A file in the node exporter's folder of textfiles; it must end in ``.prom``.
         run: Value of the label, by which a gateway also tells runs apart.
@@ -93,7 +94,7 @@ class MetricsExporter:
             )
 
     def close(self) -> None:
-        """The last numbers stay where they are."""
+        """Do nothing: the last numbers stay where they are."""
 
 
 class WandbExporter:
@@ -159,17 +160,21 @@ class Callback:
     """A function ``(step, metrics)`` of the user's."""
 
     def __init__(self, function: Callable[[int, Mapping[str, float]], object]) -> None:
-        self.export = function
+        self._function = function
+
+    def export(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Call the function."""
+        self._function(step, metrics)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class Outlet:
     """Hands the steps to an exporter in a thread of its own, and tells of a failure once.
 
     Args:
-        name: Of the exporter, for messages.
+        name: Name of the exporter, for messages.
         exporter: It.
     """
 
@@ -190,13 +195,13 @@ class Outlet:
             self._condition.notify()
 
     def end(self) -> None:
-        """No step comes any more; what waits is still sent."""
+        """Accept no further step; steps that wait are still sent."""
         with self._condition:
             self._is_over = True
             self._condition.notify()
 
     def wait(self, within_s: float) -> None:
-        """Wait so long for what is being sent, and tell how much was not."""
+        """Wait up to ``within_s`` seconds for the steps being sent, and print how many were not sent."""
         self._thread.join(within_s)
         if self._num_sent < self._num_taken:
             lost = self._num_taken - self._num_sent
@@ -209,7 +214,7 @@ class Outlet:
                 if not self._waiting:
                     break
                 step, metrics = self._waiting.popleft()
-            if self._try(lambda step=step, metrics=metrics: self._exporter.export(step, metrics), f"step {step}"):
+            if self._try(functools.partial(self._exporter.export, step, metrics), f"step {step}"):
                 self._num_sent += 1
                 if self._is_failing:
                     tell(f"metrics to {self._name}: step {step}: sent again")
@@ -217,7 +222,7 @@ class Outlet:
         self._try(self._exporter.close, "the end")
 
     def _try(self, action: Callable[[], object], what: str) -> bool:
-        """Whether it did not fail."""
+        """Run the action, and return whether it succeeded."""
         try:
             action()
         # It may raise anything, or call sys.exit; training goes on whatever it is.
@@ -230,7 +235,7 @@ class Outlet:
 
 
 def close_outlets(outlets: Sequence[Outlet], within_s: float) -> None:
-    """End all of them, which together may take so long; what is not sent by then is told."""
+    """End all outlets within one shared time, and print how many steps were not sent by then."""
     end_s = time.monotonic() + within_s
     for outlet in outlets:
         outlet.end()
@@ -239,7 +244,7 @@ def close_outlets(outlets: Sequence[Outlet], within_s: float) -> None:
 
 
 def open_outlets(recipe: Recipe, run_dir: Path, *, is_resumed: bool) -> list[Outlet]:
-    """An outlet for each exporter of a recipe. For one rank.
+    """Open an outlet for each exporter of a recipe. For one rank.
 
     Raises:
         ConfigError: A package that is needed, or a function, is not there.

@@ -21,7 +21,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def replace_by_pieces(path: Path, pieces: Iterable[bytes]) -> None:
-    """As ``replace_file``, of content that need not be in memory as a whole.
+    """Replace a file as ``replace_file`` does, with content that need not fit in memory.
 
     Raises:
         OSError: The disk refused, or the pieces did; ``path`` is as it was.
@@ -41,7 +41,7 @@ def replace_by_pieces(path: Path, pieces: Iterable[bytes]) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Bring to the disk what was written to a file, or the names in a directory.
+    """Flush a file's content, or a directory's names, to the disk.
 
     Raises:
         OSError: The file system refuses.
@@ -54,7 +54,7 @@ def sync_path(path: Path) -> None:
 
 
 def json_objects(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The texts that are a JSON object each; others, such as a line that a kill has cut short, are passed over."""
+    """Yield the lines that are each a JSON object; skip others, such as a line that a kill has cut short."""
     for text in texts:
         try:
             value = json.loads(text)

@@ -63,7 +63,8 @@ class MetricsLog:
         self._file.flush()
         # In one event: each of its own would be queued, and every tenth wait for the disk.
         values = [self._value(tag=self._prefix + name, simple_value=value) for name, value in metrics.items()]
-        self._tensorboard.file_writer.add_summary(self._summary(value=values), step)
+        # torch types file_writer as None.
+        self._tensorboard.file_writer.add_summary(self._summary(value=values), step)  # type: ignore[attr-defined]
         self._tensorboard.flush()
         print(progress_line(step, self._num_steps, metrics), flush=True)
 
@@ -108,7 +109,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def progress_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """One step on one line of the console: what was learned, and where the time went, by phase.
+    """Return one console line for a step: what was learned, and the time of each phase.
 
     A metric that is absent is left out. Phases are the metrics ``time/<phase>_s``, in their given order, after the
     whole step's ``time/step_s``.

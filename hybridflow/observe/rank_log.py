@@ -22,7 +22,7 @@ _early_notes: list[str] = []
 
 
 def rank_log_path(run_dir: Path, start_number: int, rank: int) -> Path:
-    """Where a rank logs in a start of a run, the first being number 1."""
+    """Return the path of a rank's log in one start of a run; the first start is number 1."""
     return run_dir / LOGS_DIR / f"{start_number:04d}" / f"rank-{rank:05d}.log"
 
 

@@ -80,12 +80,12 @@ def draw_learning_curve(run_dir: Path) -> Path:
 
 
 def _column(rows: Rows, name: str) -> tuple[list[float], list[float]]:
-    """The steps that have a metric, and its values; a line has a gap where one is NaN."""
+    """Return the steps that have a metric, and its values; a line has a gap where a value is NaN."""
     return [row["step"] for row in rows if name in row], [row[name] for row in rows if name in row]
 
 
 def _noisy_line(axes: Axes, rows: Rows, name: str, label: str, colour: str) -> None:
-    """Every step faintly, and the mean of the steps around it on top; a short run as it is."""
+    """Draw every step faintly and the mean of the steps around it on top; draw a short run as it is."""
     steps, values = _column(rows, name)
     reach = len(values) // 20
     if reach == 0:
@@ -98,7 +98,7 @@ def _noisy_line(axes: Axes, rows: Rows, name: str, label: str, colour: str) -> N
 
 
 def _draw_time(axes: Axes, rows: Rows) -> None:
-    """The phases stacked, longest below and the short ones together, and the whole step as a line above them."""
+    """Draw the phases stacked, longest at the bottom, the short ones together, and the whole step as a line."""
     steps, step_s = _column(rows, "time/step_s")
     phases_s = [phase_seconds(row) for row in rows if "time/step_s" in row]
     names = {name for phases in phases_s for name in phases}

@@ -34,7 +34,7 @@ class StartRecord:
     Attributes:
         number: 1 for the first.
         began_s: Unix time, in seconds.
-        step: Of the checkpoint that was there; None: there was none.
+        step: Step of the checkpoint that was there; None: there was none.
         ranks: How many run.
         hosts: The nodes, in the order of their ranks.
         layouts: Mesh -> layout.
@@ -61,7 +61,7 @@ class StartRecord:
 
 
 def read_starts(run_dir: Path) -> list[StartRecord]:
-    """The starts of a run, in order; lines that were cut short by a kill, or that nobody understands, are left out."""
+    """Read the starts of a run, in order; skip lines that a kill cut short or that have an unknown form."""
     path = run_dir / STARTS_FILE
     found: dict[int, dict[str, Any]] = {}
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
@@ -73,13 +73,13 @@ def read_starts(run_dir: Path) -> list[StartRecord]:
 
 
 def _is_understood(row: Mapping[str, Any]) -> bool:
-    """Whether a line is of a start, and each value one of its key's."""
+    """Return whether a line describes a start and each value has its key's type."""
     is_right = all(_is_one(row[key], kinds) for key, kinds in _KINDS.items() if row.get(key) is not None)
     return is_right and row.get("number") is not None and all(isinstance(host, str) for host in row.get("hosts") or ())
 
 
 def _is_one(value: object, kinds: tuple[type, ...]) -> bool:
-    """Whether it is of one of these types; a number must be one that may be reckoned with."""
+    """Return whether a value has one of these types; a number must also lie in [0, 2**63)."""
     if not isinstance(value, kinds) or isinstance(value, bool):
         return False
     return not isinstance(value, (int, float)) or 0 <= value < 2**63
@@ -99,14 +99,14 @@ def add_end(run_dir: Path, number: int, outcome: str, detail: str = "", save_s: 
 def idle_starts(
     records: Sequence[StartRecord], *, job_id: str, step: int | None, restart_count: int | None
 ) -> list[StartRecord]:
-    """The last starts in a row of a job that went on from this step's checkpoint, as one more now would.
+    """Return the latest consecutive starts that resumed from this step's checkpoint, as one more start now would.
 
-    Not counted is one that Slurm ended without a word, to begin the job again: as when it takes nodes for other jobs.
+    A start that Slurm ended silently to requeue the job does not count, as when it takes nodes for other jobs.
 
     Args:
-        records: Of the run, in order.
-        job_id: Of the job.
-        step: Of the checkpoint; None: there is none.
+        records: Start records of the run, in order.
+        job_id: Id of the job.
+        step: Step of the checkpoint; None: there is none.
         restart_count: How often Slurm has begun the job again before the start that comes now.
     """
     found: list[StartRecord] = []

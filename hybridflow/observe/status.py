@@ -41,7 +41,7 @@ class RunStatus:
         step: Training steps done.
         steps: How many it is to make.
         reward: Mean reward of the last step.
-        accuracy: Of the last validation.
+        accuracy: Accuracy of the last validation.
         tokens_per_s: Prompts and responses, mean of the last 20 steps.
         step_s: Mean length of the last 20 steps.
         phases_s: Mean of the same steps' ``time/<phase>_s``.
@@ -54,8 +54,8 @@ class RunStatus:
         end_age_s: Since that start ended, if it noted it.
         start_step: The checkpoint that this one went on from.
         last_end: How the start before ended.
-        ranks: Of the last start.
-        hosts: Of the last start.
+        ranks: Number of ranks of the last start.
+        hosts: Hosts of the last start.
         job_id: Slurm's, of the last start.
         saved_step: Step of the last checkpoint.
         saved_age_s: Since it was complete.
@@ -99,7 +99,7 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
     """Find out how a run stands.
 
     Args:
-        run_dir: Of the run.
+        run_dir: Directory of the run.
         now_s: Unix time, in seconds; None: the clock's.
 
     Raises:
@@ -148,13 +148,13 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
 
 
 def _named_step(note: Path) -> int | None:
-    """The step of the checkpoint that a file names."""
+    """Return the step of the checkpoint that a file names."""
     match = re.fullmatch(r"step_([0-9]{6,18})", _read(note).strip())
     return None if match is None else int(match[1])
 
 
 def _state(start: StartRecord | None, silent_s: float | None, *, has_told: bool) -> State:
-    """How the last start stands, which has told of itself or not, and was silent for so long."""
+    """Return the state of the last start, from its own report (if any) and how long it has been silent."""
     if start is not None and start.outcome in ("finished", "requeue", "failed"):
         return start.outcome  # type: ignore[return-value]  # mypy does not narrow text to its literals
     if silent_s is None or silent_s > SILENT_AFTER_S:
@@ -168,7 +168,7 @@ def _job_left_s(kept: _Values, now_s: float) -> float | None:
 
 
 def _progress(run_dir: Path, told: _Values, summary: _Values) -> dict[str, Any]:
-    """What was learned, how far it is, and how quickly."""
+    """Return what was learned, how far the run is, and how fast."""
     rows = [_Values(row) for row in _last_rows(run_dir / METRICS_FILE)]
     recent = [row for row in rows[-_RECENT_STEPS:] if row.number("time/step_s") is not None]
     phases = [phase_seconds(row.numbers()) for row in recent]
@@ -216,7 +216,7 @@ def _of_starts(run_dir: Path, starts: list[StartRecord], now_s: float) -> dict[s
 
 
 def _age(then_s: float | None, now_s: float) -> float | None:
-    """How long ago it was; a clock of another node may be ahead of this one's."""
+    """Return how long ago a time was; another node's clock may be ahead of this one's."""
     return None if then_s is None else max(0.0, now_s - then_s)
 
 
@@ -262,7 +262,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
-    """The last steps that are noted whole; of a long file its end alone is read."""
+    """Read the last steps that are recorded whole; of a long file only its end is read."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -28,7 +28,7 @@ class StatusFile:
     """Keeps ``status.json``; one rank has one. What it cannot write it leaves: the run goes on without.
 
     Args:
-        run_dir: Of the run; made if absent.
+        run_dir: Directory of the run; made if absent.
         facts: What does not change, of JSON's types: the run's name, how many steps it is to make.
     """
 
@@ -72,13 +72,13 @@ class StatusFile:
 
 
 def living_writer(run_dir: Path, began_s: float) -> str | None:
-    """Which other process keeps ``status.json`` of a run; waits for it to write again.
+    """Return the other process that keeps ``status.json`` of a run; waits for it to write again.
 
-    Of this host a process that is gone is known at once, and so is one that has been silent for long. Else only a sign
-    of life that comes while we look is proof.
+    A process of this host that is gone is known at once. So is a writer that has been silent for long. Otherwise only a
+    sign of life during this call is proof.
 
     Args:
-        run_dir: Of the run.
+        run_dir: Directory of the run.
         began_s: When its last start began, Unix time in seconds; what was written before is no sign of it.
 
     Returns:
@@ -108,7 +108,7 @@ def _kept(run_dir: Path) -> dict[str, Any]:
 
 
 def _is_gone(kept: Mapping[str, Any]) -> bool:
-    """Whether a process is one of this host, and either ended or ourselves."""
+    """Return whether a process of this host has ended, or is this process itself."""
     pid = kept.get("pid")
     if kept.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
         return False

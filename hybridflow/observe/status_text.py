@@ -13,7 +13,7 @@ _NUM_HOSTS = 4
 
 
 def as_text(status: RunStatus) -> str:
-    """One run, a line for each thing that is known of it."""
+    """Format one run, one line for each known fact."""
     lines = [f"{status.run}: {_headline(status)}"]
     for name, value in (
         ("step", _step_line(status)),
@@ -32,13 +32,13 @@ def as_text(status: RunStatus) -> str:
 
 
 def as_table(statuses: Sequence[RunStatus]) -> str:
-    """Several runs, a row for each."""
+    """Format several runs, one row each."""
     head = ("run", "state", "step", "reward", "tokens/s", "s/step", "left", "saved", "restarts", "doing or cause")
     return "\n".join(format_table([head, *map(_row, statuses)]))
 
 
 def duration(seconds: float) -> str:
-    """A length of time by its two largest units."""
+    """Format a length of time by its two largest units."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -131,5 +131,5 @@ def _row(status: RunStatus) -> tuple[str, ...]:
 
 
 def _printable(text: str) -> str:
-    """On one line, and nothing that a terminal would take for a command."""
+    """Put text on one line without characters that a terminal would take for a command."""
     return "".join(letter if letter.isprintable() else " " for letter in text)

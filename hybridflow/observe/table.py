@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def format_table(rows: Sequence[Sequence[str]], *, num_left: int | None = None) -> list[str]:
-    """A line for each row, its cells under those of the other rows.
+    """Format one line for each row, with cells aligned in columns.
 
     Args:
         rows: Equally many cells each; at least one row.

@@ -49,10 +49,10 @@ class Meter(Protocol):
     """Measures the pieces of work that compute, one after the other."""
 
     def begin(self) -> None:
-        """One begins."""
+        """Note that a span begins."""
 
     def end(self) -> tuple[float, float, int]:
-        """It has ended: ``flops``, ``tokens`` and ``peak_bytes`` of its ``Cost``."""
+        """Note that a span has ended: ``flops``, ``tokens`` and ``peak_bytes`` of its ``Cost``."""
 
 
 METERED = ("call", "phase")
@@ -62,7 +62,7 @@ METERED = ("call", "phase")
 class Timeline:
     """The spans of one step on one rank, in the order in which they ended.
 
-    A span costs a few microseconds and does not wait for a GPU: on one, synchronise where the time matters.
+    A span costs a few microseconds and does not wait for a GPU: on one, synchronize where the time matters.
 
     Attributes:
         spans: What was measured since the last :meth:`reset`.
@@ -101,7 +101,7 @@ class Timeline:
 
     @property
     def costs(self) -> list[Cost]:
-        """What was measured since the last :meth:`reset`, one for each kind and name."""
+        """Return what was measured since the last :meth:`reset`, one entry for each kind and name."""
         return list(self._costs.values())
 
     def _add_cost(self, cost: Cost) -> None:

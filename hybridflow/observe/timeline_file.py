@@ -32,7 +32,7 @@ class TimelineFile:
     """The timeline of a run; written by one rank, which adds to what earlier starts of the run left.
 
     Args:
-        run_dir: Of the run; gets ``trace/``.
+        run_dir: Directory of the run; gets ``trace/``.
         num_ranks: Ranks of the job.
         ranks_per_node: How many consecutive ranks share a node.
 
@@ -54,7 +54,7 @@ class TimelineFile:
             step: Its number.
             start_s: When it began, Unix time in seconds.
             step_s: How long it took, in seconds.
-            spans: Of each rank, its spans.
+            spans: The spans of each rank.
 
         Raises:
             OSError: The file system refuses.
@@ -68,7 +68,7 @@ class TimelineFile:
         _append(self._path, events)
 
     def _names(self) -> list[str]:
-        """What viewers are to call the nodes and ranks."""
+        """Return the names that viewers show for the nodes and ranks."""
         events = [_name("process_name", _STEPS_PID, _FIRST_TID, "steps")]
         for pid in dict.fromkeys(pid for pid, _ in self._places):
             events.append(_name("process_name", pid, _FIRST_TID, f"node {pid - _FIRST_NODE_PID}"))

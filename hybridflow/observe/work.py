@@ -23,11 +23,11 @@ _done = Work(0.0, 0.0)
 
 
 def add_work(flops: float, tokens: float) -> None:
-    """Something has been computed."""
+    """Add computed work to the total."""
     global _done
     _done = Work(_done.flops + flops, _done.tokens + tokens)
 
 
 def work_done() -> Work:
-    """All of it, since the process began."""
+    """Return all work since the process began."""
     return _done

@@ -10,5 +10,5 @@ import torch
 
 @functools.cache
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine can be used: installed, with a CUDA device to run on."""
+    """Return whether Transformer Engine can be used: it is installed, and there is a CUDA device."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None

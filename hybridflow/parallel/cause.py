@@ -58,7 +58,7 @@ class Place:
 
 
 def cause_of(error: Exception, rank: int, host: str) -> Cause:
-    """The failure of this rank, as an exception tells it."""
+    """Return the failure of this rank, from an exception."""
     kind = "waited" if isinstance(error, DeadlineError) else "ours"
     text, status = str(error), exit_status(error)
     # An OSError names its file; what it stopped is the job, which may do better on another node.
@@ -72,7 +72,7 @@ def cause_of(error: Exception, rank: int, host: str) -> Cause:
 
 
 def lost_rank(rank: int, host: str, activity: str, *, is_closed: bool, dead_after_s: float) -> Cause:
-    """The failure of a rank that cannot tell of it.
+    """Return the failure of a rank that cannot report it.
 
     Args:
         rank: Which.
@@ -92,7 +92,7 @@ def lost_rank(rank: int, host: str, activity: str, *, is_closed: bool, dead_afte
 
 
 def tell_cause(cause: Cause) -> str:
-    """A cause as the console shows it: one line, or a traceback between two."""
+    """Format a cause for the console: one line, or a traceback between two lines."""
     who = f"hybridflow: rank {cause.rank} on {cause.host}"
     if cause.kind == "lost":
         return f"{who} was lost, last seen in {cause.activity}: {cause.text}"
@@ -103,13 +103,13 @@ def tell_cause(cause: Cause) -> str:
 
 
 def in_a_line(cause: Cause) -> str:
-    """A cause without its traceback: of that the last line, which names the error."""
+    """Return a cause in one line: without its traceback but for the last line, which names the error."""
     first, *rest = tell_cause(cause).splitlines()
     return f"{first} {cause.text.splitlines()[-1]}" if cause.kind == "ours" and rest else first
 
 
 def tell_places(places: Mapping[int, Place]) -> list[str]:
-    """A line for all ranks that are at the same place, the fewest first: who is alone there is likely in trouble."""
+    """Return one line for all ranks at the same place, the fewest first: a rank that is alone is likely in trouble."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, place in sorted(places.items()):
         groups.setdefault((place.line, place.activity), []).append(rank)
@@ -126,12 +126,12 @@ def tell_places(places: Mapping[int, Place]) -> list[str]:
 
 
 def own_place(host: str) -> Place:
-    """Where this process's main thread is; for another thread to ask."""
+    """Return where this process's main thread is; for another thread to ask."""
     return Place(host=host, activity=now(), line=_lines(sys._current_frames().get(threading.main_thread().ident or 0)))
 
 
 def place_of(error: Exception, host: str) -> Place:
-    """Where an exception was raised, or the one that it was made from."""
+    """Return where an exception, or the one that caused it, was raised."""
     first: BaseException = error
     while first.__cause__ is not None:
         first = first.__cause__
@@ -142,7 +142,7 @@ def place_of(error: Exception, host: str) -> Place:
 
 
 def _lines(frame: FrameType | None) -> str:
-    """The innermost line that is not a library's, then the innermost: ``rewards.py:12 score > parser.py:8 parse``."""
+    """Return the innermost line outside libraries, then the innermost: ``rewards.py:12 score > parser.py:8 parse``."""
     lines: list[str] = []
     while frame is not None:
         path, is_own = frame.f_code.co_filename, _is_own(frame.f_code.co_filename)
@@ -155,7 +155,7 @@ def _lines(frame: FrameType | None) -> str:
 
 
 def _is_own(path: str) -> bool:
-    """Whether a file is hybridflow's or its user's."""
+    """Return whether a file belongs to hybridflow or its user."""
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     is_library = path.startswith("<") or any(path.startswith(folder + os.sep) for folder in libraries)
@@ -163,7 +163,7 @@ def _is_own(path: str) -> bool:
 
 
 def all_stacks() -> str:
-    """The stacks of this process's threads, the main thread's first, without that of the thread that asks."""
+    """Return the stacks of this process's threads, the main thread's first, without the calling thread's."""
     frames, main = sys._current_frames(), threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     others = [ident for ident in frames if ident not in (main, threading.get_ident())]

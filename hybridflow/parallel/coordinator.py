@@ -27,13 +27,13 @@ class Messenger(Protocol):
     """Byte messages among a fixed set of ranks; what a coordinator is built on."""
 
     def broadcast(self, payload: bytes | None, name: str) -> bytes:
-        """The lowest rank's bytes on every rank."""
+        """Return the lowest rank's bytes on every rank."""
 
     def gather(self, payload: bytes, name: str) -> list[bytes]:
-        """Every rank's bytes, in rank order, on every rank."""
+        """Return every rank's bytes, in rank order, on every rank."""
 
     def exchange(self, sends: dict[int, np.ndarray], receives: dict[int, np.ndarray], name: str) -> None:
-        """Point-to-point arrays of known sizes, all posted at once."""
+        """Exchange point-to-point arrays of known sizes, all posted at once."""
 
 
 class GlooMessenger:
@@ -47,7 +47,7 @@ class GlooMessenger:
         self._gather_frame_bytes = _FIRST_FRAME_BYTES
 
     def broadcast(self, payload: bytes | None, name: str) -> bytes:
-        """The lowest rank's bytes on every rank. Raises DeadlineError when a rank does not come."""
+        """Return the lowest rank's bytes on every rank. Raises DeadlineError when a rank does not come."""
         root = self._ranks[0]
         frame = _frame(payload, self._broadcast_frame_bytes)
         with lost_contact(name, self._ranks, self._deadline_s):
@@ -60,7 +60,7 @@ class GlooMessenger:
         return _content(frame)
 
     def gather(self, payload: bytes, name: str) -> list[bytes]:
-        """Every rank's bytes, in rank order, on every rank. Raises DeadlineError when a rank does not come."""
+        """Return every rank's bytes, in rank order, on every rank. Raises DeadlineError when a rank does not come."""
         with lost_contact(name, self._ranks, self._deadline_s):
             frames = self._gather(payload, self._gather_frame_bytes)
             largest = max(map(_size, frames))
@@ -77,7 +77,7 @@ class GlooMessenger:
         return list(frames)
 
     def exchange(self, sends: dict[int, np.ndarray], receives: dict[int, np.ndarray], name: str) -> None:
-        """Point-to-point arrays of known sizes, all posted at once. Raises DeadlineError when one does not come."""
+        """Exchange point-to-point arrays of known sizes, all posted at once. Raises DeadlineError if one is missing."""
         with lost_contact(name, self._ranks, self._deadline_s):
             works = [
                 dist.irecv(torch.from_numpy(array), src=rank, group=self._group) for rank, array in receives.items()
@@ -104,18 +104,18 @@ class Coordinator:
 
     @property
     def is_lead(self) -> bool:
-        """Whether this is the rank that takes the decisions: the first of the ranks."""
+        """Return whether this rank takes the decisions: the first of the ranks."""
         return self.rank == self.ranks[0]
 
     def decide(self, name: str, value: Any) -> Any:
-        """The lead's JSON value on every rank; what the others pass is not read."""
+        """Return the lead's JSON value on every rank; the values of the others are not read."""
         if self._messenger is None:
             return value
         payload = json.dumps(value).encode() if self.is_lead else None
         return json.loads(self._messenger.broadcast(payload, name))
 
     def gather(self, value: Any, name: str = "gather") -> list[Any]:
-        """Every rank's JSON value, in the order of ``ranks``, on every rank."""
+        """Return every rank's JSON value, in the order of ``ranks``, on every rank."""
         if self._messenger is None:
             return [value]
         return [json.loads(payload) for payload in self._messenger.gather(json.dumps(value).encode(), name)]
@@ -145,7 +145,7 @@ class Coordinator:
 
 
 def _frame(payload: bytes | None, num_bytes: int) -> torch.Tensor:
-    """The size of a payload, and the payload itself when it fits, ``[8 + num_bytes]`` uint8; zeros for None."""
+    """Return the size of a payload, and the payload itself if it fits, ``[8 + num_bytes]`` uint8; zeros for None."""
     frame = np.zeros(8 + num_bytes, dtype=np.uint8)
     if payload is not None:
         frame[:8] = np.frombuffer(len(payload).to_bytes(8, "little"), dtype=np.uint8)
@@ -163,5 +163,5 @@ def _content(frame: torch.Tensor) -> bytes:
 
 
 def _larger(num_bytes: int) -> int:
-    """The next frame: the smallest power of two that holds such a message, within bounds."""
+    """Return the next frame: the smallest power of two that holds such a message, within bounds."""
     return min(1 << (num_bytes - 1).bit_length(), _LARGEST_FRAME_BYTES)

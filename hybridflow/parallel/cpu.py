@@ -47,7 +47,7 @@ def _without_cuda(factory: Any) -> Any:
 
 
 def _type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``Tensor.type`` whose answer for a CPU tensor is the CUDA name, which megatron-core's optimizers compare with."""
+    """Answer ``Tensor.type`` for a CPU tensor with the CUDA name, which megatron-core's optimizers compare with."""
     found = _tensor_type(self, *args, **kwargs)
     return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) and self.device == _CPU else found
 
@@ -60,10 +60,10 @@ def use_cpu_for_cuda() -> None:
     """Make megatron-core run on the CPU, if this machine has no CUDA; later calls do nothing."""
     if torch.cuda.is_available():
         return
-    torch.cuda.current_device = lambda: _CPU
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.Tensor.type = _type
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.Tensor.type = _type  # type: ignore[method-assign,assignment]
     torch_on_cpu = _TorchOnCpu()
     for name in _MODULES_NAMING_CUDA:
-        importlib.import_module(name).torch = torch_on_cpu
+        importlib.import_module(name).torch = torch_on_cpu  # type: ignore[attr-defined]

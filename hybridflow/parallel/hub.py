@@ -36,8 +36,8 @@ class Hub:
     """The watch's judgement. Times are of a clock that counts while this process is awake.
 
     Args:
-        host: Of rank 0.
-        process: Of rank 0.
+        host: Host of rank 0.
+        process: Process of rank 0.
         size: Ranks of the job.
         dead_after_s: A rank that is silent for so long is lost, in seconds.
         to: Sends a message to a rank, which may be this one.
@@ -66,7 +66,7 @@ class Hub:
         self._tell_by_s = 0.0
 
     def welcome(self, rank: int, host: str, process: Process, now_s: float) -> None:
-        """A rank has come."""
+        """Note that a rank has come."""
         first = self._ranks[0]
         self._ranks[rank] = _Rank(host=host, process=process, is_here=True, heard_s=now_s)
         if all(each.is_here for each in self._ranks):
@@ -74,16 +74,16 @@ class Hub:
             self._to_all({"deputy": others[0] if others else 1, "host": first.host, "process": first.process})
 
     def heard(self, rank: int, now_s: float) -> None:
-        """A rank lives."""
+        """Note that a rank lives."""
         self._ranks[rank].heard_s = now_s
 
     def closed(self, rank: int, now_s: float) -> None:
-        """A rank's connection has closed."""
+        """Note that a rank's connection has closed."""
         if self._ranks[rank].closed_s is None:
             self._ranks[rank].closed_s = now_s
 
     def take(self, rank: int, message: Message, now_s: float) -> None:
-        """Act on what a rank says."""
+        """Act on a rank's message."""
         found = self._ranks[rank]
         if "activity" in message:
             found.activity = str(message["activity"])
@@ -101,11 +101,11 @@ class Hub:
             found.has_left = True
 
     def have_all_left(self) -> bool:
-        """Whether no other rank is left."""
+        """Return whether no other rank is left."""
         return all(each.has_left for each in self._ranks[1:])
 
     def turn(self, now_s: float) -> None:
-        """Act on what the time brings: a lost rank, the first cause, the end of all."""
+        """Act on the passing of time: a lost rank, the first cause, the end of all."""
         if self._cause is None:
             self._look_at_silent(now_s)
             self._find_cause(now_s)
@@ -159,7 +159,7 @@ class Hub:
                     self._to(mate, {"kill": each.process})
 
     def _mate(self, number: int, now_s: float) -> int | None:
-        """Another rank of the same node that answers."""
+        """Return another rank of the same node that answers."""
         each = self._ranks[number]
         for mate, other in enumerate(self._ranks):
             is_there = other.is_here and not other.has_left and other.closed_s is None

@@ -12,7 +12,7 @@ from hybridflow.parallel.scontrol import show_job
 
 
 def find_job_end(environ: Mapping[str, str] | None = None, *, is_fresh: bool = False) -> float | None:
-    """Unix time at which this job's time limit is reached, in seconds; None outside Slurm, or without a limit.
+    """Return the Unix time of this job's time limit, in seconds; None outside Slurm, or without a limit.
 
     Args:
         environ: What Slurm left; None: this process's environment.
@@ -30,7 +30,7 @@ def find_job_end(environ: Mapping[str, str] | None = None, *, is_fresh: bool = F
 
 
 def end_of(job: Mapping[str, str]) -> float | None:
-    """The end time in a record of ``show_job``, as Unix time in seconds; None where it is unknown."""
+    """Return the end time in a record of ``show_job``, as Unix time in seconds; None where it is unknown."""
     text = job.get("EndTime", "")
     if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", text) is None:
         return None

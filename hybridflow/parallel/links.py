@@ -29,7 +29,7 @@ class Link:
         self._outgoing = b""
 
     def fileno(self) -> int:
-        """For a selector."""
+        """Return the file number, for a selector."""
         return self._connection.fileno()
 
     def send(self, message: Message) -> None:
@@ -54,7 +54,7 @@ class Link:
         return not self._outgoing
 
     def receive(self, now_s: float) -> list[Message]:
-        """What has come; afterwards ``is_open`` tells whether more can.
+        """Return what has arrived; afterwards ``is_open`` says whether more can arrive.
 
         Raises:
             ValueError: The other end speaks something else.
@@ -86,7 +86,7 @@ class Link:
 
 
 def listen(address: str, num_links: int) -> socket.socket:
-    """A socket at a free port: of this machine alone where ``address`` is, else of every interface.
+    """Listen at a free port: on this machine alone where ``address`` is local, else on every interface.
 
     Raises:
         OSError: There is none.

@@ -1,7 +1,7 @@
 """The process groups of a mesh in the form that megatron-core takes them.
 
 Groups are arguments: every megatron-core call of hybridflow is given a ``ProcessGroupCollection``, and megatron-core's
-globals (``parallel_state``) are never initialised. So one process may hold models in several layouts.
+globals (``parallel_state``) are never initialized. So one process may hold models in several layouts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ use_cpu_for_cuda()
 
 
 def rank_sets(meshes: Iterable[DeviceMesh], size: int) -> list[tuple[int, ...]]:
-    """Every set of ranks that needs a process group, in one order on all ranks: pass it to ``World.make_groups``.
+    """Return every set of ranks that needs a process group, in one order on all ranks, for ``World.make_groups``.
 
     Args:
         meshes: All meshes of the job, in the same order on all ranks.
@@ -40,17 +40,17 @@ def rank_sets(meshes: Iterable[DeviceMesh], size: int) -> list[tuple[int, ...]]:
 
 
 def collection(world: World, mesh: DeviceMesh) -> ProcessGroupCollection:
-    """This rank's process groups in a mesh that it belongs to.
+    """Return this rank's process groups in a mesh that it belongs to.
 
     Context parallel groups are single ranks, since layouts with ``cp`` above 1 are refused earlier.
     """
     rank = world.rank
     alone = world.group((rank,))
 
-    def along(*axes: str):
+    def along(*axes: str) -> dist.ProcessGroup:
         return world.group(mesh.group_of(rank, *axes))
 
-    def experts_along(*axes: str):
+    def experts_along(*axes: str) -> dist.ProcessGroup:
         return world.group(next(group for group in _expert_groups(mesh, *axes) if rank in group))
 
     pipeline = mesh.group_of(rank, "pp")
@@ -80,7 +80,7 @@ def collection(world: World, mesh: DeviceMesh) -> ProcessGroupCollection:
 
 @contextmanager
 def gathering_within(group: dist.ProcessGroup) -> Iterator[None]:
-    """Objects that megatron-core gathers over the whole job come, for the duration, from ``group`` alone.
+    """Make megatron-core gather objects from ``group`` alone, not from the whole job, for the duration.
 
     megatron-core 0.16.1 compares parameter groups over all ranks whenever it makes an optimizer, which would never end
     where some ranks have no part in the model.
@@ -91,7 +91,7 @@ def gathering_within(group: dist.ProcessGroup) -> Iterator[None]:
         objects[:] = [None] * group.size()
         gather(objects, mine, group=group)
 
-    dist.all_gather_object = gather_within
+    dist.all_gather_object = gather_within  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -99,7 +99,7 @@ def gathering_within(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def _expert_groups(mesh: DeviceMesh, *axes: str) -> list[tuple[int, ...]]:
-    """The partition of a mesh into groups whose ranks hold parts of experts that differ only along ``axes``.
+    """Split a mesh into groups whose ranks hold parts of experts that differ only along ``axes``.
 
     The ranks of a stage, in mesh order, are dealt anew: tensor parallel index inside experts (``etp``) fastest, then
     block of experts (``ep``), then replica (``edp``).
@@ -120,5 +120,5 @@ def _expert_groups(mesh: DeviceMesh, *axes: str) -> list[tuple[int, ...]]:
 
 
 def _ends(pipeline: tuple[int, ...]) -> tuple[int, ...]:
-    """First and last stage: the ranks that share tied embeddings."""
+    """Return first and last stage: the ranks that share tied embeddings."""
     return pipeline if len(pipeline) <= 2 else (pipeline[0], pipeline[-1])

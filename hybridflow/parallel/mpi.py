@@ -63,7 +63,9 @@ def find_place() -> Place:
                 probe.bind(("", 0))
                 alone = node.size == world.size
                 offer = json.dumps(["127.0.0.1" if alone else socket.gethostname(), probe.getsockname()[1]])
-        address, port = json.loads(world.bcast(offer) if world.size > 1 else offer)
+        told = world.bcast(offer) if world.size > 1 else offer
+        assert told is not None, "rank 0 makes an offer"
+        address, port = json.loads(told)
         places = world.allgather((node.bcast(world.rank), socket.gethostname()))
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -72,7 +74,7 @@ def find_place() -> Place:
 
 
 def _initialize() -> Any:
-    """mpi4py's MPI, initialised.
+    """Return mpi4py's MPI, initialized.
 
     Raises:
         NoMpiError: There is no MPI library, or none that could speak with the launcher.
@@ -103,7 +105,7 @@ def _initialize() -> Any:
 
 
 def _has(mpi: Any, function: str) -> bool:
-    """Whether the MPI library, or one that it needs, has a function."""
+    """Return whether the MPI library, or one that it needs, has a function."""
     return hasattr(ctypes.CDLL(mpi.__file__), function)
 
 
@@ -119,7 +121,7 @@ class MpiMessenger:
         self._deadline_s = deadline_s
 
     def broadcast(self, payload: bytes | None, name: str) -> bytes:
-        """The lowest rank's bytes on every rank. Raises DeadlineError when a rank does not come."""
+        """Return the lowest rank's bytes on every rank. Raises DeadlineError when a rank does not come."""
         size = np.array([len(payload) if payload is not None else 0], dtype=np.int64)
         self._wait([self._comm.Ibcast(size, root=0)], name)
         buffer = np.frombuffer(payload, dtype=np.uint8).copy() if payload is not None else np.empty(size[0], np.uint8)
@@ -127,7 +129,7 @@ class MpiMessenger:
         return buffer.tobytes()
 
     def gather(self, payload: bytes, name: str) -> list[bytes]:
-        """Every rank's bytes, in rank order, on every rank. Raises DeadlineError when a rank does not come."""
+        """Return every rank's bytes, in rank order, on every rank. Raises DeadlineError when a rank does not come."""
         sizes = np.empty(len(self._ranks), dtype=np.int64)
         self._wait([self._comm.Iallgather(np.array([len(payload)], dtype=np.int64), sizes)], name)
         buffer = np.empty(int(sizes.sum()), dtype=np.uint8)
@@ -137,7 +139,7 @@ class MpiMessenger:
         return [buffer[end - size : end].tobytes() for end, size in zip(ends, sizes, strict=True)]
 
     def exchange(self, sends: dict[int, np.ndarray], receives: dict[int, np.ndarray], name: str) -> None:
-        """Point-to-point arrays of known sizes, all posted at once. Raises DeadlineError when one does not come."""
+        """Exchange point-to-point arrays of known sizes, all posted at once. Raises DeadlineError if one is missing."""
         requests = [self._comm.Irecv(array, source=self._ranks.index(rank)) for rank, array in receives.items()]
         requests += [self._comm.Isend(array, dest=self._ranks.index(rank)) for rank, array in sends.items()]
         self._wait(requests, name)
@@ -161,7 +163,7 @@ class MpiLink:
         self._deadline_s = deadline_s
 
     def prepare(self, peer: int, buffer: Any, is_send: bool) -> Any:
-        """A persistent request for a message to or from a global rank; ``Start()`` it, then ``wait``."""
+        """Return a persistent request for a message to or from a global rank; ``Start()`` it, then ``wait``."""
         return (self._comm.Send_init if is_send else self._comm.Recv_init)(buffer, self._places[peer])
 
     def start(self, peer: int, buffer: Any, is_send: bool) -> Any:
@@ -174,7 +176,7 @@ class MpiLink:
 
 
 def library_version() -> str:
-    """Which MPI library mpi4py has found, in its own words on one line. Starts MPI.
+    """Return which MPI library mpi4py has found, in its own words on one line. Starts MPI.
 
     Raises:
         ImportError: There is no MPI library.
@@ -186,7 +188,7 @@ def library_version() -> str:
 
 
 def reads_gpu_memory() -> bool:
-    """Whether the MPI library takes addresses of a GPU's memory: by MPI 4.1's word for it, else by its own function."""
+    """Return whether the MPI library takes a GPU's addresses, by MPI 4.1's attribute or by its own function."""
     from mpi4py import MPI
 
     kinds = MPI.COMM_WORLD.Get_info().Get("mpi_memory_alloc_kinds")

@@ -29,18 +29,18 @@ def allow_many_files() -> None:
 
 
 def own_process() -> Process:
-    """This process, for others to look at."""
+    """Return this process, for others to look at."""
     return find_process(os.getpid()) or (os.getpid(), 0)
 
 
 def find_process(pid: int) -> Process | None:
-    """The process that has an id now; None: there is none, or the system does not tell."""
+    """Return the process that has an id now; None: there is none, or the system does not tell."""
     found = _state(pid)
     return None if found is None else (pid, found[1])
 
 
 def is_running(process: Process) -> bool:
-    """Whether a process is there, and neither stopped nor dead. False where the system does not tell."""
+    """Return whether a process is there, and neither stopped nor dead. False where the system does not tell."""
     found = _state(process[0])
     return found is not None and found[0] in _RUNS and found[1] == process[1]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def silence_libraries() -> None:
-    """What megatron-core and torch say about themselves is not heard; none of it is for our user to act on."""
+    """Silence what megatron-core and torch say about themselves; our user cannot act on it."""
     warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
@@ -35,7 +35,7 @@ def run_rank(
     start_deadline_s: float,
     dead_after_s: float,
 ) -> int:
-    """Meet the other ranks, work, and leave in order: whatever goes wrong ends the process at once.
+    """Meet the other ranks, work, and leave in order; any failure ends the process at once.
 
     What went wrong is told by one rank alone.
 

@@ -9,10 +9,10 @@ from hybridflow.programs import try_program
 
 
 def parse_records(text: str) -> list[dict[str, str]]:
-    """What ``scontrol show … -o`` printed: a record for each line, of words ``Key=value`` whose values may hold ``=``.
+    """Parse the output of ``scontrol show … -o``: one record per line, of ``Key=value`` whose values may hold ``=``.
 
-    A value with spaces runs on until the next ``Key=``. Of a key that is there twice the first counts, since a job's
-    comment, which may hold anything, comes late.
+    A value with spaces runs on until the next ``Key=``. If a key is there twice, the first one counts: a job's comment
+    may hold anything and comes late.
     """
     records = []
     for line in text.splitlines():
@@ -23,7 +23,7 @@ def parse_records(text: str) -> list[dict[str, str]]:
 
 
 def show_job(job_id: str, *, deadline_s: float = 20.0) -> list[dict[str, str]]:
-    """Slurm's record of each component of a job, with times in UTC.
+    """Return Slurm's record of each component of a job, with times in UTC.
 
     Empty where Slurm does not answer, knows the job no more, or is not there, as in some containers.
     """

@@ -30,17 +30,17 @@ class CaughtSignals:
             signal.siginterrupt(each, False)
 
     def fileno(self) -> int:
-        """For a selector, which finds it ready when ``wait`` has something to tell."""
+        """Return the file number for a selector, which finds it ready when ``wait`` has something to tell."""
         return self._reader
 
     def wait(self, timeout_s: float) -> tuple[signal.Signals, ...]:
-        """The stop signals that have come, at once if there are any, after ``timeout_s`` if none comes. Any thread."""
+        """Return the stop signals that have come, at once if any, after ``timeout_s`` if none comes. Any thread."""
         ready, _, _ = select.select([self._reader], [], [], timeout_s)
         numbers = os.read(self._reader, 4096) if ready else b""
         return tuple(signal.Signals(number) for number in numbers if number in STOP_SIGNALS)
 
     def ignore(self) -> None:
-        """From now on the stop signals do nothing.
+        """Make the stop signals do nothing from now on.
 
         Python gives them back their deadly meaning while it ends, and a second one then would change a job's status.
         """

@@ -69,7 +69,7 @@ class Start:
     name: str = ""
 
     def first(self, num_ranks: int) -> Start:
-        """This rank in a job of the first ``num_ranks`` ranks alone; the others are not to join it."""
+        """Return this rank in a job of only the first ``num_ranks`` ranks; the others must not join it."""
         assert self.rank < num_ranks <= self.size, (self.rank, num_ranks, self.size)
         hosts = self.hosts[:num_ranks]
         if hosts:
@@ -81,7 +81,7 @@ class Start:
         return replace(self, size=num_ranks, ranks_per_node=per_node, hosts=hosts)
 
     def where(self, ranks: Iterable[int]) -> str:
-        """Some ranks in words, with their nodes as far as they are known: ``ranks 2-3 on n1, rank 7 on n2``."""
+        """Return some ranks in words, with their nodes if known: ``ranks 2-3 on n1, rank 7 on n2``."""
         parts = []
         for host, each in groupby(sorted(ranks), key=lambda rank: self.hosts[rank] if self.hosts else ""):
             listed = list(each)
@@ -91,7 +91,7 @@ class Start:
 
 
 def shared_by(nodes: Sequence[Hashable]) -> int:
-    """``ranks_per_node`` of ranks whose nodes these are, in rank order: the divisor of all runs of equal ones."""
+    """Return ``ranks_per_node`` of ranks on these nodes, in rank order: the divisor of all runs of equal nodes."""
     return math.gcd(*(len(list(run)) for _, run in groupby(nodes)))
 
 
@@ -114,19 +114,19 @@ def find_start(environ: Mapping[str, str] | None = None) -> Start:
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a launcher started this process as a rank, as far as variables tell."""
+    """Return whether a launcher started this process as a rank, according to variables."""
     env = os.environ if environ is None else environ
     return any(name in env for name in ("RANK", *MPI_RANK_VARIABLES, "SLURM_STEP_ID"))
 
 
 def rank_hint(environ: Mapping[str, str] | None = None) -> int:
-    """This process's rank as far as variables tell, without asking MPI; 0 when alone."""
+    """Return this process's rank according to variables, without asking MPI; 0 when alone."""
     env = os.environ if environ is None else environ
     return int(next((env[name] for name in ("RANK", *MPI_RANK_VARIABLES, "SLURM_PROCID") if name in env), "0"))
 
 
 def expand_node_list(text: str) -> tuple[str, ...]:
-    """The nodes in a list as Slurm writes it: ``n[08-10],login`` is n08, n09, n10, login.
+    """Expand a node list as Slurm writes it: ``n[08-10],login`` is n08, n09, n10, login.
 
     Raises:
         LayoutError: It cannot be read.
@@ -145,7 +145,7 @@ def expand_node_list(text: str) -> tuple[str, ...]:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """The number of tasks on each node as Slurm writes it: ``4(x2),2`` is 4, 4, 2.
+    """Expand the number of tasks on each node as Slurm writes it: ``4(x2),2`` is 4, 4, 2.
 
     Raises:
         LayoutError: It cannot be read.
@@ -244,7 +244,7 @@ def _from_place(place: Place, expected: int, env: Mapping[str, str]) -> Start:
 
 
 def _from_slurm(env: Mapping[str, str]) -> Start:
-    """This task of a step. What Slurm says of the job is not asked: a step may have fewer nodes and tasks."""
+    """Return this task of a step. Slurm's variables of the job are not read: a step may have fewer nodes and tasks."""
     size, rank = _number(env, "SLURM_STEP_NUM_TASKS"), _number(env, "SLURM_PROCID")
     hosts = _hosts_of_step(env, size)
     job, step = _number(env, "SLURM_JOB_ID", 0), _number(env, "SLURM_STEP_ID")
@@ -267,7 +267,7 @@ def _from_slurm(env: Mapping[str, str]) -> Start:
 
 
 def _hosts_of_step(env: Mapping[str, str], size: int) -> tuple[str, ...]:
-    """The node of each rank, in block order: ranks fill one node after the other."""
+    """Return the node of each rank, in block order: ranks fill one node after the other."""
     text, per_node = env.get("SLURM_STEP_NODELIST", ""), env.get("SLURM_STEP_TASKS_PER_NODE", "")
     nodes, counts = expand_node_list(text), expand_counts(per_node)
     if len(nodes) != len(counts) or sum(counts) != size:
@@ -284,7 +284,7 @@ def _hosts_of_step(env: Mapping[str, str], size: int) -> tuple[str, ...]:
 
 
 def _checked(step: Start, env: Mapping[str, str]) -> Start:
-    """The step, if its rank 0 is where the others will look for it.
+    """Return the step, if its rank 0 is where the others will look for it.
 
     Raises:
         LayoutError: It is not.

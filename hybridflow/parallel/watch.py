@@ -78,7 +78,7 @@ class MeetingPlace(Protocol):
         """Let all ranks know a value."""
 
     def get(self, key: str) -> bytes:
-        """A value, once it is there."""
+        """Return a value, once it is there."""
 
 
 class Watch:
@@ -90,7 +90,7 @@ class Watch:
         store: Where the ranks meet; with names of its own.
         rank: This rank.
         size: Ranks of the job.
-        address: Of rank 0's machine.
+        address: Address of rank 0's machine.
         dead_after_s: A rank that is silent for so long is lost, in seconds.
         signals: Those that this process catches; None: it catches none.
 
@@ -203,7 +203,7 @@ class Watch:
         self._links[0].send(hello)
 
     def _run(self) -> None:
-        """The thread."""
+        """Run the thread."""
         try:
             while not self._is_over:
                 self._wait()
@@ -225,7 +225,7 @@ class Watch:
                 link.send({"bye": True})
 
     def _wait(self) -> None:
-        """Until something comes, or for a moment; then take what signals have come."""
+        """Wait until something comes, or for a moment; then take the signals that have come."""
         began_s = time.monotonic()
         poll = select.poll()
         links = [link for link in (*self._links.values(), *self._strangers) if link.is_open]
@@ -315,7 +315,7 @@ class Watch:
                 self._hub.take(rank, message, self._clock_s)
 
     def _take_order(self, message: Message) -> None:
-        """Act on what the hub says to all."""
+        """Act on the hub's message to all."""
         if "stop" in message:
             self.stop_reason = str(message["stop"])
             _within(_NOTE_S, note, f"asked to stop: {self.stop_reason}")
@@ -353,7 +353,7 @@ class Watch:
                 link.flush()
 
     def _judge_hub(self, link: Link) -> None:
-        """Whether rank 0 still lives; leave where it does not."""
+        """Check whether rank 0 still lives; leave if it does not."""
         if self._goodbye_s < float("inf") and (link.flush() or self._clock_s >= self._goodbye_s):
             self._is_over = True
             return
@@ -386,7 +386,7 @@ class Watch:
         self._leave(cause)
 
     def _look_at_hub(self, link: Link) -> None:
-        """A long call may hold the Python of a rank 0 that is silent; the store is answered without it."""
+        """Check a silent rank 0 by its process or the store, which answer even while a long call holds its Python."""
         is_quiet = self._clock_s >= link.heard_s + self._dead_after_s / 2
         if not is_quiet or self._clock_s < self._looked_s + self._dead_after_s / 8:
             return

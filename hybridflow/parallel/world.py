@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -99,18 +99,21 @@ class World:
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if ranks == tuple(range(self.size)):
-            return dist.group.WORLD
+            everyone = dist.group.WORLD
+            assert everyone is not None, "the constructor has joined the job"
+            return everyone
         # Ranks within a group are in mesh order, so that group ranks are coordinates.
-        unsorted = {"sort_ranks": False} if list(ranks) != sorted(ranks) else {}
-        return dist.new_group(list(ranks), timeout=timedelta(seconds=self.deadline_s), **unsorted)
+        unsorted: dict[str, Any] = {"sort_ranks": False} if list(ranks) != sorted(ranks) else {}
+        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timedelta(seconds=self.deadline_s), **unsorted)
+        return group
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The process group over these ranks, made before by ``make_groups``."""
+        """Return the process group over these ranks, made before by ``make_groups``."""
         assert ranks in self._groups, f"no process group was made for ranks {ranks}"
         return self._groups[ranks]
 
     def coordinator(self, ranks: tuple[int, ...]) -> Coordinator:
-        """The coordinator over these ranks; its first use is collective over them."""
+        """Return the coordinator over these ranks; its first use is collective over them."""
         if ranks not in self._coordinators:
             messenger: Messenger | None = None
             if len(ranks) > 1 and self.uses_mpi:
@@ -123,7 +126,7 @@ class World:
         return self._coordinators[ranks]
 
     def mpi_link(self, ranks: tuple[int, ...]) -> MpiLink:
-        """Messages over MPI among these ranks, in a job that MPI started; its first use is collective over them."""
+        """Return messages over MPI among these ranks, if MPI started the job; the first use is collective over them."""
         if ranks not in self._mpi_links:
             from hybridflow.parallel.mpi import MpiLink
 
@@ -131,12 +134,12 @@ class World:
         return self._mpi_links[ranks]
 
     def new_store(self, name: str) -> dist.Store:
-        """A connection of its own to where the ranks have met, for a thread: on another one, a wait holds up others.
+        """Open a thread's own connection to the ranks' store: on a shared one, a wait blocks the others.
 
         Args:
             name: Equal names see equal keys.
         """
-        return dist.PrefixStore(f"hybridflow/{name}", self._store.clone())
+        return dist.PrefixStore(f"hybridflow/{name}", self._store.clone())  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Leave the job in order."""
@@ -144,7 +147,7 @@ class World:
 
 
 def find_device(local_rank: int) -> torch.device:
-    """This rank's GPU if it sees any, else the CPU.
+    """Return this rank's GPU if it sees any, else the CPU.
 
     Where the launcher shows each rank a GPU of its own (``srun --gpus-per-task``), it is that one; where each sees all
     of its node, that of its place on the node.
@@ -157,7 +160,7 @@ def find_device(local_rank: int) -> torch.device:
 
 
 def open_store(start: Start, *, start_deadline_s: float) -> dist.Store:
-    """Where the ranks meet; rank 0 keeps it, or the launcher.
+    """Open the store where the ranks meet; rank 0 or the launcher keeps it.
 
     Args:
         start: Which rank this is, from ``find_start``.
@@ -217,7 +220,7 @@ def stand_by(start: Start, *, start_deadline_s: float) -> None:
 
 
 def _listen(start: Start) -> int:
-    """A socket that only this machine can reach, for the store to take over."""
+    """Return a socket that only this machine can reach, for the store to take over."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((start.address, start.port))
@@ -226,7 +229,7 @@ def _listen(start: Start) -> int:
 
 
 def _host() -> str:
-    """This node, by the name that Slurm has for it."""
+    """Return this node's name in Slurm."""
     return os.environ.get("SLURMD_NODENAME", socket.gethostname())
 
 
@@ -260,7 +263,7 @@ def join_world(start: Start, store: dist.Store, *, deadline_s: float, start_dead
 
 
 def wait_for_all(store: dist.Store, start: Start, start_deadline_s: float) -> tuple[str, ...]:
-    """The node on which each rank runs, once every rank has signed in.
+    """Return the node on which each rank runs, once every rank has signed in.
 
     Rank 0 reads what the others sign and tells them what it found, since thousands of ranks that all read the
     signatures of all would keep the store busy.
@@ -288,7 +291,7 @@ def wait_for_all(store: dist.Store, start: Start, start_deadline_s: float) -> tu
 
 
 def _missing(store: dist.Store, names: Sequence[str], wait_s: float) -> list[int]:
-    """Which of these names, by their places, are not in the store after so many seconds."""
+    """Return which of these names, by their places, are not in the store after so many seconds."""
     with contextlib.suppress(RuntimeError):
         if wait_s > 0:
             store.wait(list(names), timedelta(seconds=wait_s))

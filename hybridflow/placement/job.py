@@ -22,20 +22,20 @@ class Problems(Protocol):
     """What is learned from, by the prompt index, over all epochs. A rank asks for what it uses alone."""
 
     def example(self, prompt_index: int) -> Example:
-        """The example of a prompt index."""
+        """Return the example of a prompt index."""
 
     def prompt(self, prompt_index: int) -> tuple[int, ...]:
-        """Token ids of its prompt."""
+        """Return the token ids of its prompt."""
 
     def solution(self, prompt_index: int) -> Solution:
-        """What to imitate of it."""
+        """Return the text to imitate."""
 
     def responses(self, prompt_index: int) -> tuple[Response, ...]:
-        """Of a preference: the better and the other, or one."""
+        """Return the responses of a preference, the better one first; else one response."""
 
     @property
     def sha256(self) -> str:
-        """Of all that decides what each prompt index is."""
+        """Return the sha256 of all that decides the prompt of each prompt index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class ReadProblems:
     Attributes:
         source: The examples in the order in which they are drawn.
         prompts: Token ids of each example's prompt, in the order of the file.
-        solutions: Of each example, to be imitated; empty where none are.
-        all_responses: Of each example that is a preference: the better and the other, or one.
+        solutions: What to imitate of each example; empty where there is nothing.
+        all_responses: For each preference its responses, the better one first; else one.
     """
 
     source: PromptSource
@@ -55,29 +55,29 @@ class ReadProblems:
     all_responses: tuple[tuple[Response, ...], ...] = ()
 
     def example(self, prompt_index: int) -> Example:
-        """The example of a prompt index."""
+        """Return the example of a prompt index."""
         return self.source.example(prompt_index)
 
     def prompt(self, prompt_index: int) -> tuple[int, ...]:
-        """The prompt's tokens of a prompt index."""
+        """Return the prompt's tokens of a prompt index."""
         return self.prompts[self.source.row(prompt_index)]
 
     def solution(self, prompt_index: int) -> Solution:
-        """What to imitate of a prompt index."""
+        """Return the text to imitate of a prompt index."""
         return self.solutions[self.source.row(prompt_index)]
 
     def responses(self, prompt_index: int) -> tuple[Response, ...]:
-        """The responses of a prompt index."""
+        """Return the responses of a prompt index."""
         return self.all_responses[self.source.row(prompt_index)]
 
     @property
     def num_rows(self) -> int:
-        """How many different ones there are; so many prompt indices are an epoch."""
+        """Return the number of different prompts; that many prompt indices are an epoch."""
         return len(self.prompts)
 
     @property
     def sha256(self) -> str:
-        """Of the problems in their order."""
+        """Return the sha256 of the problems in their order."""
         return self.source.sha256
 
 
@@ -109,11 +109,11 @@ class Job:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that the actor chooses among: those that every model has which reads what it writes."""
+        """Return the number of token ids that the actor chooses among; every model that reads them has these."""
         models = (self.model_of(role) for role in READERS)
         return min(model.vocab_size for model in models if model.vocab_size is not None)
 
     def model_of(self, name: str) -> ModelConfig:
-        """The settings of the model of a role or mesh, the vocabulary included."""
+        """Return the settings of the model of a role or mesh, with the vocabulary size."""
         model = self.recipe.model_of(name)
         return replace(model, vocab_size=self.tokenizer.vocab_size) if model.vocab_size is None else model

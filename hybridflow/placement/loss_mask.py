@@ -10,16 +10,18 @@ from hybridflow.dataflow.graph import SCORED
 
 
 def loss_mask(batch: Batch) -> Tensor:
-    """Whether each sample is learned from, ``[samples]``."""
+    """Return whether each sample counts in the loss, ``[samples]``."""
     found = torch.ones(len(batch), dtype=torch.bool)
     for name in SCORED:
-        if name in batch.columns:
-            found &= ~batch.columns[name].isnan()
+        column = batch.columns.get(name)
+        if column is not None:
+            assert isinstance(column, Tensor), f"{name} is a dense column"
+            found &= ~column.isnan()
     return found
 
 
 def without_dropped(batch: Batch) -> Batch:
-    """The samples, of which no token counts where one is left out: losses and their denominators go by the mask."""
+    """Zero the response mask of samples that are left out; losses and their denominators follow the mask."""
     found, mask = loss_mask(batch), batch.columns.get("response_mask")
     if mask is None or bool(found.all()):
         return batch
@@ -30,14 +32,16 @@ def without_dropped(batch: Batch) -> Batch:
 
 
 def spread(part: Batch, batch: Batch, found: Tensor) -> Batch:
-    """Columns of the samples that are learned from, with zeros for the others.
+    """Spread columns of the samples that count over all samples, with zeros for the others.
 
     Args:
         part: Those samples, in their order, with columns like ``response_mask``.
         batch: All samples.
         found: Which are which, ``[samples]``.
     """
-    lengths = batch.columns["response_mask"].lengths
+    mask = batch.columns["response_mask"]
+    assert isinstance(mask, Ragged), "response_mask is ragged"
+    lengths = mask.lengths
     inside = found.repeat_interleave(lengths)
     columns = {}
     for name, column in part.columns.items():

@@ -21,7 +21,7 @@ from hybridflow.placement.user_objects import has_weights, in_memory_assets
 
 
 def described(job: Job) -> Described:
-    """The actor's model and its family: that of what was given or named, or the first that has such models.
+    """Return the actor's model and its family: the family of its weights, else the first that has such models.
 
     Raises:
         ConfigError: No family has.
@@ -81,7 +81,7 @@ def load_adapters(job: Job, model: PlacedModel) -> None:
     try:
         load_pretrained(
             source,
-            model.transformer,
+            model.megatron_model,
             factor_spec(model.spec),
             model.mesh,
             job.world.rank,
@@ -93,7 +93,7 @@ def load_adapters(job: Job, model: PlacedModel) -> None:
 
 
 def adapter_config(job: Job) -> bytes:
-    """PEFT's ``adapter_config.json`` of the actor's adapters."""
+    """Return PEFT's ``adapter_config.json`` of the actor's adapters."""
     lora = job.recipe.actor.lora
     assert lora is not None, "called without adapters"
     # What a warm start or a merge has changed is in no directory but the run's own.

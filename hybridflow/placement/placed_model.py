@@ -33,7 +33,7 @@ from hybridflow.reshard.spec import ModelSpec
 
 
 def role_spec(job: Job, role: str = "actor", *, has_value_head: bool = False) -> ModelSpec:
-    """How the tensors of a role's model are cut, its adapters too; the same on every rank, in its meshes or not."""
+    """Return how the tensors of a role's model are cut, adapters included; the same on every rank of the job."""
     own = user_class_of(job, role)
     if own is not None:
         return Uncut(own).describe()
@@ -46,7 +46,7 @@ def role_spec(job: Job, role: str = "actor", *, has_value_head: bool = False) ->
 class PlacedModel:
     """This rank's part of a role's model in one mesh.
 
-    Its weights are initialised from (seed, tensor name), unless they are to come from elsewhere: ``is_filled_later``,
+    Its weights are initialized from (seed, tensor name), unless they are to come from elsewhere: ``is_filled_later``,
     ``Job.is_resumed``, or a model that was given or a directory that the recipe names, for ``load``.
 
     Attributes:
@@ -111,14 +111,20 @@ class PlacedModel:
             names=names,
         )
 
+    @property
+    def megatron_model(self) -> Transformer:
+        """Return ``transformer`` where it is megatron-core's, not a user's own."""
+        assert isinstance(self.transformer, Transformer), "UserModel has methods of its own where this is read"
+        return self.transformer
+
     def make_trainable(self, settings: OptimizerConfig) -> Trainable:
-        """Gradients and an optimizer for it."""
-        return Trainable(self.transformer, self.groups, settings)
+        """Make gradients and an optimizer for the model."""
+        return Trainable(self.megatron_model, self.groups, settings)
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this rank has the model's outputs: the last pipeline stage."""
-        return self.transformer.post_process
+        """Return whether this rank has the model's outputs: the last pipeline stage."""
+        return bool(self.megatron_model.post_process)
 
     def load(self) -> None:
         """Take the weights of the model that was given, or of the directory that the recipe names; else none.
@@ -133,7 +139,7 @@ class PlacedModel:
         if source is not None:
             load_pretrained(
                 source,
-                self.transformer,
+                self.megatron_model,
                 base_spec(self.spec),
                 self.mesh,
                 self._rank,
@@ -153,7 +159,7 @@ class PlacedModel:
 
     @contextlib.contextmanager
     def at_hand(self, *, is_written: bool = False) -> Iterator[None]:
-        """The weights where they are used, also of a model that is kept in host memory.
+        """Bring the weights to the device for the duration, also for a model that is kept in host memory.
 
         Args:
             is_written: They are changed within.
@@ -171,20 +177,20 @@ class PlacedModel:
                 self._offload.offload(is_unchanged=not is_written)
 
     def forward(self, parts: list[MicroBatch], compute: Callable[..., Any]) -> list[Any]:
-        """Forward passes without gradients: what ``compute(output, micro-batch)`` gave each, on the last stage.
+        """Run forward passes without gradients; return each ``compute(output, micro-batch)``, on the last stage.
 
         Collective: tp, pp.
         """
         with self.at_hand():
-            return forward_only(self.transformer, self.groups, parts, compute)
+            return forward_only(self.megatron_model, self.groups, parts, compute)
 
-    def begin_adapters(self, prompt_index: int) -> None:
+    def begin_adapters(self, variant: int) -> None:
         """Give the adapters initial values: another number, others."""
         spec, std = factor_spec(self.spec), self._model.init_std
-        initialize(self.transformer, spec, self.mesh, self._rank, seed=self._seed, std=std, prompt_index=prompt_index)
+        initialize(self.transformer, spec, self.mesh, self._rank, seed=self._seed, std=std, variant=variant)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Live weights by logical name, as this rank holds them."""
+        """Return the live weights by logical name, as this rank holds them."""
         return {
             name: tensor
             for name, (tensor, _) in local_shards(self.transformer, self.spec, self.mesh, self._rank).items()
@@ -197,18 +203,20 @@ class PlacedModel:
             mine[name].data = theirs[name].data
 
     def micro_batches(self, batch: Batch, group_size: int = 1) -> list[MicroBatch]:
-        """The batch cut by the recipe's token budget, ``group_size`` samples in a row staying together."""
-        return self.pack(column_rows(batch, "tokens"), batch.columns["prompt_lengths"].tolist(), group_size)
+        """Split the batch by the recipe's token budget; ``group_size`` consecutive samples stay together."""
+        prompt_lengths = batch.columns["prompt_lengths"]
+        assert isinstance(prompt_lengths, Tensor), "prompt_lengths is a dense column"
+        return self.pack(column_rows(batch, "tokens"), prompt_lengths.tolist(), group_size)
 
     def pack(self, sequences: list[Tensor], prompt_lengths: list[int], group_size: int = 1) -> list[MicroBatch]:
-        """Sequences, each ``[tokens]`` of prompt and response, cut as in ``micro_batches``."""
+        """Split sequences, each ``[tokens]`` of prompt and response, as ``micro_batches`` does."""
         prompts = first_of_prompt(sequences, prompt_lengths)
         lengths = [len(sequence) for sequence in sequences]
         chosen = split_by_tokens(lengths, self._budget_tokens, prompts=prompts, group_size=group_size)
         return [pack(samples, sequences, prompt_lengths, self._device) for samples in chosen]
 
     def log_probs(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of each response token at the rollout's temperature, ``[responses]`` each."""
+        """Compute log-probability and entropy per response token at the rollout's temperature, ``[responses]`` each."""
         return vocab_parallel_log_probs(
             output,
             micro_batch.targets,
@@ -218,7 +226,7 @@ class PlacedModel:
         )
 
     def totals(self, part: Batch, mask: str = "response_mask") -> Totals | None:
-        """Counts of a mini-batch over all data-parallel ranks, from a mask's column. Collective: dp.
+        """Count a mini-batch over all data-parallel ranks, from a mask's column. Collective: dp.
 
         Returns:
             None where no token counts: such a mini-batch has no loss, and is left out, on all ranks.
@@ -233,12 +241,12 @@ class PlacedModel:
         )
 
     def add_up(self, shares: list[Tensor], width: int) -> list[float]:
-        """Sums of ``[width]`` shares over micro-batches and data-parallel ranks. Collective: dp, on holders."""
+        """Sum ``[width]`` shares over micro-batches and data-parallel ranks. Collective: dp, on holders."""
         none = torch.zeros(width, dtype=torch.float64, device=self._device)
         return sum_over(self.groups.dp)(torch.stack([none, *(share.double() for share in shares)]).sum(0)).tolist()
 
     def top_log_probs(self, output: Tensor, top_k: int) -> tuple[Tensor, ...]:
-        """What students of this model compare themselves with, at the rollout's temperature; in host memory.
+        """Compute the teacher's log-probabilities for students, at the rollout's temperature; in host memory.
 
         Returns:
             As ``models.distillation.top_log_probs``: log-probabilities, and ids unless ``top_k`` is 0.
@@ -248,13 +256,16 @@ class PlacedModel:
         )
 
     def reverse_kl(self, output: Tensor, teacher: Tensor, ids: Tensor | None) -> Tensor:
-        """KL to a teacher at each response token, ``[responses]``, at the rollout's temperature; differentiable."""
+        """Compute the KL to a teacher at each response token, ``[responses]``, at the rollout temperature.
+
+        The result is differentiable.
+        """
         return vocab_parallel_reverse_kl(
             output, teacher, ids, group=self.groups.tp, vocab_size=self._vocab_size, temperature=self._temperature
         )
 
     def per_token(self, batch: Batch, compute: Callable[[Tensor, MicroBatch], Tensor]) -> Ragged | None:
-        """One number for each response token, without gradients.
+        """Compute one number for each response token, without gradients.
 
         Collective: tp, pp.
 
@@ -271,7 +282,7 @@ class PlacedModel:
     def rows_per_token(
         self, batch: Batch, compute: Callable[[Tensor, MicroBatch], tuple[Tensor, ...]]
     ) -> list[tuple[Tensor, ...]] | None:
-        """Several things of each response token, without gradients.
+        """Compute several values for each response token, without gradients.
 
         Collective: tp, pp.
 
@@ -295,33 +306,33 @@ class PlacedModel:
 
 
 def column_rows(batch: Batch, name: str) -> list[Tensor]:
-    """The rows of a ragged column."""
+    """Return the rows of a ragged column."""
     column = batch.columns[name]
     assert isinstance(column, Ragged), f"column {name} is dense"
     return column.to_list()
 
 
 def mismatched(batch: Batch) -> Batch:
-    """The samples with ``mismatched_tokens``, each prompt with another's completion, where others have ``tokens``."""
+    """Return the batch with ``mismatched_tokens`` as ``tokens``: each prompt with another's completion."""
     columns = {"tokens": batch.columns["mismatched_tokens"], "prompt_lengths": batch.columns["prompt_lengths"]}
     return Batch(batch.ids, columns)
 
 
 def padded(batch: Batch, name: str, samples: list[int] | None = None, device: torch.device | None = None) -> Tensor:
-    """Rows of a ragged column side by side, ``[samples, tokens]``, zeros behind the shorter ones."""
+    """Pad rows of a ragged column with zeros to ``[samples, tokens]``."""
     rows = column_rows(batch, name)
     chosen = rows if samples is None else [rows[index] for index in samples]
     return pad_rows(chosen).to(device) if device is not None else pad_rows(chosen)
 
 
 def mini_batch_size(job: Job) -> int:
-    """Samples of one optimizer step."""
+    """Return the number of samples of one optimizer step."""
     trainer = job.recipe.trainer
     return trainer.global_batch_size if trainer.mini_batch_size is None else trainer.mini_batch_size
 
 
 def length_metrics(batch: Batch, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """How long the samples of the global batch are, from this replica's. Collective: dp."""
+    """Measure the lengths of the global batch's samples, from this replica's. Collective: dp."""
     mask, tokens = batch.columns["response_mask"], batch.columns["tokens"]
     assert isinstance(mask, Ragged) and isinstance(tokens, Ragged), "both are ragged"
     shares = [float(mask.values.double().sum()), len(batch), int(tokens.lengths.sum())]
@@ -331,7 +342,7 @@ def length_metrics(batch: Batch, sum_over_ranks: Callable[[Tensor], Tensor]) -> 
 
 
 def length_stats(job: Job, batch: Batch) -> dict[str, list[float]]:
-    """Response tokens of each sample of this rank's replica, on one of its ranks."""
+    """Return the response tokens of each sample of this rank's replica, on one of its ranks."""
     mesh = job.meshes["actor.update"]
     place = mesh.coordinate(job.world.rank)
     if place.tp or place.pp:
@@ -340,14 +351,14 @@ def length_stats(job: Job, batch: Batch) -> dict[str, list[float]]:
 
 
 def pad_rows(rows: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    """``[samples, tokens]`` from rows of unequal length; differentiable."""
+    """Pad rows of unequal length to ``[samples, tokens]``; differentiable."""
     return pad_sequence(list(rows), batch_first=True) if rows else torch.zeros(0, 0)
 
 
 def mini_batch(job: Job, batch: Batch, index: int) -> Batch:
-    """This rank's samples of a mini-batch: places ``[index * size, (index + 1) * size)`` of the global batch.
+    """Return this rank's samples of a mini-batch: places ``[index * size, (index + 1) * size)`` of the global batch.
 
-    Of one that is left out of learning no token counts.
+    No token of a sample that is left out counts.
     """
     size, order = mini_batch_size(job), batch.columns["order"]
     assert isinstance(order, Tensor), "order is a dense column"

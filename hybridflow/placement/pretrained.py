@@ -57,7 +57,7 @@ def from_pretrained(
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     seed: int = 1,
 ) -> Pretrained:
-    """A model with the weights of a directory of Hugging Face, of a model directory of ours, or of a model in memory.
+    """Load a model from a Hugging Face directory, a hybridflow model directory, or a model in memory.
 
     Collective: all ranks of the job, also those outside the mesh.
 
@@ -70,7 +70,7 @@ def from_pretrained(
             made of either, and of a language model gets a new value head.
         max_context: Longest sequence in tokens; None: the model's own.
         dtype: Number format of the weights; None: the model's own.
-        seed: Of a new value head.
+        seed: Seed of a new value head.
 
     Raises:
         CheckpointError: The directory is damaged, or its tensors are not those of its settings.
@@ -108,7 +108,7 @@ def load_pretrained(
 ) -> None:
     """Fill this rank's weights, in the model's own number format; padding rows of the vocabulary are 0.
 
-    One logical tensor is in memory at a time, at most. A value head that the source lacks is initialised.
+    One logical tensor is in memory at a time, at most. A value head that the source lacks is initialized.
 
     Args:
         source: Where the weights are.
@@ -116,7 +116,7 @@ def load_pretrained(
         spec: How the model's tensors are cut.
         mesh: Where the model is.
         rank: This one.
-        seed: Of a new value head.
+        seed: Seed of a new value head.
         std: Standard deviation of a new value head.
 
     Raises:
@@ -135,7 +135,7 @@ def load_pretrained(
 
 
 def _check_tensors(source: Source, spec: ModelSpec) -> None:
-    """The source has what the model has, but for heads: a critic may be made of a language model."""
+    """Refuse a source whose tensors are not the model's. Heads may differ: a critic may start from a language model."""
     expected = {tensor.name: tensor.shape for tensor in spec.tensors}
     for name in [*expected, *source.tensors]:
         found = tuple(source.tensors[name].shape) if name in source.tensors else None
@@ -157,14 +157,15 @@ def _read(source: Source, name: str, box: Box) -> Tensor:
 
 
 def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
-    """Family and small files that belong with a role's weights wherever they are written.
+    """Return the family and the small files that are written with a role's weights everywhere.
 
     They are those of the model that was given or of the directory that the recipe names, with the tokenizer that the
     job uses. A run that goes on needs no weights there.
     """
     family, assets = in_memory_assets(job, role) or _in_directory(job.recipe.model_of(role).path)
+    # A program that gives tokens alone has none, whatever the type says.
     if job.tokenizer is None:
-        return family, assets
+        return family, assets  # type: ignore[unreachable]
     file = job.tokenizer.path
     kept = (CONFIG, GENERATION)
     tokenizer = {name: content for name, content in read_assets(file.parent).items() if name not in kept}
@@ -176,7 +177,7 @@ def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
 
 
 def _aligned(assets: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
-    """``generation_config.json`` in which the tokenizer's end of sequence ends, and something fills up."""
+    """Return a ``generation_config.json`` with the tokenizer's end of sequence and a padding id."""
     ends = ends_in(assets)
     if tokenizer.eos_id in ends.eos_ids and ends.pad_id is not None:
         return {}

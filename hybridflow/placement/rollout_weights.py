@@ -19,8 +19,8 @@ from hybridflow.reshard.spec import ModelSpec
 class RolloutWeights:
     """A second layout of a model's weights, on the ranks of the first or on others.
 
-    Tensors of which a rank holds the same in both layouts have one storage and are never copied. Of a model with
-    adapters its own weights are brought over once and stay, and the adapters alone each time.
+    Tensors of which a rank holds the same in both layouts have one storage and are never copied. The base weights of a
+    model with adapters are moved once and stay; only the adapters are moved each time.
 
     Collective: all ranks of either mesh make it together.
 
@@ -62,7 +62,7 @@ class RolloutWeights:
         )
 
     def base_changed(self) -> None:
-        """Bring also the weights below the adapters over with the next ``refresh``."""
+        """Mark the base weights below the adapters to be moved with the next ``refresh``."""
         self._is_base_current = False
 
     def refresh(self) -> dict[str, float]:
@@ -97,7 +97,7 @@ class RolloutWeights:
         release(self._own)
 
     def _bring_base(self) -> int:
-        """The bytes that came from other ranks."""
+        """Move the base weights, and return the bytes that came from other ranks."""
         resharder = Resharder(
             self._job.world,
             self._base,

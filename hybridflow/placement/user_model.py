@@ -24,7 +24,7 @@ from hybridflow.reshard.spec import ModelSpec
 def place_model(
     job: Job, mesh: DeviceMesh, spec: ModelSpec, *, has_value_head: bool = False, is_filled_later: bool = False
 ) -> PlacedModel:
-    """This rank's part of a role's model, see ``PlacedModel``: a user's own where one was given.
+    """Place this rank's part of a role's model, see ``PlacedModel``: a user's own module where one was given.
 
     Args:
         job: The job.
@@ -38,7 +38,7 @@ def place_model(
 
 
 def place_frozen(job: Job, role: str, spec: ModelSpec, *, has_value_head: bool = False) -> PlacedModel | None:
-    """This rank's part of a role's model that never changes, so no checkpoint has it; None: it has no part.
+    """Place this rank's part of a frozen model, which no checkpoint holds; None: this rank has no part.
 
     It is loaded, and kept in host memory where the recipe says so.
 
@@ -94,25 +94,25 @@ class UserModel(PlacedModel):
                 dist.broadcast(tensor.data, first, group=self.groups.dp)
 
     def make_trainable(self, settings: OptimizerConfig) -> Any:
-        """Gradients and an optimizer for it, as ``PlacedModel`` has them."""
+        """Make gradients and an optimizer for the model, as ``PlacedModel`` does."""
         return UserTrainable(self.transformer, self.output, self.groups.dp, settings)
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this rank has the model's outputs: each has."""
+        """Return whether this rank has the model's outputs: each has."""
         return True
 
     def load(self) -> None:
-        """Nothing: it has the weights that it was given with."""
+        """Do nothing: the module has the weights that it was given with."""
 
     @torch.no_grad()
     def forward(self, parts: list[MicroBatch], compute: Callable[..., Any]) -> list[Any]:
-        """As of ``PlacedModel``; no rank waits for another."""
+        """Run forward passes as ``PlacedModel`` does; no rank waits for another."""
         with self.at_hand():
             return [compute(self.output(part), part) for part in parts]
 
     def output(self, part: MicroBatch) -> Tensor:
-        """Logits ``[rows, vocab]``, or values ``[rows, 1]``, of the rows that a micro-batch asks for.
+        """Compute logits ``[rows, vocab]``, or values ``[rows, 1]``, of the rows that a micro-batch asks for.
 
         Raises:
             ConfigError: The module gave something of another shape.

@@ -20,17 +20,17 @@ _OF_DIRECTORY = ("path", "max_context", "vocab_divisible_by", "init_std", "dtype
 
 
 def role_of(mesh_name: str) -> str:
-    """The role whose mesh has this name."""
+    """Return the role whose mesh has this name."""
     return mesh_name.partition(".")[0]
 
 
 def has_weights(job: Job, role: str) -> bool:
-    """Whether a role's weights come from elsewhere than the seed."""
+    """Return whether a role's weights come from somewhere other than the seed."""
     return role in job.objects or job.model_of(role).path is not None
 
 
 def weights_of(job: Job, role: str) -> Source | None:
-    """The weights that a role begins with: of the model that was given, or of the directory that the recipe names.
+    """Return the weights that a role begins with: of the given model, or of the directory that the recipe names.
 
     Returns:
         None: they are made from the seed.
@@ -58,7 +58,7 @@ def _check_same(found: ModelConfig, model: ModelConfig, role: str) -> None:
 
 
 def in_memory_assets(job: Job, role: str) -> tuple[str | None, dict[str, bytes]] | None:
-    """Family and small files of a model that was given; None: none was."""
+    """Return the family and small files of a model that was given; None: none was."""
     given = job.objects.get(role)
     if user_class_of(job, role) is not None:
         return FAMILY, {}
@@ -69,7 +69,7 @@ def in_memory_assets(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]
 
 
 def user_class_of(job: Job, role: str) -> nn.Module | None:
-    """The class of a user's own that stands for a role's model; a reference has the actor's. None: it is none."""
+    """Return the user's own class for a role's model; a reference has the actor's. None: there is none."""
     given = job.objects.get(role)
     if given is None and role == "reference":
         given = job.objects.get("actor")

@@ -1,9 +1,9 @@
 """Sharing loads among those who may carry them, so that the most loaded carries as little as possible.
 
-The problem is a small linear programme: minimise ``T`` such that each demand is shared among its own carriers and no
+The problem is a small linear program: minimize ``T`` such that each demand is shared among its own carriers and no
 carrier has more than ``T``. Filling the least loaded first solves it for one demand; doing so for each in turn, given
-the rest, lowers the sum of the squares of the loads until no demand can, and the loads that minimise that sum over such
-a polytope also minimise the largest. Whole numbers throughout, so that every rank finds the same.
+the rest, lowers the sum of the squares of the loads until no demand can, and the loads that minimize that sum over such
+a polytope also minimize the largest. Whole numbers throughout, so that every rank finds the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_PASSES = 32
 
 
 def balance(carriers: Sequence[Sequence[int]], totals: Sequence[int]) -> list[list[int]]:
-    """Each demand's share for each of its carriers.
+    """Return each demand's share for each of its carriers.
 
     Args:
         carriers: For each demand, those who may carry it, at least one.
@@ -49,7 +49,7 @@ def balance(carriers: Sequence[Sequence[int]], totals: Sequence[int]) -> list[li
 
 
 def fill(loads: Sequence[int], total: int) -> list[int]:
-    """What to add to each load, ``total`` in all, so that the largest of those that grow is as small as possible."""
+    """Return how much to add to each load, ``total`` in all, so that the largest of those that grow is minimal."""
     order = sorted(range(len(loads)), key=loads.__getitem__)
     level, count, left = loads[order[0]], 0, total
     for index in order:
@@ -67,7 +67,7 @@ def fill(loads: Sequence[int], total: int) -> list[int]:
 
 
 def busiest_limit(carriers: Sequence[Sequence[int]], totals: Sequence[int], shares: Sequence[Sequence[int]]) -> int:
-    """A bound that no sharing beats, and a balanced one reaches.
+    """Return a bound that no sharing beats and a balanced one reaches.
 
     Demands whose carriers all belong to one set are carried by that set: one of it carries at least their sum divided
     by its size. The sets tried are those of the carriers above each load of the given sharing.

@@ -59,7 +59,7 @@ def draw_reshard(path: Path, title: str, model: ModelSpec, source: Holdings, tar
     right; coloured is what the rank holds. Experts, which are cut otherwise, are in the table alone.
 
     Args:
-        path: Of the PNG.
+        path: Path of the PNG.
         title: What the model is called.
         model: The tensors.
         source: Where they are.
@@ -92,7 +92,7 @@ def draw_reshard(path: Path, title: str, model: ModelSpec, source: Holdings, tar
 
 
 def held_regions(model: ModelSpec, mesh: DeviceMesh, rank: int) -> list[Region]:
-    """What a rank holds in a mesh: runs of layers, and one part of their matrices."""
+    """Return a rank's holdings in a mesh: runs of layers, and one part of their matrices."""
     if rank not in mesh:
         return []
     place, layout = mesh.coordinate(rank), mesh.layout
@@ -120,7 +120,7 @@ class Nearby:
         self._all = sorted(set().union(*self._own.values()))
 
     def regions(self, needed: list[Region], rank: int) -> list[Region]:
-        """The needed regions cut as the source is, each with its origin."""
+        """Cut the needed regions as the source is cut, each with its origin."""
         own, node = self._own.get(rank, set()), self._node.get(self._mesh.node(rank), set())
         found = []
         for one, other in itertools.product(needed, self._all):
@@ -133,7 +133,7 @@ class Nearby:
 
 
 def _draw_ranks(axes: Axes, nodes: list[list[int]], regions: Callable[[int], list[Region]]) -> None:
-    """A box for each rank, a frame around those of each node."""
+    """Draw a box for each rank, and a frame around those of each node."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -170,7 +170,7 @@ def _draw_ranks(axes: Axes, nodes: list[list[int]], regions: Callable[[int], lis
 
 
 def _draw_table(axes: Axes, ranks: tuple[int, ...], nodes: list[list[int]], flows: Flows) -> dict[Origin, int]:
-    """Who sends how much to whom, more in fuller colour; returns the most between two ranks, by origin."""
+    """Draw the bytes by sender and receiver, more in fuller color; return the most between two ranks, by origin."""
     from matplotlib.colors import to_rgb
 
     place = {rank: index for index, rank in enumerate(ranks)}

@@ -46,7 +46,7 @@ _NOT_SHARED = OSError, RuntimeError, ReshardError
 ALIGNED_BYTES = 64
 
 SCRATCH_BYTES = 1 << 20
-"""Through so much at a time goes a copy between two tensors of which neither has the travelling dtype."""
+"""Through so much at a time goes a copy between two tensors of which neither has the traveling dtype."""
 
 MAX_STEPS_AHEAD = 64
 """More messages at once keep sockets busy; a group of operations that NCCL starts at once must stay far below 1,024."""
@@ -95,7 +95,7 @@ class _Ring:
     taken: list[tuple[int, int, int]] = field(default_factory=list)
 
     def reserve(self, num_bytes: int, number: int) -> tuple[int, int]:
-        """Where the room for step ``number`` begins, and how many steps must be finished before it is free."""
+        """Return the start of the room for step ``number``, and how many steps must be finished before it is free."""
         size = -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         assert size <= self.num_bytes, f"a message of {num_bytes} bytes has no room in buckets of {self.num_bytes}"
         start = self.head if self.head + size <= self.num_bytes else 0
@@ -226,12 +226,12 @@ class Resharder:
             torch.cuda.current_stream(self._world.device).synchronize()
 
     def _gather(self, value: Any) -> dict[int, Any]:
-        """Every rank's JSON value, by rank."""
+        """Gather every rank's JSON value, by rank."""
         values = self._world.coordinator(self._ranks).gather(value, self._name)
         return dict(zip(self._ranks, values, strict=True))
 
     def _raise_any(self, problems: Mapping[int, str | None]) -> None:
-        """Fail on every rank if some rank has a problem: with its own, or with the first rank's."""
+        """Raise on every rank if some rank has a problem: its own, or the first rank's."""
         mine = problems[self._world.rank]
         if mine is not None:
             raise ReshardError(mine)
@@ -240,7 +240,7 @@ class Resharder:
                 raise ReshardError(f"rank {rank} cannot take part: {problem}")
 
     def _agree_on_plan(self, transport: TransportName) -> RankPlan:
-        """This rank's part, once all ranks mean the same plan and have the tensors for it."""
+        """Return this rank's part of the plan, once all ranks have the same plan and the tensors for it."""
         source, target = self._holdings
         rank, problem = self._world.rank, None
         part = RankPlan(rank=rank, local=(), waves=(Wave(sends=(), receives=()),) * WAVES)
@@ -271,13 +271,13 @@ class Resharder:
         return part
 
     def _is_plain(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether all tensors have the dtypes in which they travel."""
+        """Return whether all tensors have the dtypes in which they travel."""
         return all(
             tensors[spec.name].dtype == TORCH_DTYPES[spec.dtype] for spec in self._model.tensors if spec.name in tensors
         )
 
     def _open_peers(self, wave: Wave, *, must_open: bool) -> dict[int, dict[str, Tensor]]:
-        """The flat source tensors of other ranks of the node of which this one needs a part, by rank and name.
+        """Open the flat source tensors of this node's other ranks of which this rank needs a part, by rank and name.
 
         Both ends of a pair come to the same: each has reached the other, or their copies become messages.
         """
@@ -325,7 +325,7 @@ class Resharder:
         return {peer: found[peer] for peer in mutual if peer in wanted}
 
     def _divide(self, part: RankPlan, readable: Mapping[int, Any]) -> list[_Traffic]:
-        """Each wave's messages to each rank and from each rank; none for what is read in the node."""
+        """Return each wave's messages to and from each rank; none for what is read within the node."""
         waves = []
         for index, wave in enumerate(part.waves):
             by_pair: dict[Pair, list[Copy]] = {}
@@ -348,7 +348,7 @@ class Resharder:
         return waves
 
     def _schedule(self, waves: list[_Traffic]) -> list[list[_Turn]]:
-        """Each wave's messages in the order in which this rank sends and receives them."""
+        """Return each wave's messages in the order in which this rank sends and receives them."""
         me = self._world.rank
         mine = [[[to, len(messages)] for (out_of, to), messages in wave.items() if out_of == me] for wave in waves]
         counts = self._gather(mine)
@@ -367,7 +367,7 @@ class Resharder:
         return found
 
     def _carrier(self, transport: TransportName) -> Transport | None:
-        """What carries messages; None where no rank has any."""
+        """Return the carrier of messages; None where no rank has any."""
         if not self._has_messages:
             return None
         if transport == "mpi" or (transport != "torch" and self._world.uses_mpi and self._world.device.type == "cpu"):
@@ -393,7 +393,7 @@ class Resharder:
                 self._reads[peer] = self._moves(copies, Shards(self._model, source, peer, readable[peer]))
 
     def _find_aliased(self) -> frozenset[str]:
-        """The target tensors that are a source tensor, both holding the same of it.
+        """Return the target tensors that are a source tensor, both holding the same of it.
 
         Raises:
             ReshardError: Tensors overlap otherwise.
@@ -407,7 +407,7 @@ class Resharder:
         )
         taken = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in sources.items())
         # Of those that begin no later, the one that reaches furthest.
-        furthest = list(itertools.accumulate(taken, lambda one, other: max(one, other, key=lambda each: each[1])))
+        furthest = list(itertools.accumulate(taken, _further))
         for name, tensor in targets.items():
             start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
             place = bisect.bisect_left(taken, (stop,))
@@ -419,7 +419,7 @@ class Resharder:
         return found
 
     def _moves(self, copies: Iterable[Copy], source: Shards) -> Moves:
-        """Copies into the target by way of the travelling dtype, so that replicas are equal whoever they come from."""
+        """Return copies into the target through the traveling dtype, so that replicas are equal whoever sends them."""
         moves = Moves()
         for copy in copies:
             dtype = self._model.tensors[copy.tensor].dtype
@@ -438,7 +438,7 @@ class Resharder:
         return moves
 
     def _bind_wave(self, index: int, turns: list[_Turn], carrier: Transport | None) -> list[_Step]:
-        """The steps of a wave, each as early as there is room in the buckets for it.
+        """Return the steps of a wave, each as early as the buckets have room for it.
 
         However far a rank begins ahead, the lowest slot of all that are unfinished has nothing before it at either end.
         """
@@ -468,7 +468,7 @@ class Resharder:
         number: int,
         carrier: Transport,
     ) -> tuple[Leg | None, Moves, int]:
-        """One end of the message of step ``number``.
+        """Return one end of the message of step ``number``.
 
         Returns:
             The end; the copies out of buckets, none where it lies in one run in the tensors; and how many steps must be
@@ -492,7 +492,7 @@ class Resharder:
         return Leg(peer, buffer, is_fixed=True), Moves(to=views, out_of=packed), free_after
 
     def _buffer(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
-        """A buffer of this rank's own, allocated when first asked for, ``[bytes]`` uint8."""
+        """Return a buffer of this rank's own, allocated at the first call, ``[bytes]`` uint8."""
         if name not in self._buckets:
             is_staged = device != self._world.device
             with room_for(num_bytes, device, f"rank {self._world.rank}: {self._name}: a buffer"):
@@ -500,7 +500,7 @@ class Resharder:
         return self._buckets[name]
 
     def _count(self, part: RankPlan, waves: list[list[_Turn]]) -> ReshardStats:
-        """What each run moves."""
+        """Count what each run moves."""
         sends = [turn.send[1] for wave in waves for turn in wave if turn.send is not None]
         receives = [turn.receive[1] for wave in waves for turn in wave if turn.receive is not None]
         read = [copy for copy in part.waves[0].receives if copy.source in self._reads]
@@ -535,7 +535,11 @@ def _carry(steps: list[_Step]) -> Iterator[None]:
         before.finish()
 
 
+def _further(one: tuple[int, int, str], other: tuple[int, int, str]) -> tuple[int, int, str]:
+    return max(one, other, key=lambda each: each[1])
+
+
 def _ring(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """The ranks after one and, from the first on, before it: not all read the same peer first."""
+    """Return the ranks after one and then those before it, so that not all ranks read the same peer first."""
     place = ranks.index(rank)
     return ranks[place + 1 :] + ranks[:place]

@@ -41,27 +41,27 @@ class Holdings(Protocol):
     mesh: DeviceMesh
 
     def stages(self, tensor: TensorSpec) -> tuple[int, ...]:
-        """The pipeline stages that hold a tensor, ascending."""
+        """Return the pipeline stages that hold a tensor, ascending."""
         ...
 
     def key(self, tensor: TensorSpec) -> Hashable:
-        """Equal for tensors that have equal ``parts``."""
+        """Return a key that is equal for tensors with equal ``parts``."""
         ...
 
     def parts(self, tensor: TensorSpec) -> tuple[Part, ...]:
-        """Disjoint boxes that cover the tensor. Raises ReshardError: the mesh cannot cut it."""
+        """Return disjoint boxes that cover the tensor. Raises ReshardError: the mesh cannot cut it."""
         ...
 
     def regions(self, tensor: TensorSpec, rank: int) -> tuple[Shard, ...]:
-        """What a rank of the mesh holds of a tensor, in the order of its storage; each is one of the ``parts``."""
+        """Return a rank's regions of a tensor, in the order of its storage; each is one of the ``parts``."""
         ...
 
     def num_shares(self, tensor: TensorSpec) -> int:
-        """How many shares of a tensor a stage's ranks hold between them, replicas of a share counted once."""
+        """Return how many shares of a tensor a stage's ranks hold between them, replicas of a share counted once."""
         ...
 
     def identity(self) -> list[object]:
-        """All that the holdings depend on beside the model, as JSON values."""
+        """Return all that the holdings depend on besides the model, as JSON values."""
         ...
 
 
@@ -123,7 +123,7 @@ class WeightHoldings:
         return ["weights", str(self.mesh.layout), list(self.mesh.ranks), self.mesh.ranks_per_node]
 
     def _output_ranks(self, stages: tuple[int, ...], block: int | None, index: int | None) -> tuple[int, ...]:
-        """The ranks of some stages with a tensor parallel index, of one block of experts or of dense tensors."""
+        """Return the ranks of some stages with a tensor parallel index, of one block of experts or of dense tensors."""
         key = (stages, block, index)
         found = self._ranks.get(key)
         if found is None:

@@ -97,7 +97,7 @@ class HostOffload:
 
     @property
     def is_away(self) -> bool:
-        """Whether the tensors are in host memory."""
+        """Return whether the tensors are in host memory."""
         return bool(self._away)
 
     def offload(self, *, is_unchanged: bool = False) -> int:
@@ -160,12 +160,12 @@ def _grow(storages: list[tuple[torch.UntypedStorage, int]], owner: str) -> None:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
-    """Each storage once, and how far into it the tensors reach, in bytes."""
+    """Return each storage once, with the number of its bytes that the tensors reach."""
     found: dict[int, tuple[torch.UntypedStorage, int]] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        extent = (tensor.storage_offset() + reach) * tensor.element_size() if tensor.numel() else 0
+        extent = int(tensor.storage_offset() + reach) * tensor.element_size() if tensor.numel() else 0
         found[storage._cdata] = storage, max(extent, found.get(storage._cdata, (storage, 0))[1])
     return list(found.values())
 

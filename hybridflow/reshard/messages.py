@@ -32,7 +32,7 @@ class Message(NamedTuple):
 
     Attributes:
         pieces: Tensor index and box of each part, in the order in which they are packed.
-        num_bytes: Of all of them.
+        num_bytes: Bytes of all of them.
     """
 
     pieces: tuple[tuple[int, Box], ...]
@@ -42,13 +42,13 @@ class Message(NamedTuple):
 def divide(
     model: ModelSpec, copies: Iterable[Copy], source: Holdings, target: Holdings, bucket_bytes: int, *, is_plain: bool
 ) -> list[Message]:
-    """The messages that carry one wave's copies between two ranks: the same at both ends.
+    """Split one wave's copies between two ranks into messages: the same at both ends.
 
     There are at most ``1 + bytes / bucket_bytes`` and one for each run of ``RUN_BYTES`` or more.
 
     Args:
         model: The tensors.
-        copies: Of one pair of ranks, in the order of the plan.
+        copies: Copies of one pair of ranks, in the order of the plan.
         source: What the copies are read from.
         target: What they are written to.
         bucket_bytes: Longest message that an end may have to hold elsewhere than in its tensors; a multiple of 8.
@@ -76,12 +76,12 @@ def divide(
 
 
 def region_of(holdings: Holdings, tensor: TensorSpec, rank: int, box: Box) -> Shard:
-    """The region of a rank that holds a box of a tensor."""
+    """Return the region of a rank that holds a box of a tensor."""
     return next(region for region in holdings.regions(tensor, rank) if intersect(region.box, box) == box)
 
 
 def _depth(sizes: list[int], region: Shard) -> int:
-    """How many of the outer dims of a box one goes through to get single runs of the region's memory."""
+    """Return how many outer dims of a box one iterates over to get contiguous runs of the region's memory."""
     depth = len(sizes) - 1
     while depth > 0 and sizes[depth] == region.local_shape[depth]:
         depth -= 1
@@ -94,7 +94,7 @@ def _runs(box: Box, depth: int) -> Iterator[Box]:
 
 
 def _fill(model: ModelSpec, pieces: Iterable[tuple[int, Box]], limit: int) -> Iterator[Message]:
-    """Messages of ``limit`` bytes, and one of what is left."""
+    """Fill messages of ``limit`` bytes, and one with the rest."""
     filled: list[tuple[int, Box]] = []
     room = limit
     for tensor, box in pieces:
@@ -112,7 +112,7 @@ def _fill(model: ModelSpec, pieces: Iterable[tuple[int, Box]], limit: int) -> It
 
 
 def slots(counts: Mapping[Pair, int]) -> dict[Pair, list[int]]:
-    """When each message is sent: no rank sends two in one slot, or receives two, but it may do one of both.
+    """Return when each message is sent: in one slot a rank sends at most one and receives at most one.
 
     Ranks that go through their messages by slot never wait for each other in a circle, whatever blocks: both ends of
     the message with the lowest slot of all unfinished ones have nothing before it. First fit, the busiest ranks first,

@@ -94,7 +94,7 @@ class OptimizerHoldings:
         return () if dealt is None else tuple(flat_regions(whole[0], dealt.start, dealt.stop))
 
     def flat_range(self, tensor: TensorSpec, rank: int) -> FlatRange | None:
-        """What a rank of the mesh steps of its shard of a tensor; None where that is nothing."""
+        """Return the range of its shard of a tensor that a rank of the mesh steps; None where it steps nothing."""
         if not self._weights.regions(tensor, rank):
             return None
         layout, place = self.mesh.layout, self.mesh.coordinate(rank)
@@ -115,7 +115,7 @@ class OptimizerHoldings:
         return ["distributed optimizer", *self._weights.identity()[1:], self._model.digest()]
 
     def _output_ranks(self, tensor: TensorSpec, index: int | None, replica: int) -> tuple[int, ...]:
-        """The ranks of a replica that hold part ``index`` of a tensor; None: a tensor that they all hold whole."""
+        """Return the ranks of a replica that hold part ``index`` of a tensor; None: all hold the whole tensor."""
         layout = self.mesh.layout
         size, width, first = layout.tp * layout.cp * layout.dp, layout.tp, replica * layout.tp
         if tensor.expert is not None:
@@ -126,7 +126,7 @@ class OptimizerHoldings:
 
 
 def flat_ranges(model: ModelSpec, layout: ParallelLayout) -> dict[str, tuple[FlatRange, ...]]:
-    """How the local shard of each tensor is dealt to replicas, the same for all tensor parallel ranks.
+    """Return how the local shard of each tensor is dealt to replicas, the same for all tensor parallel ranks.
 
     Source: ``_ParamAndGradBuffer`` and ``DistributedOptimizer._build_model_gbuf_range`` of megatron-core 0.16.1, with
     one bucket but for tied embeddings, as is without overlap of the gradients' reduction.
@@ -194,7 +194,7 @@ def _up(number: int, unit: int) -> int:
 
 
 def flat_regions(whole: Shard, start: int, stop: int) -> Iterator[Shard]:
-    """Elements ``start`` to ``stop`` of a rank's parameter as shards, each a box with the padding behind."""
+    """Yield elements ``start`` to ``stop`` of a rank's parameter as shards, each a box with the padding behind it."""
     offset = 0
     for local in flat_boxes(tuple((0, size) for size in whole.local_shape), start, stop):
         yield Shard(_logical(local, whole.box), tuple(stop - start for start, stop in local), offset)
@@ -202,7 +202,7 @@ def flat_regions(whole: Shard, start: int, stop: int) -> Iterator[Shard]:
 
 
 def _logical(local: Box, box: Box) -> Box:
-    """A box of a rank's parameter in logical coordinates, without padding."""
+    """Return a box of a rank's parameter in logical coordinates, without padding."""
     return tuple(
         (min(low + start, high), min(low + stop, high)) for (start, stop), (low, high) in zip(local, box, strict=True)
     )

@@ -58,7 +58,7 @@ class Origin(NamedTuple):
 def max_overlap(
     source: DeviceMesh, layout: ParallelLayout, ranks: tuple[int, ...], *, num_layers: int, name: str
 ) -> DeviceMesh:
-    """A mesh over the given ranks, ordered so that their overlap with what they hold in the source is the largest.
+    """Return a mesh over the given ranks, in the order with the largest overlap with their source holdings.
 
     Tensor parallel groups stay inside a node, or are made of whole nodes where they are larger. Within a node the
     choice is exact; which node hosts which groups is chosen from parts of nodes that hold a whole layer as far as
@@ -66,10 +66,10 @@ def max_overlap(
 
     Args:
         source: Where the weights are.
-        layout: Of the target.
+        layout: Layout of the target.
         ranks: Global ranks of the target, in any order.
         num_layers: Layers of the whole model.
-        name: Of the target mesh.
+        name: Name of the target mesh.
 
     Returns:
         The mesh; where the layouts and the sets of ranks are equal, it shares the source's storage.
@@ -96,14 +96,14 @@ def max_overlap(
 
 
 def _block_width(tp: int, sizes: Sequence[int]) -> int | None:
-    """How many ranks of a tensor parallel group share a node; None where groups cannot be laid into such nodes."""
+    """Return how many ranks of a tensor parallel group share a node; None where groups do not fit such nodes."""
     if all(size % tp == 0 for size in sizes):
         return tp
     return sizes[0] if len(set(sizes)) == 1 and tp % sizes[0] == 0 else None
 
 
 def _fills_nodes(mesh: DeviceMesh, width: int) -> bool:
-    """Whether the mesh's blocks of this width lie within nodes."""
+    """Return whether the mesh's blocks of this width lie within nodes."""
     blocks = (mesh.ranks[start : start + width] for start in range(0, len(mesh.ranks), width))
     return all(len({mesh.node(rank) for rank in block}) == 1 for block in blocks)
 
@@ -131,11 +131,11 @@ class _Search:
         self._scale = len(given.ranks) + 1
 
     def overlap(self, mesh: DeviceMesh) -> int:
-        """What all ranks hold in common with their places in a target mesh."""
+        """Return the total that ranks already hold of their places in a target mesh."""
         return sum(self._common(self._held(rank), _spot(mesh, rank)) for rank in mesh.ranks)
 
     def order(self, nodes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """The target's ranks in mesh order, given those of each node."""
+        """Return the target's ranks in mesh order, given those of each node."""
         order = [-1] * len(self._given.ranks)
         starts = {block: iter(places) for block, places in self._blocks.items()}
         for ranks, blocks in zip(nodes, self._hosts(nodes), strict=True):
@@ -149,7 +149,7 @@ class _Search:
         return tuple(order)
 
     def _hosts(self, nodes: Sequence[Sequence[int]]) -> list[tuple[Block, ...]]:
-        """The blocks that each node hosts, by an assignment of its parts, each as large as a block."""
+        """Return the blocks that each node hosts, by an assignment of its parts, each as large as a block."""
         blocks, copies = list(self._blocks), [len(places) for places in self._blocks.values()]
         if len(nodes) == 1:
             return [tuple(_repeat(blocks, copies))]
@@ -161,7 +161,7 @@ class _Search:
         return [tuple(sorted(next(turns[kind]) for kind in each)) for each in parts]
 
     def _parts(self, ranks: Sequence[int]) -> Iterator[tuple[Origin, ...]]:
-        """A node's ranks in parts as large as a block, each with one stage and evenly spread indices if possible."""
+        """Split a node's ranks into parts of a block's size, if possible of one stage and evenly spread indices."""
         places = [self._source.coordinate(rank) if rank in self._source else None for rank in ranks]
         order = sorted(
             range(len(ranks)),
@@ -179,7 +179,7 @@ class _Search:
                 yield tuple(self._origin(ranks[index]) for index in chunk[first::step])
 
     def _value(self, origins: tuple[Origin, ...], block: Block) -> int:
-        """The gain of hosting a block on ranks of these origins."""
+        """Return the gain of hosting a block on ranks of these origins."""
         key = origins, block
         found = self._values.get(key)
         if found is None:
@@ -189,7 +189,7 @@ class _Search:
         return found
 
     def _deal(self, origins: tuple[Origin, ...], blocks: tuple[Block, ...]) -> list[Spot]:
-        """The spots of some blocks, dealt to as many ranks of these origins."""
+        """Deal the spots of some blocks to as many ranks of these origins."""
         key = origins, blocks
         found = self._dealt.get(key)
         if found is None:
@@ -204,7 +204,7 @@ class _Search:
         return self._common(origin.held, spot) * self._scale + (origin.given == spot)
 
     def _common(self, held: Spot | None, needed: Spot) -> int:
-        """Layers in common times the common part of each, in parts of one over both meshes' numbers of cuts."""
+        """Return common layers times the common part of each, in units of one over both meshes' numbers of cuts."""
         layers = 0 if held is None else self._common_layers[held.pp, needed.pp]
         if held is None or layers == 0:
             return 0
@@ -225,7 +225,7 @@ class _Search:
 
 
 def _common_part(index: int, cuts: int, other: int, other_cuts: int) -> int:
-    """What two parts of one whole have in common, in parts of ``1 / (cuts · other_cuts)``."""
+    """Return the overlap of two parts of one whole, in units of ``1 / (cuts · other_cuts)``."""
     return max(0, min((index + 1) * other_cuts, (other + 1) * cuts) - max(index * other_cuts, other * cuts))
 
 
@@ -238,7 +238,7 @@ _Item = TypeVar("_Item")
 
 
 def _repeat(items: Sequence[_Item], numbers: Sequence[int]) -> Iterator[_Item]:
-    """Each item as often as its number says."""
+    """Repeat each item as often as its number says."""
     return itertools.chain.from_iterable(map(itertools.repeat, items, numbers))
 
 
@@ -249,7 +249,7 @@ def assign(gains: Sequence[Sequence[int]], supplies: Sequence[int], demands: Seq
     are 1 (Kuhn 1955; Jonker and Volgenant 1987); rows and columns that are alike may be given once.
 
     Args:
-        gains: Of one unit of a row in a column, ``[rows][columns]``.
+        gains: Gains of one unit of a row in a column, ``[rows][columns]``.
         supplies: Units of each row.
         demands: Units that each column takes; as many in all as the supplies.
 
@@ -297,7 +297,7 @@ def assign(gains: Sequence[Sequence[int]], supplies: Sequence[int], demands: Seq
 
 
 def _path(end: int, nearest: Sequence[int], through: Mapping[int, int | None]) -> list[tuple[int, int]]:
-    """From a column with room back to the row that seeks it: cells to fill and cells to empty, in turn."""
+    """Return the path from a column with room back to the row that seeks it: cells to fill and to empty, in turn."""
     path, column = [], end
     while True:
         row = nearest[column]

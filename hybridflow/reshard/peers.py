@@ -39,7 +39,7 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.b
 
 
 def bytes_to_move(tensors: Iterable[Tensor]) -> int:
-    """What opening these tensors puts into shared memory: the storages of theirs that are not there yet, in bytes."""
+    """Return the bytes that opening these tensors adds to shared memory: those of storages that are not there yet."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(
         storage.nbytes() for storage in storages.values() if storage.device.type == "cpu" and not storage.is_shared()
@@ -99,8 +99,8 @@ class NodePeers:
                 for name, tensor in tensors.items()
             },
         }
-        with open(description, "wb", closefd=False) as file:
-            file.write(json.dumps(contents).encode())
+        with open(description, "wb", closefd=False) as writer:
+            writer.write(json.dumps(contents).encode())
         os.fchmod(description, 0o400)
 
     def open(self, rank: int, card: tuple[int, int, str], sizes: Mapping[str, int]) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ class NodePeers:
             if place not in storages:
                 storages[place] = _reach(pid, contents["storages"][place], self._device)
             found[name] = torch.empty(0, dtype=_DTYPES[dtype_name], device=self._device).set_(
-                storages[place], offset, (size,)
+                storages[place], offset, (size,), (1,)
             )
         return found
 
@@ -195,7 +195,7 @@ def _check_system(num_storages: int) -> None:
 
 
 def _read_description(path: str) -> dict[str, Any]:
-    """What a rank opened; without waiting, should the file be another process's pipe. Raises OSError."""
+    """Read what a rank opened, without waiting if the file is another process's pipe. Raises OSError."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{path} is no file")
@@ -222,10 +222,12 @@ def _open_up(storage: torch.UntypedStorage) -> list[Any]:
 
 
 def _reach(pid: int, handle: list[Any], device: torch.device) -> torch.UntypedStorage:
-    """The storage that another process of the node opened up."""
+    """Open the storage that another process of the node shares."""
     if device.type == "cpu":
         file, num_bytes = handle
-        return torch.UntypedStorage.from_file(f"/proc/{pid}/fd/{file}", True, num_bytes)
+        storage = torch.UntypedStorage.from_file(f"/proc/{pid}/fd/{file}", True, num_bytes)
+        assert isinstance(storage, torch.UntypedStorage), "from_file gives what it is a method of"
+        return storage
     parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle]
     # On this rank's own device, whichever holds it: then a copy is one kernel that reads over the link.
     return torch.UntypedStorage._new_shared_cuda(device.index, *parts)

@@ -116,8 +116,9 @@ class Block:
 
     Attributes:
         box: In logical coordinates.
-        box_bytes: Of one box.
-        row_bytes: Of a row along its last dim: a box is split between rows only. Of one element if it has one dim.
+        box_bytes: Bytes of one box.
+        row_bytes: Bytes of a row along its last dim, or of one element if it has one dim: a box is split only between
+            rows.
         tensors: Indices into the model's tensors, ascending.
     """
 
@@ -148,11 +149,11 @@ class Stream:
 
     @property
     def num_bytes(self) -> int:
-        """Length of the stream."""
+        """Return the length of the stream."""
         return self.ends[-1]
 
     def snap(self, position: int, tolerance: int) -> int:
-        """The place nearest to a position at which the stream can be cut: between boxes if within ``tolerance``."""
+        """Return the nearest place at which the stream can be cut: between boxes if one is within ``tolerance``."""
         if not 0 < position < self.num_bytes:
             return min(max(position, 0), self.num_bytes)
         index = bisect.bisect_right(self.ends, position)
@@ -164,7 +165,7 @@ class Stream:
         raise AssertionError("unreachable")
 
     def edges(self, parts: int) -> list[int]:
-        """Where the stream is cut into almost equal parts, from 0 to its end."""
+        """Return the cuts of the stream into almost equal parts, from 0 to its end."""
         found = self._edges.get(parts)
         if found is None:
             step = self.num_bytes / parts
@@ -173,7 +174,7 @@ class Stream:
         return found
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[Sequence[int], Box]]:
-        """The boxes between two bytes, each with the tensors of which it is a part."""
+        """Yield the boxes between two bytes, each with the tensors of which it is a part."""
         begin = 0
         for block, end in zip(self.blocks, self.ends, strict=True):
             if begin < stop and start < end:
@@ -206,7 +207,7 @@ class Line:
         entries: Index of a stream, and the groups that take it. A group is one rank that gets the stream from its own
             node, or all ranks of a node that need it from elsewhere, each of which fetches a share.
         starts: Where each entry starts on the line, in bytes.
-        length: Of the line, in bytes.
+        length: Length of the line, in bytes.
         cuts: Where each sender's stretch ends.
     """
 
@@ -265,7 +266,7 @@ class Flows:
             self._cut(line, share)
 
     def all(self) -> list[Flow]:
-        """The flows of all ranks."""
+        """Return the flows of all ranks."""
         found = [flow for line in self._lines for flow in self._walk(line, 0, line.length)]
         for index, stream in enumerate(self.streams):
             for group in self._entering(stream):
@@ -273,7 +274,7 @@ class Flows:
         return self._in_order(found)
 
     def of(self, rank: int) -> list[Flow]:
-        """The flows that one rank sends or receives, in an order that is the same on all ranks."""
+        """Return the flows that one rank sends or receives, in an order that is the same on all ranks."""
         found: list[Flow] = []
         for line in self._lines:
             if rank in line.senders:
@@ -293,7 +294,7 @@ class Flows:
         return sorted(found, key=lambda flow: (flow.wave, self.streams[flow.stream].order, flow))
 
     def _demands(self, stream: Stream) -> Iterator[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
-        """The groups that take a stream, by who may send it to them."""
+        """Yield the groups that take a stream, by who may send it to them."""
         output_ranks, needers = self._by_node(stream.output_ranks), self._by_node(stream.needers)
         for node in output_ranks.keys() & needers.keys() if len(output_ranks) < len(needers) else needers:
             near = output_ranks.get(node)
@@ -306,12 +307,12 @@ class Flows:
             yield stream.output_ranks, far
 
     def _entering(self, stream: Stream) -> list[tuple[int, ...]]:
-        """The needers of each node that holds nothing of a stream."""
+        """Return the needers of each node that holds nothing of a stream."""
         output_ranks = self._by_node(stream.output_ranks)
         return [ranks for node, ranks in self._by_node(stream.needers).items() if node not in output_ranks]
 
     def _entering_with(self, stream: Stream, rank: int) -> tuple[int, ...] | None:
-        """The group of ``_entering`` that has a rank."""
+        """Return the group of ``_entering`` that has a rank."""
         node = rank // self._ranks_per_node
         group = self._by_node(stream.needers).get(node, ())
         return group if rank in group and node not in self._by_node(stream.output_ranks) else None
@@ -340,7 +341,7 @@ class Flows:
             line.cuts.append(cut)
 
     def _walk(self, line: Line, start: int, stop: int) -> Iterator[Flow]:
-        """The flows between two places of a line."""
+        """Yield the flows between two places of a line."""
         sender, entry = bisect.bisect_right(line.cuts, start), bisect.bisect_right(line.starts, start) - 1
         while start < stop:
             index, groups = line.entries[entry]
@@ -360,7 +361,7 @@ class Flows:
     def _received(
         self, line: Line, groups: list[tuple[int, ...]], start: int, stream: Stream, rank: int
     ) -> Iterator[Flow]:
-        """The flows of one entry of a line to one rank."""
+        """Yield the flows of one entry of a line to one rank."""
         for turn, group in enumerate(groups):
             if rank in group:
                 edges, place = stream.edges(len(group)), group.index(rank)
@@ -368,7 +369,7 @@ class Flows:
                 yield from self._walk(line, begin + edges[place], begin + edges[place + 1])
 
     def _relays(self, index: int, group: tuple[int, ...], of: tuple[int, ...]) -> Iterator[Flow]:
-        """What the members of a group pass on to each other of a stream, as far as some of them are concerned."""
+        """Yield what members of a group pass on to each other of a stream, for the given members."""
         edges = self.streams[index].edges(len(group))
         for (place, source), destination in itertools.product(enumerate(group), group):
             if source != destination and (source in of or destination in of) and edges[place] < edges[place + 1]:
@@ -376,7 +377,7 @@ class Flows:
 
 
 def plan(model: ModelSpec, source: Holdings, target: Holdings, rank: int) -> RankPlan:
-    """One rank's part in turning the holdings of one mesh into those of another.
+    """Plan one rank's part in turning the holdings of one mesh into those of another.
 
     Every element that a rank needs is written once; it travels only if the rank does not hold it already, so each rank
     receives the least that it can.
@@ -414,7 +415,7 @@ def _copies(pieces: Iterable[tuple[Sequence[int], Box]], source: int, destinatio
 
 
 def _stages_near(model: ModelSpec, source: Holdings, target: Holdings, rank: int) -> frozenset[int]:
-    """The source stages that hold something with a rank or for it.
+    """Return the source stages that hold something with a rank or for it.
 
     Stages that hold a tensor together share the sending of it, so they come together.
     """
@@ -434,7 +435,7 @@ def _stages_near(model: ModelSpec, source: Holdings, target: Holdings, rank: int
 
 
 def _streams(model: ModelSpec, source: Holdings, target: Holdings, stages: frozenset[int] | None) -> list[Stream]:
-    """The streams that some of the source stages hold, or all."""
+    """Return the streams that some or all source stages hold."""
     streams: dict[tuple[tuple[int, ...], tuple[int, ...]], Stream] = {}
     alike: dict[object, list[Block]] = {}
     for index, tensor in enumerate(model.tensors):
@@ -465,7 +466,7 @@ def _streams(model: ModelSpec, source: Holdings, target: Holdings, stages: froze
 def _cells(
     tensor: TensorSpec, held: tuple[Part, ...], needed: tuple[Part, ...]
 ) -> Iterator[tuple[Box, tuple[int, ...], tuple[int, ...]]]:
-    """The overlaps of source and target parts, each with those who hold and those who need it."""
+    """Yield the overlaps of source and target parts, each with its holders and its needers."""
     dim = tensor.tp_dim or 0
     first = 0
     is_sorted = all(
@@ -489,17 +490,17 @@ def _cells(
 
 
 def shares_storage(one: DeviceMesh, other: DeviceMesh) -> bool:
-    """Whether every rank holds the same shards in both meshes: one storage serves both, and nothing is copied."""
+    """Return whether every rank holds the same shards in both meshes, so that one storage serves both."""
     return one.key == other.key
 
 
 def participants(source_mesh: DeviceMesh, target_mesh: DeviceMesh) -> tuple[int, ...]:
-    """The ranks of either mesh, ascending."""
+    """Return the ranks of either mesh, ascending."""
     return tuple(sorted({*source_mesh.ranks, *target_mesh.ranks}))
 
 
 def held_bytes(model: ModelSpec, holdings: Holdings, rank: int) -> int:
-    """Bytes of a rank's tensors, padding included; 0 outside the mesh."""
+    """Return the bytes of a rank's tensors, padding included; 0 outside the mesh."""
     if rank not in holdings.mesh:
         return 0
     return sum(
@@ -510,7 +511,7 @@ def held_bytes(model: ModelSpec, holdings: Holdings, rank: int) -> int:
 
 
 def received_limit(model: ModelSpec, source: Holdings, target: Holdings, rank: int) -> int:
-    """The least that a rank can receive, in bytes: what it is to hold less what it holds. Found without a plan."""
+    """Return the least bytes that a rank can receive: its target less what it already holds. Found without a plan."""
     if rank not in target.mesh:
         return 0
     least = 0
@@ -523,7 +524,7 @@ def received_limit(model: ModelSpec, source: Holdings, target: Holdings, rank: i
 
 
 def bucket_bytes(model: ModelSpec, target: Holdings) -> int:
-    """Bytes of a bucket, one number for all ranks: a 64th of what the least loaded stage's ranks are to hold."""
+    """Return a bucket's bytes, equal on all ranks: a 64th of what the least loaded target stage's ranks hold."""
     sums = Counter[int]()
     for tensor in model.tensors:
         for stage in target.stages(tensor):
@@ -533,13 +534,13 @@ def bucket_bytes(model: ModelSpec, target: Holdings) -> int:
 
 
 def digest(model: ModelSpec, source: Holdings, target: Holdings) -> str:
-    """The sha256 of all that a plan depends on: two ranks of equal digest have parts of one plan."""
+    """Return the sha256 of all that a plan depends on: two ranks of equal digest have parts of one plan."""
     text = json.dumps([VERSION, model.digest(), source.identity(), target.identity()])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def aliases(model: ModelSpec, source: Holdings, target: Holdings, rank: int) -> frozenset[str]:
-    """The tensors of which a rank holds the same in both, padding included: one storage can serve both."""
+    """Return the tensors of which a rank holds the same in both, padding included: one storage can serve both."""
     if rank not in source.mesh or rank not in target.mesh:
         return frozenset()
     return frozenset(

@@ -49,10 +49,10 @@ class Spread(NamedTuple):
     """A quantity over ranks, or over nodes.
 
     Attributes:
-        least: Of any.
+        least: The least of any rank.
         median: The lower of the middle ones.
-        most: Of any.
-        total: Of all together.
+        most: The most of any rank.
+        total: The sum of all ranks.
     """
 
     least: int
@@ -80,7 +80,7 @@ class ReshardReport:
         before: By rank: its tensors in the source.
         after: By rank: its tensors in the target.
         shared: By rank: those of equal shards, where one storage serves both.
-        buckets: Of a rank, to send and receive through.
+        buckets: Bytes of a rank's buckets, to send and receive through.
         messages: By rank: about how many it sends and receives, if all travels in messages.
         time_s: Estimated: in either wave the links of the slowest rank are busy all the time, those within the node and
             those between nodes at once. Copies in a rank's own memory are not counted.
@@ -105,7 +105,7 @@ class ReshardReport:
     time_s: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the report as JSON values."""
         return {
             name: value._asdict() if isinstance(value, Spread) else value
             for name, value in ((name, getattr(self, name)) for name in asdict(self))
@@ -121,7 +121,7 @@ class Traffic(NamedTuple):
 
 
 def report(model: ModelSpec, source: Holdings, target: Holdings, bandwidth: Bandwidth) -> ReshardReport:
-    """The numbers of the plan from one holding of a model to another.
+    """Report the numbers of the plan from one holding of a model to another.
 
     Raises:
         ReshardError: As ``plan.plan``.
@@ -163,7 +163,7 @@ def report(model: ModelSpec, source: Holdings, target: Holdings, bandwidth: Band
 
 
 def traffic(flows: Flows) -> Counter[Traffic]:
-    """The bytes of each pair of ranks and wave."""
+    """Return the bytes of each pair of ranks and wave."""
     sums: Counter[Traffic] = Counter()
     for flow in flows.all():
         sums[Traffic(flow.source, flow.destination, flow.wave)] += flow.stop - flow.start
@@ -171,7 +171,7 @@ def traffic(flows: Flows) -> Counter[Traffic]:
 
 
 def message_counts(flows: Flows, model: ModelSpec, source: Holdings, target: Holdings) -> dict[int, int]:
-    """About how many messages each rank sends and receives.
+    """Estimate how many messages each rank sends and receives.
 
     Long runs of memory are messages of their own and the rest is packed into buckets, as ``messages.divide`` has it for
     whole boxes; a box that is itself divided counts by its bytes.
@@ -206,7 +206,7 @@ class _Wire:
         self._tables: dict[int, list[tuple[int, int]]] = {}
 
     def until(self, stream: int, position: int) -> tuple[float, float]:
-        """Messages of runs, and packed bytes, from the start of a stream to a byte of it."""
+        """Return messages of runs, and packed bytes, from the start of a stream to a byte of it."""
         table = self._tables.get(stream)
         if table is None:
             table = self._tables[stream] = list(self._sums(self._streams[stream]))
@@ -218,7 +218,7 @@ class _Wire:
         return runs + share * (runs_after - runs), packed + share * (packed_after - packed)
 
     def _sums(self, stream: Stream) -> Iterator[tuple[int, int]]:
-        """Both at the start of the stream, and at the end of each block."""
+        """Yield both sums at the start of the stream, and at the end of each block."""
         runs = packed = 0
         sender = (stream.output_ranks if self._wave == 0 else stream.needers)[0]
         yield runs, packed
@@ -230,14 +230,14 @@ class _Wire:
             yield runs, packed
 
     def _runs(self, copy: Copy, num_bytes: int) -> int:
-        """Messages of a box that travels in runs; 0 if it is packed, and so shares a large bucket with a second."""
+        """Return the messages of a box that travels in runs; 0 if it is packed and shares a large bucket."""
         if len(divide(self._model, [copy, copy], *self._ends, 2 * num_bytes, is_plain=True)) == 1:
             return 0
         return len(divide(self._model, [copy], *self._ends, self._bucket, is_plain=True))
 
 
 def _time_s(sums: Mapping[Traffic, int], mesh: DeviceMesh, bandwidth: Bandwidth) -> float:
-    """Seconds for the busiest link of each wave, one wave after the other."""
+    """Return seconds for the busiest link of each wave, one wave after the other."""
     total = 0.0
     for wave in range(WAVES):
         busy: Counter[tuple[int, str, bool]] = Counter()
@@ -259,14 +259,14 @@ def _own(streams: Iterable[Stream], ranks: Iterable[int]) -> dict[int, int]:
 
 
 def _entering_limits(streams: Iterable[Stream], mesh: DeviceMesh) -> Iterator[int]:
-    """For each stream, its bytes times the nodes that need it and hold nothing of it."""
+    """Yield for each stream its bytes times the nodes that need it and hold nothing of it."""
     for stream in streams:
         nodes = {mesh.node(rank) for rank in stream.needers}.difference(map(mesh.node, stream.output_ranks))
         yield stream.num_bytes * len(nodes)
 
 
 def _limits(model: ModelSpec, source: Holdings, target: Holdings) -> dict[int, int]:
-    """The least that each rank can receive, found without the plan."""
+    """Return the least that each rank can receive, found without the plan."""
     alike = _tensors_alike(model, source, target)
     least = {}
     for ranks in _ranks_alike(source.mesh, target.mesh):
@@ -278,7 +278,7 @@ def _limits(model: ModelSpec, source: Holdings, target: Holdings) -> dict[int, i
 def _memory(
     model: ModelSpec, source: Holdings, target: Holdings
 ) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
-    """By rank: bytes held in the source, in the target, and in one storage for both."""
+    """Return by rank the bytes held in the source, in the target, and in one storage for both."""
     alike = _tensors_alike(model, source, target)
     before: dict[int, int] = {}
     after: dict[int, int] = {}
@@ -296,7 +296,7 @@ def _memory(
 
 
 def _tensors_alike(model: ModelSpec, source: Holdings, target: Holdings) -> list[tuple[ModelSpec, int]]:
-    """One tensor, as a model of its own, of each kind that both meshes cut alike; and how many there are."""
+    """Return one tensor, as its own model, of each kind that both meshes cut alike, and how many there are."""
     first: dict[object, TensorSpec] = {}
     counts: Counter[object] = Counter()
     for tensor in model.tensors:
@@ -307,7 +307,7 @@ def _tensors_alike(model: ModelSpec, source: Holdings, target: Holdings) -> list
 
 
 def _ranks_alike(source: DeviceMesh, target: DeviceMesh) -> Iterable[list[int]]:
-    """The ranks of both meshes, those together that hold the same in both."""
+    """Group the ranks of both meshes that hold the same in both."""
     groups: dict[object, list[int]] = {}
     for rank in participants(source, target):
         groups.setdefault((_place(source, rank), _place(target, rank)), []).append(rank)
@@ -315,7 +315,7 @@ def _ranks_alike(source: DeviceMesh, target: DeviceMesh) -> Iterable[list[int]]:
 
 
 def _place(mesh: DeviceMesh, rank: int) -> object:
-    """What a rank holds depends on this alone."""
+    """Return the only facts on which a rank's holdings depend."""
     if rank not in mesh:
         return None
     place = mesh.coordinate(rank)
@@ -331,7 +331,7 @@ def _spread(numbers: Iterable[int]) -> Spread:
 
 
 def as_text(found: ReshardReport, bandwidth: Bandwidth) -> str:
-    """The report as a table, with the limit beside what has one."""
+    """Format the report as a table, with the limit beside what has one."""
     rows = [
         ("", "least", "median", "most", "together", "limit", "ratio"),
         ("a rank", *[""] * 6),
@@ -368,7 +368,7 @@ def _time(found: ReshardReport, bandwidth: Bandwidth) -> str:
 
 
 def format_bytes(number: int) -> str:
-    """With three digits, in powers of 1000: ``1.50 GB``."""
+    """Format bytes with three digits, in powers of 1000: ``1.50 GB``."""
     size, unit = float(number), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if size < 999.5:
@@ -380,7 +380,7 @@ def format_bytes(number: int) -> str:
 
 
 def format_seconds(time_s: float) -> str:
-    """With three digits, in the unit that suits."""
+    """Format seconds with three digits, in the unit that suits."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if time_s >= scale:
             return f"{time_s / scale:.3g} {unit}"

@@ -53,14 +53,14 @@ class TensorSpec:
 
     Attributes:
         name: Unique in the model, the same in every layout.
-        shape: Of the whole tensor in the view in which its cut is a box, without padding.
+        shape: Shape of the whole tensor in the view in which its cut is a box, without padding.
         dtype: What its elements are counted in, and travel as.
         tp_dim: The dim cut into ``tp`` equal parts; None: every tensor-parallel rank holds all of it.
         place: Which pipeline stage holds it.
         also_held_by: A second place, for embeddings tied to the output; one copy where both are the same stage.
         padded_to: ``tp_dim`` is padded to a multiple of ``padded_to * tp``; None: it is not padded.
-        expert: Of a tensor inside an expert, which expert of how many: held by the expert-parallel rank whose block of
-            experts has it, and cut by ``etp`` instead of ``tp``.
+        expert: Which expert of how many a tensor inside an expert belongs to. The expert-parallel rank whose block of
+            experts has it holds it, and ``etp`` cuts it instead of ``tp``.
 
     Raises:
         ReshardError: The description contradicts itself.
@@ -92,12 +92,12 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor, without padding."""
+        """Return the bytes of the whole tensor, without padding."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """The one or two places along the pipeline that hold it."""
+        """Return the one or two places along the pipeline that hold it."""
         return (self.place,) if self.also_held_by is None else (self.place, self.also_held_by)
 
 
@@ -130,20 +130,20 @@ class ModelSpec:
 
     @functools.cached_property
     def places(self) -> tuple[TensorSpec, ...]:
-        """The first tensor of each place, or pair of places, along the pipeline."""
+        """Return the first tensor of each place, or pair of places, along the pipeline."""
         first: dict[tuple[Place, ...], TensorSpec] = {}
         for spec in self.tensors:
             first.setdefault(spec.places, spec)
         return tuple(first.values())
 
     def digest(self) -> str:
-        """The sha256 of the description as JSON: equal exactly for equal descriptions."""
+        """Return the sha256 of the description as JSON: equal exactly for equal descriptions."""
         rows = [[getattr(spec, field.name) for field in fields(spec)] for spec in self.tensors]
         return hashlib.sha256(json.dumps([self.num_layers, rows]).encode()).hexdigest()
 
 
 def shard(spec: TensorSpec, layout: ParallelLayout, coordinate: Coordinate, num_layers: int) -> Shard | None:
-    """What the rank at a coordinate of a layout holds of a tensor.
+    """Return the part of a tensor that the rank at a coordinate of a layout holds.
 
     Args:
         spec: The tensor.
@@ -166,7 +166,7 @@ def shard(spec: TensorSpec, layout: ParallelLayout, coordinate: Coordinate, num_
 
 
 def cut(spec: TensorSpec, parts: int, index: int) -> Shard:
-    """Part ``index`` of a tensor cut into ``parts`` along its ``tp_dim``; the whole of it if it has none.
+    """Return part ``index`` of a tensor cut into ``parts`` along its ``tp_dim``; the whole tensor if it has none.
 
     Raises:
         ReshardError: The parts would not be equal.
@@ -190,7 +190,7 @@ def cut(spec: TensorSpec, parts: int, index: int) -> Shard:
 
 
 def stage_of(place: Place, layout: ParallelLayout, num_layers: int, name: str) -> int:
-    """The pipeline stage of a place; chunk ``c`` of stage ``s`` is virtual stage ``c * pp + s``.
+    """Return the pipeline stage of a place; chunk ``c`` of stage ``s`` is virtual stage ``c * pp + s``.
 
     Raises:
         ReshardError: The layers cannot be dealt to the stages; names the tensor ``name``.
@@ -215,7 +215,7 @@ def stage_of(place: Place, layout: ParallelLayout, num_layers: int, name: str) -
 
 
 def expert_place(layout: ParallelLayout, coordinate: Coordinate) -> tuple[int, int]:
-    """The tensor parallel index inside experts, and the block of experts, of the rank at a coordinate.
+    """Return the tensor parallel index inside experts, and the block of experts, of the rank at a coordinate.
 
     As in megatron-core the ranks of a stage are counted through with the experts' own tensor parallel index fastest,
     then the block of experts, then their replicas.
@@ -225,7 +225,7 @@ def expert_place(layout: ParallelLayout, coordinate: Coordinate) -> tuple[int, i
 
 
 def expert_block(spec: TensorSpec, layout: ParallelLayout) -> int:
-    """Which of the ``ep`` blocks of experts has the tensor's expert.
+    """Return which of the ``ep`` blocks of experts has the tensor's expert.
 
     Raises:
         ReshardError: The experts cannot be dealt to equal blocks.
@@ -240,7 +240,7 @@ def expert_block(spec: TensorSpec, layout: ParallelLayout) -> int:
 
 
 def num_elements(box: Box) -> int:
-    """Elements in a box; 0 where it is empty."""
+    """Return the elements in a box; 0 where it is empty."""
     count = 1
     for start, stop in box:
         count *= max(0, stop - start)
@@ -248,12 +248,12 @@ def num_elements(box: Box) -> int:
 
 
 def intersect(one: Box, other: Box) -> Box:
-    """The elements in both boxes, possibly none."""
+    """Return the elements in both boxes, possibly none."""
     return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 def flat_boxes(box: Box, start: int, stop: int) -> list[Box]:
-    """Elements ``start`` to ``stop`` of a box, counted in row-major order, as boxes in that order.
+    """Return elements ``start`` to ``stop`` of a box, counted in row-major order, as boxes in that order.
 
     There is one for whole rows, and at most two more for each dim but the last.
     """

@@ -50,7 +50,7 @@ class Transport(Protocol):
     device: torch.device
 
     def prepare(self, send: Leg | None, receive: Leg | None) -> Exchange:
-        """An exchange of at most one message each way; no communication yet."""
+        """Prepare an exchange of at most one message each way; no communication yet."""
         ...
 
 
@@ -131,7 +131,7 @@ def _wait(works: Sequence[Any], contact: _Contact) -> None:
 
 
 def mpi_device(world: World) -> torch.device:
-    """Where the data of MPI messages must be: host memory, unless the library takes addresses of a GPU's."""
+    """Return where the data of MPI messages must be: host memory, unless the library takes a GPU's addresses."""
     from hybridflow.parallel.mpi import reads_gpu_memory
 
     return world.device if world.device.type == "cpu" or reads_gpu_memory() else torch.device("cpu")
@@ -186,7 +186,7 @@ class _MpiExchange:
 
 
 def _buffer(data: Tensor) -> Any:
-    """What mpi4py takes: it reads a GPU's address from the tensor itself."""
+    """Return the buffer in mpi4py's form: it reads a GPU's address from the tensor itself."""
     return data.numpy() if data.device.type == "cpu" else data
 
 

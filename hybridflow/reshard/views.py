@@ -18,7 +18,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.b
 
 
 def local_sizes(model: ModelSpec, holdings: Holdings, rank: int) -> dict[str, int]:
-    """Elements of each tensor that a rank has, by name; none outside the mesh."""
+    """Return the elements of each tensor that a rank has, by name; none outside the mesh."""
     if rank not in holdings.mesh:
         return {}
     found = {spec.name: holdings.regions(spec, rank) for spec in model.tensors}
@@ -78,7 +78,7 @@ class Shards:
         self._flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
 
     def view(self, tensor: int, box: Box) -> Tensor:
-        """A box that lies in one region of a tensor, in the box's shape; the tensor by its index in the model."""
+        """Return a box within one region of a tensor, in the box's shape; the tensor by its index in the model."""
         spec = self._model.tensors[tensor]
         region = region_of(self._holdings, spec, self._rank, box)
         pairs = zip(box, region.box, strict=True)
@@ -87,7 +87,7 @@ class Shards:
         ]
 
     def padding(self, spec: TensorSpec) -> Iterator[Tensor]:
-        """What belongs to no logical element: the end of a dim."""
+        """Yield the padding, which belongs to no logical element: the end of a dim."""
         for region in self._holdings.regions(spec, self._rank):
             for dim, ((start, stop), size) in enumerate(zip(region.box, region.local_shape, strict=True)):
                 if stop - start < size:
@@ -105,7 +105,7 @@ class Moves:
     Attributes:
         to: Written.
         out_of: Read, one for each of ``to``.
-        converted: Written, a scratch of the travelling dtype, and read: where neither end has that dtype.
+        converted: Written, a scratch of the traveling dtype, and read: where neither end has that dtype.
     """
 
     to: list[Tensor] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Moves:
 
 
 def as_one_run(views: list[Tensor], dtypes: list[torch.dtype]) -> Tensor | None:
-    """The memory of views that follow each other in their travelling dtypes, ``[bytes]`` uint8; None: they do not."""
+    """Return the joint memory of views that are adjacent in their traveling dtypes, ``[bytes]`` uint8; else None."""
     end = views[0].data_ptr()
     for view, dtype in zip(views, dtypes, strict=True):
         if view.dtype != dtype or view.data_ptr() != end or not view.is_contiguous():
@@ -133,4 +133,4 @@ def as_one_run(views: list[Tensor], dtypes: list[torch.dtype]) -> Tensor | None:
     size = end - views[0].data_ptr()
     if start + size > storage.nbytes():
         return None
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (size,))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (size,), (1,))

@@ -56,7 +56,7 @@ class PushedEngine:
         )
 
     def push(self, model: PlacedModel) -> None:
-        """Hand it the weights of the rollout layout, which this rank holds whole, with the updates of adapters."""
+        """Give the engine the weights of the rollout layout, which this rank holds whole, with adapters merged."""
         self.engine.load(hf_weights(self._described, _Whole(model, base_spec(self._spec), self._rank)))
 
 
@@ -81,9 +81,9 @@ class _Whole(Mapping[str, Tensor]):
 
 
 def make_megatron_engine(job: Job, model: PlacedModel) -> MegatronEngine:
-    """Generates with the weights being trained."""
+    """Make an engine that generates with the weights being trained."""
     return MegatronEngine(
-        model.transformer,
+        model.megatron_model,
         model.groups,
         vocab_size=job.vocab_size,
         seed=job.recipe.seed,
@@ -95,7 +95,7 @@ def make_megatron_engine(job: Job, model: PlacedModel) -> MegatronEngine:
 
 
 def make_user_engine(job: Job, model: UserModel) -> UserEngine:
-    """Generates with a user's own module, which is being trained."""
+    """Make an engine that generates with a user's own module, which is being trained."""
     return UserEngine(
         model.module,
         model.groups.tp,
@@ -110,12 +110,12 @@ def make_user_engine(job: Job, model: UserModel) -> UserEngine:
 def make_server_engine(
     settings: SamplingEngineConfig, *, tokenizer: Tokenizer, seed: int, vocab_size: int | None
 ) -> HttpEngine:
-    """Generates with the servers that a recipe names.
+    """Make an engine that generates with the servers that a recipe names.
 
     Args:
         settings: ``rollout.engine`` of the recipe.
         tokenizer: The model's own.
-        seed: Of the noise.
+        seed: Seed of the noise.
         vocab_size: Ids that the trainer knows; None: any will do.
 
     Raises:
@@ -148,7 +148,7 @@ def make_server_engine(
 
 
 def _cache_bytes(job: Job) -> int:
-    """Of a CPU's key-value cache: what the samples decoded together take, within ``rollout.cache_memory``."""
+    """Return the bytes of a CPU's key-value cache for the samples decoded together, within ``rollout.cache_memory``."""
     rollout, model = job.recipe.rollout, job.model_of("actor")
     per_token = 2 * model.num_layers * model.query_groups * model.head_size * ITEM_BYTES[model.dtype]
     # vLLM deals the cache out in blocks of up to 128 tokens, and keeps one for itself.
@@ -158,5 +158,5 @@ def _cache_bytes(job: Job) -> int:
 
 
 def _ranks_per_node(job: Job) -> int:
-    """Ranks that share a node's memory."""
+    """Return the number of ranks that share a node's memory."""
     return min(job.world.ranks_per_node, job.world.size)

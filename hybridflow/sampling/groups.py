@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from hybridflow.dataflow.batch import Batch
+from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.dataflow.schedule import Move
@@ -55,12 +56,12 @@ class Groups(Role, ABC):
 
     @property
     def num_samples(self) -> int:
-        """Samples of the step's batch, once its rollouts are done."""
+        """Return the number of samples of the step's batch, once its rollouts are done."""
         return len(self._prompt_indices) * self._job.recipe.rollout.group_size
 
     @abstractmethod
     def turns(self, first_prompt_index: int, num_prompts: int, share: Share) -> Iterator[Turn]:
-        """The rollouts of one step, each to be kept before the next is asked for; the same on every rank.
+        """Yield the rollouts of one step; keep each before the next is asked for; the same on every rank.
 
         Collective: all ranks of the job, through ``share``.
 
@@ -74,7 +75,8 @@ class Groups(Role, ABC):
         """Take in a rollout with its ``scores``."""
         if self._job.recipe.rollout.archive and self._is_telling:
             size = self._job.recipe.rollout.group_size
-            prompt_indices, scores = batch.columns["prompt_indices"].tolist(), batch.columns["scores"].tolist()
+            prompt_indices = _dense(batch, "prompt_indices").tolist()
+            scores = _dense(batch, "scores").tolist()
             # A greedy response stands behind its group.
             indices = [
                 number - prompt_index * size
@@ -84,13 +86,10 @@ class Groups(Role, ABC):
         self._rollouts.append(self._kept(batch, decided))
 
     def take(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """The step's batch: a source. Whole groups are dealt to the replicas in turn. Collective: the rollout mesh."""
+        """Return the step's batch, a source. Whole groups go to the replicas in turn. Collective: the rollout mesh."""
         own = Batch.concat([self._finished(each) for each in self._rollouts])
-        prompt_indices = own.columns["prompt_indices"]
-        assert isinstance(prompt_indices, torch.Tensor), "prompt_indices is a dense column"
-        own = own.select(
-            torch.isin(prompt_indices, torch.tensor(self._prompt_indices, dtype=torch.int64)).nonzero()[:, 0]
-        )
+        chosen = torch.tensor(self._prompt_indices, dtype=torch.int64)
+        own = own.select(torch.isin(_dense(own, "prompt_indices"), chosen).nonzero()[:, 0])
         self._rollouts = []
         if self._mesh.layout.dp == 1:
             return own
@@ -109,16 +108,16 @@ class Groups(Role, ABC):
         return Batch(moved.ids, {name: moved.columns[name] for name in names})
 
     def _kept(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """What is kept of a rollout."""
+        """Return the part of a rollout that is kept."""
         return batch
 
     def _finished(self, rollout: Batch) -> Batch:
-        """A rollout with all columns of the batch."""
+        """Return a rollout with all columns of the batch."""
         return rollout
 
     @property
     def _is_telling(self) -> bool:
-        """Whether this rank tells of its replica's samples."""
+        """Return whether this rank reports its replica's samples."""
         rank = self._job.world.rank
         return rank in self._mesh and self._mesh.output_ranks(self._mesh.coordinate(rank).dp)[0] == rank
 
@@ -126,14 +125,15 @@ class Groups(Role, ABC):
         self._rollouts, self._prompt_indices = [], []
 
     def _own_scores(self) -> Scores:
-        """Of the last rollout, on one rank of each replica, but for samples that have none.
+        """Return the scores of the last rollout, on one rank of each replica, without samples that have none.
 
-        What is learned from is another matter.
+        Whether a sample is learned from is decided elsewhere.
         """
         if not self._is_telling:
             return []
-        columns = self._rollouts[-1].columns
-        scored = zip(columns["prompt_indices"].tolist(), columns["scores"].double().tolist(), strict=True)
+        rollout = self._rollouts[-1]
+        prompt_indices, scores = _dense(rollout, "prompt_indices"), _dense(rollout, "scores").double()
+        scored = zip(prompt_indices.tolist(), scores.tolist(), strict=True)
         return [(prompt_index, score) for prompt_index, score in scored if not math.isnan(score)]
 
 
@@ -212,29 +212,37 @@ class GreedyBaselines(Groups):
         self.next_prompt_index = first_prompt_index + num_prompts
 
     def _kept(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """A baseline is shaped like the scores that it is compared with."""
+        """Shape the scores of a greedy rollout like the scores that they are compared with."""
         if not decided["fill"]["is_greedy"]:
             return batch
-        scores = shaped(self._job.recipe, batch.columns["scores"], batch.columns["response_mask"].lengths)
+        mask = batch.columns["response_mask"]
+        assert isinstance(mask, Ragged), "response_mask is a ragged column"
+        scores = shaped(self._job.recipe, _dense(batch, "scores"), mask.lengths)
         return batch.with_columns({"scores": scores})
 
     def _finished(self, rollout: Batch) -> Batch:
         # Of a step that is left there may be none; of a greedy response that has no score neither.
         baselines = [
-            self._baselines.get(prompt_index, math.nan) for prompt_index in rollout.columns["prompt_indices"].tolist()
+            self._baselines.get(prompt_index, math.nan) for prompt_index in _dense(rollout, "prompt_indices").tolist()
         ]
         return rollout.with_columns({"baselines": torch.tensor(baselines, dtype=torch.float32)})
 
 
 def make_groups(job: Job) -> Groups | None:
-    """What decides on the batch of a step, of algorithms with more than one rollout in a step."""
+    """Make what decides on a step's batch, for algorithms with more than one rollout in a step; else None."""
     kinds = {"dapo": InformativeGroups, "remax": GreedyBaselines}
     kind = kinds.get(job.recipe.algorithm)
     return None if kind is None else kind(job)
 
 
+def _dense(batch: Batch, name: str) -> Tensor:
+    column = batch.columns[name]
+    assert isinstance(column, Tensor), f"{name} is a dense column"
+    return column
+
+
 def _informative(shares: list[Scores]) -> list[int]:
-    """Prompt indices of the groups whose scores are not all equal, in order; a group may be in several shares."""
+    """Return prompt indices, in order, of groups whose scores differ; a group may be split over several shares."""
     scores: dict[int, set[float]] = {}
     for share in shares:
         for prompt_index, score in share:

@@ -34,7 +34,7 @@ class PartialRollouts:
         *,
         num_slots: int,
     ) -> Pairs:
-        """Responses to all requests; those to the following ones are begun meanwhile, as slots become free.
+        """Generate responses to all requests; begin the following requests meanwhile, as slots become free.
 
         When the last of the requests is done, which is noticed a few tokens later, the others are paused and kept.
 
@@ -42,8 +42,8 @@ class PartialRollouts:
 
         Args:
             engine: What generates.
-            requests: Of this step.
-            following: Of the next step, in the order in which they are begun.
+            requests: Requests of this step.
+            following: Requests of the next step, in the order in which they are begun.
             progress: What goes on beside, of the requests alone.
             num_slots: So many that are not done are enough: no following one is begun then.
 
@@ -80,7 +80,7 @@ class _UntilDone:
         self._left = self._wanted = frozenset(map(_key, requests))
 
     def wants(self, request: Request) -> bool:
-        """Whether it is one of the requests."""
+        """Return whether this is one of the requests."""
         return _key(request) in self._wanted
 
     @property

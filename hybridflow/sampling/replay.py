@@ -20,7 +20,7 @@ class Replay:
     Every rank of a replica reads them for itself, and finds the same.
 
     Args:
-        run_dir: Of the run that has an archive.
+        run_dir: Directory of the run that has an archive.
 
     Raises:
         DataError: It has none.
@@ -37,7 +37,7 @@ class Replay:
             )
 
     def find(self, requests: Sequence[Request]) -> dict[tuple[int, int], Response]:
-        """A response to each request, by prompt index and index. Prompt indices before theirs are forgotten.
+        """Return a response to each request, by prompt index and index. Earlier prompt indices are forgotten.
 
         Raises:
             DataError: One is not there, was sampled for another prompt, or is longer than it may be.

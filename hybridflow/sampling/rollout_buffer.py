@@ -45,7 +45,7 @@ class RolloutBuffer(Role):
         self._buffer.put(_Waiting(asked(decided)["step"], batch if is_output_rank else None))
 
     def take(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """The samples of this step. A source of all columns that ``put`` was given.
+        """Return the samples of this step. A source of all columns that ``put`` was given.
 
         Collective: the rollout mesh.
 
@@ -53,7 +53,7 @@ class RolloutBuffer(Role):
             DataError: The weights that sampled one of them are further behind than ``Recipe.staleness_bound``.
         """
         step = decided["train_step"]["step"]
-        waiting = self._buffer.flip()
+        waiting: _Waiting = self._buffer.flip()
         assert waiting.step == step, f"the samples of step {waiting.step} were taken for step {step}"
         found = measure_staleness(self._job, [] if waiting.batch is None else _behind(waiting.batch, step))
         self.metrics |= found
@@ -67,7 +67,7 @@ class RolloutBuffer(Role):
 
 
 def measure_staleness(job: Job, behind: list[int]) -> dict[str, float]:
-    """How many updates the weights of the samples are behind, of all replicas; nothing, if there are none.
+    """Return how many updates the samples' weights are behind, over all replicas; empty when there are no samples.
 
     Collective: the rollout mesh.
     """
@@ -82,7 +82,7 @@ def measure_staleness(job: Job, behind: list[int]) -> dict[str, float]:
 
 
 def asked(decided: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``Rollouts.sample`` is to sample, whichever decision asks for it; several rollouts of one step differ."""
+    """Return the request to ``Rollouts.sample``, whichever decision made it; several rollouts of one step differ."""
     found = {**next(decided[name] for name in ASKED_BY if name in decided), **decided.get("fill", {})}
     keys = [key for key in ("step", "first_prompt_index", "num_prompts", "version", "is_greedy") if key in found]
     # The step's own weights, if nothing else is said.
@@ -90,7 +90,7 @@ def asked(decided: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _behind(batch: Batch, step: int) -> list[int]:
-    """How many updates the weights of each sample lack of those of the step's beginning."""
+    """Return how many updates each sample's weights are behind those of the step's beginning."""
     versions = batch.columns["versions"]
     assert isinstance(versions, Tensor), "versions is a dense column"
     return [step - 1 - version for version in versions.tolist()]

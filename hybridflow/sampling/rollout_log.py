@@ -48,7 +48,7 @@ class RolloutLog:
     Args:
         job: The job.
         start: Tells this start of the run from others.
-        fingerprint: Of the weights with which it begins.
+        fingerprint: Fingerprint of the weights with which it begins.
         checkpoint: That it goes on from; None: there is none.
     """
 
@@ -70,11 +70,11 @@ class RolloutLog:
         self._left = [LogName(*name) for name in found]
 
     def state(self) -> dict[str, str]:
-        """What a checkpoint keeps of this; equal on all ranks."""
+        """Return the state for a checkpoint; equal on all ranks."""
         return {"start": self._start, "fingerprint": self._fingerprint}
 
     def advance(self, measured: Mapping[str, float]) -> None:
-        """The weights have changed: by an update that measured this, equal on all ranks."""
+        """Note that an update has changed the weights, with its metrics; equal on all ranks."""
         # An update in which no token counts measures nothing. The rate may be changed on resume, and says nothing else
         # in the step in which it is.
         told = [float(measured.get(name, 0.0)).hex() for name in ("actor/loss", "actor/grad_norm", "actor/lr")]
@@ -82,11 +82,11 @@ class RolloutLog:
         self._fingerprint = hashlib.sha256(" ".join([self._fingerprint, *told]).encode()).hexdigest()
 
     def add_scores(self, step: int, scores: Iterable[tuple[int, int, float]]) -> None:
-        """What samples of a step, by prompt index and index, are worth; for the archive."""
+        """Add scores of a step's samples, by prompt index and index, for the archive."""
         self._scores |= {(step, prompt_index, index): score for prompt_index, index, score in scores}
 
     def find(self, step: int, requests: list[Request]) -> dict[tuple[int, int], Response]:
-        """Responses to some of the requests that an earlier start of the run has sampled, by prompt index and index.
+        """Find responses to these requests that an earlier start of the run has sampled, by prompt index and index.
 
         Some may be paused: of those that are not there whole, the longest.
 
@@ -103,9 +103,9 @@ class RolloutLog:
 
     @contextlib.contextmanager
     def log(self, step: int) -> Iterator[LogWriter | None]:
-        """This rank's log of one rollout of a step, on disk when it ends; None on a rank that has none.
+        """Open this rank's log of one rollout of a step, on disk when it ends; None on a rank that has none.
 
-        Of the ranks of a replica that know the log-probabilities one has a log, the first.
+        In each replica, the first rank that knows the log-probabilities has a log.
         """
         mesh = self._job.meshes["actor.rollout"]
         if mesh.output_ranks(mesh.coordinate(self._rank).dp)[0] != self._rank:
@@ -117,12 +117,12 @@ class RolloutLog:
             yield writer
 
     def begin_save(self, step: int) -> None:
-        """The checkpoint before is complete, and that of ``step`` has begun. On all ranks."""
+        """Note that the checkpoint before is complete and that of ``step`` has begun. On all ranks."""
         self.end_save()
         self._saved = step
 
     def end_save(self) -> None:
-        """The last checkpoint is complete: what was sampled before it goes into the archive, or away. On all ranks.
+        """Note that the last checkpoint is complete: archive or remove what was sampled before it. On all ranks.
 
         Raises:
             WriteError: The file system refuses.
@@ -154,7 +154,7 @@ class RolloutLog:
             print(line, flush=True)
 
     def _look(self) -> list[LogName]:
-        """The logs that are there, once what does not belong to the run, at this step, is removed."""
+        """Return the existing logs, after removing what does not belong to the run at this step."""
         names = list_logs(self._logs)
         try:
             archive.drop_segments(self._folder, after=self._saved)
@@ -166,7 +166,7 @@ class RolloutLog:
         return names if is_of_run else []
 
     def _is_first(self, name: LogName) -> bool:
-        """Whether the weights with which this run begins have sampled it."""
+        """Return whether the weights with which this run begins have sampled a log."""
         log = read_log(self._logs / str(name)) if name.step == 1 else None
         return log is not None and log.header == self._header(1)
 
@@ -196,13 +196,13 @@ class RolloutLog:
         )
 
     def _is_part_of_run(self, name: LogName) -> bool:
-        """Whether the run took the way on which this was sampled: no later start went back before it."""
+        """Return whether a log belongs to this run: no later start went back before it."""
         if name.start == self._start:
             return True
         return self._before is not None and name.start == self._before[0] and name.step <= self._before[1]
 
     def _archive(self, names: list[LogName]) -> None:
-        """A segment for each rank that wrote; what has one already, its writer killed since, is left out."""
+        """Archive one segment for each rank that wrote; skip logs that a segment of a killed writer already holds."""
         covered = archive.list_segments(self._folder)
         by_rank: dict[int, list[LogName]] = {}
         for name in sorted(names):
@@ -240,7 +240,7 @@ def _not_removed(folder: Path, error: OSError) -> WriteError:
 
 
 def to_sampled(request: Request, response: Response) -> Sampled:
-    """What a log keeps of a response."""
+    """Return the part of a response that a log keeps."""
     return Sampled(
         prompt_index=request.prompt_index,
         index=request.index,
@@ -263,7 +263,7 @@ def _response(kept: Sampled) -> Response:
 
 
 def _is_better(one: Sampled, other: Sampled) -> bool:
-    """Whether one has more of a response than another."""
+    """Return whether one log has more of a response than another."""
     return (one.is_whole, len(one.tokens)) > (other.is_whole, len(other.tokens))
 
 

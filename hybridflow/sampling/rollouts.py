@@ -50,7 +50,7 @@ class _Progress:
     log: LogWriter | None = None
 
     def finished(self, pairs: Pairs) -> None:
-        """They are kept, on the rank that has a log; so are paused ones. One that failed is tried again."""
+        """Keep finished and paused responses, on the rank that has a log. A failed one is tried again."""
         if self.log is not None:
             self.log.add(to_sampled(ask, got) for ask, got in pairs if got.finish != "failed" and len(got.tokens))
 
@@ -97,21 +97,21 @@ class Rollouts:
 
     @property
     def engine(self) -> MegatronEngine | VllmEngine | HttpEngine:
-        """What generates, with this rank."""
+        """Return the engine that generates, with this rank."""
         return self._engine
 
     def weights_changed(self) -> None:
-        """What the engine derived from the weights is of no use any more."""
+        """Drop what the engine derived from the old weights."""
         self._engine.weights_changed()
 
     def sample(
         self, *, step: int, first_prompt_index: int, num_prompts: int, version: int, is_greedy: bool = False
     ) -> Batch | None:
-        """``group_size`` responses to each prompt; see ``Actor.sample``. Collective: rollout.
+        """Sample ``group_size`` responses to each prompt; see ``Actor.sample``. Collective: rollout.
 
         Args:
             step: Training step that is to learn from them.
-            first_prompt_index: Of the first prompt.
+            first_prompt_index: Index of the first prompt.
             num_prompts: How many.
             version: Updates that the weights have had.
             is_greedy: One greedy response to each instead, with the index behind those of its group.
@@ -134,7 +134,7 @@ class Rollouts:
         return self._as_batch(pairs, groups, deal, self._id_of)
 
     def sample_validation(self, count: int) -> Batch | None:
-        """Responses to the first held-out problems; see ``Actor.sample_validation``. Collective: rollout."""
+        """Sample responses to the first held-out problems; see ``Actor.sample_validation``. Collective: rollout."""
         held_out, num_sampled = self._job.held_out, self._job.recipe.trainer.validation_samples
         greedy, sampled = self._sampling(greedy=True), self._sampling(greedy=False)
         groups = []
@@ -154,7 +154,7 @@ class Rollouts:
         return self._as_batch(pairs, groups, deal, self._validation_id)
 
     def _groups(self, first_prompt_index: int, num_prompts: int, *, is_greedy: bool = False) -> list[list[Request]]:
-        """What is asked of prompts that follow one another in the data order."""
+        """Return the requests of consecutive prompts in the data order, by group."""
         params, group_size = self._sampling(greedy=is_greedy), self._job.recipe.rollout.group_size
         index, number = (group_size, 1) if is_greedy else (0, group_size)
         prompt_indices = range(first_prompt_index, first_prompt_index + num_prompts)
@@ -182,11 +182,11 @@ class Rollouts:
         )
 
     def _share(self, groups: Sequence[list[Request]]) -> list[Request]:
-        """What is dealt to this replica where all is dealt in turn."""
+        """Return this replica's share where all is dealt in turn."""
         return [ask for group in groups[self._place.dp :: self._mesh.layout.dp] for ask in group]
 
     def _deal(self, groups: list[list[Request]]) -> Deal:
-        """Who generates what. Collective: the rollout mesh."""
+        """Deal the requests to the replicas. Collective: the rollout mesh."""
 
         def claims() -> Claims:
             if self._claims is None:
@@ -218,7 +218,7 @@ class Rollouts:
         return list(zip(requests, self._engine.generate(requests, purpose, progress), strict=True))
 
     def _sample(self, step: int, deal: Deal, groups: list[list[Request]], following: list[Request]) -> Pairs:
-        """A response to each request of this replica's; what is in a log is not generated again."""
+        """Sample a response to each request of this replica; responses in a log are not generated again."""
         expected, kept = _expected(deal, groups), self.log
         carried = self._carry_over.take()
         found = {**({} if kept is None else kept.find(step, expected)), **carried}
@@ -271,7 +271,7 @@ class Rollouts:
         return again + new
 
     def _as_batch(self, pairs: Pairs, groups: list[list[Request]], deal: Deal, id_of: IdOf) -> Batch | None:
-        """The samples of this replica, as they were dealt to begin with: those generated elsewhere are brought back.
+        """Return the samples of this replica as first dealt; those generated elsewhere are brought back.
 
         So what is computed from them does not depend on who was quicker. Collective: the rollout mesh, if there was a
         choice.
@@ -291,7 +291,7 @@ class Rollouts:
         return Batch(moved.ids, {name: moved.columns[name] for name in names})
 
     def _check_known(self, pairs: Pairs) -> None:
-        """What a sampler did not tell, nothing can be learned from."""
+        """Refuse samples whose sampler left out what training needs."""
         unknown = [ask for ask, got in pairs if got.finish != "failed" and got.log_probs.isnan().any()]
         if unknown:
             raise EngineError(
@@ -328,13 +328,13 @@ class Rollouts:
         return batch.with_columns({"versions": torch.tensor(self._oldest(pairs), dtype=torch.int64)})
 
     def _oldest(self, pairs: Pairs) -> list[int]:
-        """Of each response, the oldest weights that sampled it; of an empty one, those that would have."""
+        """Return the oldest weights that sampled each response; for an empty one, those that would have."""
         return [min([*got.versions.tolist(), self._engine.version]) for _, got in pairs]
 
     def _converse(
         self, conversations: Environments, groups: list[list[Request]], example_of: Callable[[int], Example]
     ) -> Batch | None:
-        """As ``sample``, of conversations with the environment."""
+        """Sample as ``sample`` does, from conversations with the environment."""
         requests = self._share(groups)
         examples = [example_of(ask.prompt_index) for ask in requests]
         assert isinstance(self._engine, MegatronEngine), "refused by the recipe"
@@ -350,7 +350,7 @@ class Rollouts:
         return self._conversed(requests, found, self._id_of)
 
     def _conversed(self, requests: list[Request], found: list[Conversation], id_of: IdOf) -> Batch | None:
-        """``response_mask`` is 1 on what was sampled alone, ``environment_rewards`` are the sums over the turns."""
+        """Set ``response_mask`` to 1 only on sampled tokens, and ``environment_rewards`` to the sums over the turns."""
         batch = self._columns([(ask, each.response) for ask, each in zip(requests, found, strict=True)], id_of)
         if batch is None:
             return None
@@ -367,7 +367,7 @@ class Rollouts:
             add_work(flops / num_ranks, sum(response for *_, response in lengths) / num_ranks)
 
     def _tell(self, pairs: Pairs) -> None:
-        """How long each response took, and whether it was cut."""
+        """Report how long each response took, and whether it was cut."""
         if not self._is_telling:
             return
         sample_stats = {
@@ -384,7 +384,7 @@ class Rollouts:
             self.metrics["rollout/prefill_share"] = self._engine.metrics["prefill_share"]
 
     def _measure(self, found: list[Conversation]) -> None:
-        """How long conversations were, and how many failed. Collective: the rollout mesh."""
+        """Measure how long conversations were, and how many failed. Collective: the rollout mesh."""
         mesh, errors = self._mesh, [each.error for each in found if each.error is not None]
         if errors and self._place.tp == self._place.pp == 0:
             print(f"environment: failed in {len(errors)} of {len(found)} samples; one: {errors[0]}", flush=True)
@@ -399,5 +399,5 @@ class Rollouts:
 
 
 def _expected(deal: Deal, groups: list[list[Request]]) -> list[Request]:
-    """All that a replica may come to generate."""
+    """Return all requests that a replica may come to generate."""
     return [request for group in groups for request in group] if deal.has_queue else deal.first

@@ -9,7 +9,7 @@ from hybridflow.config.recipe import Recipe
 
 
 def shaped(recipe: Recipe, scores: Tensor, lengths: Tensor) -> Tensor:
-    """Scores with what the recipe adds to them.
+    """Return scores with the recipe's additions.
 
     Args:
         recipe: The recipe.

@@ -17,12 +17,12 @@ RIGHT = 1.0
 
 
 def validation_id(job: Job, row: int, index: int) -> int:
-    """The id of a response to a held-out problem: index 0 is the greedy one, those after it are sampled."""
+    """Return the id of a response to a held-out problem: index 0 is the greedy one, sampled ones follow."""
     return row * (1 + job.recipe.trainer.validation_samples) + index
 
 
 def measure(job: Job, judges: Coordinator, ids: Tensor, scores: Tensor) -> dict[str, float]:
-    """``validation/accuracy``, and pass@1 and pass@k where responses are sampled, over all held-out problems.
+    """Measure ``validation/accuracy``, and pass@1 and pass@k where responses are sampled, over all held-out problems.
 
     A response without a score is left out of the accuracy, and is not right.
 
@@ -31,7 +31,7 @@ def measure(job: Job, judges: Coordinator, ids: Tensor, scores: Tensor) -> dict[
     Args:
         job: The job.
         judges: The ranks that have scores.
-        ids: Of the responses here, ``[samples]``, from ``validation_id``; each is on one rank.
+        ids: Ids of the responses here, ``[samples]``, from ``validation_id``; each is on one rank.
         scores: Theirs, ``[samples]``; NaN: it has none.
 
     Raises:

@@ -139,7 +139,7 @@ def _run(arguments: argparse.Namespace, start: Start) -> int:
 
 
 def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, object]]:
-    """Source and target of the request, and the request in words."""
+    """Open source and target of the request, and return them with the request in words."""
     from hybridflow.checkpoint.formats.registry import (
         OF_ADAPTERS,
         READABLE,
@@ -254,7 +254,7 @@ class _Show:
 
 
 def _as_json(arguments: argparse.Namespace, source: Source, target: Target, summary: Summary | None = None) -> str:
-    """What was done; without a summary, what would be."""
+    """Return a JSON summary of what was done; without a summary, of what would be."""
     head: dict[str, object] = {
         "source": {
             "path": str(source.path),
@@ -301,7 +301,7 @@ def _table(arguments: argparse.Namespace, source: Source, summary: Summary) -> s
 
 
 def _mapping(source: Source, target: Target) -> str:
-    """Which tensors of the source make which of the target, for a person."""
+    """Show which tensors of the source make which of the target, for a person."""
     lines = []
     for name, names, places in _rows(source, target):
         lines.append(name + (f"  <- {', '.join(names)}" if names != [name] else ""))
@@ -312,7 +312,7 @@ def _mapping(source: Source, target: Target) -> str:
 
 
 def _rows(source: Source, target: Target) -> Iterator[tuple[str, list[str], list[dict[str, Any]]]]:
-    """Logical name, what the source calls its parts, and where they go."""
+    """Yield logical name, the source's names of its parts, and where they go."""
     from hybridflow.checkpoint.formats.source import NamesParts
 
     for name in source.tensors:

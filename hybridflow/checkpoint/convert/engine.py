@@ -69,10 +69,10 @@ class Summary:
     Attributes:
         num_tensors: Logical tensors.
         num_cast: Those whose dtype changed.
-        total_bytes: Of the tensors in the files.
+        total_bytes: Bytes of the tensors in the files.
         found_parts: Tensors of files that a restart found complete.
         found_bytes: Theirs.
-        seconds: Of this attempt.
+        seconds: Seconds of this attempt.
         peak_rss_anon_bytes: Most anonymous memory of any rank.
         hashes: File -> key -> sha256.
     """
@@ -88,7 +88,7 @@ class Summary:
 
     @property
     def mb_per_s(self) -> float:
-        """What this attempt wrote over its time."""
+        """Return this attempt's written bytes over its time."""
         return (self.total_bytes - self.found_bytes) / 1e6 / max(self.seconds, 1e-9)
 
 
@@ -161,7 +161,7 @@ def convert(
 
 
 def deal(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
-    """Files of each rank, balanced by bytes; a rank that has none is not needed.
+    """Deal files to each rank, balanced by bytes; a rank that has none is not needed.
 
     Args:
         sizes: Bytes of each file.
@@ -179,10 +179,10 @@ def deal(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
 
 
 def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in another dtype, rounded to nearest, ties to even.
+    """Convert a tensor to another dtype, rounded to nearest, ties to even.
 
     Args:
-        name: Of the tensor.
+        name: Name of the tensor.
         values: Finite or not.
         dtype: Asked for.
 
@@ -319,7 +319,7 @@ def _write_together(job: _Job, files: Sequence[str], output: Output, monitor: Mo
 
 
 def _wait_for_all(ranks: Ranks, monitor: Monitor) -> list[dict[str, int]]:
-    """What the other ranks left when they had written their files."""
+    """Wait for all, and return what the other ranks left when they had written their files."""
     while (done := ranks.done()) is None:
         monitor.check()
         time.sleep(_POLL_S)
@@ -350,7 +350,7 @@ def _complete(job: _Job) -> None:
 
 
 def _hashes(job: _Job) -> dict[str, dict[str, str]]:
-    """File -> key -> sha256, complete, in the order of the files."""
+    """Return file -> key -> sha256, complete, in the order of the files."""
     noted = {(part.file, part.key): part.sha256 for part in read_journals(job.folder)}
     return {file: {key: noted[file, key] for key in entries} for file, entries in job.target.files.items()}
 
@@ -384,7 +384,7 @@ def _plan(source: Source, identity: str, target: Target, what: Mapping[str, obje
 
 
 def _already_there(job: _Job) -> Summary | None:
-    """What an attempt that was ended right after renaming did; anything else that is there is not overwritten.
+    """Return the result that an attempt left when it was killed right after renaming; refuse to overwrite others.
 
     Raises:
         WriteError: It is something else.
@@ -402,7 +402,7 @@ def _already_there(job: _Job) -> Summary | None:
 
 
 def _check_left(job: _Job, restart: bool) -> None:
-    """That the folder is there, and was left by this very conversion or by none."""
+    """Refuse a folder that another conversion has left; make it if it is not there."""
     job.folder.mkdir(exist_ok=True)
     left = read_plan(job.folder)
     if not restart and left is not None and left != job.plan:
@@ -414,7 +414,7 @@ def _check_left(job: _Job, restart: bool) -> None:
 
 @contextlib.contextmanager
 def _claimed(job: _Job, restart: bool) -> Iterator[None]:
-    """Rank 0: make the folder ready, while no other conversion writes there."""
+    """Make the folder ready, and keep other conversions from writing there. For rank 0."""
     descriptor = os.open(job.folder, os.O_RDONLY)
     try:
         try:
@@ -437,7 +437,7 @@ def _claimed(job: _Job, restart: bool) -> Iterator[None]:
 
 
 def _found(job: _Job) -> list[Part]:
-    """Parts that are complete, each once.
+    """Return the parts that are complete, each once.
 
     Raises:
         WriteError: Another rank was started with another request.
@@ -453,7 +453,7 @@ def _found(job: _Job) -> list[Part]:
 
 
 def _check_room(job: _Job) -> None:
-    """That what is missing fits on the disk."""
+    """Check that the missing parts fit on the disk."""
     files = job.folder / FILES
     with as_write_errors(files):
         # Files have their full length from the beginning; blocks, of 512 bytes, are what was written.

@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
     Attributes:
         file: Name of the file.
-        key: Of the tensor within the file.
+        key: Key of the tensor within the file.
         sha256: Of its bytes.
     """
 
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 def part_folder(out: Path) -> Path:
-    """Where a conversion is written before it is complete.
+    """Return the folder in which a conversion is written before it is complete.
 
     Raises:
         WriteError: The path has no name.
@@ -69,7 +69,7 @@ def write_plan(folder: Path, plan: Plan) -> None:
 
 
 def read_plan(folder: Path) -> Plan | None:
-    """The plan that the folder follows; None where there is none yet.
+    """Read the plan that the folder follows; None where there is none yet.
 
     Raises:
         WriteError: What is there was not left by a conversion.
@@ -107,7 +107,7 @@ class Journal:
 
     Args:
         folder: OUT.part.
-        rank: Of the conversion.
+        rank: Rank of the conversion.
 
     Raises:
         OSError: The file system refuses.
@@ -133,7 +133,7 @@ class Journal:
 
 
 def read_journals(folder: Path) -> list[Part]:
-    """The parts that any rank, of this or an earlier attempt, has noted; a line that a crash spoiled is none."""
+    """Read the parts that any rank, of this or an earlier attempt, has noted; skip lines that a crash spoiled."""
     parts: list[Part] = []
     for path in sorted(folder.glob("journal-*.jsonl")):
         for line in path.read_bytes().split(b"\n")[:-1]:

@@ -19,9 +19,9 @@ class Progress(NamedTuple):
 
     Attributes:
         parts: Tensors of files that are written.
-        num_parts: Of all files.
+        num_parts: Number of all files.
         done_bytes: Written, those that a restart found included.
-        total_bytes: Of all files.
+        total_bytes: Bytes of all files.
         found_bytes: What a restart found.
         seconds: Since the beginning.
     """
@@ -35,12 +35,12 @@ class Progress(NamedTuple):
 
     @property
     def bytes_per_s(self) -> float:
-        """How fast this attempt writes."""
+        """Return how fast this attempt writes."""
         return (self.done_bytes - self.found_bytes) / max(self.seconds, 1e-9)
 
     @property
     def left_s(self) -> float | None:
-        """How long it will take at this speed; None before anything is written."""
+        """Return the remaining time at this speed; None before anything is written."""
         return (self.total_bytes - self.done_bytes) / self.bytes_per_s if self.bytes_per_s > 0 else None
 
 
@@ -67,7 +67,7 @@ class Monitor:
         self._thread.start()
 
     def count(self, num_bytes: int) -> None:
-        """A part was written."""
+        """Count a written part."""
         self._parts += 1
         self._bytes += num_bytes
 
@@ -82,11 +82,11 @@ class Monitor:
             raise self._failure
 
     def own(self) -> dict[str, int]:
-        """What this rank has done, for the others."""
+        """Return what this rank has done, for the others."""
         return {"parts": self._parts, "bytes": self._bytes, "peak": self.peak_rss_anon_bytes}
 
     def progress(self, others: dict[int, dict[str, int]]) -> Progress:
-        """How far all are, as far as is known."""
+        """Return how far all ranks are, as far as is known."""
         every = [*others.values(), self.own()]
         return self._start._replace(
             parts=self._start.parts + sum(each["parts"] for each in every),
@@ -125,7 +125,7 @@ class Monitor:
 
 
 def rss_anon_bytes() -> int:
-    """Anonymous memory of this process, without mapped files."""
+    """Return the anonymous memory of this process, without mapped files."""
     with open("/proc/self/status", "rb") as file:
         for line in file:
             if line.startswith(b"RssAnon:"):

@@ -80,7 +80,7 @@ class Ranks:
             self._put("failure", {"rank": self.rank, "message": message, "status": status})
 
     def look_after(self) -> dict[int, dict[str, int]]:
-        """How far the watched ranks are.
+        """Return how far the watched ranks are.
 
         Raises:
             PeerError: A rank failed.
@@ -109,13 +109,13 @@ class Ranks:
         return found
 
     def done(self) -> dict[int, dict[str, int]] | None:
-        """What the other ranks left, by rank; None before all of them have written their files."""
+        """Return what the other ranks left, by rank; None before all of them have written their files."""
         found = {worker: self._get(f"done-{worker}") for worker in self._others}
         done = {worker: result for worker, result in found.items() if result is not None}
         return done if len(done) == len(self._others) else None
 
     def _call(self) -> str:
-        """Rank 0: name the attempt, and wait for the answers."""
+        """Name the attempt, and wait for the answers. For rank 0."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(exist_ok=True)
         attempt = uuid.uuid4().hex
@@ -137,7 +137,7 @@ class Ranks:
             _wait(end, f"rank(s) {missing} did not come to {self._folder} within {self._deadline_s:g} s (--deadline)")
 
     def _answer(self) -> str:
-        """Any other rank: answer the attempt that is there, until rank 0 repeats the answer."""
+        """Answer the existing attempt, until rank 0 repeats the answer. For any other rank."""
         end = time.monotonic() + self._deadline_s
         answer = _Answer(self._folder, self.rank)
         while (begin := answer.begin()) is None:
@@ -164,7 +164,7 @@ class _Answer:
         self._number, self._answered = uuid.uuid4().hex, ""
 
     def begin(self) -> dict[str, Any] | None:
-        """With which words rank 0 repeats the answer; None before it does."""
+        """Return the words with which rank 0 repeats the answer; None before it does."""
         call, begin = _read(self._folder / "attempt"), _read(self._folder / "begin")
         if begin and self._answered == begin["attempt"] and begin["numbers"].get(str(self._rank)) == self._number:
             return begin
@@ -179,7 +179,7 @@ class _Answer:
 
 @contextlib.contextmanager
 def refusing(out: Path, rank: int) -> Iterator[None]:
-    """What fails in here keeps this rank from the attempt that rank 0 names within seconds; all are told, and end.
+    """Report a failure of the block to the attempt that rank 0 names within seconds; all are told, and end.
 
     Where rank 0 names none, it has found the same, and is the one to say so first.
 
@@ -211,7 +211,7 @@ def _wait(end: float, message: str) -> None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all; not synced, since a restart begins without."""
+    """Write a file whole or not at all; do not sync it, since a restart begins without it."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     aside.write_text(json.dumps(content), encoding="utf-8")
     aside.replace(path)

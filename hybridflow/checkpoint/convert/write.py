@@ -166,7 +166,7 @@ def as_write_errors(path: Path, key: str | None = None) -> Iterator[None]:
 
     Args:
         path: What is written.
-        key: Of the tensor, if it is one.
+        key: Key of the tensor, if it is one.
     """
     try:
         yield

@@ -10,7 +10,7 @@ from hybridflow.families.model import ModelConfig
 
 
 def to_logical(form: Form, tensors: list[Tensor], model: ModelConfig) -> Tensor:
-    """The logical tensor that some Hugging Face tensors make.
+    """Return the logical tensor that some Hugging Face tensors make.
 
     Args:
         form: See ``families.family.Form``.
@@ -33,7 +33,7 @@ def to_logical(form: Form, tensors: list[Tensor], model: ModelConfig) -> Tensor:
 
 
 def from_logical(form: Form, tensor: Tensor, model: ModelConfig) -> list[Tensor]:
-    """The inverse of ``to_logical``."""
+    """Split a logical tensor into Hugging Face tensors; the inverse of ``to_logical``."""
     if form == "same":
         return [tensor]
     if form == "stack":
@@ -47,7 +47,7 @@ def from_logical(form: Form, tensor: Tensor, model: ModelConfig) -> list[Tensor]
 
 
 def part_shapes(form: Form, shape: tuple[int, ...], model: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """Of the tensors that ``from_logical`` gives, by arithmetic alone, so that absurd sizes cost nothing."""
+    """Return the shapes of what ``from_logical`` gives, by arithmetic alone, so that absurd sizes cost nothing."""
     if form in ("same", "fused_qkv"):
         return (shape,)
     if form == "stack":

@@ -54,7 +54,7 @@ _SYNC_BYTES = 256 << 20
 
 
 def _bfloat16() -> Any:
-    """Sign, 8 bits of exponent, 7 of mantissa: the upper half of float32."""
+    """Return the HDF5 type of sign, 8 bits of exponent, 7 of mantissa: the upper half of float32."""
     kind = h5py.h5t.IEEE_F32LE.copy()
     kind.set_fields(15, 7, 8, 0, 7)
     kind.set_size(2)
@@ -150,7 +150,7 @@ class HDF5Source:
         return self._files[name]
 
     def _datasets(self, file: h5py.File) -> dict[str, h5py.Dataset]:
-        """Datasets by logical name. Links to elsewhere are not followed, so what they stand for is missing."""
+        """Return the datasets by logical name. Links are not followed, so what they stand for is missing."""
         found: dict[str, h5py.Dataset] = {}
 
         def visit(name: str, item: object) -> None:
@@ -161,7 +161,7 @@ class HDF5Source:
         return found
 
     def _check(self, datasets: Mapping[str, h5py.Dataset]) -> dict[str, TensorEntry]:
-        """The tensors are those of the settings."""
+        """Check that the tensors are those of the settings."""
         model = self.model
         least = model.num_layers * (1 if model.num_experts is None else model.num_experts)
         if model.vocab_size is None or least > len(datasets):
@@ -186,7 +186,7 @@ class HDF5Source:
         return entries
 
     def _shards_of(self, name: str, dataset: h5py.Dataset) -> list[_Shard]:
-        """Where a tensor lies: in its dataset, or in those that a virtual one names."""
+        """Return where a tensor lies: its dataset, or those that a virtual one names."""
         with _reading(self._master, _dataset(name)):
             whole = tuple((0, size) for size in dataset.shape)
             if not dataset.is_virtual:
@@ -205,7 +205,7 @@ class HDF5Source:
             return shards
 
     def _values(self, shard: _Shard, dtype: DType) -> Tensor:
-        """A dataset as memory, checked."""
+        """Return a dataset as memory, checked."""
         path = self._folder / shard.file
         with _reading(path, shard.dataset):
             file = self._open(shard.file, FORMAT if shard.file == self._master.name else _PART_FORMAT)
@@ -295,7 +295,7 @@ class HDF5Target:
             sync_path(path)
 
     def _join(self, file: h5py.File, name: str, entry: Entry, hashes: Mapping[str, Mapping[str, str]]) -> None:
-        """A virtual dataset over the parts of a tensor."""
+        """Make a virtual dataset over the parts of a tensor."""
         assert self._cut is not None
         creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         space = h5py.h5s.create_simple(entry.shape)
@@ -314,7 +314,7 @@ class HDF5Target:
         attributes["dtype"], attributes["sha256"] = entry.dtype, json.dumps(found)
 
     def _describe(self, file: h5py.File) -> None:
-        """Settings as attributes, and what travels along."""
+        """Write settings as attributes, and the files that travel along."""
         file.attrs["format"] = FORMAT
         file.attrs["model"] = json.dumps(to_dict(self._model))
         file.attrs["family"] = self._source.family or ""
@@ -335,7 +335,7 @@ class HDF5Writer:
     Attributes:
         path: The file.
         file: Its handle.
-        num_bytes: Of its tensors.
+        num_bytes: Bytes of its tensors.
     """
 
     def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
@@ -393,7 +393,7 @@ class HDF5Writer:
 
 
 def _hash(tensor: Tensor, meanwhile: ThreadPoolExecutor) -> Future[str]:
-    """The sha256 of a tensor's bytes, taken while it is written."""
+    """Return the sha256 of a tensor's bytes, taken while it is written."""
     data, has_begun = bytes_of(tensor), threading.Event()
 
     def digest() -> str:
@@ -410,7 +410,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], form: str) -> None:
     """Write arrays of one dim, checksummed, as a file that is there whole or not at all.
 
     Args:
-        path: Of the file; what is there is replaced.
+        path: Path of the file; what is there is replaced.
         arrays: Name -> array of numpy, at least one element.
         form: What kind of file it is, for ``lengths_of_arrays``.
 
@@ -430,7 +430,7 @@ def write_rows(path: Path, texts: Mapping[str, Sequence[str]], arrays: Mapping[s
     """Write texts and arrays of one dim, of any length, as a file that is there whole or not at all.
 
     Args:
-        path: Of the file; what is there is replaced.
+        path: Path of the file; what is there is replaced.
         texts: Name -> texts, kept as strings of variable length in UTF-8.
         arrays: Name -> array of numpy.
         form: What kind of file it is.
@@ -451,7 +451,7 @@ def write_rows(path: Path, texts: Mapping[str, Sequence[str]], arrays: Mapping[s
 
 
 def read_texts(path: Path, name: str) -> list[str]:
-    """The texts of a dataset of strings.
+    """Read the texts of a dataset of strings.
 
     Raises:
         CheckpointError: There is no such dataset, or it cannot be read.
@@ -471,7 +471,7 @@ def join_arrays(path: Path, parts: Mapping[str, Mapping[str, int]], dtypes: Mapp
     What is missing when it is read is NaN, or -1.
 
     Args:
-        path: Of the file; what is there is replaced.
+        path: Path of the file; what is there is replaced.
         parts: File, relative to ``path``'s directory -> what ``lengths_of_arrays`` gave for it, in order.
         dtypes: Name -> type of numpy, of every array.
         form: What kind of file it is.
@@ -496,7 +496,7 @@ def join_arrays(path: Path, parts: Mapping[str, Mapping[str, int]], dtypes: Mapp
 
 
 def lengths_of_arrays(path: Path, dtypes: Mapping[str, Any], form: str) -> dict[str, int]:
-    """How long each array of a file of ``write_arrays`` is.
+    """Return the length of each array of a file of ``write_arrays``.
 
     Raises:
         CheckpointError: It is no such file, or is damaged where that can be told without reading the numbers.
@@ -538,7 +538,7 @@ def _replace(path: Path, form: str, fill: Callable[[h5py.File], None]) -> None:
 
 
 def is_hdf5(path: Path) -> bool:
-    """Whether a file, or the one that joins a directory's, is of HDF5."""
+    """Return whether a file, or the one that joins a directory's files, is HDF5."""
     path = path / MASTER if path.is_dir() else path
     if not path.is_file():
         return False
@@ -561,7 +561,7 @@ def _making_groups() -> Any:
 
 
 def _chunk(entry: Entry) -> tuple[int, ...]:
-    """Whole rows of about 2 MiB; parts of one where it is longer."""
+    """Return a chunk shape: whole rows of about 2 MiB, or a part of one longer row."""
     left, sizes = _CHUNK_BYTES // TORCH_DTYPES[entry.dtype].itemsize, []
     for size in reversed(entry.shape):
         sizes.append(max(1, min(size, left)))
@@ -570,7 +570,7 @@ def _chunk(entry: Entry) -> tuple[int, ...]:
 
 
 def _as_integers(tensor: Tensor) -> Any:
-    """The same memory as an array, since numpy knows no bfloat16; HDF5 is told what it is."""
+    """Return the same memory as an integer array, since numpy has no bfloat16; HDF5 gets the true type."""
     return tensor.view(torch.int32 if tensor.dtype.itemsize == 4 else torch.int16).numpy()
 
 
@@ -597,7 +597,7 @@ def _dtype_of(dataset: h5py.Dataset) -> DType:
 
 
 def _check_storage(dataset: h5py.Dataset, shape: tuple[int, ...], dtype: DType) -> None:
-    """Only what we write is read: no data in other files, no filter but the checksum, no hole."""
+    """Refuse storage that we do not write: data in other files, filters but the checksum, holes."""
     creation = dataset.id.get_create_plist()
     filters = [creation.get_filter(index)[0] for index in range(creation.get_nfilters())]
     if dataset.is_virtual or creation.get_external_count() or dataset.chunks is None:
@@ -610,7 +610,7 @@ def _check_storage(dataset: h5py.Dataset, shape: tuple[int, ...], dtype: DType) 
 
 
 def _check_cover(shards: list[_Shard], shape: tuple[int, ...]) -> None:
-    """Boxes that lie side by side along one dim fill the tensor."""
+    """Check that boxes lie side by side along one dim and fill the tensor."""
     boxes = sorted(shard.box for shard in shards)
     cut = [dim for dim, size in enumerate(shape) if boxes[0][dim] != (0, size)]
     dim = cut[0] if cut else 0
@@ -629,7 +629,7 @@ def _check_cover(shards: list[_Shard], shape: tuple[int, ...]) -> None:
 
 @contextmanager
 def _reading(path: Path, dataset: str = "") -> Iterator[None]:
-    """Whatever the library or a check finds wrong, as an error that names the place."""
+    """Turn any error of the library or a check into an error that names the place."""
     try:
         yield
     except (HybridflowError, OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
@@ -646,7 +646,7 @@ def _reading(path: Path, dataset: str = "") -> Iterator[None]:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """A full disk, which the library reports in several ways, as what the file system raises."""
+    """Turn a full disk, which the library reports in several ways, into the file system's error."""
     try:
         yield
     except (RuntimeError, ValueError) as error:

@@ -38,7 +38,7 @@ class Parts(NamedTuple):
         form: How they make it.
         names: Their names, in the order of the rule.
         shapes: Their shapes.
-        shape: Of the logical tensor.
+        shape: Shape of the logical tensor.
     """
 
     form: Form
@@ -48,7 +48,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(described: Described) -> dict[str, Parts]:
-    """Logical name -> the Hugging Face tensors of it, in the model's order.
+    """Return logical name -> the Hugging Face tensors of it, in the model's order.
 
     Raises:
         ConfigError: The family has no place for a tensor of the model.
@@ -80,19 +80,19 @@ class Tensors(Protocol):
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """What is there, by name."""
+        """Return what is there, by name."""
         ...
 
     def read(self, key: str) -> Tensor:
-        """A tensor, in host memory, not to be written."""
+        """Read a tensor, in host memory, not to be written."""
         ...
 
     def read_stacked(self, keys: Sequence[str]) -> Tensor | None:
-        """Tensors of one shape as one ``[keys, …]`` where that is no copy; else None."""
+        """Read tensors of one shape as one ``[keys, …]`` where that is no copy; else None."""
         ...
 
     def sha256(self, key: str) -> str:
-        """Of a tensor's bytes."""
+        """Return the sha256 of a tensor's bytes."""
         ...
 
     def release(self) -> None:
@@ -160,7 +160,7 @@ class HuggingFaceSource:
         return identity_of([*(self.path / name for name in (*ASSETS, INDEX)), *(f.path for f in self._files.values())])
 
     def _check_names(self, described: Described) -> str | None:
-        """Every tensor that should be there is, and no other; gives the name of a second copy of the embedding."""
+        """Check that all expected tensors are there and no others; return the name of the embedding's second copy."""
         expected = {name for parts in self._parts.values() for name in parts.names}
         ignored = re.compile("|".join(described.family.ignored))
         extra = [name for name in self._where if name not in expected and not ignored.fullmatch(name)]
@@ -214,7 +214,7 @@ class HuggingFaceSource:
 class HuggingFaceTarget:
     """A directory that ``transformers`` and vLLM load, see ``source.Target``.
 
-    The ``config.json`` is the one that travelled along, brought up to date, where it describes the model; else it is
+    The ``config.json`` is the one that traveled along, brought up to date, where it describes the model; else it is
     written from the model's settings.
 
     Args:
@@ -278,7 +278,7 @@ class HuggingFaceTarget:
 
 
 def _deal(entries: Mapping[str, Entry], max_shard_bytes: int) -> dict[str, dict[str, Entry]]:
-    """Tensors in their order to files as large as they may be, named as ``transformers`` does."""
+    """Deal tensors in their order to files within the size limit, named as ``transformers`` does."""
     shards: list[dict[str, Entry]] = [{}]
     room = max_shard_bytes
     for name, entry in entries.items():
@@ -297,7 +297,7 @@ def _to_json(values: Mapping[str, Any]) -> bytes:
 
 
 def _open_files(path: Path) -> dict[str, TensorFile]:
-    """The files of tensors by name: the single one, or those of the index, which must agree with it."""
+    """Open the files of tensors by name: the single one, or those of the index, which must agree with it."""
     if (path / INDEX).is_file():
         if (path / SINGLE).is_file():
             raise CheckpointError(
@@ -355,7 +355,7 @@ def _check_counts(model: ModelConfig, num_tensors: int, path: Path) -> None:
 
 
 def _differences(missing: Iterable[str], extra: Iterable[str]) -> str:
-    """The first names that are missing, and the first that are not expected."""
+    """Return the first names that are missing, and the first that are not expected."""
     told = []
     for what, names in (("missing", sorted(missing)), ("not expected", sorted(extra))):
         if names:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridflow.checkpoint.formats.huggingface import HuggingFaceSource
 from hybridflow.checkpoint.formats.in_memory_megatron import MegatronSource, read_megatron
@@ -49,13 +49,13 @@ class InMemoryModel(NamedTuple):
 
 
 def is_model(given: object) -> bool:
-    """Whether something is a model whose settings and weights can be taken: see ``in_memory_model``."""
+    """Return whether an object is a model whose settings and weights can be taken: see ``in_memory_model``."""
     is_wrapped = any(base.__module__.partition(".")[0] == "peft" for base in type(given).__mro__)
     return isinstance(given, InMemoryModel | GPTModel) or is_wrapped or _library_class(given) is not None
 
 
 def in_memory_model(given: Any, *, vocab_size: int | None = None) -> InMemoryModel:
-    """A model in memory as a role begins with it: its settings and its weights, in any layout.
+    """Return a model in memory as a role begins with it: its settings and its weights, in any layout.
 
     Takes a ``PreTrainedModel`` of ``transformers`` of a family in ``hybridflow.families``, causal language model or
     scorer with one label; or a ``GPTModel`` of megatron-core, whole or cut by its own process groups. The weights are
@@ -65,7 +65,7 @@ def in_memory_model(given: Any, *, vocab_size: int | None = None) -> InMemoryMod
 
     Args:
         given: The model.
-        vocab_size: Of a ``GPTModel``: its true vocabulary, without the padding that its embedding has; None: all rows.
+        vocab_size: True vocabulary of a ``GPTModel``, without the padding that its embedding has; None: all rows.
 
     Raises:
         ConfigError: It is no such model, or asks for what is not computed here; names the setting.
@@ -81,7 +81,7 @@ def in_memory_model(given: Any, *, vocab_size: int | None = None) -> InMemoryMod
 
 
 def in_memory_info(objects: Mapping[str, Any]) -> dict[str, ModelInfo]:
-    """What models that a program gives for roles say of themselves, for ``config.recipe_from_dict``.
+    """Return what models that a program gives for roles say of themselves, for ``config.recipe_from_dict``.
 
     Args:
         objects: Role -> what was given; functions and the like are passed over.
@@ -101,7 +101,7 @@ def in_memory_info(objects: Mapping[str, Any]) -> dict[str, ModelInfo]:
 
 
 def _settings(given: Any) -> ModelInfo | None:
-    """None: it is no model."""
+    """Return the settings; None: the object is no model."""
     if isinstance(given, InMemoryModel):
         return ModelInfo(given.section, given.source.has_value_head, given.source.family, None)
     if isinstance(given, GPTModel):
@@ -161,34 +161,35 @@ class _InMemory:
         self.entries = {name: Entry(DTYPE_NAMES[each.dtype], tuple(each.shape)) for name, each in tensors.items()}
 
     def read(self, key: str) -> Tensor:
-        """A tensor in host memory, not to be written."""
+        """Read a tensor in host memory, not to be written."""
         return self._tensors[key].detach().cpu()
 
     def read_stacked(self, keys: Sequence[str]) -> Tensor | None:
-        """None: they lie where they lie."""
+        """Return None: the tensors lie apart."""
         return None
 
     def sha256(self, key: str) -> str:
-        """Of a tensor's bytes."""
-        return hashlib.sha256(self.read(key).contiguous().view(torch.uint8).numpy()).hexdigest()
+        """Return the sha256 of a tensor's bytes."""
+        return hashlib.sha256(self.read(key).contiguous().view(torch.uint8).numpy().data).hexdigest()
 
     def release(self) -> None:
-        """Nothing: the program keeps them."""
+        """Do nothing: the program keeps the tensors."""
 
 
 def _library_class(given: object) -> type | None:
-    """The class of ``transformers`` that a model is of; None: of none."""
+    """Return the ``transformers`` class of a model; None: it has none."""
     ours = [base for base in type(given).__mro__ if base.__module__.startswith("transformers.")]
     return ours[0] if any(base.__name__ == "PreTrainedModel" for base in ours) else None
 
 
 def _describe(model: Any) -> tuple[Described, dict[str, Any]]:
-    """Family and settings of a model of ``transformers``, and its ``config.json``.
+    """Return family and settings of a model of ``transformers``, and its ``config.json``.
 
     Raises:
         ConfigError: It is none, or of an unknown family, or computes something else than its class.
     """
-    kind, name = _library_class(model), type(model).__name__
+    kind: Any = _library_class(model)
+    name = type(model).__name__
     if hasattr(model, "merge_and_unload"):
         raise ConfigError(
             f"{name}: is a model with PEFT's adapters; call merge_and_unload() and give what that returns, or give the "
@@ -212,8 +213,8 @@ def _describe(model: Any) -> tuple[Described, dict[str, Any]]:
     return read_config(values, where=f"{name}.config"), values
 
 
-def _as_saved(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under the names of a saved directory: transformers 5 keeps the experts of a layer in one tensor in memory."""
+def _as_saved(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename tensors as in a saved directory: transformers 5 keeps the experts of a layer in one tensor in memory."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # of an older one, where both have the same names
@@ -222,7 +223,7 @@ def _as_saved(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _drop_copy(state: dict[str, Tensor]) -> None:
-    """An embedding that is tied to the output stands in a state dict twice."""
+    """Drop the second copy of an embedding that is tied to the output."""
     seen: dict[tuple[int, torch.Size], str] = {}
     for name, tensor in list(state.items()):
         if seen.setdefault((tensor.data_ptr(), tensor.shape), name) != name and tensor.device.type != "meta":

@@ -42,7 +42,7 @@ _REMEDY = "save it as a checkpoint that hybridflow reads (docs/checkpoints.md) a
 
 
 def read_megatron(given: GPTModel, *, vocab_size: int | None = None) -> ModelConfig:
-    """The settings of a ``GPTModel``.
+    """Read the settings of a ``GPTModel``.
 
     Args:
         given: The model, or the part of it that this rank holds.
@@ -120,7 +120,7 @@ def _window(size: Any) -> int | None:
 
 
 def _with_rotary(model: ModelConfig, given: GPTModel) -> ModelConfig:
-    """The model with its rotary scaling, held against the frequencies that it really turns by."""
+    """Return the model with its rotary scaling, checked against its actual frequencies."""
     stretch, frequencies = given.rotary_pos_emb.seq_len_interpolation_factor, given.rotary_pos_emb.inv_freq.cpu()
     if stretch is not None:
         model = replace(model, rotary_scaling=RotaryScaling(kind="linear", factor=float(stretch)))
@@ -145,8 +145,8 @@ def _with_rotary(model: ModelConfig, given: GPTModel) -> ModelConfig:
 class MegatronSource:
     """The weights of a ``GPTModel``, see ``source.Source``.
 
-    Of a model that is cut each rank brings the parts of all others together, so that it holds the whole model in host
-    memory while the source is there.
+    If the model is cut, each rank gathers the parts of all others. It then holds the whole model in host memory while
+    the source is there.
 
     Collective: of a model that is cut, its tensor and pipeline parallel groups.
 
@@ -189,10 +189,10 @@ class MegatronSource:
         return self._tensors[tensor].cpu()
 
     def release(self) -> None:
-        """Nothing: what was brought together stays."""
+        """Do nothing: gathered tensors stay."""
 
     def assets(self) -> dict[str, bytes]:
-        """None: it has no files."""
+        """Return None: the model has no files."""
         return {}
 
     def identity(self) -> str:
@@ -212,7 +212,7 @@ def _check_held(held: Mapping[str, Tensor], expected: set[str], *, is_whole: boo
 
 
 def _gather(given: GPTModel, held: Mapping[str, Tensor], specs: tuple[TensorSpec, ...]) -> dict[str, Tensor]:
-    """Every tensor whole, in host memory. Collective: tp, pp."""
+    """Gather every tensor whole, in host memory. Collective: tp, pp."""
     groups = given.pg_collection
     layers = pipeline_layers(given.config)
     layout = ParallelLayout(tp=groups.tp.size(), pp=groups.pp.size(), layers=layers)
@@ -236,7 +236,7 @@ def _gather(given: GPTModel, held: Mapping[str, Tensor], specs: tuple[TensorSpec
 
 
 def _join(spec: TensorSpec, local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A tensor from the parts of a tensor-parallel group. Collective: tp."""
+    """Join a tensor from the parts of a tensor-parallel group. Collective: tp."""
     size = group.size()
     if spec.tp_dim is None or size == 1:
         return local.view(spec.shape)

@@ -70,7 +70,7 @@ class LoraSettings:
     """What of ``adapter_config.json`` decides the weights.
 
     Attributes:
-        rank: Of every factor that no pattern names.
+        rank: Rank of every factor that no pattern names.
         alpha: Numerator of the scale, of every module that no pattern names.
         is_rank_stabilized: Whether the scale is alpha / sqrt(rank) (arXiv 2312.03732) instead of alpha / rank.
         ranks: Ends of modules' names and their ranks; the first that fits counts.
@@ -88,23 +88,23 @@ class LoraSettings:
     has_head: bool
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module by its name in Hugging Face."""
+        """Return the rank of a module by its name in Hugging Face."""
         return next((rank for end, rank in self.ranks.items() if _fits(end, module)), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What a module's B A is multiplied by."""
+        """Return the factor of a module's B A."""
         alpha = next((alpha for end, alpha in self.alphas.items() if _fits(end, module)), self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
 
 def _fits(end: str, module: str) -> bool:
-    """Whether a pattern names a module: in full after ``^``, else by its end."""
+    """Return whether a pattern names a module: in full after ``^``, else by its end."""
     return module == end[1:] if end.startswith("^") else f".{module}".endswith(f".{end}")
 
 
 def read_settings(values: Mapping[str, Any], *, where: str) -> LoraSettings:
-    """The settings of a parsed ``adapter_config.json``.
+    """Read the settings of a parsed ``adapter_config.json``.
 
     Args:
         values: The parsed file.
@@ -141,7 +141,7 @@ def read_settings(values: Mapping[str, Any], *, where: str) -> LoraSettings:
 
 
 def _patterns(values: Mapping[str, Any], key: str, where: str) -> Iterator[tuple[str, object, str]]:
-    """Ends of names, what is said of them, and where. PEFT takes any regular expression, which could run for ever."""
+    """Yield ends of names, their values, and where. PEFT allows any regular expression, which could run for ever."""
     given = values.get(key) or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where}: {key}={json.dumps(given)}; expected a mapping from modules' names")
@@ -174,7 +174,7 @@ class Module(NamedTuple):
         hf: Its name in Hugging Face, such as ``model.layers.0.self_attn.q_proj``.
         weight: The logical tensor that has its weight.
         part: Which part of that: q, k, v, gate or up; None: all of it.
-        form: Of the rule.
+        form: Form of the rule.
         out: Rows of its weight as Hugging Face has it.
         width: Columns of its weight.
     """
@@ -200,7 +200,7 @@ class Factor(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its logical name."""
+        """Return its logical name."""
         if self.side == "whole":
             return self.module.weight.name
         stem = self.module.weight.name.removesuffix(".weight")
@@ -208,22 +208,22 @@ class Factor(NamedTuple):
 
     @property
     def form(self) -> Form:
-        """How it comes into its logical view: B as the rows of its weight, where these are fused."""
+        """Return how it enters its logical view: B as the rows of its weight, where these are fused."""
         return self.module.form if self.side == "B" and self.module.form in ("halves", "fused_qkv") else "same"
 
     def shape(self, rank: int) -> tuple[int, ...]:
-        """In Hugging Face."""
+        """Return the shape in Hugging Face."""
         module = self.module
         return {"A": (rank, module.width), "B": (module.out, rank), "whole": (module.out, module.width)}[self.side]
 
     def logical_shape(self, rank: int) -> tuple[int, ...]:
-        """In the logical view."""
+        """Return the shape in the logical view."""
         out, last = self.shape(rank)
         return (2, out // 2, last) if self.form == "halves" else (out, last)
 
 
 def linear_modules(described: Described) -> list[Module]:
-    """Every linear module of a model, in its order.
+    """Return every linear module of a model, in its order.
 
     Raises:
         ConfigError: The model has more layers and experts than any could.
@@ -241,7 +241,7 @@ def linear_modules(described: Described) -> list[Module]:
 
 
 def _base_spec(model: ModelConfig, has_value_head: bool) -> ModelSpec:
-    """The tensors that a model has without an adapter. Its settings may come with no tensors that bound them."""
+    """Return the tensors of a model without an adapter. Its settings may come with no tensors that bound them."""
     assert model.vocab_size is not None, "a checkpoint's settings have a vocabulary"
     count = model.num_layers * (1 if model.num_experts is None else model.num_experts)
     if count > _MOST_BLOCKS:
@@ -253,12 +253,12 @@ def _base_spec(model: ModelConfig, has_value_head: bool) -> ModelSpec:
 
 
 def is_adapter(source: Source) -> bool:
-    """Whether a checkpoint holds the factors of an adapter instead of a model's weights."""
+    """Return whether a checkpoint holds the factors of an adapter instead of a model's weights."""
     return any(FACTOR.fullmatch(name) for name in source.tensors)
 
 
 def adapter_spec(source: Source) -> ModelSpec:
-    """How the factors of an adapter are cut: B as the rows of its weight, A as its columns.
+    """Return how the factors of an adapter are cut: B as the rows of its weight, A as its columns.
 
     Raises:
         CheckpointError: A tensor is no factor of one of the model's weights.
@@ -298,7 +298,7 @@ def _factor_spec(name: str, entry: TensorEntry, weight: TensorSpec, *, is_a: boo
 
 
 def spec_of(source: Source) -> ModelSpec:
-    """How the tensors of a checkpoint are cut, be it a model or an adapter.
+    """Return how the tensors of a checkpoint, a model or an adapter, are cut.
 
     Raises:
         CheckpointError: A tensor is no factor of one of the model's weights.
@@ -307,7 +307,7 @@ def spec_of(source: Source) -> ModelSpec:
 
 
 def described_of(source: Source) -> Described:
-    """The family and settings of a checkpoint, which give the modules that an adapter may name.
+    """Return the family and settings of a checkpoint, which give the modules that an adapter may name.
 
     Raises:
         ConfigError: No family has such models.
@@ -316,7 +316,7 @@ def described_of(source: Source) -> Described:
 
 
 def check_adapter(source: Source) -> dict[str, Factor]:
-    """The tensors of an adapter by their logical names, in the model's order.
+    """Return the tensors of an adapter by their logical names, in the model's order.
 
     Raises:
         CheckpointError: They are not those of its settings and model.
@@ -328,12 +328,12 @@ def check_adapter(source: Source) -> dict[str, Factor]:
 def check_factors(
     source: str, tensors: Mapping[str, TensorEntry], modules: Iterable[Module], settings: LoraSettings
 ) -> dict[str, Factor]:
-    """The tensors of an adapter by their logical names, in the order of the modules, all of them whole and fitting.
+    """Check that an adapter's tensors are complete and fit; return them by logical name, in the order of the modules.
 
     Args:
         source: What messages call the adapter.
         tensors: Its logical tensors.
-        modules: Of its base.
+        modules: Modules of its base.
         settings: Give the ranks.
 
     Raises:
@@ -427,7 +427,7 @@ class MergedSource:
 
 
 def settings_of(adapter: Source) -> LoraSettings:
-    """The settings that travel with an adapter.
+    """Return the settings that travel with an adapter.
 
     Raises:
         CheckpointError: There are none, or they are no JSON.
@@ -440,7 +440,7 @@ def settings_of(adapter: Source) -> LoraSettings:
 
 
 def parse_settings(text: bytes, *, where: str) -> LoraSettings:
-    """The settings of an ``adapter_config.json``.
+    """Parse the settings of an ``adapter_config.json``.
 
     Raises:
         CheckpointError: It is no JSON.
@@ -450,7 +450,7 @@ def parse_settings(text: bytes, *, where: str) -> LoraSettings:
 
 
 def _rows_of(weight: Tensor, module: Module, model: ModelConfig) -> Tensor:
-    """The rows of a logical weight that are a module's, as a view ``[blocks, rows, in]``."""
+    """Return a module's rows of a logical weight, as a view ``[blocks, rows, in]``."""
     if module.form == "qkv":
         per_group = model.num_attention_heads // model.query_groups * model.head_size
         start = {"q": 0, "k": per_group, "v": per_group + model.head_size}[module.part or ""]

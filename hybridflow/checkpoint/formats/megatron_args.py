@@ -80,7 +80,7 @@ _LLAMA3 = {"kind": "llama3", "original_context": 8192, "low_freq_factor": 1.0, "
 
 
 def read_args(found: Any, path: Path) -> Mapping[str, Any]:
-    """The arguments in what a checkpoint's file holds.
+    """Read the arguments in a loaded checkpoint file.
 
     Raises:
         CheckpointError: There are none.
@@ -94,7 +94,7 @@ def read_args(found: Any, path: Path) -> Mapping[str, Any]:
 
 
 def to_model(args: Mapping[str, Any], *, where: str) -> ModelConfig:
-    """The settings that the arguments of a checkpoint stand for.
+    """Convert the arguments of a checkpoint to settings.
 
     Args:
         args: Arguments by name.
@@ -130,7 +130,7 @@ def to_model(args: Mapping[str, Any], *, where: str) -> ModelConfig:
 
 
 def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
-    """The arguments of Megatron-LM that describe a model, uncut; the inverse of ``to_model``.
+    """Return the arguments of Megatron-LM that describe a model, uncut; the inverse of ``to_model``.
 
     Raises:
         ConfigError: Megatron-LM has no arguments for it; names the settings.
@@ -181,13 +181,13 @@ def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
 
 
 def padded_vocab_size(model: ModelConfig) -> int:
-    """Rows of the embeddings where they are not cut."""
+    """Return the rows of the embeddings where they are not cut."""
     assert model.vocab_size is not None, "a source's model has a vocabulary"
     return -(-model.vocab_size // model.vocab_divisible_by) * model.vocab_divisible_by
 
 
 def layout_of(args: Mapping[str, Any]) -> ParallelLayout:
-    """In which layout a checkpoint with these arguments was written, but for its data parallel ranks.
+    """Return the layout in which a checkpoint with these arguments was written, without its data parallel size.
 
     Raises:
         LayoutError: The sizes are impossible.

@@ -55,7 +55,7 @@ _WITH_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv", "self_
 
 
 def find_iteration(path: Path) -> Path:
-    """The directory that holds a checkpoint of Megatron's: what the file with the latest iteration names, or the path.
+    """Find the directory of a Megatron checkpoint: that of the latest iteration's file, or the path itself.
 
     Raises:
         CheckpointError: The file names what is not there.
@@ -74,7 +74,7 @@ def find_iteration(path: Path) -> Path:
 
 
 def is_torch_dist(path: Path) -> bool:
-    """Whether a directory, or the iteration that it names as its latest, is such a checkpoint."""
+    """Return whether a directory, or its latest iteration, is such a checkpoint."""
     return path.is_dir() and (find_iteration(path) / METADATA).is_file()
 
 
@@ -109,7 +109,7 @@ class _Part(NamedTuple):
         key: The stored tensor.
         lead: Place along the leading dims: layer, expert.
         counts: Sizes of the leading dims.
-        shape: Of the part, the dims behind the leading ones.
+        shape: Shape of the part, the dims behind the leading ones.
     """
 
     key: str
@@ -179,7 +179,7 @@ class MegatronDistSource:
         return identity_of([*own, *(self._folder / name for name in (METADATA, COMMON, KIND, *files))])
 
     def _find_parts(self) -> dict[str, list[_Part]]:
-        """Every logical tensor's place, in whichever of its forms it is there."""
+        """Return every logical tensor's place, in whichever of its forms it is there."""
         model = self.model
         least = model.num_layers * (1 if model.num_experts is None else model.num_experts)
         num_chunks = sum(len(stored.chunks) for stored in self._stored.values())
@@ -226,7 +226,7 @@ class MegatronDistSource:
         return TensorEntry(DTYPE_NAMES[self._stored[parts[0].key].dtype], shape)
 
     def _chunks_of(self, part: _Part) -> dict[tuple[int, ...], list[_Chunk]]:
-        """The chunks of a stored tensor by their place along its leading dims: a mixture has very many.
+        """Return the chunks of a stored tensor by their place along its leading dims: a mixture has very many.
 
         Raises:
             CheckpointError: They do not have as many elements as the tensor.
@@ -246,7 +246,7 @@ class MegatronDistSource:
         )
 
     def _check_files(self) -> None:
-        """Every file of the tensors that are read is there in full."""
+        """Check that every file of the tensors that are read is there in full."""
         needed: dict[str, int] = {}
         for key in self._chunks:
             for chunk in self._stored[key].chunks:
@@ -258,7 +258,7 @@ class MegatronDistSource:
                 raise CheckpointError(f"{path}: found {found}, expected at least {stop} bytes; restore it from a copy")
 
     def _read(self, tensor: str, part: _Part) -> Tensor:
-        """A part, without padding."""
+        """Read a part, without padding."""
         stored = self._stored[part.key]
         whole = (*((at, at + 1) for at in part.lead), *((0, size) for size in part.shape))
         left, result = num_elements(whole), None
@@ -368,7 +368,7 @@ class MegatronDistTarget:
         write_bytes(folder / LATEST, f"{_RELEASE}\n".encode())
 
     def _metadata(self, state_bytes: int) -> Any:
-        """Tensors with their chunks, and where each chunk lies."""
+        """Return tensors with their chunks, and where each chunk lies."""
         # Only here: its import takes long.
         from torch.distributed.checkpoint import metadata
         from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -396,9 +396,9 @@ class _Item(NamedTuple):
     """A chunk that is written.
 
     Attributes:
-        name: Of the chunk in our own books.
-        key: Of the stored tensor.
-        shape: Of the stored tensor.
+        name: hybridflow's name of the chunk.
+        key: Key of the stored tensor.
+        shape: Shape of the stored tensor.
         lead: Place along its leading dims: layer, expert.
         start: First row.
         entry: Dtype and sizes, those of the leading dims 1.
@@ -413,7 +413,7 @@ class _Item(NamedTuple):
 
 
 def _forms(spec: TensorSpec, num_layers: int) -> list[list[_Part]]:
-    """The ways in which a logical tensor may be stored, that of megatron-core's default first."""
+    """Return the ways in which a logical tensor may be stored, the default of megatron-core first."""
     rows = (spec.shape[0] * spec.shape[1], *spec.shape[2:]) if len(spec.shape) == 3 else spec.shape
     match = _LAYER.fullmatch(spec.name)
     if match is None:
@@ -441,7 +441,7 @@ def _forms(spec: TensorSpec, num_layers: int) -> list[list[_Part]]:
 
 
 def _items(spec: TensorSpec, model: ModelConfig, dtype: DType) -> list[_Item]:
-    """The chunks of a tensor, none larger than a few are in memory at once."""
+    """Return the chunks of a tensor, so small that a few of them fit in memory at once."""
     keys = [form[0] for form in _forms(spec, model.num_layers)[:1]]
     if model.num_experts is not None and spec.name.endswith(".pre_mlp_layernorm.weight"):
         # Where there are experts, Transformer Engine's layers have another name for it than megatron-core's own.
@@ -461,7 +461,7 @@ def _items(spec: TensorSpec, model: ModelConfig, dtype: DType) -> list[_Item]:
 
 
 def _check_dtypes(items: Mapping[str, list[_Item]]) -> None:
-    """A stored tensor has one dtype, though it has many layers."""
+    """Check that a stored tensor has one dtype in all of its layers."""
     first: dict[str, tuple[str, DType]] = {}
     for name, parts in items.items():
         for item in parts:
@@ -474,7 +474,7 @@ def _check_dtypes(items: Mapping[str, list[_Item]]) -> None:
 
 
 def _state_keys(model: ModelConfig) -> Iterator[str]:
-    """Objects that megatron-core's layers ask for."""
+    """Yield the objects that megatron-core's layers ask for."""
     layers = model.num_layers
     dense = () if model.num_experts is not None else ("mlp.linear_fc1", "mlp.linear_fc2")
     for layer in range(layers):
@@ -489,7 +489,7 @@ def _state_keys(model: ModelConfig) -> Iterator[str]:
 
 
 def _deal(items: Mapping[str, list[_Item]], max_file_bytes: int) -> dict[str, dict[str, Entry]]:
-    """Chunks in their order to files as large as they may be."""
+    """Deal chunks in their order to files within the size limit."""
     files: list[dict[str, Entry]] = [{}]
     room = max_file_bytes
     for item in (item for parts in items.values() for item in parts):
@@ -502,7 +502,7 @@ def _deal(items: Mapping[str, list[_Item]], max_file_bytes: int) -> dict[str, di
 
 
 def _read_metadata(path: Path) -> dict[str, _Stored]:
-    """The tensors of a model, whole and at peace with themselves; those of an optimizer are left out."""
+    """Read the tensors of a model, complete and consistent; those of an optimizer are left out."""
     file = MappedFile(path)
     found = read_pickle(memoryview(file.bytes), str(path))
     try:

@@ -119,7 +119,7 @@ class MegatronLegacySource:
         return TorchArchive(self._files[path]).load()
 
     def _find_tensors(self) -> dict[str, dict[int, _Held]]:
-        """Logical name -> tensor parallel index -> the part; layers are counted through the stages in their order."""
+        """Return logical name -> tensor parallel index -> the part; layers are counted through the stages in order."""
         layout, found = self._layout, dict[str, dict[int, _Held]]()
         names = {rank: _folder_name(rank, layout) for rank in _ranks(layout)}
         there = {folder.name for folder in self._folder.glob("mp_rank_*")}
@@ -155,7 +155,7 @@ class MegatronLegacySource:
         return 0 if self.model.num_experts is None else self.model.num_experts // self._layout.ep
 
     def _state_dicts(self, path: Path) -> list[dict[str, Any]]:
-        """A file's state dicts, one for each virtual stage."""
+        """Return a file's state dicts, one for each virtual stage."""
         found = self._load(path)
         if to_model(read_args(found, path), where=f"{path}: args") != self.model:
             raise CheckpointError(f"{path}: its args describe another model than those of the first file; restore it")
@@ -172,7 +172,7 @@ class MegatronLegacySource:
         return [found[key] for key in keys]
 
     def _check_names(self) -> dict[str, TensorSpec]:
-        """Every tensor that should be there is, on every tensor parallel rank, and no other."""
+        """Check that all expected tensors are there on every tensor parallel rank, and no others."""
         model = self.model
         if model.vocab_size is None or model.num_layers * (model.num_experts or 1) > len(self._held):
             raise CheckpointError(
@@ -216,7 +216,7 @@ class MegatronLegacySource:
         return TensorEntry(DTYPE_NAMES[dtypes.pop()], spec.shape)
 
     def _check_copies(self, parts: list[Tensor]) -> None:
-        """A second copy of tied embeddings, on the last stage, is the same bit for bit."""
+        """Check that a second copy of tied embeddings, on the last stage, is the same bit for bit."""
         for tp, copy in self._copies.items():
             if copy.tensor.shape != tuple(parts[tp].shape) or not torch.equal(copy.tensor.read(), parts[tp]):
                 raise CheckpointError(
@@ -226,7 +226,7 @@ class MegatronLegacySource:
 
 
 def is_legacy(path: Path) -> bool:
-    """Whether a directory, or the iteration that it names as its latest, is such a checkpoint."""
+    """Return whether a directory, or its latest iteration, is such a checkpoint."""
     return path.is_dir() and any(find_iteration(path).glob("mp_rank_*"))
 
 
@@ -261,7 +261,7 @@ def _file_of(folder: Path) -> Path:
 
 
 def _logical_name(name: str, first_layer: int, first_expert: int) -> str | None:
-    """What a name in a rank's state dict is called in the whole model; None where it holds nothing learnt."""
+    """Return the whole model's name for one of a rank's state dict; None where it holds nothing learned."""
     if name.endswith("_extra_state") or name.endswith("rotary_pos_emb.inv_freq"):
         return None
     match = _LAYER.fullmatch(name)
@@ -275,5 +275,5 @@ def _logical_name(name: str, first_layer: int, first_expert: int) -> str | None:
 
 
 def _logical(spec: TensorSpec, local: Tensor) -> Tensor:
-    """A rank's part in the view of ``reshard.spec``: gate and up apart."""
+    """Return a rank's part in the view of ``reshard.spec``: gate and up apart."""
     return local.unflatten(0, (2, -1)) if len(spec.shape) == 3 else local

@@ -27,12 +27,12 @@ _ASSETS = (ADAPTER_CONFIG, *(name for name in ASSETS if name not in (CONFIG, "ge
 
 
 def is_peft(path: Path) -> bool:
-    """Whether an adapter lies at a path; a whole model beside goes before it."""
+    """Return whether an adapter lies at a path; a whole model beside it takes precedence."""
     return (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in (SINGLE, INDEX))
 
 
 def base_of(path: Path) -> Path:
-    """The directory of the base model that an adapter names, or that it lies in.
+    """Return the directory of the base model that an adapter names, or that it lies in.
 
     Raises:
         CheckpointError: ``adapter_config.json`` is damaged.
@@ -107,7 +107,7 @@ class PeftSource:
         return identity_of([self.path / name for name in (*_ASSETS, WEIGHTS)])
 
     def _entry(self, key: str, factor: Factor) -> TensorEntry:
-        """In the logical view; a tensor that does not fit it is left as it is, to be told by its shape."""
+        """Return a tensor's entry in the logical view; one that does not fit keeps its shape, for a check to report."""
         dtype, shape = self._file.entries[key]
         fits = len(shape) == 2 and shape == factor.shape(shape[0] if factor.side == "A" else shape[1])
         return TensorEntry(dtype, factor.logical_shape(shape[1]) if fits and factor.side == "B" else shape)
@@ -118,7 +118,7 @@ class PeftTarget:
 
     Args:
         source: An adapter, in whatever format.
-        dtype: Of the factors; None: each as it is.
+        dtype: Dtype of the factors; None: each as it is.
 
     Raises:
         CheckpointError: The source is no adapter, or one of another model.
@@ -160,7 +160,7 @@ class PeftTarget:
 
 
 def _key(factor: Factor) -> str:
-    """What PEFT calls a tensor."""
+    """Return PEFT's name of a tensor."""
     return f"base_model.model.{factor.module.hf}.{_ENDS[factor.side]}"
 
 

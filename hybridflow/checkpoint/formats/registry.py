@@ -33,7 +33,7 @@ class Options(NamedTuple):
     Attributes:
         dtype: Number format to write; None: each tensor's own.
         layout: How the model is cut; None: it is not.
-        max_shard_bytes: Of tensors in each file; None: the format's own.
+        max_shard_bytes: Most bytes of tensors in each file; None: the format's own.
     """
 
     dtype: DType | None = None
@@ -107,7 +107,7 @@ WRITABLE: dict[str, Writable] = {
 
 
 def open_source(path: Path, *, base: Path | None = None) -> Source:
-    """The checkpoint at a path, of whatever format it is.
+    """Open the checkpoint at a path, of whatever format it is.
 
     Args:
         path: Where.
@@ -137,7 +137,7 @@ def open_source(path: Path, *, base: Path | None = None) -> Source:
 
 
 def open_model(path: Path) -> Source:
-    """The model at a path: of a run that trains adapters, its base with their updates in it.
+    """Open the model at a path: of a run that trains adapters, its base with their updates in it.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
@@ -147,7 +147,7 @@ def open_model(path: Path) -> Source:
 
 
 def with_base(source: Source) -> Source:
-    """A model as it is; an adapter in a run's checkpoint merged into its base, which lies beside it.
+    """Return a model as it is; merge an adapter in a run's checkpoint into its base, which lies beside it.
 
     Raises:
         CheckpointError: The base is damaged.
@@ -165,14 +165,14 @@ def with_base(source: Source) -> Source:
 
 
 def _described_at(path: Path) -> Described:
-    """The family and settings of the model at a path, whose weights need not be there if it is Hugging Face's."""
+    """Return family and settings of the model at a path; of a Hugging Face model the weights need not be there."""
     if (path / CONFIG).is_file():
         return read_config(read_json(path / CONFIG), where=str(path / CONFIG))
     return lora.described_of(open_source(path))
 
 
 def open_merged(base: Source, adapter: Path) -> Source:
-    """A checkpoint with the updates of an adapter in its weights.
+    """Open a checkpoint with the updates of an adapter in its weights.
 
     Args:
         base: The weights.
@@ -191,7 +191,7 @@ def open_merged(base: Source, adapter: Path) -> Source:
 
 
 def make_target(format: str, source: Source, options: Options) -> Target:
-    """What a checkpoint is to be written as.
+    """Make the target to which a checkpoint is written.
 
     Raises:
         ConfigError: The format is unknown, cannot be written or takes no such option, or has no place for the model.

@@ -28,7 +28,7 @@ _ASSET_NAMES = (*ASSETS, ADAPTER_CONFIG)
 
 
 def find_model(path: Path) -> Path | None:
-    """The model directory that a path stands for: itself, or the one role of a step, of the latest step of a run.
+    """Find the model directory of a path: itself, or the one role of a step, of the latest step of a run.
 
     Returns:
         None where there is no model directory.
@@ -59,7 +59,7 @@ def find_model(path: Path) -> Path | None:
 
 
 def find_base(adapter: Path) -> Path | None:
-    """The weights that the adapter of a run's checkpoint goes with; None where it is in no checkpoint.
+    """Find the weights that go with the adapter of a run's checkpoint; None where it is in no checkpoint.
 
     Raises:
         CheckpointError: The checkpoint's state is damaged.
@@ -105,7 +105,7 @@ class ShardedSource:
         return self._dir.read(WEIGHT, tensor)
 
     def read_box(self, tensor: str, box: Box) -> Tensor:
-        """A part of a logical tensor, for which only the pieces that it lies in are read."""
+        """Read a part of a logical tensor; only the pieces that it lies in are read."""
         return self._dir.read(WEIGHT, tensor, box)
 
     def release(self) -> None:
@@ -131,7 +131,7 @@ class ShardedSource:
 
 
 def _check_tensors(tensors: Mapping[str, TensorEntry], model: ModelConfig, has_value_head: bool, path: Path) -> None:
-    """The tensors are those of the settings, so that a converter may go by either."""
+    """Check that the tensors are those of the settings, so that a converter may use either."""
     least = model.num_layers * (1 if model.num_experts is None else model.num_experts)
     if model.vocab_size is None or least > len(tensors):
         raise CheckpointError(
@@ -198,7 +198,7 @@ class ShardedTarget:
         return [(part.file, part.key) for part in self._parts[tensor]]
 
     def boxes(self, tensor: str) -> list[tuple[str, str, Box]]:
-        """File, key and box of every part of a logical tensor."""
+        """Return file, key and box of every part of a logical tensor."""
         return [(part.file, part.key, part.box) for part in self._parts[tensor]]
 
     def parts(self, tensor: str, values: Tensor, files: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
@@ -245,7 +245,7 @@ def _check_cut(model: ModelConfig, layout: ParallelLayout) -> None:
 
 
 def _cut(spec: TensorSpec, layout: ParallelLayout, num_layers: int) -> list[_Part]:
-    """The pieces of a tensor that hold any of it."""
+    """Return the pieces of a tensor that hold any of the box."""
     stage = stage_of(spec.place, layout, num_layers, spec.name)
     count = layout.tp if spec.expert is None else layout.expert_tp
     key, parts = piece_key(WEIGHT, spec.name, 0), []

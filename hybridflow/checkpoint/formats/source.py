@@ -19,7 +19,7 @@ class Source(Protocol):
     Attributes:
         path: Where it is.
         format: What it is called on the command line, such as ``hf``.
-        family: Of Hugging Face; None where that is not known.
+        family: Hugging Face family; None where that is not known.
         model: Settings, the vocabulary included.
         has_value_head: Whether it gives values instead of logits.
         layout: In which it was written, as text; None where it is not cut.
@@ -35,7 +35,7 @@ class Source(Protocol):
     tensors: Mapping[str, TensorEntry]
 
     def read(self, tensor: str) -> Tensor:
-        """A whole logical tensor in host memory, possibly a view of a file, not to be written.
+        """Read a whole logical tensor in host memory, possibly a view of a file, not to be written.
 
         Raises:
             CheckpointError: Its bytes are damaged, or it has another shape or dtype than it should.
@@ -47,11 +47,11 @@ class Source(Protocol):
         ...
 
     def assets(self) -> dict[str, bytes]:
-        """Small files that travel along, by name: ``config.json``, ``generation_config.json``, the tokenizer's."""
+        """Return small files that travel along, by name: ``config.json``, ``generation_config.json``, the tokenizer."""
         ...
 
     def identity(self) -> str:
-        """What differs when the source was changed meanwhile: names, sizes and times of its files, as a sha256."""
+        """Return a sha256 of the files' names, sizes and times, which differs when the source was changed meanwhile."""
         ...
 
 
@@ -60,7 +60,7 @@ class NamesParts(Protocol):
     """A source whose own names for tensors differ from the logical ones."""
 
     def names(self, tensor: str) -> list[str]:
-        """What the source calls the parts of a logical tensor."""
+        """Return the source's names of the parts of a logical tensor."""
         ...
 
 
@@ -80,7 +80,7 @@ class Writer(Protocol):
         ...
 
     def sync(self) -> None:
-        """Bring to the disk what was written."""
+        """Flush what was written to the disk."""
         ...
 
     def close(self) -> None:
@@ -102,11 +102,11 @@ class Target(Protocol):
     can_go_on: bool
 
     def places(self, tensor: str) -> list[tuple[str, str]]:
-        """File and key of every part of a logical tensor."""
+        """Return file and key of every part of a logical tensor."""
         ...
 
     def parts(self, tensor: str, values: Tensor, files: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
-        """File, key and values of the parts of a logical tensor that belong into some of the files.
+        """Return file, key and values of the parts of a logical tensor that belong into some of the files.
 
         Args:
             tensor: Logical name.

@@ -29,7 +29,7 @@ class Archive:
 
     Args:
         pickle: What it holds, as ``torch.save`` pickles it.
-        num_data_bytes: Of the one storage that the pickle refers to; None: it refers to none.
+        num_data_bytes: Bytes of the one storage that the pickle refers to; None: it refers to none.
 
     Attributes:
         data_start: Where the values begin.
@@ -45,7 +45,7 @@ class Archive:
         self.num_bytes = len(head) + (num_data_bytes or 0) + len(tail)
 
     def around(self, data_crc: int) -> tuple[bytes, bytes]:
-        """The bytes before and behind the values, whose CRC-32 is given."""
+        """Return the bytes before and behind the values, whose CRC-32 is given."""
         head, directory, count = b"", b"", 0
         for name, content in self._members.items():
             local, central = _headers(name, len(head), zlib.crc32(content), len(content), b"")
@@ -62,17 +62,17 @@ class Archive:
 
 
 def tensor_archive(entry: Entry) -> Archive:
-    """The archive of a tensor."""
+    """Return the archive of a tensor."""
     return Archive(dump_tensor(TORCH_DTYPES[entry.dtype], entry.shape), entry.num_bytes)
 
 
 def object_archive(pickle: bytes) -> bytes:
-    """A whole archive without tensors."""
+    """Return a whole archive without tensors."""
     return b"".join(Archive(pickle, None).around(0))
 
 
 def places(entries: Mapping[str, Entry]) -> tuple[dict[str, tuple[int, Archive]], int]:
-    """Where each archive begins in a file of them, and the size of the file."""
+    """Return where each archive begins in a file of them, and the size of the file."""
     found, at = {}, 0
     for key, entry in entries.items():
         archive = tensor_archive(entry)
@@ -85,7 +85,7 @@ class ArchivesWriter:
     """A file of archives of one tensor each, in any order, see ``source.Writer``.
 
     Args:
-        path: Of the file. One that a writer left that was ended is gone on with.
+        path: Path of the file. A file that a killed writer left is continued.
         entries: Every tensor by key, in the order of the file.
 
     Raises:
@@ -124,7 +124,7 @@ class ArchivesWriter:
 
 
 def _headers(name: str, start: int, crc: int, size: int, extra: bytes) -> tuple[bytes, bytes]:
-    """A member's header before its content, and in the directory."""
+    """Return a member's header before its content, and its header in the directory."""
     text = name.encode()
     local = _LOCAL.pack(b"PK\x03\x04", 20, 0, 0, 0, _DATE, crc, size, size, len(text), len(extra)) + text + extra
     sizes = crc, size, size, len(text), 0, 0, 0, 0, 0, start

@@ -86,7 +86,7 @@ class Inert(metaclass=_Sealed):
     """An object of a foreign class: its name, and what the pickle gave it. Does nothing.
 
     Attributes:
-        global_name: Of its class.
+        global_name: Name of its class.
         args: What it was made of.
         state: What it was filled with: mostly its attributes by name.
     """
@@ -117,7 +117,7 @@ class Inert(metaclass=_Sealed):
 
     @property
     def attributes(self) -> Mapping[str, Any]:
-        """Its attributes by name; none where its state is something else."""
+        """Return its attributes by name; none where its state is something else."""
         return self.state if isinstance(self.state, dict) else {}
 
 
@@ -138,7 +138,7 @@ class StoredTensor:
         self.dtype, self.shape, self._stride = dtype, tuple(shape), tuple(stride)
 
     def read(self) -> Tensor:
-        """Its values, a view of the file that is not to be written, whose checksum was compared.
+        """Read its values: a view of the file that is not to be written, whose checksum was compared.
 
         Raises:
             CheckpointError: The bytes are not those that were written.
@@ -173,7 +173,7 @@ class _Function:
 
 
 def read_pickle(data: bytes | memoryview, where: str) -> Any:
-    """What a pickle without tensors stands for.
+    """Read a pickle without tensors.
 
     Args:
         data: The pickle.
@@ -186,12 +186,12 @@ def read_pickle(data: bytes | memoryview, where: str) -> Any:
 
 
 def dump(value: Any) -> bytes:
-    """The pickle of plain values, for the programs that read nothing else."""
+    """Pickle plain values, for programs that read nothing else."""
     return pickle.dumps(value, protocol=2)
 
 
 def dump_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """The pickle of a tensor in row-major order whose values are storage ``0`` of an archive of ``torch.save``."""
+    """Pickle a row-major tensor whose values are storage ``0`` of an archive of ``torch.save``."""
     buffer = io.BytesIO()
     pickler = _TensorPickler(buffer, protocol=2)
     pickler.dump(_Described(dtype, shape))
@@ -223,7 +223,7 @@ class TorchArchive:
         self._checked: dict[str, Tensor] = {}
 
     def load(self) -> Any:
-        """The object that was saved, its tensors as ``StoredTensor``.
+        """Load the object that was saved, its tensors as ``StoredTensor``.
 
         Raises:
             CheckpointError: It is damaged, or names what is not known here.
@@ -241,7 +241,7 @@ class TorchArchive:
         return _load(data, str(self._file.path), self._storage_of(pickles[0].split("/")[0]))
 
     def tensor(self) -> StoredTensor:
-        """The one tensor that was saved.
+        """Return the one tensor that was saved.
 
         Raises:
             CheckpointError: It is something else.
@@ -252,7 +252,7 @@ class TorchArchive:
         return found
 
     def storage(self, member: str, dtype: torch.dtype) -> Tensor:
-        """A storage as a flat view of the file, its checksum compared once.
+        """Return a storage as a flat view of the file, its checksum compared once.
 
         Raises:
             CheckpointError: Its bytes are not those that were written.
@@ -456,7 +456,7 @@ def _size(values: Any) -> tuple[Any, ...]:
 
 
 def _member(owner: Any, name: Any) -> Inert:
-    """A member of an enumeration, which Python 3.11 before 3.11.4 pickles as its attribute."""
+    """Return a member of an enumeration, which Python 3.11 before 3.11.4 pickles as its attribute."""
     if not isinstance(owner, _Sealed) or not isinstance(name, str):
         raise pickle.UnpicklingError("it names builtins.getattr, which is not allowed but for members of enumerations")
     member: Inert = owner(name)

@@ -160,7 +160,7 @@ def test_states_of_other_rows_are_refused(folder):
     other = DataProvider(ROWS)
     with pytest.raises(DataError, match="the state is of other rows"):
         other.load_state_dict(one.state_dict())
-    with pytest.raises(DataError, match="next_draw=-1 is no state"):
+    with pytest.raises(DataError, match="next_prompt_index=-1 is no state"):
         one.load_state_dict({**one.state_dict(), "next_prompt_index": -1})
 
 

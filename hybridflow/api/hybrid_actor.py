@@ -240,7 +240,7 @@ class HybridActor:
         logits = None if found.logits is None else rows.side_by_side(found.logits)
         if labels is None:
             return HybridOutput(None, None, logits)
-        loss = found.loss if refusal is None else _Refusing.apply(found.loss.detach().requires_grad_(), refusal)
+        loss = found.loss if refusal is None else _Refusing.apply(found.loss.detach().requires_grad_(), refusal)  # type: ignore[no-untyped-call]
         # The first token of a row is predicted by none.
         shifted = torch.nn.functional.pad(found.log_probs, (1, 0))
         log_probs = [row[: len(each)] for row, each in zip(shifted, rows.sequences, strict=True)]

@@ -51,7 +51,9 @@ def LoraConfig(
             raise ConfigError(
                 f"LoraConfig: {name} is given twice, as {ours!r} and as {theirs!r}; remove one of the two"
             )
-    rank, alpha, targets = (ours if theirs is None else theirs for ours, theirs in found.values())
+    rank = rank if r is None else r
+    alpha = alpha if lora_alpha is None else lora_alpha
+    targets = targets if target_modules is None else target_modules
     if rank is None:
         raise ConfigError("LoraConfig: rank (r) is missing; give 8, say")
     for name, value, computed in (("task_type", task_type, "CAUSAL_LM"), ("bias", bias, "none")):

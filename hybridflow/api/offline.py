@@ -200,7 +200,7 @@ class OfflineTrainer:
             prompt=_prompt(row, place),
             answer=chosen,
             responses=(Judged(chosen, True), Judged(rejected, False)),
-            margin=margin_of(row, "margin", place),
+            margin=margin_of(dict(row), "margin", place),
             place=place,
         )
 
@@ -235,14 +235,15 @@ class OfflineTrainer:
         )
 
     def _num_rows(self) -> int:
-        rows = self._dataset.num_rows if hasattr(self._dataset, "num_rows") else len(self._dataset)
+        rows: int = self._dataset.num_rows if hasattr(self._dataset, "num_rows") else len(self._dataset)
         if rows == 0:
             raise DataError("dataset: has no rows; give at least one")
         return rows
 
     def _replicas(self, values: Mapping[str, Any]) -> int:
         update = values.get("actor", {}).get("update")
-        return values["cluster"]["ranks"] if update is None else update.get("dp", 1)
+        replicas: int = values["cluster"]["ranks"] if update is None else update.get("dp", 1)
+        return replicas
 
     def _context(self, values: Mapping[str, Any]) -> int:
         """``max_length``, or what the model has, if that is less."""
@@ -389,12 +390,13 @@ def _prompt(row: Row, place: str) -> str:
 def _text(row: Row, name: str, place: str) -> str:
     if name not in row:
         raise DataError(f"{place}: no column {name!r}; found {sorted(row)}; rename yours (dataset.rename_column)")
-    if not isinstance(row[name], str):
+    text = row[name]
+    if not isinstance(text, str):
         raise DataError(
-            f"{place}: {name} is {row[name]!r:.60}, expected text; of messages make it by the tokenizer's "
+            f"{place}: {name} is {text!r:.60}, expected text; of messages make it by the tokenizer's "
             "apply_chat_template"
         )
-    return row[name]
+    return text
 
 
 def _in_memory(model: Any) -> Any:

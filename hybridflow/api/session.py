@@ -69,9 +69,9 @@ class Rollout:
         batch = self.batch
         if not len(batch):
             return []
-        tokens, lengths = batch.columns["tokens"], batch.columns["prompt_lengths"].tolist()
-        assert isinstance(tokens, Ragged), "tokens are ragged"
-        rows = zip(tokens.to_list(), lengths, strict=True)
+        tokens, lengths = batch.columns["tokens"], batch.columns["prompt_lengths"]
+        assert isinstance(tokens, Ragged) and isinstance(lengths, Tensor), "tokens are ragged, lengths are dense"
+        rows = zip(tokens.to_list(), lengths.tolist(), strict=True)
         return [self.tokenizer.decode(row[length:].tolist()) for row, length in rows]
 
     @property

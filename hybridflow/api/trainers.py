@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from hybridflow.api.algorithms import BaseAlgorithm
 from hybridflow.api.checkpoints import export_actor, keep_checkpoint
@@ -191,13 +191,12 @@ class OnlineTrainer:
                 f"add_metrics_exporter: found {type(exporter).__name__}; give MetricsExporter(pushgateway_url=…, "
                 "job_name=…), or a function of (step, metrics)"
             )
-        if not hasattr(exporter, "export"):
-            exporter = Callback(exporter)
-        name = type(exporter).__name__
+        found: Exporter = cast(Exporter, exporter) if hasattr(exporter, "export") else Callback(exporter)
+        name = type(found).__name__
         if self._session is None:
-            self._exporters.append((name, exporter))
+            self._exporters.append((name, found))
         else:
-            self._session.add_exporter(name, exporter)
+            self._session.add_exporter(name, found)
 
     def save_checkpoint(self, path: str | Path, save_optimizer: bool = False) -> None:
         """Save what was trained, also after ``close``. Collective: all ranks. Nothing is at ``path`` yet.

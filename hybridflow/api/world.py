@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 from types import TracebackType
 
 import torch.distributed as dist
 
 from hybridflow.errors import ConfigError
-from hybridflow.observe.rank_log import tell
-from hybridflow.parallel.cause import cause_of, tell_cause
 from hybridflow.parallel.process import allow_many_files
 from hybridflow.parallel.rank import silence_libraries
 from hybridflow.parallel.signals import CaughtSignals
@@ -99,15 +96,11 @@ def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType 
     """What ends one rank ends all of them, at once."""
     sys.__excepthook__(kind, error, trace)
     (world,) = _worlds
-    status = 1
     if isinstance(error, Exception):
         assert world.watch is not None, "a process alone ends as any program"
         world.watch.fail(error)
-        cause = cause_of(error, world.rank, socket.gethostname())
-        tell(tell_cause(cause))
-        status = cause.status
     sys.stdout.flush()
-    os._exit(status)
+    os._exit(1)
 
 
 def _leave(world: World, signals: CaughtSignals | None) -> None:

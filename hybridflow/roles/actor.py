@@ -184,8 +184,9 @@ class Actor(Role):
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``old_log_probs``: those of the weights at the start of the update."""
-        assert self.model is not None, "called outside the update mesh"
-        column = self.model.per_token(batch, lambda output, part: self.model.log_probs(output, part)[0])
+        model = self.model
+        assert model is not None, "called outside the update mesh"
+        column = model.per_token(batch, lambda output, part: model.log_probs(output, part)[0])
         return None if column is None else Batch(batch.ids, {"old_log_probs": column})
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
@@ -218,8 +219,9 @@ class Actor(Role):
         if self._job.recipe.correction.reject is None or totals is None:
             return part, totals
         columns = (padded(part, name) for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
-        lengths = part.columns["response_mask"].lengths
-        part = part.with_columns({LOSS_MASK: Ragged.from_padded(self._policy_loss.keep(*columns), lengths)})
+        mask = part.columns["response_mask"]
+        assert isinstance(mask, Ragged), "masks are a ragged column"
+        part = part.with_columns({LOSS_MASK: Ragged.from_padded(self._policy_loss.keep(*columns), mask.lengths)})
         kept = self.model.totals(part, LOSS_MASK)
         if is_first:
             self._num_sampled += totals.num_tokens
@@ -263,7 +265,7 @@ class Actor(Role):
         ]
         kl = self.model.reverse_kl(output, sample_stats[0], sample_stats[1] if len(sample_stats) > 1 else None)
         mask = padded(part, "response_mask", micro_batch.samples, output.device)
-        loss = aggregate(pad_rows(kl.split(micro_batch.response_lengths)), mask, "token-mean", totals)
+        loss = aggregate(pad_rows(kl.split(micro_batch.response_lengths)), mask, "token-mean", totals)  # type: ignore[no-untyped-call]
         return loss, loss.detach()[None]
 
     def imitate(self, batch: Batch, decided: Mapping[str, Any]) -> None:
@@ -389,7 +391,8 @@ class Actor(Role):
         """The micro-batch's share of the loss; beside it, shares of what is reported."""
         assert self.model is not None, "called outside the update mesh"
         log_probs, entropy = (
-            pad_rows(each.split(micro_batch.response_lengths)) for each in self.model.log_probs(output, micro_batch)
+            pad_rows(each.split(micro_batch.response_lengths))  # type: ignore[no-untyped-call]
+            for each in self.model.log_probs(output, micro_batch)
         )
         columns = {
             name: padded(part, name, micro_batch.samples, output.device)

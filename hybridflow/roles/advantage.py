@@ -242,7 +242,9 @@ class Advantage(Role):
         scores = self._scores(batch) - self._kl_coef.value * (self._penalty(batch) * mask).sum(dim=1)
         # A group may lie on several ranks: its statistics need all of its scores.
         coordinator = self._job.world.coordinator(self._peers)
-        columns = [batch.ids, batch.columns["prompt_indices"], scores.double(), mask.sum(dim=1)]
+        prompt_indices = batch.columns["prompt_indices"]
+        assert isinstance(prompt_indices, Tensor), "prompt indices are a dense column"
+        columns = [batch.ids, prompt_indices, scores.double(), mask.sum(dim=1)]
         shares = coordinator.gather([column.tolist() for column in columns], "scores")
         rows = sorted(row for share in shares for row in zip(*share, strict=True))
         ids, groups, all_scores, lengths = (torch.tensor([row[at] for row in rows]) for at in range(4))
@@ -271,7 +273,9 @@ class Advantage(Role):
 
     def _scores(self, batch: Batch) -> Tensor:
         """What is learned from, ``[samples]``: the scores, shaped if the recipe says so."""
-        return shaped(self._job.recipe, batch.columns[self._column], batch.columns["response_mask"].lengths)
+        scores = batch.columns[self._column]
+        assert isinstance(scores, Tensor), "scores are a dense column"
+        return shaped(self._job.recipe, scores, _response_lengths(batch))
 
     def _penalty(self, batch: Batch) -> Tensor:
         """The KL of each token, ``[samples, tokens]``; zeros where it is no part of the reward."""
@@ -281,7 +285,7 @@ class Advantage(Role):
         return kl_penalty(old, reference, self._job.recipe.kl.estimator)
 
     def _columns(self, batch: Batch, **padded_columns: Tensor) -> Batch:
-        lengths = batch.columns["response_mask"].lengths
+        lengths = _response_lengths(batch)
         return Batch(batch.ids, {name: Ragged.from_padded(column, lengths) for name, column in padded_columns.items()})
 
     def _measure(self, batch: Batch) -> None:
@@ -323,3 +327,9 @@ class Advantage(Role):
 
     def _sum(self) -> Any:
         return sum_over(self._job.world.group(self._peers))
+
+
+def _response_lengths(batch: Batch) -> Tensor:
+    mask = batch.columns["response_mask"]
+    assert isinstance(mask, Ragged), "masks are a ragged column"
+    return mask.lengths

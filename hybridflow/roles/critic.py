@@ -79,7 +79,7 @@ class Critic(Role):
             self.metrics |= dict(zip(METRICS[self._role], (loss, clipped, grad_norm), strict=True))
 
     def _loss(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
-        values = pad_rows(output[:, 0].float().split(micro_batch.response_lengths))
+        values = pad_rows(output[:, 0].float().split(micro_batch.response_lengths))  # type: ignore[no-untyped-call]
         mask, old, returns = (
             padded(part, name, micro_batch.samples, output.device)
             for name in ("response_mask", self._values, self._returns)

@@ -58,7 +58,8 @@ class OfflineActor(Actor):
         model = self._placed()
 
         def compute(output: Tensor, micro_batch: MicroBatch) -> Tensor:
-            return _ahead(*self._numbers(output, micro_batch, batch).view(-1, 2).unbind(1), self._scale)
+            chosen, rejected = self._numbers(output, micro_batch, batch).view(-1, 2).unbind(1)
+            return _ahead(chosen, rejected, self._scale)
 
         shares = model.forward(self._micro_batches(batch), compute)
         if model.is_output_rank:
@@ -69,10 +70,10 @@ class OfflineActor(Actor):
         """Token mean of the cross-entropy."""
         model = self._placed()
         masks, totals = column_rows(part, "response_mask"), model.totals(part)
+        prompt_lengths = part.columns["prompt_lengths"]
+        assert isinstance(prompt_lengths, Tensor), "prompt lengths are a dense column"
         assert totals is not None, "every solution has an end of sequence to imitate"
-        kept, grad_norm = self._imitate(
-            column_rows(part, "tokens"), part.columns["prompt_lengths"].tolist(), masks, totals.num_tokens
-        )
+        kept, grad_norm = self._imitate(column_rows(part, "tokens"), prompt_lengths.tolist(), masks, totals.num_tokens)
         if model.is_output_rank:
             (loss,) = model.add_up(kept, 1)
             self.metrics |= {"actor/loss": loss, "actor/grad_norm": grad_norm}
@@ -161,7 +162,7 @@ class OfflineActor(Actor):
             rows = column_rows(part, "ref_log_probs")
             reference = torch.cat([rows[sample] for sample in micro_batch.samples])
             log_probs = log_probs - reference.to(log_probs.device)
-        return torch.stack([row.sum() for row in log_probs.split(micro_batch.response_lengths)])
+        return torch.stack([row.sum() for row in log_probs.split(micro_batch.response_lengths)])  # type: ignore[no-untyped-call]
 
     def _micro_batches(self, part: Batch) -> list[MicroBatch]:
         preset = self._job.recipe.traits

@@ -47,9 +47,10 @@ class Reference(Role):
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """``ref_log_probs``."""
-        assert self.model is not None, "called outside the reference's mesh"
-        with adapters_off(self.model.transformer) if self.is_base else contextlib.nullcontext():
-            column = self.model.per_token(batch, lambda output, part: self.model.log_probs(output, part)[0])
+        model = self.model
+        assert model is not None, "called outside the reference's mesh"
+        with adapters_off(model.transformer) if self.is_base else contextlib.nullcontext():
+            column = model.per_token(batch, lambda output, part: model.log_probs(output, part)[0])
         return None if column is None else Batch(batch.ids, {"ref_log_probs": column})
 
     def mismatched_log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:

@@ -107,9 +107,9 @@ class Reward(Role):
 
     def _scores(self, batch: Batch, example_of: Callable[[int], Example]) -> torch.Tensor:
         if self._scorer is None:
-            return batch.columns["environment_rewards"]
-        prompt_indices = batch.columns["prompt_indices"].tolist()
-        prompt_lengths = batch.columns["prompt_lengths"].tolist()
+            return _dense(batch, "environment_rewards")
+        prompt_indices = _dense(batch, "prompt_indices").tolist()
+        prompt_lengths = _dense(batch, "prompt_lengths").tolist()
         responses = [
             sequence[length:] for sequence, length in zip(column_rows(batch, "tokens"), prompt_lengths, strict=True)
         ]
@@ -156,6 +156,12 @@ def _check_no_policy(settings: Settings, role: str) -> None:
     for name in REWARD_POLICY:
         if getattr(settings, name) != getattr(Settings(), name):
             raise ConfigError(f"{role}.{name}: the environment's rewards are sums of its own; remove the key")
+
+
+def _dense(batch: Batch, name: str) -> torch.Tensor:
+    column = batch.columns[name]
+    assert isinstance(column, torch.Tensor), f"{name} is a dense column"
+    return column
 
 
 def _last_turn(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

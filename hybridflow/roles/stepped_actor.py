@@ -102,7 +102,7 @@ class SteppedActor(Actor):
             log_probs = self._model.log_probs(output, part)[0] * given.counts(part.samples).to(output.device)
             own.append(-log_probs.sum() / count)
             if self._tells:
-                rows = log_probs.detach().split(part.response_lengths)
+                rows = log_probs.detach().split(part.response_lengths)  # type: ignore[no-untyped-call]
                 for row, values in zip(part.samples, rows, strict=True):
                     told[row, : len(values)] = values
 
@@ -110,7 +110,7 @@ class SteppedActor(Actor):
         dist.all_reduce(told, group=self._everyone)
         loss = (-told.double().sum() / count).float()
         if has_gradient:
-            loss = _Told.apply(sum(own, start=torch.zeros((), device=loss.device, requires_grad=True)), loss)
+            loss = _Told.apply(sum(own, start=torch.zeros((), device=loss.device, requires_grad=True)), loss)  # type: ignore[no-untyped-call]
         return Prediction(loss=loss, log_probs=told.cpu(), logits=logits if self.is_whole else None)
 
     def learn(self, given: LabelledRows, lr: float | None) -> tuple[float, float]:

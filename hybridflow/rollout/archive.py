@@ -138,7 +138,7 @@ class Archived(NamedTuple):
 
     step: int
     prompt_index: int
-    index: int
+    index: int  # type: ignore[assignment]  # it hides tuple.index
     finish: str
     score: float
     prompt: list[int]
@@ -161,7 +161,9 @@ def read_segment(folder: Path, name: SegmentName) -> Iterator[Archived]:
             slice(starts[part][row], starts[part][row] + arrays[f"{part}_length"][row]) for part in starts
         )
         yield Archived(
-            *(int(arrays[each][row]) for each in ("step", "prompt_index", "index")),
+            step=int(arrays["step"][row]),
+            prompt_index=int(arrays["prompt_index"][row]),
+            index=int(arrays["index"][row]),
             finish=FINISHES[arrays["finish"][row]],
             score=float(arrays["score"][row]),
             prompt=arrays["prompt_tokens"][prompt].tolist(),

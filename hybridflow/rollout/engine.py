@@ -247,7 +247,7 @@ class MegatronEngine:
             self._sent[0].wait()
         # Kept until it has left.
         output = output.contiguous()
-        self._sent = dist.isend(output, dst=stages[stage + 1], group=self.groups.pp), output
+        self._sent = _send(output, stages[stage + 1], self.groups.pp), output
         return None
 
     def decode(
@@ -264,7 +264,7 @@ class MegatronEngine:
 
     def send_tokens(self, tokens: Tensor) -> list[dist.Work]:
         """From the last stage to all others."""
-        return [dist.isend(tokens, dst=rank, group=self.groups.pp) for rank in self._stage_ranks[:-1]]
+        return [_send(tokens, rank, self.groups.pp) for rank in self._stage_ranks[:-1]]
 
     def receive_tokens(self, tokens: Tensor, sends: Sequence[dist.Work]) -> Tensor:
         """The tokens of the last stage, there and on all others, where ``tokens`` is filled."""
@@ -287,6 +287,13 @@ class MegatronEngine:
             if group.size() > 1:
                 dist.all_reduce(allowed, dist.ReduceOp.MIN, group=group)
         return int(allowed)
+
+
+def _send(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to send a tensor to a rank of a group that this rank is in."""
+    work = dist.isend(tensor, dst=rank, group=group)
+    assert work is not None, "a rank sends only in its own groups"
+    return work
 
 
 def blocks_for(num_tokens: int) -> int:

@@ -70,7 +70,7 @@ def find_environment(name: str) -> Callable[[], Environment]:
     Raises:
         ConfigError: There is none of that name, or it has not the two methods.
     """
-    found = find_plugin(name, BUILT_IN, key="rollout.environment.name", kind="Class")
+    found: Callable[[], Environment] = find_plugin(name, BUILT_IN, key="rollout.environment.name", kind="Class")
     missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
     if not callable(found) or missing:
         raise ConfigError(
@@ -246,7 +246,7 @@ class Environments:
         """
         if isinstance(reward, bool) or not isinstance(reward, numbers.Real):
             raise TypeError(f"the reward is {type(reward).__name__} {reward!r:.100}; expected a number")
-        if not math.isfinite(reward) or abs(reward) > _LARGEST_REWARD:
+        if not math.isfinite(reward) or abs(float(reward)) > _LARGEST_REWARD:
             raise ValueError(f"the reward is {reward}; expected a finite number of at most {_LARGEST_REWARD:g}")
         if is_done not in (True, False):
             raise TypeError(f"done is {type(is_done).__name__} {is_done!r:.100}; expected True or False")

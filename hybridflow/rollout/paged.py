@@ -36,8 +36,8 @@ class PagedCache:
         shape = (2 * len(model.decoder.layers), num_blocks, groups, head * BLOCK_TOKENS)
         pool = _empty_pool(shape, dtype, device)
         self.stride = pool.stride(0)
-        self.keys = list(pool[::2].unflatten(-1, (head, BLOCK_TOKENS)))
-        self.values = list(pool[1::2].unflatten(-1, (BLOCK_TOKENS, head)))
+        self.keys = list(pool[::2].unflatten(-1, (head, BLOCK_TOKENS)))  # type: ignore[no-untyped-call]
+        self.values = list(pool[1::2].unflatten(-1, (BLOCK_TOKENS, head)))  # type: ignore[no-untyped-call]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks; ``[copies]`` int64 each, none of which is both."""
@@ -119,7 +119,7 @@ class PagedAttention:
             yield self._part(rows, sequence[None])
 
     def _part(self, rows: Tensor, sequences: Tensor) -> _Part:
-        positions = self.positions[rows].unflatten(0, (len(sequences), -1))
+        positions = self.positions[rows].unflatten(0, (len(sequences), -1))  # type: ignore[no-untyped-call]
         return _Part(rows, self.tables[sequences, : int(positions.max()) // BLOCK_TOKENS + 1].long(), positions)
 
 
@@ -135,14 +135,14 @@ class _Part:
         """``[rows, heads, head]`` over keys and values of ``[sequences, blocks, …]``."""
         places = torch.arange(keys.shape[1] * BLOCK_TOKENS, device=query.device)
         # Masked scores would not do: what was not written may be NaN, also after it is weighted with zero.
-        is_unwritten = (places > self.positions[:, -1:]).unflatten(1, (-1, BLOCK_TOKENS))
+        is_unwritten = (places > self.positions[:, -1:]).unflatten(1, (-1, BLOCK_TOKENS))  # type: ignore[no-untyped-call]
         keys = keys.masked_fill(is_unwritten[:, :, None, None], 0)
         values = values.masked_fill(is_unwritten[:, :, None, :, None], 0)
         seen = places <= self.positions[:, :, None]
         if scoring.window is not None:
             seen &= places > self.positions[:, :, None] - scoring.window
         context = attend(
-            query.unflatten(0, self.positions.shape).transpose(1, 2),
+            query.unflatten(0, self.positions.shape).transpose(1, 2),  # type: ignore[no-untyped-call]
             keys.permute(0, 2, 1, 4, 3).flatten(2, 3),
             values.permute(0, 2, 1, 3, 4).flatten(2, 3),
             seen[:, None],

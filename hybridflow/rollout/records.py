@@ -44,7 +44,12 @@ class Records:
         self._aside.pop(number, None)
 
     def add(
-        self, slots: np.ndarray, positions: np.ndarray, log_probs: np.ndarray, sampled: np.ndarray, version: int
+        self,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        log_probs: np.ndarray | np.float32,
+        sampled: np.ndarray | np.float32,
+        version: int,
     ) -> None:
         """Tokens at some positions have been sampled with weights of a version; ``[samples]`` each."""
         self._log_probs[0, slots, positions] = log_probs

@@ -338,7 +338,8 @@ def _mix(value: _Integers) -> _Integers:
     """A bijection of 64-bit integers whose output bits all depend on all input bits (the finalizer of SplitMix64)."""
     value = (value ^ _shift(value, 30)) * _signed(_FACTORS[0])
     value = (value ^ _shift(value, 27)) * _signed(_FACTORS[1])
-    return value ^ _shift(value, 31)
+    mixed: _Integers = value ^ _shift(value, 31)
+    return mixed
 
 
 def _mix_integer(value: int) -> int:

@@ -73,7 +73,8 @@ class Step:
     @property
     def row_slots(self) -> np.ndarray:
         """The slots that get a token, ``[samples]``."""
-        return self.slots[self.rows]
+        found: np.ndarray = self.slots[self.rows]
+        return found
 
 
 @dataclass
@@ -182,7 +183,8 @@ class Scheduler:
         slots = self._running_array()
         lengths = self.lengths[slots]
         wants = (lengths - self._computed[slots] > 1) | (lengths > self._num_blocks[slots] * BLOCK_TOKENS)
-        return slots[wants].tolist()
+        found: list[int] = slots[wants].tolist()
+        return found
 
     def _step(self, chunks: dict[int, int]) -> Step | None:
         """Chunks of some slots, and one token of each other."""
@@ -190,7 +192,8 @@ class Scheduler:
         if len(running) == 0:
             return None
         singles = running[~np.isin(running, list(chunks))] if chunks else running
-        slots, positions, rows, scored = [singles], [self._computed[singles]], [np.arange(len(singles))], []
+        slots, positions, rows = [singles], [self._computed[singles]], [np.arange(len(singles))]
+        scored: list[int] = []
         num = len(singles)
         for slot, count in chunks.items():
             first = int(self._computed[slot])
@@ -249,7 +252,7 @@ class Scheduler:
             return 1
         for slot, count in zip(slots[missing > 0].tolist(), missing[missing > 0].tolist(), strict=True):
             first = int(self._num_blocks[slot])
-            self.tables[slot, first : first + count] = [self.blocks.take() for _ in range(count)]
+            self.tables[slot, first : first + count] = np.array([self.blocks.take() for _ in range(count)])
             self._num_blocks[slot] += count
         return most
 

@@ -139,7 +139,8 @@ def _ask_values(critic: Any) -> Callable[[Tensor, Tensor], Any]:
 
     def values(ids: Tensor, mask: Tensor) -> Tensor:
         hidden = critic.base_model(ids, attention_mask=mask, use_cache=False).last_hidden_state
-        return critic.score(hidden)[..., 0]
+        found: Tensor = critic.score(hidden)[..., 0]
+        return found
 
     return values
 
@@ -234,7 +235,7 @@ def _check_gradient(subject: Subject, ids: Tensor, mask: Tensor, told: Told) -> 
             remedy = "compute it without torch.no_grad, detach or numpy"
             subject.fail("gradient", "what is computed has none", "a graph back to the parameters", remedy)
         weights = torch.linspace(-1, 1, computed.numel(), device=computed.device).view_as(computed)
-        (computed * weights).sum().backward()
+        (computed * weights).sum().backward()  # type: ignore[no-untyped-call]
         lacking = [name for name, each in parameters.items() if each.grad is None]
         if lacking:
             told_names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")

@@ -160,7 +160,7 @@ def load(job: Job, roles: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         source, place = open_role(checkpoint, BASE if is_base else name), (saved.spec, saved.mesh, job.world.rank)
         if saved.trainable is None:
             with saved.model.at_hand(is_written=True):
-                load_model(source, saved.model.transformer, *place)
+                load_model(source, saved.model.transformer, *place)  # type: ignore[arg-type]  # an Uncut is read and written alike
         else:
             load_training(source, saved.trainable, *place)
 
@@ -271,7 +271,7 @@ class Checkpoints:
     def _shares(self) -> dict[str, Shares]:
         rank = self._job.world.rank
         return {
-            name: Shares(each.model.transformer, each.spec, each.mesh, rank, each.trainable)
+            name: Shares(each.model.transformer, each.spec, each.mesh, rank, each.trainable)  # type: ignore[arg-type]  # an Uncut is read and written alike
             for name, each in self._models.items()
             if each.model is not None
         }

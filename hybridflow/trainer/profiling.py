@@ -77,11 +77,11 @@ class Profiler:
 
 @contextlib.contextmanager
 def _nvtx(name: str) -> Iterator[None]:
-    torch.cuda.nvtx.range_push(name)
+    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        torch.cuda.nvtx.range_pop()
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

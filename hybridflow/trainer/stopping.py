@@ -105,6 +105,7 @@ class Stopping:
         """Ask all ranks to stop in time, also while they are inside a long rollout. A thread, since Slurm is asked."""
         while (reason := self.find_time_up()) is None:
             time.sleep(_LOOK_S)
+        assert self._watch is not None, "the time is kept only of jobs with a watch"
         self._watch.ask_stop(reason)
 
     def _is_short(self, work_s: float) -> bool:

@@ -151,9 +151,10 @@ class CpuTransformer:
         """What comes into this stage, ``[tokens, hidden]``, to be written to."""
         model = self._model
         if not model.pre_process:
-            return model.decoder.input_tensor[:, 0].clone()
+            received: Tensor = model.decoder.input_tensor
+            return received[:, 0].clone()
         if self._group is None:
-            hidden = model.embedding.word_embeddings.weight.index_select(0, tokens)
+            hidden: Tensor = model.embedding.word_embeddings.weight.index_select(0, tokens)
         else:
             hidden = model.embedding(input_ids=tokens[None], position_ids=attention.positions[None])[:, 0]
         if model.has_scaled_embeddings:
@@ -193,7 +194,9 @@ class CpuTransformer:
         )
 
     def _norm(self, norm: torch.nn.Module | None) -> int | None:
-        return None if norm is None or isinstance(norm, IdentityOp) else self._keep(norm.weight.clone())
+        if norm is None or isinstance(norm, IdentityOp):
+            return None
+        return self._keep(norm.get_parameter("weight").clone())
 
     def _matrix(self, laid_out: Tensor) -> int:
         self.matrices.append(laid_out)
@@ -207,7 +210,8 @@ class CpuTransformer:
 def pack(weight: Tensor, panel: int = PANEL) -> Tensor:
     """A matrix ``[outputs, inputs]`` in panels, the last filled up with zeros: ``[panels, inputs, panel]``."""
     filled = pad(weight.detach(), (0, 0, 0, -len(weight) % panel))
-    return filled.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
+    panels: Tensor = filled.unflatten(0, (-1, panel))  # type: ignore[no-untyped-call]
+    return panels.transpose(1, 2).contiguous()
 
 
 def pack_gated(weight: Tensor) -> Tensor:

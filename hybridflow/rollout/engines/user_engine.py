@@ -163,12 +163,17 @@ class UserEngine:
             open_slots = open_slots[~(np.isin(tokens, params.stop_ids) | (tokens < 0))]
             if not len(open_slots):
                 break
+
+        def new(array: np.ndarray, slot: int, dtype: type[np.generic]) -> Tensor:
+            return torch.from_numpy(array[slot, first[slot] : lengths[slot]].astype(dtype))
+
         return [
             failures[slot]
             if slot in failures
             else (
-                torch.from_numpy(known[slot, first[slot] : lengths[slot]].astype(np.int64)),
-                *(torch.from_numpy(each[slot, first[slot] : lengths[slot]].copy()) for each in log_probs),
+                new(known, slot, np.int64),
+                new(log_probs[0], slot, np.float32),
+                new(log_probs[1], slot, np.float32),
             )
             for slot in range(len(batch))
         ]

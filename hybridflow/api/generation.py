@@ -55,7 +55,7 @@ class Generation:
 
 
 def generation_of(given: Mapping[str, Any], ends: Ends, *, longest_prompt: int) -> Generation:
-    """The arguments of ``generate``, checked.
+    """Check and return the arguments of ``generate``.
 
     Args:
         given: As transformers names them; ``token_type_ids`` and ``use_cache`` say nothing here.

@@ -24,7 +24,7 @@ def LoraConfig(
     bias: str = "none",
     **more: Any,
 ) -> LoRAConfig:
-    """Adapters, by our names or by PEFT's: ``LoraConfig(rank=8)``, ``LoraConfig(r=8, lora_alpha=16)``.
+    """Return adapter settings, by our names or PEFT's: ``LoraConfig(rank=8)``, ``LoraConfig(r=8, lora_alpha=16)``.
 
     Args:
         rank: Rows of A and columns of B.
@@ -120,7 +120,7 @@ class DataParallelTrainer(_Elsewhere):
 
 
 def refuse_mesh(tp: int, pp: int) -> NoReturn:
-    """The layout of a model that is there does not change. Raises ConfigError."""
+    """Refuse to change the layout of a loaded model. Raises ConfigError."""
     raise ConfigError(
         "set_device_mesh: the layout is chosen when the model is read: HybridActor.from_pretrained(path, "
         f"hybrid_config={{'tp_size': {tp}, 'pp_size': {pp}}})"

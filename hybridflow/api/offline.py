@@ -102,7 +102,9 @@ class OfflineTrainer:
         resume: bool = False,
         **settings: Any,
     ) -> list[dict[str, float]]:
-        """Train. Collective: all ranks. A second call goes on from ``run_dir``, with ``resume``, or not at all.
+        """Train. Collective: all ranks.
+
+        A second call continues from ``run_dir`` if ``resume`` is set, and fails otherwise.
 
         A step learns from ``per_device_train_batch_size`` x ``gradient_accumulation_steps`` rows on each replica of the
         model; how they are cut into micro-batches, ``micro_batch_tokens`` decides. When it ends ``run_dir`` has a
@@ -187,7 +189,7 @@ class OfflineTrainer:
 
     @classmethod
     def _columns(cls) -> tuple[str, ...]:
-        """What a row has."""
+        """Return the columns that a row must have."""
         return ("prompt", "chosen", "rejected")
 
     def _example(self, row: Row, place: str) -> Example:
@@ -246,7 +248,7 @@ class OfflineTrainer:
         return replicas
 
     def _context(self, values: Mapping[str, Any]) -> int:
-        """``max_length``, or what the model has, if that is less."""
+        """Return ``max_length``, or the model's own maximum if that is smaller."""
         path = values["model"].get("path")
         given = in_memory_info(self._objects)
         if path is not None:
@@ -400,7 +402,7 @@ def _text(row: Row, name: str, place: str) -> str:
 
 
 def _in_memory(model: Any) -> Any:
-    """A directory as a model that was given."""
+    """Open a directory as an in-memory model; return other models unchanged."""
     if not isinstance(model, str | Path):
         return model
     source = open_model(Path(model))

@@ -91,7 +91,7 @@ class RLTrainer:
         self._has_run = False
 
     def run(self, output_dir: str | Path | None = None) -> list[dict[str, float]]:
-        """Train on all prompts, ``num_epochs`` times. Once, and collective: all ranks.
+        """Train on all prompts, ``num_epochs`` times. Callable once. Collective: all ranks.
 
         A checkpoint of all that training goes on from is in ``run_dir`` when it ends.
 
@@ -139,7 +139,7 @@ def _sum_of(rewards: Sequence[Any]) -> Part:
 
 
 def _function_of(part: Part, index: int) -> tuple[Any, dict[str, Any]]:
-    """What of a reward is called, or its name; and its settings."""
+    """Return a reward's function, or its name, and its settings."""
     settings = dict(part.settings.get("reward", {}))
     name = settings.pop("function", None)
     given = part.objects.get("reward", name)

@@ -16,7 +16,7 @@ from hybridflow.sections import to_dict
 
 
 def split_model(model: Any) -> tuple[dict[str, Any], Any]:
-    """A model's settings where it is no object, and the object where it is one, which speaks for itself.
+    """Split a model into its settings, where it is no object, and the object, where it is one.
 
     Args:
         model: Directory of Hugging Face or of ours; settings of a model whose weights are made up; an object: a model
@@ -63,7 +63,7 @@ class Actor(Part):
         self.tokenizer = tokenizer
 
     def set_device_mesh(self, tp: int = 1, pp: int = 1) -> Actor:
-        """Cut it over so many ranks, tensors and layers; the replicas are what fills its ranks. Before a job begins.
+        """Set the tensor and pipeline parallelism; replicas fill its ranks. Call it before a job begins.
 
         Args:
             tp: Tensor-parallel size.
@@ -76,7 +76,7 @@ class Actor(Part):
         return self
 
     def sample(self, **sampling: Any) -> RoleFlow:
-        """Responses to prompts: the source of a flow.
+        """Return the source of a flow: responses to prompts.
 
         Args:
             sampling: Keys of a recipe's ``rollout``: ``group_size``, ``max_new_tokens``, ``temperature``, ….
@@ -130,7 +130,7 @@ class Reward(Part):
         super().__init__({"reward": settings}, objects)
 
     def score(self) -> RoleFlow:
-        """The scores of what was sampled."""
+        """Return the flow node that scores samples."""
         return RoleFlow(step=step(score=nodes.SCORE), parts=(self,))
 
 

@@ -56,7 +56,7 @@ class Rollout:
 
     @property
     def batch(self) -> Batch:
-        """The samples here, with all columns: ``tokens``, ``prompt_lengths``, ``response_mask``, ``scores``, ….
+        """Return the local samples with all columns: ``tokens``, ``prompt_lengths``, ``response_mask``, ``scores``, ….
 
         On a rank that has none, no samples.
         """
@@ -65,7 +65,7 @@ class Rollout:
 
     @property
     def texts(self) -> list[str]:
-        """The responses here."""
+        """Return the local responses as text."""
         batch = self.batch
         if not len(batch):
             return []
@@ -76,7 +76,7 @@ class Rollout:
 
     @property
     def scores(self) -> Tensor | None:
-        """Of the samples here, ``[samples]``; None where there are none."""
+        """Return the scores of the local samples, ``[samples]``, or None without samples."""
         column = self.batch.columns.get("scores")
         return column if isinstance(column, Tensor) else None
 
@@ -132,7 +132,7 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Training steps done."""
+        """Return the number of training steps done."""
         return self.trainer.progress.step
 
     def rollout(self, batch: Any = None) -> Rollout:
@@ -175,7 +175,7 @@ class Session:
         return Rollout(about=about, scope=scope, tokenizer=self.trainer.job.tokenizer)
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
-        """Update on a rollout. Collective: all ranks. Returns the step's metrics.
+        """Update on a rollout, and return the step's metrics. Collective: all ranks.
 
         Of one that updates have come after, ``rollout/staleness_max`` tells how many.
         """
@@ -188,7 +188,7 @@ class Session:
         return metrics
 
     def run(self, steps: int | None) -> list[dict[str, float]]:
-        """So many steps on the session's own prompts; None: up to where each has been used equally often."""
+        """Train ``steps`` steps on the session's own prompts, or until each prompt was used equally often if None."""
         if steps is None:
             whole = max(1, getattr(self.trainer.job.train, "num_rows", 1) // self.trainer.progress.num_prompts)
             steps = whole - self.step % whole
@@ -204,7 +204,7 @@ class Session:
         return Path(self.recipe.run_dir)
 
     def close(self) -> None:
-        """End the job, what it has learned saved. Collective: all ranks."""
+        """End the job after saving its progress. Collective: all ranks."""
         if self.step > 0:
             self.trainer.save_now()
         self.trainer.end()
@@ -282,7 +282,7 @@ class Session:
 
 
 def problems_of(prompts: Any) -> MakeProblems:
-    """How prompts that a program has all at once become problems.
+    """Return the function that makes problems of prompts that a program passes all at once.
 
     Args:
         prompts: As ``feed.prompts_of`` takes them; or an object with ``problems(tokenizer, recipe, everyone)``.
@@ -306,7 +306,7 @@ def problems_of(prompts: Any) -> MakeProblems:
 
 
 def _new_run_dir(world: World, namespace: str | None) -> str:
-    """A directory that is not there yet, the same on all ranks."""
+    """Return a directory that does not exist yet, the same on all ranks."""
     everyone = tuple(range(world.size))
     world.make_groups([everyone])
     folder = Path("runs") / ("python" if namespace is None else namespace)
@@ -315,7 +315,10 @@ def _new_run_dir(world: World, namespace: str | None) -> str:
 
 
 def _tokenizer_place(tokenizer: Any, run_dir: str, world: World) -> str:
-    """Where a tokenizer lies; one of transformers is put into the run's directory, by the lowest rank."""
+    """Return the path of a tokenizer.
+
+    The lowest rank writes a tokenizer of transformers into the run's directory.
+    """
     if isinstance(tokenizer, str | Path):
         return str(tokenizer)
     if isinstance(getattr(tokenizer, "path", None), Path):

@@ -82,7 +82,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """A mapping of what was given: one already, a YAML file of it, or nothing.
+    """Return settings as a mapping, from a mapping, a YAML file, or nothing.
 
     Raises:
         ConfigError: It is something else, or the file cannot be read.
@@ -101,7 +101,7 @@ def read_config(config: Any) -> dict[str, Any]:
 
 
 def recipe_values(config: Any, *, algorithm: str, num_ranks: int) -> dict[str, Any]:
-    """A recipe's nested mapping, of short names, sections of roles, and a recipe's own keys.
+    """Return a recipe's nested mapping from short names, sections of roles, and a recipe's own keys.
 
     Args:
         config: As ``read_config`` takes it.
@@ -139,7 +139,7 @@ def recipe_values(config: Any, *, algorithm: str, num_ranks: int) -> dict[str, A
 def finish_recipe(
     values: dict[str, Any], *, num_prompts: int | None = None, given: Mapping[str, ModelInfo] | None = None
 ) -> Recipe:
-    """The recipe, with what was left open.
+    """Return the recipe with its open settings filled in.
 
     Args:
         values: From ``recipe_values``.
@@ -172,7 +172,7 @@ def finish_recipe(
 
 
 def _context(values: Mapping[str, Any], given: Mapping[str, ModelInfo]) -> int | None:
-    """The longest sequence of the actor, if it can be told."""
+    """Return the longest sequence of the actor, or None if it cannot be told."""
     model = values.get("model", {})
     if "max_context" in model:
         return int(model["max_context"])
@@ -183,7 +183,7 @@ def _context(values: Mapping[str, Any], given: Mapping[str, ModelInfo]) -> int |
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key; sections are put into each other.
+    """Set a dotted key, and merge sections into each other.
 
     Raises:
         ConfigError: It is there already, with another value.
@@ -205,7 +205,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One mapping of several, which say different things. Raises ConfigError: two of them differ on a key."""
+    """Merge several mappings into one. Raises ConfigError: two of them differ on a key."""
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
@@ -214,7 +214,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _put_under(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key where nothing is said of it."""
+    """Set a dotted key unless it is set already."""
     *sections, last = key.split(".")
     place = values
     for section in sections:
@@ -223,7 +223,7 @@ def _put_under(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _role(values: dict[str, Any], role: str, section: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """A role's section as a recipe has it; what of it belongs to the model goes there."""
+    """Return a role's section as a recipe has it, and move its model's name to the model's section."""
     name = section.pop("model_name", None)
     if name is not None and role == "reference":
         actor = values.get("model", {}).get("path")
@@ -267,7 +267,7 @@ def sizes_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def ranks_of(devices: Any, num_ranks: int, *, key: str) -> list[int]:
-    """Ranks, of their numbers or of names such as ``cuda:1``.
+    """Return ranks from their numbers or from names such as ``cuda:1``.
 
     Raises:
         ConfigError: One is none of these, or is not there.
@@ -319,7 +319,7 @@ def _hybrid_engine(values: dict[str, Any], engine: Any, num_ranks: int) -> None:
 
 
 def _is_read(key: str, algorithm: str) -> bool:
-    """Whether an algorithm reads a key of a section that not all have."""
+    """Return whether an algorithm reads a key of a section that not all algorithms have."""
     section = key.split(".")[0]
     return section not in CHOSEN or section in ALGORITHMS[algorithm].traits.reads
 

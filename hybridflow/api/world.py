@@ -31,7 +31,7 @@ _worlds: list[World] = []
 
 
 def find_world() -> World:
-    """The ranks of this program, which meet at the first call. Collective: all ranks.
+    """Return the ranks of this program, which meet at the first call. Collective: all ranks.
 
     Where the program has called ``torch.distributed.init_process_group`` itself, these are its ranks.
 
@@ -93,7 +93,7 @@ def _adopt() -> World:
 
 
 def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What ends one rank ends all of them, at once."""
+    """End all ranks at once after an error on one."""
     sys.__excepthook__(kind, error, trace)
     (world,) = _worlds
     if isinstance(error, Exception):

@@ -7,7 +7,9 @@ MAX_ROUNDS = 15
 
 
 def tournament(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs, so that no node has two partners at once, and no pair meets twice.
+    """Return rounds of disjoint pairs.
+
+    No node has two partners at once, and no pair meets twice.
 
     The circle method: one place is fixed, the others turn by one each round. With an odd number one node rests.
     """
@@ -22,5 +24,5 @@ def tournament(num_nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def partner(node: int, pairs: list[tuple[int, int]]) -> int | None:
-    """With whom a node speaks in a round; None: it rests."""
+    """Return a node's partner in a round; None: it rests."""
     return next((one + other - node for one, other in pairs if node in (one, other)), None)

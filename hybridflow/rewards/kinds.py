@@ -26,7 +26,7 @@ _GRACE_S = 1.0
 
 
 def make_kind(settings: RewardConfig, key: str, given: Any = None, *, sharing: int = 1) -> Kind:
-    """How samples are scored.
+    """Return how samples are scored.
 
     Args:
         settings: The recipe's section, which names no model.
@@ -80,7 +80,7 @@ def _of_name(name: str, settings: RewardConfig, key: str, sharing: int) -> Kind:
 
 
 def _sure(name: str, function: Any, settings: RewardConfig, key: str) -> Kind:
-    """A function of ours that neither waits nor fails."""
+    """Return the kind of a built-in function that neither waits nor fails."""
     for ignored in REWARD_POLICY:
         if getattr(settings, ignored) != getattr(RewardConfig(), ignored):
             raise ConfigError(f"{key}.{ignored}: {name} neither waits nor fails; remove the key")
@@ -110,11 +110,11 @@ def _of_function(function: Function, settings: RewardConfig, name: str) -> Kind:
 
 
 def _asking(settings: RewardConfig, longest_s: float) -> Calls:
-    """For calls that end by themselves, but where the system holds them."""
+    """Return the runner for calls that end by themselves, unless the system blocks them."""
     return Calls(longest_s + _GRACE_S, settings.max_in_flight)
 
 
 def _processes(settings: RewardConfig, sharing: int) -> Calls:
-    """For calls that wait for a process each, which is ended in time."""
+    """Return the runner for calls that each wait for a process, which is ended in time."""
     num_cores = max(len(os.sched_getaffinity(0)) // sharing, 1)
     return Calls(math.inf, num_cores if settings.max_in_flight is None else settings.max_in_flight)

@@ -12,7 +12,9 @@ from hybridflow.rewards.sample import Sample, Unscored, as_scores
 
 
 def total_of(given: Sequence[Any], key: str) -> Callable[..., Any]:
-    """The sum of several rewards, as a reward function: of many samples, or asynchronous, where one of them is.
+    """Return the sum of several rewards as a reward function.
+
+    It takes many samples at once, or is asynchronous, if one of them is.
 
     Args:
         given: Functions, objects with ``scores``, names of functions that are built in, ``module:function``.
@@ -87,7 +89,7 @@ def _calls(function: Function, samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def _checked(value: Any, samples: Sequence[Sample]) -> list[float]:
-    """The scores of a call. Raises Unscored: one is none, so that their sum would be none either."""
+    """Return the scores of a call. Raises Unscored: one is none, so that their sum would be none either."""
     scores = []
     for outcome in as_scores(value, len(samples)):
         if isinstance(outcome, Unscored):
@@ -97,6 +99,6 @@ def _checked(value: Any, samples: Sequence[Sample]) -> list[float]:
 
 
 def _sums(of_functions: Sequence[Sequence[Sequence[float]]]) -> list[float]:
-    """The sum for each sample, of each function's scores in calls."""
+    """Return the sum for each sample, of each function's scores in calls."""
     rows = [[score for call in calls for score in call] for calls in of_functions]
     return [sum(column) for column in zip(*rows, strict=True)]

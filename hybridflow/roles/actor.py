@@ -139,7 +139,7 @@ class Actor(Role):
 
     @contextlib.contextmanager
     def optimizer_at_hand(self) -> Iterator[None]:
-        """The optimizer's state where it is used, also in the midst of a rollout."""
+        """Hold the optimizer's state on its device inside the block, also during a rollout."""
         is_away = self._offload is not None and self._offload.is_away
         if self._offload is not None:
             self._offload.restore()
@@ -172,7 +172,7 @@ class Actor(Role):
         return self._taken(self.rollouts.sample(**found))
 
     def sample_validation(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """Responses to the held-out problems: a greedy one and ``trainer.validation_samples`` sampled ones to each.
+        """Sample one greedy and ``trainer.validation_samples`` random responses to each held-out problem.
 
         Their ``prompt_indices`` are places in the held-out file, their ids those of ``judging.validation_id``.
         A source, as ``sample``. Collective: the rollout mesh.
@@ -183,14 +183,14 @@ class Actor(Role):
         return self._taken(self.rollouts.sample_validation(count))
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """``old_log_probs``: those of the weights at the start of the update."""
+        """Return ``old_log_probs``: log-probabilities under the weights at the start of the update."""
         model = self.model
         assert model is not None, "called outside the update mesh"
         column = model.per_token(batch, lambda output, part: model.log_probs(output, part)[0])
         return None if column is None else Batch(batch.ids, {"old_log_probs": column})
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """One optimizer step on one mini-batch; none where no token counts.
+        """Take one optimizer step on one mini-batch, or none if no token counts.
 
         Collective: all ranks of the update mesh.
         """
@@ -213,7 +213,7 @@ class Actor(Role):
                 self._report_distance(kept)
 
     def _counted(self, part: Batch, *, is_first: bool) -> tuple[Batch, Totals | None]:
-        """A mini-batch and the counts of its tokens, without those that are rejected. Collective: dp."""
+        """Return a mini-batch without its rejected tokens, and the counts of its tokens. Collective: dp."""
         assert self.model is not None, "called outside the update mesh"
         totals = self.model.totals(part)
         if self._job.recipe.correction.reject is None or totals is None:
@@ -230,7 +230,7 @@ class Actor(Role):
         return part, kept
 
     def distill(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """One optimizer step towards the teacher on one mini-batch: token mean of the KL to it.
+        """Take one optimizer step towards the teacher on one mini-batch: token mean of the KL to it.
 
         Collective: all ranks of the update mesh.
         """
@@ -256,7 +256,7 @@ class Actor(Role):
             self.metrics |= {"actor/loss": loss, "actor/grad_norm": grad_norm, "distill/kl": kl_sum / num_tokens}
 
     def _distance(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
-        """The micro-batch's share of the KL to the teacher, and the same to report."""
+        """Return the micro-batch's share of the KL to the teacher, and the same value for the report."""
         assert self.model is not None, "called outside the update mesh"
         sample_stats = [
             torch.cat([column_rows(part, name)[sample] for sample in micro_batch.samples])
@@ -269,7 +269,7 @@ class Actor(Role):
         return loss, loss.detach()[None]
 
     def imitate(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """One step of supervised training on solutions: token mean of the cross-entropy.
+        """Take one step of supervised training on solutions: token mean of the cross-entropy.
 
         Collective: the update mesh.
         """
@@ -296,7 +296,7 @@ class Actor(Role):
     def _imitate(
         self, sequences: list[Tensor], prompt_lengths: list[int], masks: list[Tensor], num_tokens: int
     ) -> tuple[list[Tensor], float]:
-        """One optimizer step on the cross-entropy of some tokens.
+        """Take one optimizer step on the cross-entropy of some tokens.
 
         Args:
             sequences: This rank's, prompt and response, ``[tokens]`` each.
@@ -319,7 +319,7 @@ class Actor(Role):
         return self._step(model.pack(sequences, prompt_lengths), loss)
 
     def _step(self, micro_batches: list[MicroBatch], loss: LossFunction) -> tuple[list[Any], float]:
-        """One optimizer step. Returns what the loss gave beside itself, and the norm of the gradient."""
+        """Take one optimizer step. Return the extra outputs of the loss, and the norm of the gradient."""
         assert self.trainable is not None, "called outside the update mesh"
         kept = self.trainable.accumulate(micro_batches, loss)
         grad_norm = self.trainable.step()
@@ -349,7 +349,7 @@ class Actor(Role):
             self.mark_changed()
 
     def _merge(self, prompt_index: int) -> None:
-        """The weights take the updates up, and the adapters begin anew, from other numbers, with no moments."""
+        """Merge the adapters into the weights, and restart them with other random numbers and no moments."""
         if self.model is not None and self.trainable is not None:
             with self.optimizer_at_hand():
                 merge(self.model.transformer)
@@ -359,7 +359,7 @@ class Actor(Role):
         self.mark_changed()
 
     def mark_changed(self) -> None:
-        """The update layout's weights were written from outside: the rollout's are no longer current."""
+        """Note that the update layout's weights were written from outside, so the rollout's are out of date."""
         self._rollout_is_current = False
         if self._rollout_weights is not None:
             self._rollout_weights.base_changed()
@@ -367,7 +367,7 @@ class Actor(Role):
             self.rollouts.weights_changed()
 
     def _make_engine(self) -> Any:
-        """What samples on this rank, as the recipe chooses."""
+        """Make this rank's engine, as the recipe chooses."""
         job, engine = self._job, self._job.recipe.rollout.engine
         if self._pushed is not None:
             return self._pushed.engine
@@ -379,7 +379,7 @@ class Actor(Role):
         return make_megatron_engine(job, self._rollout)
 
     def _taken(self, batch: Batch | None) -> Batch | None:
-        """What was sampled, its metrics taken over."""
+        """Take over the metrics of a rollout, and return its samples."""
         assert self.rollouts is not None, "called outside the rollout mesh"
         self.metrics |= self.rollouts.metrics
         self.rollouts.metrics.clear()
@@ -388,7 +388,7 @@ class Actor(Role):
     def _loss(
         self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals, *, is_first: bool
     ) -> tuple[Tensor, Any]:
-        """The micro-batch's share of the loss; beside it, shares of what is reported."""
+        """Return the micro-batch's share of the loss, and its shares of the reported sums."""
         assert self.model is not None, "called outside the update mesh"
         log_probs, entropy = (
             pad_rows(each.split(micro_batch.response_lengths))  # type: ignore[no-untyped-call]
@@ -422,7 +422,7 @@ class Actor(Role):
             self.metrics["actor/dual_clip_share"] = found["num_dual_clipped"]
 
     def _report_distance(self, kept: list[Any]) -> None:
-        """Of the global batch as far as it has been seen, mini-batch for mini-batch."""
+        """Report how the policy differs from the sampler and the reference, over the mini-batches so far."""
         assert self.model is not None, "called outside the update mesh"
         seen = torch.tensor(self.model.add_up([sums for _, sums, _ in kept], len(SAMPLER_SUMS)), dtype=torch.float64)
         self._compared = self._compared + seen

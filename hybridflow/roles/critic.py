@@ -58,13 +58,13 @@ class Critic(Role):
         return {"values": self.values, "update": self.update}
 
     def values(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """``values``, or ``cost_values``, before the update."""
+        """Compute ``values``, or ``cost_values``, before the update."""
         assert self.model is not None, "called outside its mesh"
         column = self.model.per_token(batch, lambda output, part: output[:, 0])
         return None if column is None else Batch(batch.ids, {self._values: column})
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """One optimizer step on one mini-batch, none where no token counts. Collective: all ranks of the mesh."""
+        """Take one optimizer step on one mini-batch, or none if no token counts. Collective: all ranks of the mesh."""
         assert self.model is not None and self.trainable is not None, "called outside its mesh"
         part = mini_batch(self._job, batch, decided["critic_mini_batch"]["index"])
         totals = self.model.totals(part)

@@ -39,7 +39,7 @@ class OfflineActor(Actor):
         return {**super().calls, "validate_pairs": self.validate_pairs}
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """One optimizer step on one mini-batch. Collective: all ranks of the update mesh."""
+        """Take one optimizer step on one mini-batch. Collective: all ranks of the update mesh."""
         part = mini_batch(self._job, batch, decided["actor_mini_batch"]["index"])
         match self._job.recipe.algorithm:
             case "sft":
@@ -67,7 +67,7 @@ class OfflineActor(Actor):
             self.metrics |= {"validation/accuracy": accuracy / count, "validation/margin": margin / count}
 
     def _update_solutions(self, part: Batch) -> None:
-        """Token mean of the cross-entropy."""
+        """Update on solutions: token mean of the cross-entropy."""
         model = self._placed()
         masks, totals = column_rows(part, "response_mask"), model.totals(part)
         prompt_lengths = part.columns["prompt_lengths"]
@@ -79,7 +79,7 @@ class OfflineActor(Actor):
             self.metrics |= {"actor/loss": loss, "actor/grad_norm": grad_norm}
 
     def _update_pairs(self, part: Batch) -> None:
-        """Mean over the mini-batch's pairs."""
+        """Update on pairs: mean over the mini-batch's pairs."""
         settings, num_pairs = self._job.recipe.preference, mini_batch_size(self._job) // 2
         margins = part.columns.get("margins")
 
@@ -108,7 +108,7 @@ class OfflineActor(Actor):
             }
 
     def _update_completions(self, part: Batch) -> None:
-        """Mean over the mini-batch's responses, each against the KL that mismatched responses tell."""
+        """Update on completions: mean over the mini-batch, each against the KL of mismatched responses."""
         settings, size, wanted = self._job.recipe.preference, mini_batch_size(self._job), part.columns["wanted"]
         assert isinstance(wanted, Tensor), "wanted is a dense column"
         z_ref = self._z_ref(part)
@@ -138,7 +138,7 @@ class OfflineActor(Actor):
             self.metrics["preference/margin"] = of_wanted / num_wanted - of_others / (size - num_wanted)
 
     def _z_ref(self, part: Batch) -> Tensor:
-        """The KL to the reference: the mean log-ratio of completions to other prompts, at least 0.
+        """Return the KL to the reference: the mean log-ratio of completions to other prompts, at least 0.
 
         Over the global mini-batch.
 
@@ -154,7 +154,7 @@ class OfflineActor(Actor):
         return torch.tensor(max(0.0, total / mini_batch_size(self._job)))
 
     def _numbers(self, output: Tensor, micro_batch: MicroBatch, part: Batch) -> Tensor:
-        """What is made of each response, ``[samples of the micro-batch]``."""
+        """Return one number per response, ``[samples of the micro-batch]``: its score, log-probability or log-ratio."""
         if self._job.recipe.traits.is_scorer:
             return output[:, 0].float()
         log_probs, _ = self._placed().log_probs(output, micro_batch)
@@ -180,7 +180,7 @@ class OfflineActor(Actor):
 
 
 def _ahead(chosen: Tensor, rejected: Tensor, scale: float) -> Tensor:
-    """Pairs in which the first is larger, ties as halves; sum of the differences, scaled; number of pairs. fp64."""
+    """Return the number of wins (a tie is half), the scaled sum of differences, and the number of pairs, fp64."""
     difference = (chosen - rejected).double()
     wins = (difference > 0).double() + 0.5 * (difference == 0)
     return torch.stack([wins.sum(), scale * difference.sum(), wins.new_tensor(len(wins))])

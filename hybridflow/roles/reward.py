@@ -73,7 +73,7 @@ class Reward(Role):
         return {"score": self.score, "score_validation": self.score_validation}
 
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """``scores``, or ``costs``, of responses to training problems; NaN of those that are to be left out.
+        """Compute ``scores``, or ``costs``, of responses to training problems; NaN means leave out.
 
         Collective: its mesh, but where nothing can fail without ending the run.
 
@@ -99,7 +99,7 @@ class Reward(Role):
 
     @property
     def _tells(self) -> bool:
-        """Whether there is something to tell of its calls; the same on all ranks."""
+        """Return whether there are calls to report; the same on all ranks."""
         assert self._scorer is not None, "the environment's rewards are no calls"
         settings = self._scorer.settings
         has_policy = any(getattr(settings, name) != getattr(Settings(), name) for name in REWARD_POLICY)
@@ -131,7 +131,7 @@ class Reward(Role):
         return Sample(prompt=example.prompt, response=response, answer=example.answer, place=example.place)
 
     def _report(self, counts: Counts) -> None:
-        """Tell of the calls on all ranks, in this step. Collective: its mesh."""
+        """Report this step's calls on all ranks. Collective: its mesh."""
         everyone = self._job.world.coordinator(self._job.meshes[self._role].ranks)
         shares = [Counts(**share) for share in everyone.gather(asdict(counts), f"{self._role}s of the samples")]
         failures = [share.first_failure for share in shares if share.first_failure]
@@ -165,6 +165,6 @@ def _dense(batch: Batch, name: str) -> torch.Tensor:
 
 
 def _last_turn(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """What the policy said behind the last that it observed, ``[turn]`` of ``[response]`` each."""
+    """Return the policy's tokens after the last observation, ``[turn]``, from ``[response]`` each."""
     observed = (mask == 0).nonzero()
     return tokens[int(observed[-1]) + 1 :] if len(observed) else tokens

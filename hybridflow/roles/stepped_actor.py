@@ -31,11 +31,11 @@ class LabelledRows:
 
     @property
     def num_labels(self) -> int:
-        """How many count."""
+        """Return the number of labels that count."""
         return sum(int((row >= 0).sum()) for row in self.labels)
 
     def counts(self, rows: list[int]) -> Tensor:
-        """Which labels of some rows count, one row after the other, ``[labels]`` bool."""
+        """Return which labels of some rows count, one row after the other, ``[labels]`` bool."""
         return torch.cat([self.labels[row] >= 0 for row in rows])
 
 
@@ -73,16 +73,19 @@ class SteppedActor(Actor):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has all of the model and all rows."""
+        """Return whether this rank has all of the model and all rows."""
         return self._model.mesh.layout.world_size == 1
 
     @property
     def can_differentiate(self) -> bool:
-        """Whether a loss can have a backward pass of its own: no pipeline stages, and no class of the user's own."""
+        """Return whether a loss can have a backward pass of its own.
+
+        It cannot with pipeline stages, or for a class of the user's own.
+        """
         return self._model.mesh.layout.pp == 1 and isinstance(self._trainable, Trainable)
 
     def predict(self, given: LabelledRows, *, has_gradient: bool) -> Prediction:
-        """Loss and log-probabilities of rows. Collective: all ranks.
+        """Return loss and log-probabilities of rows. Collective: all ranks.
 
         Args:
             given: The rows; where no label counts the loss is 0.
@@ -114,7 +117,7 @@ class SteppedActor(Actor):
         return Prediction(loss=loss, log_probs=told.cpu(), logits=logits if self.is_whole else None)
 
     def learn(self, given: LabelledRows, lr: float | None) -> tuple[float, float]:
-        """One optimizer step on the rows' loss, in micro-batches. Collective: all ranks.
+        """Take one optimizer step on the rows' loss, in micro-batches. Collective: all ranks.
 
         Args:
             given: The rows; at least one label counts.
@@ -139,7 +142,7 @@ class SteppedActor(Actor):
         return float(total), grad_norm
 
     def step(self, lr: float | None) -> float:
-        """One optimizer step on the gradients that backward passes have left. Collective: all ranks.
+        """Take one optimizer step on the gradients that backward passes have left. Collective: all ranks.
 
         Returns:
             The norm of the gradient.
@@ -157,7 +160,7 @@ class SteppedActor(Actor):
             self._trainable.set_learning_rate(lr)
 
     def _begin_gradients(self) -> None:
-        """Those of an earlier step are let go of."""
+        """Drop the gradients of an earlier step."""
         if not self._has_gradients:
             assert isinstance(self._trainable, Trainable), "see can_differentiate"
             self._trainable.begin()
@@ -169,7 +172,7 @@ class SteppedActor(Actor):
         self.num_updates += 1
 
     def _pass(self, given: LabelledRows, take: Callable[[Tensor, MicroBatch], Any], *, has_gradient: bool) -> None:
-        """Forward passes over this replica's rows."""
+        """Run forward passes over this replica's rows."""
         parts = self._parts(given)
         if self.is_whole:
             parts = [replace(part, rows=torch.arange(len(part.tokens), device=part.tokens.device)) for part in parts]
@@ -181,7 +184,10 @@ class SteppedActor(Actor):
             take(self._model.transformer(part.tokens, part.attention, part.rows), part)
 
     def _parts(self, given: LabelledRows) -> list[MicroBatch]:
-        """This replica's rows in micro-batches whose samples are numbers of rows; what follows a token is its label."""
+        """Return this replica's rows in micro-batches whose sample numbers are row numbers.
+
+        The label of a token is the token after it.
+        """
         own = list(range(self._dp, len(given.sequences), self._model.mesh.layout.dp))
         parts = []
         for part in self._model.pack([given.sequences[row] for row in own], [1] * len(own)):

@@ -64,12 +64,12 @@ class SegmentName(NamedTuple):
         return f"step-{self.first:06d}-{self.last:06d}-rank-{self.rank:05d}.h5"
 
     def holds(self, step: int) -> bool:
-        """Whether a step's samples of its rank are in it."""
+        """Return whether it holds the samples that its rank made in a step."""
         return self.first <= step <= self.last
 
 
 def list_segments(folder: Path) -> list[SegmentName]:
-    """The segments of an archive, in order; none where there is no archive."""
+    """Return the segments of an archive, in order; none where there is no archive."""
     path = folder / _SEGMENTS
     found = (_NAME.fullmatch(each.name) for each in path.iterdir()) if path.is_dir() else ()
     return sorted(SegmentName(*(int(part) for part in each.groups())) for each in found if each is not None)
@@ -149,7 +149,7 @@ class Archived(NamedTuple):
 
 
 def read_segment(folder: Path, name: SegmentName) -> Iterator[Archived]:
-    """The samples of a segment, in order.
+    """Yield the samples of a segment, in order.
 
     Raises:
         CheckpointError: It is damaged.

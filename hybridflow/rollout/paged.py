@@ -40,13 +40,15 @@ class PagedCache:
         self.values = list(pool[1::2].unflatten(-1, (BLOCK_TOKENS, head)))  # type: ignore[no-untyped-call]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy blocks; ``[copies]`` int64 each, none of which is both."""
+        """Copy blocks, ``[copies]`` int64 each; no block is both source and target."""
         for blocks in (*self.keys, *self.values):
             blocks[targets] = blocks[sources]
 
 
 def _empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of any content; on a CPU in large pages where the system has them.
+    """Return an uninitialized tensor, on a CPU in large pages if the system has them.
+
+    A step reads blocks from all over the pool, and with small pages it waits for address translation.
 
     A step reads blocks from all over the pool, and with small pages waits for their addresses.
     """
@@ -69,7 +71,7 @@ def cache_shape(model: Transformer) -> tuple[int, int]:
 
 
 def block_bytes(model: Transformer) -> int:
-    """Memory of one block in all layers of this stage, in bytes."""
+    """Return the memory of one block in all layers of this stage, in bytes."""
     groups, head = cache_shape(model)
     element = torch.empty(0, dtype=model.config.params_dtype).element_size()
     return 2 * len(model.decoder.layers) * groups * head * BLOCK_TOKENS * element
@@ -93,7 +95,7 @@ class PagedAttention:
         self._parts: list[_Part] | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """As ``PackedAttention.attend``."""
+        """Attend as ``PackedAttention.attend`` does."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         block, token = self.tables[self.sequences, self.positions // BLOCK_TOKENS].long(), self.positions % BLOCK_TOKENS
         keys[block, :, :, token] = key
@@ -106,7 +108,7 @@ class PagedAttention:
         return context
 
     def _split(self) -> Iterator[_Part]:
-        """The sequences that have one token here, together; each of the others alone."""
+        """Yield the sequences with one token here together, and each of the others alone."""
         sequences, counts = torch.unique_consecutive(self.sequences, return_counts=True)
         starts = counts.cumsum(0) - counts
         is_single = counts == 1
@@ -132,7 +134,7 @@ class _Part:
     positions: Tensor
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
-        """``[rows, heads, head]`` over keys and values of ``[sequences, blocks, …]``."""
+        """Return the context, ``[rows, heads, head]``, from keys and values of ``[sequences, blocks, …]``."""
         places = torch.arange(keys.shape[1] * BLOCK_TOKENS, device=query.device)
         # Masked scores would not do: what was not written may be NaN, also after it is weighted with zero.
         is_unwritten = (places > self.positions[:, -1:]).unflatten(1, (-1, BLOCK_TOKENS))  # type: ignore[no-untyped-call]

@@ -94,7 +94,7 @@ def check_critic(critic: Any, *, vocab_size: int | None = None, tolerance: float
 
 
 def _check_known(given: nn.Module, fail: Fail) -> None:
-    """Settings can be read off it."""
+    """Check that settings can be read off the model."""
     try:
         found = in_memory_info({"actor": given})
     except ConfigError as error:
@@ -105,7 +105,7 @@ def _check_known(given: nn.Module, fail: Fail) -> None:
 
 
 def _own_vocabulary(model: Any) -> int | None:
-    """Of a class of one's own, a GPTModel, or a model of transformers."""
+    """Return the vocabulary size of a user-defined class, a GPTModel, or a model of transformers."""
     known = getattr(model, "vocab_size", None)
     known = getattr(getattr(model, "config", None), "vocab_size", None) if known is None else known
     return known if isinstance(known, int) else None
@@ -127,7 +127,7 @@ def _ask_logits(actor: Any) -> Callable[[Tensor, Tensor], Any]:
 
 
 def _unseen(ids: Tensor) -> Tensor:
-    """Which tokens each does not see, ``[1, 1, tokens, tokens]``, as megatron-core has masks."""
+    """Return which tokens each does not see, ``[1, 1, tokens, tokens]``, as megatron-core has masks."""
     return torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).triu(1)[None, None]
 
 
@@ -169,7 +169,7 @@ def _check_numbers(subject: Subject, found: Tensor, what: str) -> None:
 
 
 def _check_computed(subject: Subject, tried: list[Tensor], tolerance: float, told: Told) -> None:
-    """What holds of logits and values alike."""
+    """Check what holds of logits and values alike."""
     ids, mask = side_by_side(tried)
     with torch.no_grad():
         found, again = told(subject.ask(ids, mask)), told(subject.ask(ids, mask))
@@ -186,7 +186,7 @@ def _are_equal(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 def _check_causal(subject: Subject, tried: list[Tensor], found: Tensor, tolerance: float, told: Told) -> None:
-    """The longest sequence with another end, whose beginning stays what it was."""
+    """Check that another end of the longest sequence does not change its beginning."""
     ids, mask = side_by_side(tried)
     row = max(range(len(LENGTHS)), key=LENGTHS.__getitem__)
     cut = LENGTHS[row] // 2
@@ -203,7 +203,7 @@ def _check_causal(subject: Subject, tried: list[Tensor], found: Tensor, toleranc
 
 
 def _check_batching(subject: Subject, tried: list[Tensor], found: Tensor, tolerance: float, told: Told) -> None:
-    """Each sequence gives in a batch what it gives alone, whatever it is padded with."""
+    """Check that each sequence gives in a batch what it gives alone, whatever its padding."""
     filled = told(subject.ask(*side_by_side(tried, fill=1)))
     for row, sequence in enumerate(tried):
         here = found[row, : len(sequence)]

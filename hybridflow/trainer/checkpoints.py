@@ -120,7 +120,7 @@ def find_resume_point(job: Job, *, resume: bool) -> ResumePoint:
 
 
 def _fingerprint(job: Job, checkpoint: Checkpoint | None, token: str) -> str:
-    """Of the weights with which a start begins.
+    """Return a fingerprint of the weights with which a start begins.
 
     The checkpoint knows its own. Before the first one a run that needs no warm start begins with the same weights each
     time: those of the recipe and of the files that it names. All else that decides what is sampled is told as well,
@@ -184,7 +184,7 @@ class Saved(NamedTuple):
 
 
 def saved_models(job: Job, roles: Mapping[str, Any]) -> dict[str, Saved]:
-    """What a checkpoint holds, by name, the same names on every rank.
+    """Return the models of a checkpoint by name, the same names on every rank.
 
     Of an actor with adapters these are saved under its name, and the weights below them as ``base``, which is also the
     reference where that is no model of its own.
@@ -260,7 +260,7 @@ class Checkpoints:
         self.metrics["checkpoint/blocked_s"] = time.perf_counter() - begin_s
 
     def check(self) -> None:
-        """Tell of what went wrong in the background. Raises HybridflowError."""
+        """Report background errors. Raises HybridflowError."""
         self._saver.check()
 
     def finish(self) -> None:
@@ -307,7 +307,7 @@ class Checkpoints:
 
 
 def _check_problems(job: Job, checkpoint: Checkpoint) -> None:
-    """The place in the data is a number, which means something in the same problems alone."""
+    """Refuse a checkpoint of other problems: the place in the data is a number, valid only in the same ones."""
     found, expected = job.train.sha256, checkpoint.state.get("problems_sha256")
     if expected not in (found, None):
         raise CheckpointError(

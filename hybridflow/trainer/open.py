@@ -78,7 +78,7 @@ def _pairs(recipe: Recipe, tokenizer: Tokenizer, held_out: Sequence[Example]) ->
 
 
 def tokenizer_path(recipe: Recipe) -> Path | None:
-    """The tokenizer that the recipe names, or the model's own; None where one is to be trained.
+    """Return the tokenizer that the recipe names, or the model's own; None where one is to be trained.
 
     Raises:
         ConfigError: The model has none.

@@ -80,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _speaks(recipe: str) -> bool:
     """Return whether this rank prints recipe errors before the ranks have met: rank 0, since all find the same.
 
-    Another rank does only where it sees no recipe at all, and rank 0 may see one; a launcher that ends all ranks with
-    the first has ended this one meanwhile if rank 0 does not.
+    Another rank prints only if it sees no recipe at all, since rank 0 may see one. A launcher that ends all ranks with
+    the first one ends this rank if rank 0 fails too.
     """
     if rank_hint() == 0:
         return True

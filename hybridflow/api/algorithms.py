@@ -101,9 +101,11 @@ class RLOO(BaseAlgorithm):
 
 
 def _with_user_advantages(flow: Flow) -> Flow:
-    own = nodes.advantages("user_algorithm")
+    user_advantages = nodes.advantages("user_algorithm")
     return Flow(
-        elements=tuple(own if isinstance(each, Node) and each.role == "advantage" else each for each in flow.elements)
+        elements=tuple(
+            user_advantages if isinstance(each, Node) and each.role == "advantage" else each for each in flow.elements
+        )
     )
 
 

@@ -128,8 +128,8 @@ class HybridActor:
     def __init__(
         self, model: Any, hybrid_config: Mapping[str, Any] | None = None, *, tokenizer: str | Path | None = None
     ) -> None:
-        section, given = split_model(model)
-        objects = {} if given is None else {"actor": given}
+        section, in_memory = split_model(model)
+        objects = {} if in_memory is None else {"actor": in_memory}
         self._world = find_world()
         self.recipe = _recipe(section, hybrid_config, objects, self._world.size)
         torch.set_num_threads(self.recipe.cluster.threads_per_rank)
@@ -190,7 +190,8 @@ class HybridActor:
     def generate(self, input_ids: Any, attention_mask: Any = None, **generation: Any) -> Tensor:
         """Return responses to prompts, as ``generate`` of transformers does. Calls ``eval`` first.
 
-        Nothing is cut off the distribution but by what is given: transformers would keep the 50 likeliest tokens.
+        Sampling uses the whole distribution unless the arguments cut it; transformers would keep the 50 likeliest
+        tokens.
 
         Args:
             input_ids: ``[prompts, tokens]``.
@@ -240,7 +241,9 @@ class HybridActor:
         logits = None if found.logits is None else rows.side_by_side(found.logits)
         if labels is None:
             return HybridOutput(None, None, logits)
-        loss = found.loss if refusal is None else _Refusing.apply(found.loss.detach().requires_grad_(), refusal)  # type: ignore[no-untyped-call]
+        loss = found.loss
+        if refusal is not None:
+            loss = _Refusing.apply(loss.detach().requires_grad_(), refusal)  # type: ignore[no-untyped-call]
         # The first token of a row is predicted by none.
         shifted = torch.nn.functional.pad(found.log_probs, (1, 0))
         log_probs = [row[: len(each)] for row, each in zip(shifted, rows.sequences, strict=True)]
@@ -437,12 +440,12 @@ def _recipe(
     """Return the recipe of supervised training that has such an actor."""
     config = dict(hybrid_config or {})
     engine = {key: config.pop(key) for key in list(config) if key.startswith("rollout_")}
-    own = {"model": section, "actor": sizes_of(config), "hybrid_engine": engine}
-    values = recipe_values(merge([own, config]), algorithm="sft", num_ranks=num_ranks)
+    sections = {"model": section, "actor": sizes_of(config), "hybrid_engine": engine}
+    values = recipe_values(merge([sections, config]), algorithm="sft", num_ranks=num_ranks)
     # How long responses may be, and how they are sampled, is told with each call.
     values.setdefault("rollout", {})["max_new_tokens"] = 1
     values.setdefault("trainer", {})["global_batch_size"] = num_ranks
-    recipe = finish_recipe(values, given=in_memory_info(objects))
+    recipe = finish_recipe(values, in_memory=in_memory_info(objects))
     if recipe.rollout.temperature != 1:
         raise ConfigError(
             "hybrid_config: temperature is told with each call: generate(…, do_sample=True, temperature=…)"

@@ -107,8 +107,8 @@ class OfflineTrainer:
         A second call continues from ``run_dir`` if ``resume`` is set, and fails otherwise.
 
         A step learns from ``per_device_train_batch_size`` x ``gradient_accumulation_steps`` rows on each replica of the
-        model; how they are cut into micro-batches, ``micro_batch_tokens`` decides. When it ends ``run_dir`` has a
-        checkpoint of all that training goes on from.
+        model. ``micro_batch_tokens`` decides how they are cut into micro-batches. At the end ``run_dir`` has a
+        checkpoint to resume from.
 
         Args:
             num_train_epochs: How often the rows are gone through, in an order that ``seed`` decides; the last step is
@@ -250,10 +250,10 @@ class OfflineTrainer:
     def _context(self, values: Mapping[str, Any]) -> int:
         """Return ``max_length``, or the model's own maximum if that is smaller."""
         path = values["model"].get("path")
-        given = in_memory_info(self._objects)
+        in_memory = in_memory_info(self._objects)
         if path is not None:
             return min(self._max_length, read_model_info(Path(path)).model.max_context)
-        return min(self._max_length, given["model"].model.max_context) if "model" in given else self._max_length
+        return min(self._max_length, in_memory["model"].model.max_context) if "model" in in_memory else self._max_length
 
 
 class DPOTrainer(OfflineTrainer):

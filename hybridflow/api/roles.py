@@ -52,14 +52,14 @@ class Actor(Part):
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, *, lora: LoRAConfig | None = None, **settings: Any) -> None:
-        section, given = split_model(model)
+        section, in_memory = split_model(model)
         if lora is not None:
             if not isinstance(lora, LoRAConfig):
                 raise ConfigError(
                     f"lora: found {type(lora).__name__}; give LoraConfig(rank=8), which takes PEFT's names too"
                 )
             settings["lora"] = to_dict(lora)
-        super().__init__({"model": section, "actor": settings}, {} if given is None else {"actor": given})
+        super().__init__({"model": section, "actor": settings}, {} if in_memory is None else {"actor": in_memory})
         self.tokenizer = tokenizer
 
     def set_device_mesh(self, tp: int = 1, pp: int = 1) -> Actor:
@@ -93,10 +93,10 @@ class Critic(Part):
     """
 
     def __init__(self, model: Any = None, **settings: Any) -> None:
-        section, given = split_model(model) if model is not None else ({}, None)
+        section, in_memory = split_model(model) if model is not None else ({}, None)
         if section:
             settings["model"] = section
-        super().__init__({"critic": settings}, {} if given is None else {"critic": given})
+        super().__init__({"critic": settings}, {} if in_memory is None else {"critic": in_memory})
 
 
 class Reward(Part):
@@ -122,11 +122,11 @@ class Reward(Part):
         elif hasattr(model, "scores"):
             objects["reward"] = model
         else:
-            section, given = split_model(model)
-            if given is None:
+            section, in_memory = split_model(model)
+            if in_memory is None:
                 settings["model"] = section
             else:
-                objects["reward"] = given
+                objects["reward"] = in_memory
         super().__init__({"reward": settings}, objects)
 
     def score(self) -> RoleFlow:

@@ -252,10 +252,10 @@ def _of_part(model: Any, tokenizer: Any) -> tuple[Any, Any]:
     if not isinstance(model, Part):
         return model, tokenizer
     path = model.settings.get("model", {}).get("path")
-    given = model.objects.get("actor", path)
-    if given is None:
+    found = model.objects.get("actor", path)
+    if found is None:
         raise ConfigError("RolloutWorker: the actor has neither a directory nor a model in memory; give it one")
-    return given, model.tokenizer if tokenizer is None else tokenizer
+    return found, model.tokenizer if tokenizer is None else tokenizer
 
 
 def _tokenizer(model: Any, tokenizer: Any) -> Tokenizer | None:

@@ -58,7 +58,7 @@ class Rollout:
     def batch(self) -> Batch:
         """Return the local samples with all columns: ``tokens``, ``prompt_lengths``, ``response_mask``, ``scores``, ….
 
-        On a rank that has none, no samples.
+        A rank that has none returns no samples.
         """
         held = [each for each in self.scope.values() if "tokens" in each.columns]
         return max(held, key=lambda each: len(each.columns), default=Batch.empty())
@@ -123,7 +123,7 @@ class Session:
             values["run_dir"] = _new_run_dir(self._world, values.get("namespace"))
         if tokenizer is not None:
             values.setdefault("tokenizer", {})["path"] = _tokenizer_place(tokenizer, values["run_dir"], self._world)
-        self.recipe = finish_recipe(values, num_prompts=num_prompts, given=in_memory_info(self._objects))
+        self.recipe = finish_recipe(values, num_prompts=num_prompts, in_memory=in_memory_info(self._objects))
         self.trainer = make_trainer(self.recipe, self._world, resume=resume, step=step, open_job=self._open)
         self.trainer.begin()
         self._next_prompt_index = self.trainer.progress.next_prompt_index
@@ -138,7 +138,7 @@ class Session:
     def rollout(self, batch: Any = None) -> Rollout:
         """Sample and score. Collective: all ranks, with the same batch.
 
-        Where a signal or the time limit asks the job to stop, it is saved, and the program ends with status 75.
+        If a signal or the time limit asks the job to stop, the job is saved, and the program ends with status 75.
 
         Args:
             batch: Prompts, as ``feed.prompts_of`` takes them; None: the next ones of the session's own source.
@@ -177,7 +177,7 @@ class Session:
     def learn(self, rollout: Rollout) -> dict[str, float]:
         """Update on a rollout, and return the step's metrics. Collective: all ranks.
 
-        Of one that updates have come after, ``rollout/staleness_max`` tells how many.
+        ``rollout/staleness_max`` counts the updates since the rollout.
         """
         behind = self.trainer.progress.step - rollout.about["version"]
         if behind > 0:

@@ -137,14 +137,14 @@ def recipe_values(config: Any, *, algorithm: str, num_ranks: int) -> dict[str, A
 
 
 def finish_recipe(
-    values: dict[str, Any], *, num_prompts: int | None = None, given: Mapping[str, ModelInfo] | None = None
+    values: dict[str, Any], *, num_prompts: int | None = None, in_memory: Mapping[str, ModelInfo] | None = None
 ) -> Recipe:
     """Return the recipe with its open settings filled in.
 
     Args:
         values: From ``recipe_values``.
         num_prompts: Of a step, where the program has given no size of its batch.
-        given: As for ``config.recipe_from_dict``.
+        in_memory: As for ``config.recipe_from_dict``.
 
     Raises:
         ConfigError: As for ``config.recipe_from_dict``.
@@ -154,7 +154,7 @@ def finish_recipe(
     for key, value in _DEFAULTS.items():
         if _is_read(key, algorithm):
             _put_under(values, key, value)
-    context = _context(values, {} if given is None else given)
+    context = _context(values, {} if in_memory is None else in_memory)
     # What the program has not asked for is not to fill a small model's context.
     _put_under(values, "rollout.max_new_tokens", _NEW_TOKENS if context is None else min(_NEW_TOKENS, context // 2))
     num_ranks = values["cluster"]["ranks"]
@@ -168,16 +168,16 @@ def finish_recipe(
         if size is None:
             raise ConfigError("rollout_batch_size: missing; give the samples of a step, or batch_size")
         trainer["global_batch_size"] = size
-    return recipe_from_dict(values, source="config", in_memory=given)
+    return recipe_from_dict(values, source="config", in_memory=in_memory)
 
 
-def _context(values: Mapping[str, Any], given: Mapping[str, ModelInfo]) -> int | None:
+def _context(values: Mapping[str, Any], in_memory: Mapping[str, ModelInfo]) -> int | None:
     """Return the longest sequence of the actor, or None if it cannot be told."""
     model = values.get("model", {})
     if "max_context" in model:
         return int(model["max_context"])
-    if "model" in given:
-        return given["model"].model.max_context
+    if "model" in in_memory:
+        return in_memory["model"].model.max_context
     path = model.get("path")
     return None if path is None or not Path(path).is_dir() else read_model_info(Path(path)).model.max_context
 

@@ -141,7 +141,8 @@ class Recipe:
     def is_on_policy(self) -> bool:
         """Return whether a step's one update starts from the sampling weights and has their log-probabilities.
 
-        Not where these are needed before: for a penalty in the reward, or to know which tokens count.
+        It is false if the log-probabilities are needed before: for a penalty in the reward, or to know which tokens
+        count.
         """
         trainer = self.trainer
         is_one = self.loss.epochs == 1 and trainer.mini_batch_size in (None, trainer.global_batch_size)

@@ -117,7 +117,7 @@ def srun_command(
 
     The tasks have all that the job has there.
 
-    ``--overlap``: also beside a run that is going on.
+    ``--overlap`` lets it start beside a run that is going on.
     """
     number = len(nodes)
     kept = {name: value for name, value in environ.items() if not name.startswith(_OF_THE_JOBS_TASKS)}

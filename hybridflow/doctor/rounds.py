@@ -11,7 +11,8 @@ def tournament(num_nodes: int) -> list[list[tuple[int, int]]]:
 
     No node has two partners at once, and no pair meets twice.
 
-    The circle method: one place is fixed, the others turn by one each round. With an odd number one node rests.
+    This is the circle method: one place is fixed, and the others turn by one each round. With an odd number one node
+    rests.
     """
     places = list(range(num_nodes)) + ([-1] if num_nodes % 2 else [])
     rounds = []

@@ -181,7 +181,7 @@ VALIDATION_OF_PAIRS = (
 def without(flow: Flow, column: str, *, role: str | None = None) -> Flow:
     """Return the flow in which no node, or no node of a role, reads or writes a column.
 
-    What made nothing else is left out.
+    Nodes that wrote nothing else are left out.
     """
     elements: list[Node | Repeat] = []
     for element in flow.elements:

@@ -257,9 +257,9 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
 def _together(parts: tuple[MeshMemory, ...], away: frozenset[str], is_offloaded: bool, spare: int) -> RankMemory:
     """Add up models on one rank, which compute one after the other.
 
-    What they keep adds up, what passes does not.
+    Memory that they keep adds up. Of memory that they use for a while the largest counts.
 
-    The weights of a frozen model that is kept in host memory pass too.
+    Weights of a frozen model in host memory are used for a while, too.
     """
     kept = sum(part.kept for part in parts if part.mesh != "actor.rollout" and part.mesh not in away)
     idle = sum(part.gradients + part.optimizer for part in parts if part.mesh == "actor.update" and is_offloaded)
@@ -280,7 +280,7 @@ def _together(parts: tuple[MeshMemory, ...], away: frozenset[str], is_offloaded:
 def _own_bytes(spec: ModelSpec, update: DeviceMesh, rollout: DeviceMesh, rank: int, *, is_behind: bool = False) -> int:
     """Return the bytes of the rollout's weights that are no views of the update's.
 
-    Where they stay behind, none is.
+    If the rollout may stay behind the update, no weights are views.
     """
     if shares_storage(update, rollout) and not is_behind:
         return 0
@@ -306,8 +306,8 @@ def optimizer_bytes(
 
     It has two fp32 numbers for each element that the rank steps, three where weights are not fp32.
 
-    Distributed, with ``states``, a rank steps its range of the buffer in which gradients are reduced; else all that it
-    holds.
+    With ``states`` the optimizer is distributed, and a rank steps its range of the gradient buffer; else it steps all
+    that it holds.
     """
     if states is None:
         elements = weight_bytes // ITEM_BYTES[model.dtype]

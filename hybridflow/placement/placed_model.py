@@ -178,10 +178,10 @@ class PlacedModel:
         with self.at_hand():
             return forward_only(self.transformer, self.groups, parts, compute)
 
-    def begin_adapters(self, prompt_index: int) -> None:
+    def begin_adapters(self, variant: int) -> None:
         """Give the adapters initial values: another number, others."""
         spec, std = factor_spec(self.spec), self._model.init_std
-        initialize(self.transformer, spec, self.mesh, self._rank, seed=self._seed, std=std, prompt_index=prompt_index)
+        initialize(self.transformer, spec, self.mesh, self._rank, seed=self._seed, std=std, variant=variant)
 
     def tensors(self) -> dict[str, Tensor]:
         """Live weights by logical name, as this rank holds them."""

@@ -25,20 +25,21 @@ _MATHS_S = 10.0
 _GRACE_S = 1.0
 
 
-def make_kind(settings: RewardConfig, key: str, given: Any = None, *, sharing: int = 1) -> Kind:
+def make_kind(settings: RewardConfig, key: str, user_reward: Any = None, *, sharing: int = 1) -> Kind:
     """Return how samples are scored.
 
     Args:
         settings: The recipe's section, which names no model.
         key: Of the section: ``reward`` or ``cost``.
-        given: A function, or an object with ``scores``, in the place of what the section names; None: that counts.
+        user_reward: A function or an object with ``scores``, instead of the section's scorer; None: the section's.
         sharing: Ranks that score on this node, and share its cores.
 
     Raises:
         ConfigError: It cannot be found, made or asked, or the section has keys that it would ignore.
     """
-    if given is not None:
-        return _of_function(as_function(given, key), settings, getattr(given, "__qualname__", type(given).__qualname__))
+    if user_reward is not None:
+        name = getattr(user_reward, "__qualname__", type(user_reward).__qualname__)
+        return _of_function(as_function(user_reward, key), settings, name)
     if settings.service is not None:
         timeout_s = _ASKED_S if settings.timeout_s is None else settings.timeout_s
         endpoint = service_endpoint(settings.service, f"{key}.service", timeout_s)

@@ -106,7 +106,7 @@ class _Worker:
     def end(self, wait_s: float = _LAST_S) -> int | None:
         """End the worker.
 
-        Return how it had ended by itself: a status, or a signal's number, negative; None: it had not.
+        Return how it had ended by itself: a status, or a negative signal number; None if it had not.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)

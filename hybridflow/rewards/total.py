@@ -11,13 +11,13 @@ from hybridflow.rewards.functions import Function, as_function, batched, find_fu
 from hybridflow.rewards.sample import Sample, Unscored, as_scores
 
 
-def total_of(given: Sequence[Any], key: str) -> Callable[..., Any]:
+def total_of(rewards: Sequence[Any], key: str) -> Callable[..., Any]:
     """Return the sum of several rewards as a reward function.
 
     It takes many samples at once, or is asynchronous, if one of them is.
 
     Args:
-        given: Functions, objects with ``scores``, names of functions that are built in, ``module:function``.
+        rewards: Functions, objects with ``scores``, names of functions that are built in, ``module:function``.
         key: Where they were given, for messages.
 
     Returns:
@@ -26,11 +26,11 @@ def total_of(given: Sequence[Any], key: str) -> Callable[..., Any]:
     Raises:
         ConfigError: One is none of these, or runs in processes of its own.
     """
-    functions = [as_function(_named(each, f"{key}[{index}]"), f"{key}[{index}]") for index, each in enumerate(given)]
+    functions = [as_function(_named(each, f"{key}[{index}]"), f"{key}[{index}]") for index, each in enumerate(rewards)]
     make = _awaited if any(function.is_async for function in functions) else _at_once
     total = make(functions)
     # What messages call it.
-    total.__qualname__ = " + ".join(_name(each) for each in given)
+    total.__qualname__ = " + ".join(_name(each) for each in rewards)
     return total
 
 

@@ -168,8 +168,8 @@ class Advantage(Role):
     def safe(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Compute ``advantages``, ``returns`` and ``cost_returns`` from rewards and costs. Collective: dp.
 
-        GAE of token rewards and of costs, each with its own critic; then ``(A_r - λ A_c) / (1 + λ)``; then whitened,
-        as for PPO. The KL penalty is in the rewards alone.
+        The formula is GAE of token rewards and of costs, each with its own critic; then ``(A_r - λ A_c) / (1 + λ)``;
+        then whitening, as for PPO. The KL penalty is in the rewards alone.
 
         Paper: arXiv 2310.12773. Whitening is ours; it comes after the combination, so that it does not change what a
         unit of cost is worth in units of reward.

@@ -70,12 +70,12 @@ class Critic(Role):
         totals = self.model.totals(part)
         if totals is None:
             return
-        kept = self.trainable.accumulate(
+        results = self.trainable.accumulate(
             self.model.micro_batches(part), lambda output, micro_batch: self._loss(output, micro_batch, part, totals)
         )
         grad_norm = self.trainable.step()
         if self.model.is_output_rank:
-            loss, clipped = self.model.add_up(kept, 2)
+            loss, clipped = self.model.add_up(results, 2)
             self.metrics |= dict(zip(METRICS[self._role], (loss, clipped, grad_norm), strict=True))
 
     def _loss(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:

@@ -52,8 +52,8 @@ class OfflineActor(Actor):
     def validate_pairs(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Measure ``validation/accuracy`` and ``validation/margin`` on held-out pairs.
 
-        The share in which the wanted response has the larger number, where a tie counts half, and by how much on
-        average, times ``preference.beta`` but for a scorer. Collective: the update mesh.
+        Accuracy is the share of pairs in which the wanted response has the larger number; a tie counts half. Margin is
+        the mean difference, times ``preference.beta`` except for a scorer. Collective: the update mesh.
         """
         model = self._placed()
 
@@ -140,9 +140,9 @@ class OfflineActor(Actor):
     def _z_ref(self, part: Batch) -> Tensor:
         """Return the KL to the reference: the mean log-ratio of completions to other prompts, at least 0.
 
-        Over the global mini-batch.
+        The mean is over the global mini-batch.
 
-        A scalar; on ranks that hold no outputs, which have no use for it, 0. Collective: the update mesh.
+        The result is a scalar. Ranks that hold no outputs get 0, which they do not use. Collective: the update mesh.
         """
         model = self._placed()
         column = model.per_token(mismatched(part), lambda output, each: model.log_probs(output, each)[0])

@@ -62,9 +62,9 @@ class OfflineSamples(Role):
     def completions(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Return responses, their ``wanted``, and each prompt with the completion of the sample before it.
 
-        The sample before it is that of the same mini-batch.
+        The sample before it is in the same mini-batch.
 
-        These ``mismatched_tokens`` are cut where they exceed the model's context.
+        ``mismatched_tokens`` are cut to the model's context.
         """
         problems, prompt_indices, size = self._job.train, _prompt_indices(decided), mini_batch_size(self._job)
         chosen = self._dealt(self._lengths(prompt_indices, problems.responses), size)

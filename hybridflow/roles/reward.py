@@ -57,15 +57,15 @@ class Reward(Role):
         self._role = role
         self._totals = Counts()
         settings: Settings = getattr(job.recipe, role)
-        given = job.objects.get(role)
+        user_reward = job.objects.get(role)
         self._scorer: Scorer | None = None
-        if given is None and settings.kind is None and job.recipe.rollout.environment is not None:
+        if user_reward is None and settings.kind is None and job.recipe.rollout.environment is not None:
             _check_no_policy(settings, role)
         elif job.world.rank in job.meshes[role]:
             mesh = job.meshes[role]
             node = job.world.rank // mesh.ranks_per_node
             sharing = sum(rank // mesh.ranks_per_node == node for rank in mesh.ranks)
-            self._scorer = Scorer(make_kind(settings, role, given, sharing=sharing), settings, role)
+            self._scorer = Scorer(make_kind(settings, role, user_reward, sharing=sharing), settings, role)
 
     @property
     def calls(self) -> Mapping[str, NodeCall]:
@@ -141,7 +141,7 @@ class Reward(Role):
         # A step may have several rollouts.
         totals = sum(shares, self._totals if names[0] in self.metrics else Counts())
         self._totals = totals
-        told = (
+        values = (
             float(totals.failed),
             float(totals.retries),
             totals.cached / max(totals.samples, 1),
@@ -149,7 +149,7 @@ class Reward(Role):
             totals.longest_s,
             float(totals.idle_stops),
         )
-        self.metrics |= zip(names, told, strict=True)
+        self.metrics |= zip(names, values, strict=True)
 
 
 def _check_no_policy(settings: Settings, role: str) -> None:

@@ -88,7 +88,7 @@ def write_segment(
         folder: Of the archive; made if absent.
         name: Of the segment.
         rows: Samples and their steps; without any nothing is written.
-        prompts: Draw -> the prompt's tokens.
+        prompts: Prompt index -> the prompt's tokens.
         scores: Step, prompt index, index -> score, of samples of which it is known.
 
     Raises:
@@ -200,7 +200,7 @@ def join_segments(folder: Path) -> list[str]:
 def drop_segments(folder: Path, *, after: int | None) -> None:
     """Remove what is in the archive of steps after one, which the run will take anew; None: all. For one rank.
 
-    So is what killed writers left.
+    It also removes what killed writers left.
 
     Raises:
         OSError: The file system refuses.

@@ -86,7 +86,7 @@ class Deal:
 
         An empty list means that it has enough, or that all are taken.
 
-        Called at the same points, with the same number, on all its ranks. Collective: tp, pp.
+        All ranks of a replica call it at the same points, with the same number. Collective: tp, pp.
         """
         if self._claims is None or num_open >= self._num_slots:
             return []

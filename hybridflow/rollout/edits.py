@@ -188,8 +188,8 @@ def _nucleus_edge(scaled: Tensor, floor: Tensor, largest: Tensor, top_p: Tensor,
 
     The weight is that of the logits not below ``floor``.
 
-    Found digit by digit in the bits of fp32 numbers, with a histogram of the weights over 256 digits each time: exact
-    after four small sums over the group, with no sorting and no gathered logits.
+    The search goes digit by digit through the bits of fp32 numbers, with a histogram of the weights over 256 values
+    each time. It is exact after four small sums over the group, without sorting or gathered logits.
     """
     prefix = torch.zeros(len(scaled), dtype=torch.int64, device=scaled.device)
     above, wanted = top_p.new_zeros(len(scaled)), None
@@ -207,7 +207,7 @@ def _nucleus_edge(scaled: Tensor, floor: Tensor, largest: Tensor, top_p: Tensor,
 def _sums_by_digit(scaled: Tensor, floor: Tensor, largest: Tensor, prefix: Tensor, shift: int) -> Tensor:
     """Sum the weights of this rank's columns by the eight bits above ``shift``, ``[rows, 256]`` fp64.
 
-    Only of those whose higher bits are ``prefix`` (``[rows]``), and that are not below ``floor``.
+    It counts only columns whose higher bits are ``prefix`` (``[rows]``), and that are not below ``floor``.
     """
     sums = torch.zeros(len(scaled), 256, dtype=torch.float64, device=scaled.device)
     kernels = load_kernels()

@@ -94,7 +94,7 @@ class MegatronEngine:
     def weights_changed(self) -> None:
         """Drop what was derived from the model's weights, and free its memory.
 
-        A session that is open goes on with the new weights: it computes anew what it has in its cache.
+        An open session goes on with the new weights: it recomputes its cache.
         """
         self._fast = None
         self._num_changes += 1
@@ -127,7 +127,7 @@ class MegatronEngine:
     ) -> list[tuple[Request, Response]]:
         """Generate like ``generate``, with further requests that arrive meanwhile; return all pairs in finishing order.
 
-        ``progress`` is asked whether to stop every ``LOOK_STEPS`` steps, and is then handed what has been finished.
+        It asks ``progress`` every ``LOOK_STEPS`` steps whether to stop, and then passes it what has finished.
 
         Args:
             requests: What there is at once.
@@ -423,8 +423,8 @@ class Session:
     def pause(self) -> list[tuple[Request, Response]]:
         """Stop, and return all open requests: what has just ended, and what is unfinished.
 
-        The latter in the order in which it was added, each with what was sampled of it: ``Request.begun`` to go on
-        from, in any session, with these weights or others.
+        Unfinished ones come in the order in which they were added, each with its tokens so far: ``Request.begun`` to
+        continue from, in any session, with these weights or others.
 
         Collective: tp, pp.
         """

@@ -49,8 +49,6 @@ def _empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     """Return an uninitialized tensor, on a CPU in large pages if the system has them.
 
     A step reads blocks from all over the pool, and with small pages it waits for address translation.
-
-    A step reads blocks from all over the pool, and with small pages waits for their addresses.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes < _LARGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):

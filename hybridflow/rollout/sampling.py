@@ -197,7 +197,7 @@ class Sampler:
         """Forbid what would complete a bad text, and sample such rows again, with the noise they had. Collective: tp.
 
         The best of what is left, with the same noise, is a sample of what is left (Plackett-Luce), so that without cuts
-        this samples exactly from the tokens that complete none. Each try is a prompt index of its own, cuts included;
+        this samples exactly from the tokens that complete none. Each try samples anew, cuts included;
         the log-probability is that of the last.
         """
         forbidden: list[tuple[int, int]] = []
@@ -262,8 +262,8 @@ class Sampler:
 def _find(logits: Tensor, keys: Tensor, temperatures: Tensor, is_quiet: Tensor, columns: Columns) -> Tensor:
     """Return this rank's candidates and the terms of their log-probabilities, ``[6, rows]`` fp64.
 
-    Best score, its id, its scaled logit, the largest scaled logit, the sum of ``exp(scaled - largest)``, and the same
-    sum over what may be sampled. fp64 carries token ids, and fp32 numbers, exactly.
+    The rows are: best score, its id, its scaled logit, the largest scaled logit, the sum of ``exp(scaled - largest)``,
+    and the same sum over what may be sampled. fp64 carries token ids, and fp32 numbers, exactly.
 
     Args:
         logits: This rank's columns, ``[rows, padded_vocab/tp]``.

@@ -321,7 +321,7 @@ class Scheduler:
     def forget(self) -> None:
         """Drop all computed blocks after the weights have changed. All planned steps have been absorbed.
 
-        Whoever runs begins anew with what it knows, so that what was shared is computed once again, not once for each.
+        Running sequences start again from their known tokens, so that a shared prefix is recomputed once.
         """
         for slot in reversed(self._running.copy()):
             self._send_back(slot)
@@ -359,8 +359,8 @@ class Scheduler:
     def _usable(self, num_known: int, found: list[int]) -> list[int] | None:
         """Return the found blocks that a job may use, or None if there is no room for it now.
 
-        There must be a block for each that runs, in any of the pool's schedulers, so that admitting one does not stop
-        another at its next border. Alone it always has room.
+        Each running sequence in any of the pool's schedulers needs a free block, so that admitting a job does not stop
+        another at its next block. A job alone always has room.
         """
         num_shared = (num_known - 1) // BLOCK_TOKENS
         missing = -(-num_known // BLOCK_TOKENS) - len(found[:num_shared])

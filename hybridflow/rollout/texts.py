@@ -31,7 +31,7 @@ class Texts:
     def alone(self, token: int) -> str | None:
         """Return the text of a token that is text in itself.
 
-        None: part of a character, or no text, such as an end.
+        None means that it is part of a character, or no text, such as an end.
         """
         if token in self._bytes:
             return None
@@ -107,7 +107,7 @@ def text_before_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Toke
 def settled_text(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> str:
     """Return the text of an unfinished response that no further token can change.
 
-    Kept back are letters that lack bytes, and an end that may be the beginning of a stop string.
+    It holds back letters that lack bytes, and an end that may begin a stop string.
     """
     text = tokenizer.decode(list(tokens)).rstrip(_UNKNOWN)
     for length in range(min(len(text), max(map(len, stop), default=0)), 0, -1):

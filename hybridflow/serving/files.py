@@ -31,7 +31,7 @@ def sampling_of(arguments: argparse.Namespace) -> Options:
 def identity(arguments: argparse.Namespace, prompts_sha256: str, dtype: str, max_context: int) -> dict[str, Any]:
     """Return as JSON what two starts must have in common for the second to continue the first.
 
-    The layout and the number of ranks are not among it.
+    It leaves out the layout and the number of ranks.
     """
     model = Path(arguments.model)
     files = sorted(model.iterdir()) if model.is_dir() else [model]

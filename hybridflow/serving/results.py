@@ -192,7 +192,7 @@ def check_free(out: Path, *, is_forced: bool) -> None:
 def merge_row(prompt: Prompt, row: Row) -> Row:
     """Return a line of the output: the fields of the prompt's line, then the results.
 
-    Of equal names the result's counts.
+    The result wins where names are equal.
     """
     made = {name: value for name, value in row.items() if name not in ("prompt_index", "index")}
     if prompt.error is not None and not prompt.fields:

@@ -29,11 +29,11 @@ def check_actor(
 ) -> None:
     """Refuse an actor that a job could not train, or would train wrongly.
 
-    Of a model: shape, number format and finiteness of its logits; that two calls agree; that what stands behind a
-    token, and what else is in the batch, does not change what is computed for it; that probabilities add up to 1; that
-    a gradient reaches every parameter. Of ``generate``, where it has one: that it begins with the prompts, ends at
-    ``max_new_tokens`` and at an end of sequence, takes the likeliest token without sampling, samples from what
-    ``forward`` says, and tells its log-probabilities. Of an engine (``HttpEngine``, ``VllmEngine``) the latter alone.
+    A model is checked for: shape, number format and finiteness of its logits; equal results of two calls; no effect on
+    a token of what follows it or of what else is in the batch; probabilities that add up to 1; a gradient for every
+    parameter. ``generate``, where it has one, is checked for: answers that begin with the prompts, and end at
+    ``max_new_tokens`` or at an end of sequence; the likeliest token without sampling; samples from the distribution of
+    ``forward``; and its log-probabilities. An engine (``HttpEngine``, ``VllmEngine``) is checked like ``generate``.
 
     Args:
         actor: A class of one's own (``models.user_model.ActorModel``), a causal language model of ``transformers``, a
@@ -62,7 +62,7 @@ def check_actor(
 def check_critic(critic: Any, *, vocab_size: int | None = None, tolerance: float = 1e-4, seed: int = 0) -> None:
     """Refuse a critic that a job could not train, or would train wrongly.
 
-    Checks as ``check_actor`` does of a model, of its values: one finite number for each token.
+    The checks are those of ``check_actor``, on values: one finite number for each token.
 
     Args:
         critic: A class of one's own (``models.user_model.CriticModel``), a scorer or a language model of

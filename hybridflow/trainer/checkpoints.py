@@ -122,9 +122,9 @@ def find_resume_point(job: Job, *, resume: bool) -> ResumePoint:
 def _fingerprint(job: Job, checkpoint: Checkpoint | None, token: str) -> str:
     """Return a fingerprint of the weights with which a start begins.
 
-    The checkpoint knows its own. Before the first one a run that needs no warm start begins with the same weights each
-    time: those of the recipe and of the files that it names. All else that decides what is sampled is told as well,
-    since there is no checkpoint to hold the recipe against. What cannot be told is taken for new.
+    A checkpoint knows its own fingerprint. Before the first one, a run without a warm start begins with the same
+    weights each time: those of the recipe and of the files that it names. Everything else that decides the samples is
+    included too, since there is no checkpoint to compare the recipe with. Weights without a fingerprint count as new.
     """
     recipe = job.recipe
     if checkpoint is not None:
@@ -186,8 +186,8 @@ class Saved(NamedTuple):
 def saved_models(job: Job, roles: Mapping[str, Any]) -> dict[str, Saved]:
     """Return the models of a checkpoint by name, the same names on every rank.
 
-    Of an actor with adapters these are saved under its name, and the weights below them as ``base``, which is also the
-    reference where that is no model of its own.
+    Adapters are saved under the actor's name, and the weights below them as ``base``. ``base`` is also the reference if
+    that is no model of its own.
     """
     found, lora = {}, job.recipe.actor.lora
     for name, mesh in MESHES.items():

@@ -43,7 +43,7 @@ def known_peak_flops(name: str) -> float | None:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the operations per second that MFU is a share of: the device's peak, or the best measured.
 
-    That is the quickest product of square matrices in a tenth of a second, with the threads that this rank has.
+    The best measured is the quickest product of square matrices in a tenth of a second, with this rank's threads.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         known = known_peak_flops(torch.cuda.get_device_name(device))

@@ -57,8 +57,8 @@ class JobPlan:
     def schedule(self, program: Program, rank: int) -> Program:
         """Return a rank's part of one of the programs.
 
-        A rank that only generates changes phase with those that learn, also where it is not called; but in the warm
-        start, before which nothing was generated.
+        A rank that only generates changes phase with those that learn, even where it is not called. It does not in the
+        warm start, before which nothing was generated.
         """
         parts = program if program == self.warm_start else self.whole[len(self.warm_start) :]
         return project(program, rank, self.meshes, role_ranks(parts, self.meshes))

@@ -134,7 +134,7 @@ def step_metrics(shares: Sequence[Share], step_s: float) -> dict[str, float]:
 def _times(shares: Sequence[Share], step_s: float) -> tuple[dict[str, float], float]:
     """Return seconds of each phase, and of the parts that compute nothing.
 
-    Of a move or decision only the time of the quickest participant counts: the others waited for computations to end.
+    A move or decision counts with the time of its quickest participant: the others waited for computations to end.
     """
     phases: dict[str, float] = {}
     waits: dict[str, list[float]] = {}

@@ -89,8 +89,8 @@ def unfinished(request: Request) -> Response:
 def response_of(request: Request, answer: Answer, *, version: int, vocab_size: int | None) -> Response:
     """Return the response of an answer, cut behind the first stop token, wherever the engine ended.
 
-    A log-probability that the engine did not tell is NaN: see ``Answer.kind``. Raw ones are those of ``log_probs``
-    at temperature 1 alone; processed ones where nothing was cut.
+    A log-probability that the engine did not report is NaN: see ``Answer.kind``. Raw ones equal those of ``log_probs``
+    only at temperature 1, processed ones only where nothing was cut.
 
     Raises:
         BadAnswer: It is not what was asked for.

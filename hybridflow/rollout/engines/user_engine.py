@@ -255,7 +255,7 @@ class UserEngine:
     def _batch_seed(self, batch: list[Request], purpose: str) -> int:
         """Return a seed for torch's generators from the requests and the version of the weights.
 
-        So each step has its own.
+        Each step has a seed of its own.
         """
         seed = self._seed if batch[0].params.seed is None else batch[0].params.seed
         told = [seed, purpose, self.version, [[each.prompt_index, each.index] for each in batch]]

@@ -53,7 +53,7 @@ _EXAMPLES = """examples:
   hybridflow doctor --nodes runs
   hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
 
-exit status: 0 done; 1 a rank was lost or hybridflow itself failed: starting again may help; 2 the request is wrong;
+exit status: 0 done; 1 a rank was lost or hybridflow itself failed: starting again may help; 2 an error in the request;
   3 a checkpoint is damaged; 4 a file cannot be written; 75 saved, more to do: start again with --resume;
   128 + n ended by signal n
 """

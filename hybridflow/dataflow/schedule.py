@@ -91,6 +91,7 @@ class Concurrent:
 
 
 Instruction = Call | Move | Phase | Loop | Branch | Concurrent
+Program = tuple[Instruction, ...]
 
 
 def bodies(instruction: Instruction) -> tuple[tuple[Instruction, ...], ...]:

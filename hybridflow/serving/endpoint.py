@@ -225,7 +225,7 @@ class _Completions:
         request, served = Request(scope, receive), self._endpoint.served
         self._endpoint.check_client(request)
         with contextlib.suppress(ClientDisconnect):
-            # In threads, since others go on while long texts are read and written.
+            # In threads: others go on while a long prompt is read, or a long answer written.
             ask = await run_in_threadpool(api.read_ask, await _body(request), served, is_chat=self._is_chat)
             if ask.is_streamed and served.tokenizer is None:
                 raise ApiError(400, "the model has no tokenizer, so there is no text to stream; set stream to false")
@@ -278,19 +278,20 @@ class _Completions:
 
     async def _stream(self, ask: Ask, events: AsyncIterator[Event], answer_id: str, send: Send) -> None:
         """Send server-sent events, up to ``data: [DONE]``."""
+        served, sent, samples = self._endpoint.served, dict[int, str](), list[Sample]()
+        assert served.tokenizer is not None, "asked before"
         # What is refused at once is an error of its own, as without a stream.
         event: Event | None = await anext(events)
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-        begin = api.head(ask, self._endpoint.served, answer_id, is_piece=True)
-        sent: dict[int, str] = {}
-        samples: list[Sample] = []
+        begin = api.head(ask, served, answer_id, is_piece=True)
         try:
             while event is not None:
-                text = await run_in_threadpool(self._text, ask, event)
-                finish, before = None, sent.get(event.place, "")
-                if event.sample is not None:
+                if event.sample is None:
+                    text, finish = settled_text(event.tokens, ask.stop, served.tokenizer), None
+                else:
+                    text, finish = api.text_of(ask, served, event.sample.tokens), event.sample.finish
                     samples.append(event.sample)
-                    finish = event.sample.finish
+                before = sent.get(event.place, "")
                 if finish is not None or (text.startswith(before) and len(text) > len(before)):
                     sent[event.place] = text
                     choice = api.piece(ask, text[len(before) :], event.place, finish)
@@ -301,13 +302,6 @@ class _Completions:
         except ApiError as error:
             await send(_server_sent(error.body()))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-
-    def _text(self, ask: Ask, event: Event) -> str:
-        served = self._endpoint.served
-        if event.sample is not None:
-            return api.text_of(ask, served, event.sample.tokens)
-        assert served.tokenizer is not None, "asked before"
-        return settled_text(event.tokens, ask.stop, served.tokenizer)
 
 
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]

@@ -18,12 +18,10 @@ from typing import NamedTuple
 
 from hybridflow.dataflow.compiler import compile_stages
 from hybridflow.dataflow.graph import Flow, Node, Step
-from hybridflow.dataflow.schedule import Branch, Instruction, Loop
+from hybridflow.dataflow.schedule import Branch, Loop, Program
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.recipe.meshes import SAMPLING_MESHES
-
-Program = tuple[Instruction, ...]
 
 VERSIONS = "versions"
 """Column of each sample's oldest weights, ``[samples]``: so many updates they had."""

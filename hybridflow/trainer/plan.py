@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybridflow.config.recipe import Recipe
-from hybridflow.dataflow.compiler import compile_flow, compile_stages
+from hybridflow.dataflow.compiler import compile_flow
 from hybridflow.dataflow.graph import Flow, Step
-from hybridflow.dataflow.schedule import Branch, Call, Instruction, Loop, project, rank_sets, role_ranks
+from hybridflow.dataflow.schedule import Program, project, rank_sets, role_ranks
 from hybridflow.flows.nodes import (
     VALIDATION,
     VALIDATION_OF_PAIRS,
@@ -22,9 +22,8 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.reshard.plan import participants
-from hybridflow.trainer.ahead import WORKING_AHEAD, compile_ahead, sampling_mesh, with_versions
-
-Program = tuple[Instruction, ...]
+from hybridflow.trainer.ahead import WORKING_AHEAD, sampling_mesh, with_versions
+from hybridflow.trainer.loop import training_loop, training_loop_ahead, two_halves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +67,7 @@ class JobPlan:
 
         They exchange moves, decisions and copies of weights.
         """
-        sets = dict.fromkeys(rank_sets(self.whole, self.meshes))
+        sets = dict.fromkeys(rank_sets(self.whole + self.rollout + self.learn, self.meshes))
         # What was sampled is dealt anew among those who sample.
         sets[tuple(sorted(self.meshes["actor.rollout"].ranks))] = None
         for name in ("actor.rollout", "reference", "critic", "cost_critic"):
@@ -151,58 +150,18 @@ def plan_job(recipe: Recipe, step: Step | None = None) -> JobPlan:
         meshes[WORKING_AHEAD] = sampling_mesh(meshes)
     step = training_step(recipe, step)
     validation = compile_flow(validation_flow(recipe), meshes)
-    fill, train = _loop_ahead(step, meshes, validation) if works_ahead else ((), _loop(step, meshes, validation))
-    sample, learn = ((), ()) if works_ahead else _step_by_step(step, meshes)
+    if works_ahead:
+        fill, train = training_loop_ahead(step, meshes, validation)
+        rollout, learn = (), ()
+    else:
+        fill, train = (), training_loop(step, meshes, validation)
+        rollout, learn = two_halves(step, meshes)
     return JobPlan(
         meshes=meshes,
         warm_start=compile_flow(WARM_START, meshes) if recipe.warm_start is not None else (),
         validation=validation,
         fill=fill,
         train=train,
-        rollout=sample,
+        rollout=rollout,
         learn=learn,
     )
-
-
-def _loop(step: Step, meshes: Mapping[str, DeviceMesh], validation: Program) -> Program:
-    """Return the training loop. Until the weights change, a step can be left as if it had never begun."""
-    sample, experience, update = compile_stages((step.sample, step.score >> step.experience, step.update), meshes)
-    return (
-        Loop(
-            "train_step",
-            "job",
-            (
-                *sample.whole,
-                Branch(
-                    "go_on",
-                    "job",
-                    (
-                        *experience.whole,
-                        *update.moves,
-                        Branch("go_on_to_update", "job", (*update.body, *_end_of_step(validation))),
-                    ),
-                ),
-            ),
-        ),
-    )
-
-
-def _loop_ahead(step: Step, meshes: Mapping[str, DeviceMesh], validation: Program) -> tuple[Program, Program]:
-    """Return what comes before the training loop, and the loop that samples later batches while one is learned."""
-    ahead = compile_ahead(step, meshes)
-    turn = (*ahead.hand_over, *ahead.sample, *ahead.learn, *_end_of_step(validation))
-    return ahead.fill, (Loop("train_step", "job", (Branch("go_on_to_update", "job", turn),)),)
-
-
-def _step_by_step(step: Step, meshes: Mapping[str, DeviceMesh]) -> tuple[Program, Program]:
-    """Return one step in two halves, for a program that runs steps itself: sample and score; learn and record."""
-    sample, score, experience, update = compile_stages((step.sample, step.score, step.experience, step.update), meshes)
-    return (*sample.whole, *score.whole), (*experience.whole, *update.whole, _FINISH)
-
-
-_FINISH = Call("trainer.finish_step", "trainer", "finish_step", "job")
-
-
-def _end_of_step(validation: Program) -> Program:
-    save = Branch("save", "job", (Call("trainer.save", "trainer", "save", "job"),))
-    return (Branch("validate", "job", validation), _FINISH, save)

@@ -17,6 +17,7 @@ from hybridflow.dataflow.graph import Step
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.dataflow.run import Executor, Scope
+from hybridflow.dataflow.schedule import Program
 from hybridflow.errors import LayoutError
 from hybridflow.mapping.memory import check_memory
 from hybridflow.observe.activity import current_activity
@@ -34,7 +35,7 @@ from hybridflow.trainer import checkpoints
 from hybridflow.trainer.decisions import Decisions
 from hybridflow.trainer.initial_weights import read_weights, spread_weights
 from hybridflow.trainer.open import open_job
-from hybridflow.trainer.plan import JobPlan, Program, placement_warnings, plan_job
+from hybridflow.trainer.plan import JobPlan, placement_warnings, plan_job
 from hybridflow.trainer.progress import Progress
 from hybridflow.trainer.record import Record
 from hybridflow.trainer.roles import make_roles

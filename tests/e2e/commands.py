@@ -13,9 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridflow.cli import main
-from tests.support.forked import begin_rank
-
 RECIPE = """
 name: tiny
 algorithm: grpo
@@ -114,6 +111,9 @@ def fork_ranks(
         within_s: For the whole; a rank that is still there is killed, and counts as -9. So is one that was stopped, as
             soon as the others have ended.
     """
+    # Imports what ranks need in this process. Programs that import this file to run commands need none of it.
+    import tests.support.forked  # noqa: F401
+
     start = time.monotonic()
     port = free_port()
     ranks = tuple(range(num_ranks)) if start_only is None else tuple(start_only)
@@ -158,6 +158,9 @@ def _fork_rank(argv: list[str], folder: Path, rank: int, num_ranks: int, port: i
         size = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ.update({**size, **place})
+        from hybridflow.cli import main
+        from tests.support.forked import begin_rank
+
         begin_rank()
         hook(rank)
         code = main(argv)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.e2e.commands import run_command
+from hybridflow.recipe.load import load_recipe
+from tests.e2e.commands import fork_ranks
 
 SHORT = [
     *("warm_start.steps=20", "trainer.steps=2", "trainer.global_batch_size=64", "trainer.num_validation=16"),
@@ -13,10 +14,12 @@ SHORT = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, mini", [("dapo", 32), ("remax", 32), ("gspo", 64)])
+@pytest.mark.parametrize("name, mini", [("dapo", 32), ("remax", 32), ("gspo", 64), ("split", 32)])
 def test_a_shipped_recipe_runs(name, mini, tmp_path):
-    done = run_command(["train", name, *SHORT, f"trainer.mini_batch_size={mini}"], tmp_path, within_s=300)
-    assert done.codes == (0,), done.out[-2000:] + done.err[-2000:]
+    num_ranks = load_recipe(name).cluster.ranks
+    argv = ["train", name, *SHORT, f"trainer.mini_batch_size={mini}"]
+    done = fork_ranks(argv, tmp_path, num_ranks=num_ranks, within_s=300)
+    assert done.codes == (0,) * num_ranks, done.out[-2000:] + done.err[-2000:]
     run_dir = tmp_path / "runs" / name
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2] and all(row["actor/grad_norm"] >= 0 for row in rows)

@@ -289,7 +289,7 @@ def test_samples_are_shown_to_a_person(runs, capsys):
     assert found == [each for each in everything if each["prompt"][:1] == "1" or each["response"][:1] == "1"] != []
     assert main(["rollouts", str(run), "--steps", "2", "--number", "1"]) == 0
     head, prompt, *_ = capsys.readouterr().out.splitlines()
-    assert head.startswith("step 2 | draw ") and " | score " in head and "weights after 1 updates" in head
+    assert head.startswith("step 2 | prompt ") and " | score " in head and "weights after 1 updates" in head
     assert prompt.startswith("  prompt    ") and prompt.endswith("=")
 
 

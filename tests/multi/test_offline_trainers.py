@@ -296,7 +296,7 @@ def told(folder: Path, size: int):
 
 
 def test_arguments_that_say_nothing_are_refused(folder: Path) -> None:
-    (found,) = run("sample_stats", 1, folder)
+    (found,) = run("told", 1, folder)
     for message, (_, _, _, words) in zip(found, ARGUMENTS, strict=True):
         assert words in message
 

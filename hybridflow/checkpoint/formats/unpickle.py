@@ -1,7 +1,16 @@
-"""Pickles of other programs, read without running anything: the one door to ``pickle``, for checkpoints of Megatron.
+"""Read pickles of other programs without running anything: the one door to ``pickle``, for checkpoints of Megatron.
 
 A pickle names the callables that it wants called. Here a name never imports anything: it stands for one of a few
 harmless functions of ours, for an inert object that only keeps what it was given, or for an error.
+
+Three kinds of files come here, and ``torch.load(..., weights_only=True)`` replaces the reader of none:
+
+- ``.metadata`` of ``torch_dist`` is a plain pickle of protocol 4. ``torch.load`` reads archives of protocol 2 only.
+- ``*.distcp`` holds many archives in one file. ``torch.load`` maps whole files only, so it would copy each chunk.
+- ``common.pt`` and ``model_optim_rng.pt`` are archives that ``torch.load`` can read and map. It compares no checksums,
+  follows a storage beyond its member, and hangs on the small pickles that ``_Costs`` refuses. It calls functions of
+  its own list, such as ``_codecs.encode``, where this reader keeps an inert object. Its restricted mode has a known
+  hole before torch 2.10 (GHSA-63cw-57p8-fm3p), and hybridflow supports torch 2.6.
 """
 
 from __future__ import annotations
@@ -12,6 +21,7 @@ import math
 import mmap
 import pickle
 import pickletools
+import reprlib
 import struct
 import zipfile
 import zlib
@@ -26,6 +36,9 @@ from hybridflow.errors import CheckpointError
 
 _MAX_PICKLE_BYTES = 1 << 30
 _MAX_OPCODES = 50_000_000
+# Length with every reference written out, as a multiple of the pickle's; that of real files is below 10.
+_MAX_GROWTH, _FREE_GROWTH_BYTES = 64, 1 << 16
+_MAX_DEPTH = 256
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _STORAGES = {
     "FloatStorage": torch.float32,
@@ -264,9 +277,9 @@ class TorchArchive:
         def load(key: Any) -> _Storage:
             kind, storage, name, _, count = key
             dtype = storage() if isinstance(storage, _Function) else None
-            member = f"{root}/data/{name}"
+            member = f"{root}/data/{name}" if isinstance(name, str) else ""
             if kind != "storage" or not isinstance(dtype, torch.dtype) or member not in self._members:
-                raise ValueError(f"storage {key!r} is not one of the file")
+                raise ValueError(f"storage {reprlib.repr(key)} is not one of the file")
             if type(count) is not int or self._members[member].file_size != count * dtype.itemsize:
                 raise ValueError(f"{member} has {self._members[member].file_size} bytes, expected {count} x {dtype}")
             return _Storage(member, dtype, count)
@@ -414,7 +427,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         if (module, name) == ("torch", "Size"):
-            return _Function(tuple)
+            return _Function(_size)
         if self._storage is not None and module == "torch._utils":
             if name == "_rebuild_tensor_v2":
                 return _Function(self._storage.tensor)  # type: ignore[attr-defined]
@@ -433,6 +446,13 @@ class _Unpickler(pickle.Unpickler):
         if self._storage is None:
             raise pickle.UnpicklingError("it refers to a storage, where none is")
         return self._storage(key)
+
+
+def _size(values: Any) -> tuple[Any, ...]:
+    """Return the sizes of a ``torch.Size``, which are a tuple in every pickle of torch."""
+    if not isinstance(values, tuple):
+        raise pickle.UnpicklingError(f"a torch.Size of a {type(values).__name__}, expected a tuple")
+    return values
 
 
 def _member(owner: Any, name: Any) -> Inert:
@@ -454,13 +474,108 @@ def _load(data: bytes | memoryview, where: str, storage: Callable[[Any], _Storag
         ) from error
 
 
+class _Item:
+    """Hold the costs of an object that a pickle will build.
+
+    Attributes:
+        num_bytes: Its length in the pickle, everything that it refers to written out.
+        depth: How deep its contents are nested.
+        is_shared: Whether the pickle has referred to it again.
+    """
+
+    __slots__ = ("depth", "is_shared", "num_bytes")
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes, self.depth, self.is_shared = num_bytes, 0, False
+
+
+class _Costs:
+    """Follow the stack and the memo of a pickle, with the costs of objects instead of the objects.
+
+    ``x = (x, x)``, 40 times over, is a few bytes of pickle and a tuple that takes years to hash or print. So the length
+    with every reference written out is bounded. It counts an object where the pickle refers to the object again, so the
+    object may not change afterwards.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._left = _MAX_GROWTH * num_bytes + _FREE_GROWTH_BYTES
+        self._stack: list[_Item] = []
+        self._marks: list[int] = []
+        self._memo: dict[Any, _Item] = {}
+
+    def run(self, opcode: pickletools.OpcodeInfo, argument: Any, num_bytes: int) -> None:
+        """Run an opcode of ``num_bytes`` bytes."""
+        name, stack = opcode.name, self._stack
+        kind, num_items, has_mark = _KINDS[name]
+        if kind == "leaf":
+            stack.append(_Item(num_bytes))
+        elif kind == "put":
+            self._memo[len(self._memo) if name == "MEMOIZE" else argument] = stack[-1]
+        elif kind == "share":
+            item = stack[-1] if name == "DUP" else self._memo[argument]
+            item.is_shared = True
+            self._left -= item.num_bytes
+            if self._left < 0:
+                raise ValueError(f"written out without references it is more than {_MAX_GROWTH} times as long")
+            stack.append(item)
+        elif kind == "mark":
+            self._marks.append(len(stack))
+        elif name == "POP" and self._marks and self._marks[-1] == len(stack):
+            self._marks.pop()
+        else:
+            start = (self._marks.pop() if has_mark else len(stack)) - num_items
+            if start < (self._marks[-1] if self._marks else 0):
+                raise ValueError(f"{name} takes more objects than there are")
+            taken = stack[start:]
+            del stack[start:]
+            if kind != "drop":
+                stack.append(self._made(taken, num_bytes, changes=kind == "change"))
+
+    def _made(self, taken: list[_Item], num_bytes: int, *, changes: bool) -> _Item:
+        """Return the object that an opcode makes of others, or the first of them, which it changes."""
+        made = taken[0] if changes else _Item(num_bytes)
+        if changes and made.is_shared:
+            raise ValueError("it changes an object after it referred to it")
+        for item in taken[1:] if changes else taken:
+            made.num_bytes += item.num_bytes
+            if made.depth <= item.depth:
+                made.depth = item.depth + 1
+        if made.depth > _MAX_DEPTH:
+            raise ValueError(f"it nests objects deeper than {_MAX_DEPTH}")
+        return made
+
+
+def _kind(opcode: pickletools.OpcodeInfo) -> tuple[str, int, bool]:
+    """Return what an opcode does, how many objects it takes, and whether it also takes all behind the last mark."""
+    before, name = opcode.stack_before, opcode.name
+    has_mark = pickletools.markobject in before
+    num_items = before.index(pickletools.markobject) if has_mark else len(before)
+    if "PUT" in name or name == "MEMOIZE":
+        return "put", 0, False
+    if "GET" in name or name == "DUP":
+        return "share", 0, False
+    if name == "MARK":
+        return "mark", 0, False
+    if name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"):
+        return "change", num_items, has_mark
+    if not opcode.stack_after:
+        return "drop", num_items, has_mark
+    return "make" if before else "leaf", num_items, has_mark
+
+
+_KINDS = {opcode.name: _kind(opcode) for opcode in pickletools.opcodes}
+
+
 def _check_opcodes(data: bytes | memoryview) -> None:
-    """Refuse what would need much memory before it is found to be wrong."""
+    """Refuse what would need much memory or time before it is found to be wrong."""
     if len(data) > _MAX_PICKLE_BYTES:
         raise ValueError(f"it has {len(data)} bytes, more than {_MAX_PICKLE_BYTES}")
-    for count, (opcode, argument, _) in enumerate(pickletools.genops(io.BytesIO(data))):
+    stream, costs = io.BytesIO(data), _Costs(len(data))
+    for count, (opcode, argument, start) in enumerate(pickletools.genops(stream)):
         # The library makes room up to the number.
         if "PUT" in opcode.name and not (isinstance(argument, int) and 0 <= argument <= count):
             raise ValueError(f"it numbers its object {count} {argument}")
         if count > _MAX_OPCODES:
             raise ValueError(f"it has more than {_MAX_OPCODES} opcodes")
+        assert start is not None, "the stream tells its position"
+        costs.run(opcode, argument, stream.tell() - start)

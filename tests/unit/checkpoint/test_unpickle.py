@@ -6,6 +6,7 @@ import collections
 import copyreg
 import functools
 import io
+import multiprocessing
 import operator
 import os
 import pickle
@@ -133,6 +134,75 @@ def test_pickles_that_no_program_writes(data):
     assert not hasattr(argparse.Namespace, "text") and not hasattr(collections.OrderedDict, "text")
 
 
+def doubled(levels):
+    """The opcodes of ``(x, x)`` of ``(x, x)`` of …: two bytes for each level."""
+    return b")" + b"2\x86" * levels
+
+
+def doubled_by_memo(levels):
+    """The same as programs refer to an object again."""
+    return b")q\x00" + b"".join(b"h%c\x86q%c" % (level, level + 1) for level in range(levels))
+
+
+def doubled_from_above(levels):
+    """Lists that are filled with two of the next one while that is still empty; the first stays on the stack."""
+    empty = b"".join(b"]q%c" % level for level in range(levels + 1))
+    return empty + b"0" * levels + b"".join(b"h%c(h%ch%ce0" % (at, at + 1, at + 1) for at in range(levels))
+
+
+PERSISTENT = b"(X\x07\x00\x00\x00storage" + STORAGE
+# A hash or a text of these few bytes takes years or all memory; of the last but one, more stack than there is.
+ENDLESS = {
+    "key of a dict": by_hand(b"}", doubled(43), b"Ns"),
+    "key of a dict by its memo": by_hand(b"}", doubled_by_memo(60), b"Ns"),
+    "keys of a dict": by_hand(b"(", doubled(43), b"Nd"),
+    "member of a set": b"\x80\x04\x8f(" + doubled(43) + b"\x90.",
+    "member of a frozen set": b"\x80\x04(" + doubled(43) + b"\x91.",
+    "key of an ordered dict": by_hand(ORDERED, b"]", doubled(43), b"N\x86a\x85R"),
+    "storage": by_hand(PERSISTENT, doubled(80), TEXT, b"K\x06tQ"),
+    "kind of storage": by_hand(b"(", doubled(80), STORAGE, TEXT, TEXT, b"K\x06tQ"),
+    "lists in a storage": by_hand(PERSISTENT, doubled_from_above(60), TEXT, b"K\x06tQ"),
+    "arguments": by_hand(NAMESPACE, b")R}", TEXT, doubled(80), b"sb"),
+    "tuples in each other": by_hand(b"}", b")" + b"\x85" * 2_000_000, b"Ns"),
+    "sizes of a text": by_hand(SIZE, b"X\x00\x00\x10\x00" + b"x" * (1 << 20), b"\x85R"),
+}
+
+
+def refuse(data, path):
+    with pytest.raises(CheckpointError, match="file: its pickle is refused: .{,200}$"):
+        read_pickle(data, "file")
+    with pytest.raises(CheckpointError, match="model.pt: its pickle is refused: .{,200}$"):
+        TorchArchive(MappedFile(path)).load()
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_small_pickles_cannot_take_forever(tmp_path, name):
+    path = archive(tmp_path, ENDLESS[name])
+    # A process of its own: neither a hash nor a crash in the library can be stopped otherwise.
+    process = multiprocessing.get_context("fork").Process(target=refuse, args=(ENDLESS[name], path))
+    process.start()
+    process.join(60)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_objects_that_are_referred_to_again_are_read(tmp_path):
+    shared = ("some text of a real file",) * 3
+    value = {"many": [[shared, {index: shared}] for index in range(5000)], "args": argparse.Namespace(a=shared)}
+    for protocol in (2, 4):
+        found = read_pickle(pickle.dumps(value, protocol), "file")
+        assert found["many"] == value["many"] and found["args"].attributes == {"a": shared}
+
+
+@pytest.mark.parametrize("change", [b"K\x01a", b"(K\x01e"])
+def test_an_object_that_was_referred_to_does_not_change(change):
+    assert read_pickle(by_hand(b"]q\x00", change), "file") == [1]
+    for again in (b"h\x00", b"2"):
+        with pytest.raises(CheckpointError, match="changes an object after it referred to it"):
+            read_pickle(by_hand(b"]q\x00", again, change, b"\x86"), "file")
+
+
 def test_names_below_megatron_are_inert_and_never_imported():
     found = read_pickle(by_hand(b"cmegatron.no.such.module\nThing\n", b"K\x01\x85R", STATE, b"b"), "file")
     assert isinstance(found, Inert)
@@ -258,6 +328,7 @@ def torch_pickle(size=(6,), stride=(1,), offset=0, key="0", count=6, storage=tor
         {"size": ("a",)},
         {"key": "1"},
         {"key": "../0"},
+        {"key": ("0",)},
         {"count": 7},
         {"count": "6"},
         {"storage": torch.DoubleStorage},

@@ -39,7 +39,7 @@ class Job:
     """A hub of four ranks, 0 and 1 on node a, 2 and 3 on node b, and what it did."""
 
     def __init__(self):
-        self.sent, self.sample_stats, self.asked = [], [], []
+        self.sent, self.printed, self.asked = [], [], []
         self.hub = Hub(
             host="a",
             process=(1, 1),
@@ -47,7 +47,7 @@ class Job:
             dead_after_s=20.0,
             to=lambda rank, message: self.asked.append((rank, message)),
             to_all=self.sent.append,
-            tell=self.sample_stats.append,
+            tell=self.printed.append,
         )
         for rank in (1, 2, 3):
             self.hub.welcome(rank, "aabb"[rank], (10 + rank, 1), 0.0)
@@ -96,7 +96,7 @@ def test_first_failure_counts_and_all_leave_with_its_status_once_all_have_answer
     job.hub.turn(1.1)
     assert job.exits() == [3]
     # An error that the user is to act on is one line.
-    assert job.sample_stats == ["hybridflow: rank 2 on x, in actor.update: text of 2"]
+    assert job.printed == ["hybridflow: rank 2 on x, in actor.update: text of 2"]
 
 
 def test_rank_that_waited_in_vain_is_no_cause_where_another_knows_one(job):
@@ -119,7 +119,7 @@ def test_rank_that_waited_in_vain_is_the_cause_after_a_grace(job):
     assert job.exits() == []  # rank 3 may still answer
     job.pass_time(5.0, from_s=5.0)
     assert job.exits() == [1]
-    assert job.sample_stats[0].splitlines() == [
+    assert job.printed[0].splitlines() == [
         "hybridflow: rank 0 on x, in actor.update: text of 0",
         "  rank 3 on b: no answer, last seen in start",
         "  ranks 1-2 on x: in actor.update, at c.py:1 wait",

@@ -167,7 +167,7 @@ class HybridActor:
         return cls(path, hybrid_config, tokenizer=tokenizer)
 
     def set_device_mesh(self, tp: int = 1, pp: int = 1) -> NoReturn:
-        """Refuse to change the layout of a loaded model. Raises ConfigError: it names the settings to use instead."""
+        """Refuse ``tp`` and ``pp``: the layout of a loaded model does not change. Raises ConfigError."""
         refuse_mesh(tp, pp)
 
     @property

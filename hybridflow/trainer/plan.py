@@ -150,11 +150,13 @@ def plan_job(recipe: Recipe, step: Step | None = None) -> JobPlan:
         meshes[WORKING_AHEAD] = sampling_mesh(meshes)
     step = training_step(recipe, step)
     validation = compile_flow(validation_flow(recipe), meshes)
+    fill: Program = ()
+    rollout: Program = ()
+    learn: Program = ()
     if works_ahead:
         fill, train = training_loop_ahead(step, meshes, validation)
-        rollout, learn = (), ()
     else:
-        fill, train = (), training_loop(step, meshes, validation)
+        train = training_loop(step, meshes, validation)
         rollout, learn = two_halves(step, meshes)
     return JobPlan(
         meshes=meshes,

@@ -104,7 +104,7 @@ def first_and_train(world: World, values: dict[str, Any]) -> tuple[dict[str, Any
     found: dict[str, Any] = {"prompt": list(problems.prompt(first))}
     calls = {"actor": "log_probs", "reference": "log_probs", "critic": "values", "reward": "score"}
     for role, call in calls.items():
-        if role in trainer.roles and (role != "reward" or made.reward.model is not None):
+        if role in trainer.roles.by_name and (role != "reward" or made.reward.model is not None):
             column = trainer.roles.by_name[role].calls[call](batch(), {})
             if column is not None:
                 (values_of,) = column.columns.values()

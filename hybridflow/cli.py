@@ -78,10 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _speaks(recipe: str) -> bool:
-    """Whether this rank prints what is wrong before the ranks have met: rank 0, since all find the same in a recipe.
+    """Return whether this rank prints recipe errors before the ranks have met: rank 0, since all find the same.
 
-    Another rank does only where it sees no recipe at all, and rank 0 may see one; a launcher that ends all ranks with
-    the first has ended this one meanwhile if rank 0 does not.
+    Another rank prints only if it sees no recipe at all, since rank 0 may see one. A launcher that ends all ranks with
+    the first one ends this rank if rank 0 fails too.
     """
     if rank_hint() == 0:
         return True
@@ -291,7 +291,7 @@ def _bandwidth(text: str) -> Bandwidth:
 
 
 def _model_spec(name: str) -> ModelSpec:
-    """The tensors of a well-known model, or of a recipe's."""
+    """Return the tensors of a well-known model, or of a recipe's."""
     from hybridflow.models.shapes import model_spec, named_shapes, shape_of
 
     shapes = named_shapes()
@@ -348,7 +348,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _train_rank(recipe: Recipe, start: Start, signals: CaughtSignals, *, resume: bool) -> int:
-    """One rank's part of a job."""
+    """Run one rank's part of a job and return its exit status."""
     # A reward function may lie in the working directory, also for the console script.
     sys.path.insert(0, os.getcwd())
 

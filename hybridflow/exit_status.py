@@ -37,7 +37,7 @@ class Ended(BaseException):
 
 
 def exit_status(error: BaseException) -> int:
-    """The status that tells of an error."""
+    """Return the exit status that stands for an error."""
     if isinstance(error, Ended):
         return 128 + error.signal
     if isinstance(error, WriteError):

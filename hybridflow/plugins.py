@@ -10,7 +10,7 @@ from hybridflow.errors import ConfigError
 
 
 def find_plugin(name: str, built_in: Mapping[str, Any], *, key: str, kind: str) -> Any:
-    """What a name stands for: one of ours, or ``package.module:name`` by import.
+    """Return the object that a name stands for: a built-in one, or ``package.module:name`` by import.
 
     Args:
         name: What the recipe says.

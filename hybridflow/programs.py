@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 def try_program(
     argv: Sequence[str], *, environ: Mapping[str, str] | None = None, deadline_s: float = 20.0
 ) -> tuple[str, str]:
-    """The standard output of a program, as far as it came, and why there is no more; empty if it ended well."""
+    """Run a program and return its standard output and the reason of a failure, empty on success."""
     name = os.path.basename(argv[0])
     try:
         done = subprocess.run(

@@ -74,7 +74,7 @@ Share = Annotated[float, Bounds(low=0, high=1)]
 
 
 def parse_yaml(text: str, source: str) -> object:
-    """The value that a YAML text stands for.
+    """Return the value that a YAML text stands for.
 
     Args:
         text: The YAML.
@@ -111,12 +111,12 @@ def read_section(
 
 
 def to_dict(section: Any) -> dict[str, Any]:
-    """The section as nested dicts and lists with every key, ready for YAML or JSON."""
+    """Return the section as nested dicts and lists with every key, ready for YAML or JSON."""
     return {item.name: _plain(getattr(section, item.name)) for item in keys_of(section)}
 
 
 def keys_of(section: Any) -> tuple[dataclasses.Field[Any], ...]:
-    """The fields of a section, a class or one of its objects, that a recipe may set."""
+    """Return the fields of a section (a class or an object) that a recipe may set."""
     return tuple(item for item in dataclasses.fields(section) if item.metadata.get("is_key", True))
 
 
@@ -160,7 +160,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def put_over(values: Mapping[Any, Any], overrides: Sequence[str]) -> tuple[dict[Any, Any], dict[str, str]]:
-    """The values with overrides put over a copy, and the override that each dotted key came from.
+    """Return a copy of the values with the overrides applied, and the override that set each dotted key.
 
     Args:
         values: Nested mappings.
@@ -284,7 +284,7 @@ def _as_float(value: object) -> object:
 
 
 def _flat(values: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
-    """Names with dots, also where an override has made sections of them; numbers and truth values as text."""
+    """Return values by dotted name, with numbers and booleans as text."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -300,7 +300,7 @@ def _within(value: Any, bound: Bounds | re.Pattern[str]) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """What a key takes, in words."""
+    """Describe in words the values that a key takes."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return " or ".join("null" if option is type(None) else describe(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is Annotated:

@@ -35,7 +35,7 @@ class BaseAlgorithm(Part):
             self.critic = Critic()
 
     def advantages(self, scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-        """The advantage of each sample of the global batch, ``[samples]``; all its response tokens have it.
+        """Return the advantage of each sample of the global batch, ``[samples]``; all its response tokens have it.
 
         Args:
             scores: ``[samples]``, less the KL penalty where it is paid in the reward.
@@ -45,7 +45,7 @@ class BaseAlgorithm(Part):
         raise NotImplementedError
 
     def loss(self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """The loss of each token, ``[samples, tokens]``, with a gradient to ``log_probs``; all arguments are like it.
+        """Return each token's loss, ``[samples, tokens]`` as all arguments, with a gradient to ``log_probs``.
 
         Args:
             log_probs: Of the weights in training.
@@ -57,15 +57,15 @@ class BaseAlgorithm(Part):
 
     @property
     def is_user_class(self) -> bool:
-        """Whether a subclass overrides something."""
+        """Return whether a subclass overrides something."""
         return self.has_user_method("advantages") or self.has_user_method("loss")
 
     def has_user_method(self, method: str) -> bool:
-        """Whether a subclass overrides a method."""
+        """Return whether a subclass overrides a method."""
         return getattr(type(self), method) is not getattr(BaseAlgorithm, method)
 
     def update(self, scores: str = "scores") -> RoleFlow:
-        """All that follows the scores: log-probabilities, values, advantages, updates.
+        """Return the flow after the scores: log-probabilities, values, advantages, updates.
 
         Args:
             scores: The column to learn from.
@@ -101,9 +101,11 @@ class RLOO(BaseAlgorithm):
 
 
 def _with_user_advantages(flow: Flow) -> Flow:
-    own = nodes.advantages("user_algorithm")
+    user_advantages = nodes.advantages("user_algorithm")
     return Flow(
-        elements=tuple(own if isinstance(each, Node) and each.role == "advantage" else each for each in flow.elements)
+        elements=tuple(
+            user_advantages if isinstance(each, Node) and each.role == "advantage" else each for each in flow.elements
+        )
     )
 
 

@@ -17,7 +17,7 @@ from hybridflow.parallel.world import World
 
 
 def export_actor(run_dir: Path, path: Path, world: World) -> None:
-    """The actor of a run's latest checkpoint as a directory of Hugging Face. Collective: all ranks.
+    """Write the actor of a run's latest checkpoint as a Hugging Face directory. Collective: all ranks.
 
     Raises:
         CheckpointError: ``path`` is there.
@@ -40,7 +40,7 @@ def export_actor(run_dir: Path, path: Path, world: World) -> None:
 
 
 def keep_checkpoint(run_dir: Path, path: Path, world: World) -> None:
-    """A run's latest checkpoint as a run directory of its own, which can be gone on with. Collective: all ranks.
+    """Copy a run's latest checkpoint to a run directory of its own that can be resumed. Collective: all ranks.
 
     Raises:
         CheckpointError: ``path`` is there.

@@ -97,7 +97,7 @@ def _ranks(devices: Devices, num_ranks: int, key: str) -> tuple[int, ...]:
 
 
 def _parts(sub_meshes: Mapping[str, Devices], ranks: tuple[int, ...], num_ranks: int) -> dict[str, tuple[int, ...]]:
-    """The ranks of each role that has some of its own."""
+    """Return the ranks of each role that has ranks of its own."""
     parts = {}
     for role, devices in sub_meshes.items():
         key = f"sub_meshes[{role!r}]"
@@ -114,7 +114,7 @@ def _parts(sub_meshes: Mapping[str, Devices], ranks: tuple[int, ...], num_ranks:
 
 
 def _rest(parts: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """The actor's ranks: those that were named for it, or that no other role has."""
+    """Return the actor's ranks: those that were named for it, or that no other role has."""
     if "actor" in parts:
         return parts["actor"]
     taken = {rank for found in parts.values() for rank in found}
@@ -128,7 +128,7 @@ def _rest(parts: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...]) -> tuple
 
 
 def _grid(world: World, groups: Mapping[str, dist.ProcessGroup]) -> tuple[ParallelLayout, tuple[int, ...]]:
-    """The layout that the groups of all ranks make, and their ranks in mesh order. Collective: all ranks."""
+    """Return the layout that the groups of all ranks make, and their ranks in mesh order. Collective: all ranks."""
     for axis in groups:
         if axis not in _AXES:
             raise ConfigError(
@@ -142,7 +142,7 @@ def _grid(world: World, groups: Mapping[str, dist.ProcessGroup]) -> tuple[Parall
 
 
 def grid_of(told: Sequence[Mapping[str, Sequence[int]]]) -> tuple[ParallelLayout, tuple[int, ...]]:
-    """The layout that groups make, and the ranks in mesh order.
+    """Return the layout that groups make, and the ranks in mesh order.
 
     Args:
         told: Of each rank, axis (``tp``, ``pp``) -> the ranks of its group there, in their order.
@@ -174,7 +174,7 @@ def grid_of(told: Sequence[Mapping[str, Sequence[int]]]) -> tuple[ParallelLayout
 
 
 def _replicas(own: Sequence[Mapping[str, Iterable[int]]]) -> list[tuple[int, ...]]:
-    """Ranks that groups join, by their lowest."""
+    """Return the sets of ranks that groups join, ordered by their lowest rank."""
     joined = {rank: {rank} for rank in range(len(own))}
     for each in own:
         for ranks in each.values():

@@ -34,7 +34,7 @@ class GivenPrompt:
 
 
 def prompts_of(batch: Any, place: str = "prompts") -> list[GivenPrompt]:
-    """The prompts in what a program gives.
+    """Return the prompts of a batch that a program passes.
 
     Args:
         batch: Texts; rows (``{"prompt": …, "answer": …}``); columns of these; token ids ``[prompts, tokens]``, alone
@@ -170,26 +170,26 @@ class Feed:
         return prompt_indices
 
     def example(self, prompt_index: int) -> Example:
-        """The example of a prompt index."""
+        """Return the example of a prompt index."""
         return self._row(prompt_index)[0]
 
     def prompt(self, prompt_index: int) -> tuple[int, ...]:
-        """Token ids of its prompt."""
+        """Return the token ids of the prompt."""
         return self._row(prompt_index)[1]
 
     def solution(self, prompt_index: int) -> Solution:
-        """Nothing is to be imitated. Raises DataError."""
+        """Refuse, since there is nothing to imitate. Raises DataError."""
         raise DataError(
             f"prompt {prompt_index}: a program that gives prompts gives no solutions; train on a file of them"
         )
 
     def responses(self, prompt_index: int) -> tuple[Response, ...]:
-        """Nothing is preferred. Raises DataError."""
+        """Refuse, since there are no preferences. Raises DataError."""
         raise DataError(f"prompt {prompt_index}: a program that gives prompts gives no preferences; use DPOTrainer")
 
     @property
     def sha256(self) -> str:
-        """Whoever goes on gives other problems."""
+        """Return a constant, since a resumed program may pass other problems."""
         return "given by a program"
 
     def _row(self, prompt_index: int) -> tuple[Example, tuple[int, ...]]:

@@ -91,14 +91,14 @@ class _Called(Role):
         return {"call": self.call}
 
     def call(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """What the function makes of the columns that it reads."""
+        """Call the function on the columns that it reads, and return its columns."""
         return Batch(batch.ids, dict(self._function(batch)))
 
 
 def node(
     function: Callable[[Batch], Mapping[str, Column]], *, reads: tuple[str, ...], writes: tuple[str, ...]
 ) -> RoleFlow:
-    """A function as a node of a flow, called on the actor's ranks with their share of the samples.
+    """Return a flow node that calls a function on the actor's ranks with their share of the samples.
 
     Args:
         function: Takes a ``Batch`` with the columns that it reads, gives those that it writes, a row for each sample.

@@ -55,7 +55,7 @@ class Generation:
 
 
 def generation_of(given: Mapping[str, Any], ends: Ends, *, longest_prompt: int) -> Generation:
-    """The arguments of ``generate``, checked.
+    """Check and return the arguments of ``generate``.
 
     Args:
         given: As transformers names them; ``token_type_ids`` and ``use_cache`` say nothing here.
@@ -101,7 +101,8 @@ def generation_of(given: Mapping[str, Any], ends: Ends, *, longest_prompt: int) 
 
 
 def _most_tokens(given: Mapping[str, Any], longest_prompt: int) -> int:
-    most, whole = given.get("max_new_tokens"), given.get("max_length")
+    most: int | None = given.get("max_new_tokens")
+    whole = given.get("max_length")
     if most is None and whole is None:
         raise DataError("generate: how long? give max_new_tokens, or max_length with the prompt's tokens")
     if most is not None:

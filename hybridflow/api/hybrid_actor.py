@@ -81,7 +81,7 @@ class HybridOutput:
 
     @property
     def logits(self) -> Tensor:
-        """``[rows, tokens, vocab]``, 0 at padding, where one rank has the whole model and all rows.
+        """Return ``[rows, tokens, vocab]``, 0 at padding, where one rank has the whole model and all rows.
 
         Raises:
             ConfigError: They lie cut on several ranks, which are never brought together.
@@ -128,8 +128,8 @@ class HybridActor:
     def __init__(
         self, model: Any, hybrid_config: Mapping[str, Any] | None = None, *, tokenizer: str | Path | None = None
     ) -> None:
-        section, given = split_model(model)
-        objects = {} if given is None else {"actor": given}
+        section, in_memory = split_model(model)
+        objects = {} if in_memory is None else {"actor": in_memory}
         self._world = find_world()
         self.recipe = _recipe(section, hybrid_config, objects, self._world.size)
         torch.set_num_threads(self.recipe.cluster.threads_per_rank)
@@ -163,20 +163,20 @@ class HybridActor:
         *,
         tokenizer: str | Path | None = None,
     ) -> HybridActor:
-        """The model of the directory ``path``; see the class."""
+        """Load the model of the directory ``path``; see the class."""
         return cls(path, hybrid_config, tokenizer=tokenizer)
 
     def set_device_mesh(self, tp: int = 1, pp: int = 1) -> NoReturn:
-        """Raises ConfigError, with what to set in the place of ``tp`` and ``pp``: it is chosen at the reading."""
+        """Refuse ``tp`` and ``pp``: the layout of a loaded model does not change. Raises ConfigError."""
         refuse_mesh(tp, pp)
 
     @property
     def training(self) -> bool:
-        """Whether it learns at present, and does not generate."""
+        """Return whether it is in the training phase, not the generating one."""
         return self._phase == "update"
 
     def train(self, mode: bool = True) -> HybridActor:
-        """Be ready to learn: the rollout layout's weights and all that generating derived from them are freed.
+        """Switch to training: free the rollout layout's weights and everything that generating derived from them.
 
         Args:
             mode: False: as ``eval``.
@@ -184,13 +184,14 @@ class HybridActor:
         return self._switch("update" if mode else "rollout")
 
     def eval(self) -> HybridActor:
-        """Be ready to generate: weights are regrouped into the rollout layout; optimizer state moves away if asked."""
+        """Switch to generating: regroup weights into the rollout layout, and offload optimizer state if asked."""
         return self._switch("rollout")
 
     def generate(self, input_ids: Any, attention_mask: Any = None, **generation: Any) -> Tensor:
-        """Responses to prompts, as ``generate`` of transformers gives them. Calls ``eval`` first.
+        """Return responses to prompts, as ``generate`` of transformers does. Calls ``eval`` first.
 
-        Nothing is cut off the distribution but by what is given: transformers would keep the 50 likeliest tokens.
+        Sampling uses the whole distribution unless the arguments cut it; transformers would keep the 50 likeliest
+        tokens.
 
         Args:
             input_ids: ``[prompts, tokens]``.
@@ -218,7 +219,7 @@ class HybridActor:
     def __call__(
         self, input_ids: Any, labels: Any = None, attention_mask: Any = None, *, token_type_ids: Any = None
     ) -> HybridOutput:
-        """What the weights that learn say of rows, in either phase.
+        """Return the output of the trained weights for rows, in either phase.
 
         Args:
             input_ids: ``[rows, tokens]``.
@@ -240,7 +241,9 @@ class HybridActor:
         logits = None if found.logits is None else rows.side_by_side(found.logits)
         if labels is None:
             return HybridOutput(None, None, logits)
-        loss = found.loss if refusal is None else _Refusing.apply(found.loss.detach().requires_grad_(), refusal)
+        loss = found.loss
+        if refusal is not None:
+            loss = _Refusing.apply(loss.detach().requires_grad_(), refusal)  # type: ignore[no-untyped-call]
         # The first token of a row is predicted by none.
         shifted = torch.nn.functional.pad(found.log_probs, (1, 0))
         log_probs = [row[: len(each)] for row, each in zip(shifted, rows.sequences, strict=True)]
@@ -249,7 +252,9 @@ class HybridActor:
     def training_step(
         self, input_ids: Any, labels: Any, attention_mask: Any = None, *, lr: float | None = None
     ) -> TrainingStep:
-        """One optimizer step on the loss of rows, in micro-batches through all pipeline stages. Calls ``train`` first.
+        """Take one optimizer step on the loss of rows, through all pipeline stages.
+
+        Calls ``train`` first. The rows are cut into micro-batches.
 
         Args:
             input_ids: As of a call.
@@ -267,7 +272,7 @@ class HybridActor:
         return TrainingStep(loss=loss, grad_norm=grad_norm)
 
     def step(self, lr: float | None = None) -> float:
-        """One optimizer step on the gradients that ``loss.backward()`` has left since the last one.
+        """Take one optimizer step on the gradients that ``loss.backward()`` has left since the last one.
 
         Args:
             lr: Learning rate from now on; None: as it is.
@@ -284,7 +289,7 @@ class HybridActor:
         return self._role.step(lr)
 
     def switch_cost(self) -> SwitchCost:
-        """What it cost to go over to generating and back, the last time; if it never did, it does now."""
+        """Return the cost of the last switch to generating and back; without one, switch now."""
         before = self._phase
         if not {"rollout_ms", "update_ms"} <= self._cost.keys():
             for phase in ("update", "rollout", "update"):
@@ -331,7 +336,7 @@ class HybridActor:
         return token_rows(input_ids, attention_mask, vocab_size=self._job.vocab_size, most_tokens=context)
 
     def _switch(self, phase: str) -> HybridActor:
-        """Go over to a phase, if it is another, and note what that costs."""
+        """Switch to another phase and measure the cost, unless it is the current one."""
         if phase == self._phase:
             return self
         self._role.metrics.clear()
@@ -354,7 +359,7 @@ class HybridActor:
             torch.cuda.synchronize(self._world.device)
 
     def _backward_refusal(self) -> str | None:
-        """Why a loss cannot be differentiated; None: it can."""
+        """Return why a loss cannot be differentiated, or None if it can."""
         if not self._role.can_differentiate:
             return (
                 f"loss.backward(): of a model in layout {self.recipe.actor.update} backward passes go through all "
@@ -366,7 +371,7 @@ class HybridActor:
         return None
 
     def _generate(self, rows: TokenRows, asked: Generation) -> Tensor:
-        """How many tokens each response has, and they, ``[responses, 1 + max_new_tokens]``, equal on all ranks."""
+        """Return each response's length and tokens, ``[responses, 1 + max_new_tokens]``, equal on all ranks."""
         most, count = asked.params.max_new_tokens, len(rows.sequences)
         room = self.recipe.model.max_context - most
         for index, sequence in enumerate(rows.sequences):
@@ -401,7 +406,7 @@ class HybridActor:
         return found.cpu()
 
     def _ask(self, requests: list[Request]) -> list[Response]:
-        """This replica's responses. Collective: all ranks, which all hear of what went wrong on one."""
+        """Return this replica's responses. Collective: all ranks, which all learn of an error on one."""
         assert self._role.rollouts is not None, "all ranks generate"
         responses: list[Response] = []
         problem = ""
@@ -432,15 +437,15 @@ class _Refusing(torch.autograd.Function):
 def _recipe(
     section: Mapping[str, Any], hybrid_config: Mapping[str, Any] | None, objects: Mapping[str, Any], num_ranks: int
 ) -> Recipe:
-    """The recipe of supervised training that has such an actor."""
+    """Return the recipe of supervised training that has such an actor."""
     config = dict(hybrid_config or {})
     engine = {key: config.pop(key) for key in list(config) if key.startswith("rollout_")}
-    own = {"model": section, "actor": sizes_of(config), "hybrid_engine": engine}
-    values = recipe_values(merge([own, config]), algorithm="sft", num_ranks=num_ranks)
+    sections = {"model": section, "actor": sizes_of(config), "hybrid_engine": engine}
+    values = recipe_values(merge([sections, config]), algorithm="sft", num_ranks=num_ranks)
     # How long responses may be, and how they are sampled, is told with each call.
     values.setdefault("rollout", {})["max_new_tokens"] = 1
     values.setdefault("trainer", {})["global_batch_size"] = num_ranks
-    recipe = finish_recipe(values, given=in_memory_info(objects))
+    recipe = finish_recipe(values, in_memory=in_memory_info(objects))
     if recipe.rollout.temperature != 1:
         raise ConfigError(
             "hybrid_config: temperature is told with each call: generate(…, do_sample=True, temperature=…)"

@@ -24,7 +24,7 @@ def LoraConfig(
     bias: str = "none",
     **more: Any,
 ) -> LoRAConfig:
-    """Adapters, by our names or by PEFT's: ``LoraConfig(rank=8)``, ``LoraConfig(r=8, lora_alpha=16)``.
+    """Return adapter settings, by our names or PEFT's: ``LoraConfig(rank=8)``, ``LoraConfig(r=8, lora_alpha=16)``.
 
     Args:
         rank: Rows of A and columns of B.
@@ -51,7 +51,9 @@ def LoraConfig(
             raise ConfigError(
                 f"LoraConfig: {name} is given twice, as {ours!r} and as {theirs!r}; remove one of the two"
             )
-    rank, alpha, targets = (ours if theirs is None else theirs for ours, theirs in found.values())
+    rank = rank if r is None else r
+    alpha = alpha if lora_alpha is None else lora_alpha
+    targets = targets if target_modules is None else target_modules
     if rank is None:
         raise ConfigError("LoraConfig: rank (r) is missing; give 8, say")
     for name, value, computed in (("task_type", task_type, "CAUSAL_LM"), ("bias", bias, "none")):
@@ -118,7 +120,7 @@ class DataParallelTrainer(_Elsewhere):
 
 
 def refuse_mesh(tp: int, pp: int) -> NoReturn:
-    """The layout of a model that is there does not change. Raises ConfigError."""
+    """Refuse to change the layout of a loaded model. Raises ConfigError."""
     raise ConfigError(
         "set_device_mesh: the layout is chosen when the model is read: HybridActor.from_pretrained(path, "
         f"hybrid_config={{'tp_size': {tp}, 'pp_size': {pp}}})"

@@ -102,11 +102,13 @@ class OfflineTrainer:
         resume: bool = False,
         **settings: Any,
     ) -> list[dict[str, float]]:
-        """Train. Collective: all ranks. A second call goes on from ``run_dir``, with ``resume``, or not at all.
+        """Train. Collective: all ranks.
+
+        A second call continues from ``run_dir`` if ``resume`` is set, and fails otherwise.
 
         A step learns from ``per_device_train_batch_size`` x ``gradient_accumulation_steps`` rows on each replica of the
-        model; how they are cut into micro-batches, ``micro_batch_tokens`` decides. When it ends ``run_dir`` has a
-        checkpoint of all that training goes on from.
+        model. ``micro_batch_tokens`` decides how they are cut into micro-batches. At the end ``run_dir`` has a
+        checkpoint to resume from.
 
         Args:
             num_train_epochs: How often the rows are gone through, in an order that ``seed`` decides; the last step is
@@ -187,7 +189,7 @@ class OfflineTrainer:
 
     @classmethod
     def _columns(cls) -> tuple[str, ...]:
-        """What a row has."""
+        """Return the columns that a row must have."""
         return ("prompt", "chosen", "rejected")
 
     def _example(self, row: Row, place: str) -> Example:
@@ -200,7 +202,7 @@ class OfflineTrainer:
             prompt=_prompt(row, place),
             answer=chosen,
             responses=(Judged(chosen, True), Judged(rejected, False)),
-            margin=margin_of(row, "margin", place),
+            margin=margin_of(dict(row), "margin", place),
             place=place,
         )
 
@@ -235,22 +237,23 @@ class OfflineTrainer:
         )
 
     def _num_rows(self) -> int:
-        rows = self._dataset.num_rows if hasattr(self._dataset, "num_rows") else len(self._dataset)
+        rows: int = self._dataset.num_rows if hasattr(self._dataset, "num_rows") else len(self._dataset)
         if rows == 0:
             raise DataError("dataset: has no rows; give at least one")
         return rows
 
     def _replicas(self, values: Mapping[str, Any]) -> int:
         update = values.get("actor", {}).get("update")
-        return values["cluster"]["ranks"] if update is None else update.get("dp", 1)
+        replicas: int = values["cluster"]["ranks"] if update is None else update.get("dp", 1)
+        return replicas
 
     def _context(self, values: Mapping[str, Any]) -> int:
-        """``max_length``, or what the model has, if that is less."""
+        """Return ``max_length``, or the model's own maximum if that is smaller."""
         path = values["model"].get("path")
-        given = in_memory_info(self._objects)
+        in_memory = in_memory_info(self._objects)
         if path is not None:
             return min(self._max_length, read_model_info(Path(path)).model.max_context)
-        return min(self._max_length, given["model"].model.max_context) if "model" in given else self._max_length
+        return min(self._max_length, in_memory["model"].model.max_context) if "model" in in_memory else self._max_length
 
 
 class DPOTrainer(OfflineTrainer):
@@ -389,16 +392,17 @@ def _prompt(row: Row, place: str) -> str:
 def _text(row: Row, name: str, place: str) -> str:
     if name not in row:
         raise DataError(f"{place}: no column {name!r}; found {sorted(row)}; rename yours (dataset.rename_column)")
-    if not isinstance(row[name], str):
+    text = row[name]
+    if not isinstance(text, str):
         raise DataError(
-            f"{place}: {name} is {row[name]!r:.60}, expected text; of messages make it by the tokenizer's "
+            f"{place}: {name} is {text!r:.60}, expected text; of messages make it by the tokenizer's "
             "apply_chat_template"
         )
-    return row[name]
+    return text
 
 
 def _in_memory(model: Any) -> Any:
-    """A directory as a model that was given."""
+    """Open a directory as an in-memory model; return other models unchanged."""
     if not isinstance(model, str | Path):
         return model
     source = open_model(Path(model))

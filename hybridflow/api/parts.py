@@ -24,7 +24,7 @@ class Part:
 
 
 def settings_of_mesh(mesh: Any) -> Mapping[str, Any]:
-    """What a program's ``device_mesh`` says of where roles lie. Raises ConfigError: it is none."""
+    """Return the role placement that a program's ``device_mesh`` asks for. Raises ConfigError: it is none."""
     if mesh is None:
         return {}
     if not isinstance(mesh, Part):
@@ -35,10 +35,10 @@ def settings_of_mesh(mesh: Any) -> Mapping[str, Any]:
 
 
 def objects_of(parts: Iterable[Part]) -> dict[str, Any]:
-    """Role -> model or function, of all parts."""
+    """Return role -> model or function, of all parts."""
     return {role: each for part in parts for role, each in part.objects.items()}
 
 
 def tokenizer_of(parts: Iterable[Part]) -> Any:
-    """The first that a part has; None: none has one."""
+    """Return the first tokenizer that a part has, or None if none has one."""
     return next((part.tokenizer for part in parts if part.tokenizer is not None), None)

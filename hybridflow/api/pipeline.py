@@ -91,9 +91,9 @@ class RLTrainer:
         self._has_run = False
 
     def run(self, output_dir: str | Path | None = None) -> list[dict[str, float]]:
-        """Train on all prompts, ``num_epochs`` times. Once, and collective: all ranks.
+        """Train on all prompts, ``num_epochs`` times. Callable once. Collective: all ranks.
 
-        A checkpoint of all that training goes on from is in ``run_dir`` when it ends.
+        At the end ``run_dir`` has a checkpoint to resume from.
 
         Args:
             output_dir: Where to write the actor as transformers reads it; None: it is not written.
@@ -139,13 +139,13 @@ def _sum_of(rewards: Sequence[Any]) -> Part:
 
 
 def _function_of(part: Part, index: int) -> tuple[Any, dict[str, Any]]:
-    """What of a reward is called, or its name; and its settings."""
+    """Return a reward's function, or its name, and its settings."""
     settings = dict(part.settings.get("reward", {}))
     name = settings.pop("function", None)
-    given = part.objects.get("reward", name)
-    if given is None or (hasattr(given, "state_dict") and not hasattr(given, "scores")):
+    user_reward = part.objects.get("reward", name)
+    if user_reward is None or (hasattr(user_reward, "state_dict") and not hasattr(user_reward, "scores")):
         raise ConfigError(
             f"DataPipeline: reward_models[{index}] is a model, and the scores of models are not added up; give it "
             "alone, or call it in a function of your own, and give that"
         )
-    return given, settings
+    return user_reward, settings

@@ -16,7 +16,7 @@ from hybridflow.sections import to_dict
 
 
 def split_model(model: Any) -> tuple[dict[str, Any], Any]:
-    """A model's settings where it is no object, and the object where it is one, which speaks for itself.
+    """Split a model into its settings, where it is no object, and the object, where it is one.
 
     Args:
         model: Directory of Hugging Face or of ours; settings of a model whose weights are made up; an object: a model
@@ -52,18 +52,18 @@ class Actor(Part):
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, *, lora: LoRAConfig | None = None, **settings: Any) -> None:
-        section, given = split_model(model)
+        section, in_memory = split_model(model)
         if lora is not None:
             if not isinstance(lora, LoRAConfig):
                 raise ConfigError(
                     f"lora: found {type(lora).__name__}; give LoraConfig(rank=8), which takes PEFT's names too"
                 )
             settings["lora"] = to_dict(lora)
-        super().__init__({"model": section, "actor": settings}, {} if given is None else {"actor": given})
+        super().__init__({"model": section, "actor": settings}, {} if in_memory is None else {"actor": in_memory})
         self.tokenizer = tokenizer
 
     def set_device_mesh(self, tp: int = 1, pp: int = 1) -> Actor:
-        """Cut it over so many ranks, tensors and layers; the replicas are what fills its ranks. Before a job begins.
+        """Set the tensor and pipeline parallelism; replicas fill its ranks. Call it before a job begins.
 
         Args:
             tp: Tensor-parallel size.
@@ -76,7 +76,7 @@ class Actor(Part):
         return self
 
     def sample(self, **sampling: Any) -> RoleFlow:
-        """Responses to prompts: the source of a flow.
+        """Return the source of a flow: responses to prompts.
 
         Args:
             sampling: Keys of a recipe's ``rollout``: ``group_size``, ``max_new_tokens``, ``temperature``, ….
@@ -93,10 +93,10 @@ class Critic(Part):
     """
 
     def __init__(self, model: Any = None, **settings: Any) -> None:
-        section, given = split_model(model) if model is not None else ({}, None)
+        section, in_memory = split_model(model) if model is not None else ({}, None)
         if section:
             settings["model"] = section
-        super().__init__({"critic": settings}, {} if given is None else {"critic": given})
+        super().__init__({"critic": settings}, {} if in_memory is None else {"critic": in_memory})
 
 
 class Reward(Part):
@@ -122,15 +122,15 @@ class Reward(Part):
         elif hasattr(model, "scores"):
             objects["reward"] = model
         else:
-            section, given = split_model(model)
-            if given is None:
+            section, in_memory = split_model(model)
+            if in_memory is None:
                 settings["model"] = section
             else:
-                objects["reward"] = given
+                objects["reward"] = in_memory
         super().__init__({"reward": settings}, objects)
 
     def score(self) -> RoleFlow:
-        """The scores of what was sampled."""
+        """Return the flow node that scores samples."""
         return RoleFlow(step=step(score=nodes.SCORE), parts=(self,))
 
 

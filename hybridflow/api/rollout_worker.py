@@ -119,7 +119,7 @@ class RolloutWorker:
         stop_ids: Sequence[int] | None = None,
         seed: int | None = None,
     ) -> list[Generated]:
-        """Responses to prompts. Collective: all ranks, with the same arguments.
+        """Return responses to prompts. Collective: all ranks, with the same arguments.
 
         Args:
             prompts: Texts, or token ids of each, at least one; or ``input_ids`` with their ``attention_mask``, as a
@@ -248,14 +248,14 @@ class RolloutWorker:
 
 
 def _of_part(model: Any, tokenizer: Any) -> tuple[Any, Any]:
-    """What an ``Actor`` is of; other models as they are."""
+    """Return the model and tokenizer of an ``Actor``; other models unchanged."""
     if not isinstance(model, Part):
         return model, tokenizer
     path = model.settings.get("model", {}).get("path")
-    given = model.objects.get("actor", path)
-    if given is None:
+    found = model.objects.get("actor", path)
+    if found is None:
         raise ConfigError("RolloutWorker: the actor has neither a directory nor a model in memory; give it one")
-    return given, model.tokenizer if tokenizer is None else tokenizer
+    return found, model.tokenizer if tokenizer is None else tokenizer
 
 
 def _tokenizer(model: Any, tokenizer: Any) -> Tokenizer | None:
@@ -289,7 +289,7 @@ def _mesh(world: World, device_mesh: DeviceMesh | None, tp: int, pp: int, engine
 
 
 def _told(request: Request, response: Response) -> list[Any]:
-    """A response as a message."""
+    """Return a response as a message."""
     return [
         request.prompt_index,
         request.index,

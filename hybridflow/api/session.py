@@ -56,27 +56,27 @@ class Rollout:
 
     @property
     def batch(self) -> Batch:
-        """The samples here, with all columns: ``tokens``, ``prompt_lengths``, ``response_mask``, ``scores``, ….
+        """Return the local samples with all columns: ``tokens``, ``prompt_lengths``, ``response_mask``, ``scores``, ….
 
-        On a rank that has none, no samples.
+        A rank that has none returns no samples.
         """
         held = [each for each in self.scope.values() if "tokens" in each.columns]
         return max(held, key=lambda each: len(each.columns), default=Batch.empty())
 
     @property
     def texts(self) -> list[str]:
-        """The responses here."""
+        """Return the local responses as text."""
         batch = self.batch
         if not len(batch):
             return []
-        tokens, lengths = batch.columns["tokens"], batch.columns["prompt_lengths"].tolist()
-        assert isinstance(tokens, Ragged), "tokens are ragged"
-        rows = zip(tokens.to_list(), lengths, strict=True)
+        tokens, lengths = batch.columns["tokens"], batch.columns["prompt_lengths"]
+        assert isinstance(tokens, Ragged) and isinstance(lengths, Tensor), "tokens are ragged, lengths are dense"
+        rows = zip(tokens.to_list(), lengths.tolist(), strict=True)
         return [self.tokenizer.decode(row[length:].tolist()) for row, length in rows]
 
     @property
     def scores(self) -> Tensor | None:
-        """Of the samples here, ``[samples]``; None where there are none."""
+        """Return the scores of the local samples, ``[samples]``, or None without samples."""
         column = self.batch.columns.get("scores")
         return column if isinstance(column, Tensor) else None
 
@@ -123,7 +123,7 @@ class Session:
             values["run_dir"] = _new_run_dir(self._world, values.get("namespace"))
         if tokenizer is not None:
             values.setdefault("tokenizer", {})["path"] = _tokenizer_place(tokenizer, values["run_dir"], self._world)
-        self.recipe = finish_recipe(values, num_prompts=num_prompts, given=in_memory_info(self._objects))
+        self.recipe = finish_recipe(values, num_prompts=num_prompts, in_memory=in_memory_info(self._objects))
         self.trainer = make_trainer(self.recipe, self._world, resume=resume, step=step, open_job=self._open)
         self.trainer.begin()
         self._next_prompt_index = self.trainer.progress.next_prompt_index
@@ -132,13 +132,13 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Training steps done."""
+        """Return the number of training steps done."""
         return self.trainer.progress.step
 
     def rollout(self, batch: Any = None) -> Rollout:
         """Sample and score. Collective: all ranks, with the same batch.
 
-        Where a signal or the time limit asks the job to stop, it is saved, and the program ends with status 75.
+        If a signal or the time limit asks the job to stop, the job is saved, and the program ends with status 75.
 
         Args:
             batch: Prompts, as ``feed.prompts_of`` takes them; None: the next ones of the session's own source.
@@ -175,9 +175,9 @@ class Session:
         return Rollout(about=about, scope=scope, tokenizer=self.trainer.job.tokenizer)
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
-        """Update on a rollout. Collective: all ranks. Returns the step's metrics.
+        """Update on a rollout, and return the step's metrics. Collective: all ranks.
 
-        Of one that updates have come after, ``rollout/staleness_max`` tells how many.
+        ``rollout/staleness_max`` counts the updates since the rollout.
         """
         behind = self.trainer.progress.step - rollout.about["version"]
         if behind > 0:
@@ -188,7 +188,7 @@ class Session:
         return metrics
 
     def run(self, steps: int | None) -> list[dict[str, float]]:
-        """So many steps on the session's own prompts; None: up to where each has been used equally often."""
+        """Train ``steps`` steps on the session's own prompts, or until each prompt was used equally often if None."""
         if steps is None:
             whole = max(1, getattr(self.trainer.job.train, "num_rows", 1) // self.trainer.progress.num_prompts)
             steps = whole - self.step % whole
@@ -204,7 +204,7 @@ class Session:
         return Path(self.recipe.run_dir)
 
     def close(self) -> None:
-        """End the job, what it has learned saved. Collective: all ranks."""
+        """End the job after saving its progress. Collective: all ranks."""
         if self.step > 0:
             self.trainer.save_now()
         self.trainer.end()
@@ -282,7 +282,7 @@ class Session:
 
 
 def problems_of(prompts: Any) -> MakeProblems:
-    """How prompts that a program has all at once become problems.
+    """Return the function that makes problems of prompts that a program passes all at once.
 
     Args:
         prompts: As ``feed.prompts_of`` takes them; or an object with ``problems(tokenizer, recipe, everyone)``.
@@ -306,7 +306,7 @@ def problems_of(prompts: Any) -> MakeProblems:
 
 
 def _new_run_dir(world: World, namespace: str | None) -> str:
-    """A directory that is not there yet, the same on all ranks."""
+    """Return a directory that does not exist yet, the same on all ranks."""
     everyone = tuple(range(world.size))
     world.make_groups([everyone])
     folder = Path("runs") / ("python" if namespace is None else namespace)
@@ -315,7 +315,10 @@ def _new_run_dir(world: World, namespace: str | None) -> str:
 
 
 def _tokenizer_place(tokenizer: Any, run_dir: str, world: World) -> str:
-    """Where a tokenizer lies; one of transformers is put into the run's directory, by the lowest rank."""
+    """Return the path of a tokenizer.
+
+    The lowest rank writes a tokenizer of transformers into the run's directory.
+    """
     if isinstance(tokenizer, str | Path):
         return str(tokenizer)
     if isinstance(getattr(tokenizer, "path", None), Path):

@@ -82,7 +82,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """A mapping of what was given: one already, a YAML file of it, or nothing.
+    """Return settings as a mapping, from a mapping, a YAML file, or nothing.
 
     Raises:
         ConfigError: It is something else, or the file cannot be read.
@@ -101,7 +101,7 @@ def read_config(config: Any) -> dict[str, Any]:
 
 
 def recipe_values(config: Any, *, algorithm: str, num_ranks: int) -> dict[str, Any]:
-    """A recipe's nested mapping, of short names, sections of roles, and a recipe's own keys.
+    """Return a recipe's nested mapping from short names, sections of roles, and a recipe's own keys.
 
     Args:
         config: As ``read_config`` takes it.
@@ -137,14 +137,14 @@ def recipe_values(config: Any, *, algorithm: str, num_ranks: int) -> dict[str, A
 
 
 def finish_recipe(
-    values: dict[str, Any], *, num_prompts: int | None = None, given: Mapping[str, ModelInfo] | None = None
+    values: dict[str, Any], *, num_prompts: int | None = None, in_memory: Mapping[str, ModelInfo] | None = None
 ) -> Recipe:
-    """The recipe, with what was left open.
+    """Return the recipe with its open settings filled in.
 
     Args:
         values: From ``recipe_values``.
         num_prompts: Of a step, where the program has given no size of its batch.
-        given: As for ``config.recipe_from_dict``.
+        in_memory: As for ``config.recipe_from_dict``.
 
     Raises:
         ConfigError: As for ``config.recipe_from_dict``.
@@ -154,7 +154,7 @@ def finish_recipe(
     for key, value in _DEFAULTS.items():
         if _is_read(key, algorithm):
             _put_under(values, key, value)
-    context = _context(values, {} if given is None else given)
+    context = _context(values, {} if in_memory is None else in_memory)
     # What the program has not asked for is not to fill a small model's context.
     _put_under(values, "rollout.max_new_tokens", _NEW_TOKENS if context is None else min(_NEW_TOKENS, context // 2))
     num_ranks = values["cluster"]["ranks"]
@@ -168,22 +168,22 @@ def finish_recipe(
         if size is None:
             raise ConfigError("rollout_batch_size: missing; give the samples of a step, or batch_size")
         trainer["global_batch_size"] = size
-    return recipe_from_dict(values, source="config", in_memory=given)
+    return recipe_from_dict(values, source="config", in_memory=in_memory)
 
 
-def _context(values: Mapping[str, Any], given: Mapping[str, ModelInfo]) -> int | None:
-    """The longest sequence of the actor, if it can be told."""
+def _context(values: Mapping[str, Any], in_memory: Mapping[str, ModelInfo]) -> int | None:
+    """Return the longest sequence of the actor, or None if it cannot be told."""
     model = values.get("model", {})
     if "max_context" in model:
         return int(model["max_context"])
-    if "model" in given:
-        return given["model"].model.max_context
+    if "model" in in_memory:
+        return in_memory["model"].model.max_context
     path = model.get("path")
     return None if path is None or not Path(path).is_dir() else read_model_info(Path(path)).model.max_context
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key; sections are put into each other.
+    """Set a dotted key, and merge sections into each other.
 
     Raises:
         ConfigError: It is there already, with another value.
@@ -205,7 +205,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One mapping of several, which say different things. Raises ConfigError: two of them differ on a key."""
+    """Merge several mappings into one. Raises ConfigError: two of them differ on a key."""
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
@@ -214,7 +214,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _put_under(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key where nothing is said of it."""
+    """Set a dotted key unless it is set already."""
     *sections, last = key.split(".")
     place = values
     for section in sections:
@@ -223,7 +223,7 @@ def _put_under(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _role(values: dict[str, Any], role: str, section: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """A role's section as a recipe has it; what of it belongs to the model goes there."""
+    """Return a role's section as a recipe has it, and move its model's name to the model's section."""
     name = section.pop("model_name", None)
     if name is not None and role == "reference":
         actor = values.get("model", {}).get("path")
@@ -267,7 +267,7 @@ def sizes_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def ranks_of(devices: Any, num_ranks: int, *, key: str) -> list[int]:
-    """Ranks, of their numbers or of names such as ``cuda:1``.
+    """Return ranks from their numbers or from names such as ``cuda:1``.
 
     Raises:
         ConfigError: One is none of these, or is not there.
@@ -319,7 +319,7 @@ def _hybrid_engine(values: dict[str, Any], engine: Any, num_ranks: int) -> None:
 
 
 def _is_read(key: str, algorithm: str) -> bool:
-    """Whether an algorithm reads a key of a section that not all have."""
+    """Return whether an algorithm reads a key of a section that not all algorithms have."""
     section = key.split(".")[0]
     return section not in CHOSEN or section in ALGORITHMS[algorithm].traits.reads
 

@@ -33,7 +33,7 @@ _OFF_IS_ALWAYS_SO = ("enable_debug_mode", "allow_unsafe_operations")
 
 
 def in_our_words(given: dict[str, Any]) -> dict[str, Any]:
-    """Settings in which switches of other frameworks have become keys of a recipe.
+    """Return settings in which switches of other frameworks have become keys of a recipe.
 
     ``use_lora`` is ``actor.lora.rank``, ``enable_profiling`` is ``profile.steps``, ``device`` is ``actor.devices``;
     ``enable_debug_mode`` and ``allow_unsafe_operations`` may be false.

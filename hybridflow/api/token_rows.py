@@ -28,7 +28,7 @@ class TokenRows(NamedTuple):
     starts: list[int]
 
     def side_by_side(self, rows: Any, *, fill: float = 0.0) -> Tensor:
-        """What belongs to each token, at its place in the padded rows; differentiable.
+        """Return per-token values at their places in the padded rows; differentiable.
 
         Args:
             rows: Of each row ``[length, …]``.
@@ -42,7 +42,7 @@ class TokenRows(NamedTuple):
 
 
 def token_rows(input_ids: Any, attention_mask: Any, *, vocab_size: int, most_tokens: int) -> TokenRows:
-    """Rows as a tokenizer of transformers gives them, padded on the left or on the right.
+    """Return rows from the output of a transformers tokenizer, padded on the left or on the right.
 
     Args:
         input_ids: ``[rows, tokens]`` ids, or those of one row.
@@ -79,7 +79,7 @@ def token_rows(input_ids: Any, attention_mask: Any, *, vocab_size: int, most_tok
 
 
 def labelled(rows: TokenRows, labels: Any, *, vocab_size: int, is_needed: bool = True) -> LabelledRows:
-    """The rows with what is to be predicted: the label at a place is that of the token there, told by those before it.
+    """Return the rows with labels: the label at a place is the token there, predicted from those before it.
 
     Args:
         rows: The rows.

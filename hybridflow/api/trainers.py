@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from hybridflow.api.algorithms import BaseAlgorithm
 from hybridflow.api.checkpoints import export_actor, keep_checkpoint
@@ -113,7 +113,7 @@ class OnlineTrainer:
 
     @property
     def global_step(self) -> int:
-        """Updates done, those that a resumed run goes on from included."""
+        """Return the number of updates done, including those before a resume."""
         if self._closed is not None:
             return self._closed[1]
         if self._session is not None:
@@ -123,7 +123,7 @@ class OnlineTrainer:
 
     @property
     def run_dir(self) -> Path:
-        """Where the run keeps its files."""
+        """Return the directory of the run's files."""
         return self._closed[0] if self._closed is not None else Path(self.session().recipe.run_dir)
 
     def rollout(self, batch: Any = None) -> Rollout:
@@ -155,11 +155,11 @@ class OnlineTrainer:
         return {**metrics, "loss": metrics.get("actor/loss", 0.0)}
 
     def step(self, batch: Any = None) -> dict[str, float]:
-        """A rollout, and the update on it; see ``rollout``, for ``batch`` too, and ``update``."""
+        """Run a rollout and the update on it; see ``rollout``, also for ``batch``, and ``update``."""
         return self.update(self.rollout(batch))
 
     def train(self, steps: int | None = None) -> list[dict[str, float]]:
-        """Steps on the prompts of ``data_provider``.
+        """Train for some steps on the prompts of ``data_provider``.
 
         Args:
             steps: How many; None: as many as use each prompt once.
@@ -191,13 +191,12 @@ class OnlineTrainer:
                 f"add_metrics_exporter: found {type(exporter).__name__}; give MetricsExporter(pushgateway_url=…, "
                 "job_name=…), or a function of (step, metrics)"
             )
-        if not hasattr(exporter, "export"):
-            exporter = Callback(exporter)
-        name = type(exporter).__name__
+        found: Exporter = cast(Exporter, exporter) if hasattr(exporter, "export") else Callback(exporter)
+        name = type(found).__name__
         if self._session is None:
-            self._exporters.append((name, exporter))
+            self._exporters.append((name, found))
         else:
-            self._session.add_exporter(name, exporter)
+            self._session.add_exporter(name, found)
 
     def save_checkpoint(self, path: str | Path, save_optimizer: bool = False) -> None:
         """Save what was trained, also after ``close``. Collective: all ranks. Nothing is at ``path`` yet.
@@ -221,7 +220,7 @@ class OnlineTrainer:
         keep(run_dir, Path(path), find_world())
 
     def close(self) -> None:
-        """End the job, its last checkpoint in ``run_dir``. Collective: all ranks."""
+        """End the job with its last checkpoint in ``run_dir``. Collective: all ranks."""
         if self._session is not None:
             self._session.close()
             self._closed = Path(self._session.recipe.run_dir), self._session.step
@@ -235,7 +234,7 @@ class OnlineTrainer:
             self.close()
 
     def session(self, batch: Any = None) -> Session:
-        """The job; made at the first call, for batches like ``batch``.
+        """Return the job, made at the first call for batches like ``batch``.
 
         Raises:
             ConfigError: It is closed, or has no model.
@@ -283,7 +282,7 @@ def _no_algorithm(algorithm: object) -> NoReturn:
 
 
 def as_reward(reward: Any) -> Part:
-    """A ``Reward``, of a function, the name of one, a path or a model.
+    """Return a ``Reward`` from a function, the name of one, a path or a model.
 
     Raises:
         ConfigError: It is nothing of these.

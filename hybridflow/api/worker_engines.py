@@ -74,7 +74,7 @@ class WorkerEngine(Protocol):
 
 
 def source_of(model: Any) -> Source:
-    """The weights of a directory, or of a model in memory.
+    """Return the weights of a directory, or of a model in memory.
 
     Raises:
         ConfigError: It is neither.
@@ -124,7 +124,10 @@ class MegatronWorker:
             )
 
     def load(self, model: Any) -> None:
-        """See ``WorkerEngine``; a trainer's actor comes from its layout into this one without a file between."""
+        """See ``WorkerEngine``.
+
+        A trainer's actor moves from its layout into this one without a file in between.
+        """
         placed = self._placed
         if isinstance(model, OnlineTrainer):
             _take_live(model, placed, self._mesh, self._world)
@@ -249,11 +252,11 @@ class _Live:
         self._tensors = tensors
 
     def tensors(self) -> Mapping[str, Tensor] | None:
-        """Live weights by logical name."""
+        """Return live weights by logical name."""
         return self._tensors
 
     def at_hand(self, *, is_written: bool = False) -> contextlib.AbstractContextManager[None]:
-        """They are never away."""
+        """Return an empty context: these weights are never offloaded."""
         return contextlib.nullcontext()
 
 

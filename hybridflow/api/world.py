@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 from types import TracebackType
 
 import torch.distributed as dist
 
 from hybridflow.errors import ConfigError
-from hybridflow.observe.rank_log import tell
-from hybridflow.parallel.cause import cause_of, tell_cause
 from hybridflow.parallel.process import allow_many_files
 from hybridflow.parallel.rank import silence_libraries
 from hybridflow.parallel.signals import CaughtSignals
@@ -34,7 +31,7 @@ _worlds: list[World] = []
 
 
 def find_world() -> World:
-    """The ranks of this program, which meet at the first call. Collective: all ranks.
+    """Return the ranks of this program, which meet at the first call. Collective: all ranks.
 
     Where the program has called ``torch.distributed.init_process_group`` itself, these are its ranks.
 
@@ -96,18 +93,14 @@ def _adopt() -> World:
 
 
 def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What ends one rank ends all of them, at once."""
+    """End all ranks at once after an error on one."""
     sys.__excepthook__(kind, error, trace)
     (world,) = _worlds
-    status = 1
     if isinstance(error, Exception):
         assert world.watch is not None, "a process alone ends as any program"
         world.watch.fail(error)
-        cause = cause_of(error, world.rank, socket.gethostname())
-        tell(tell_cause(cause))
-        status = cause.status
     sys.stdout.flush()
-    os._exit(status)
+    os._exit(1)
 
 
 def _leave(world: World, signals: CaughtSignals | None) -> None:

@@ -163,14 +163,14 @@ class DataConfig:
 
     @property
     def sources(self) -> tuple[DataSourceConfig, ...]:
-        """What training draws from, also where it is one."""
+        """Return the sources that training draws from, also if there is only one."""
         if self.train is None:
             return tuple(replace(each, file_format=each.file_format or self.file_format) for each in self.mixture)
         return (DataSourceConfig(path=self.train, file_format=self.file_format),)
 
     @property
     def title(self) -> str:
-        """What messages call that."""
+        """Return the name of the training data in messages."""
         if self.kafka is not None:
             return f"topic {self.kafka.topic}"
         return ", ".join(source.path for source in self.sources) if self.spool is None else self.spool.path

@@ -104,12 +104,12 @@ class Recipe:
 
     @property
     def title(self) -> str:
-        """What the run is called among those of other namespaces."""
+        """Return the run's name among those of other namespaces."""
         return self.name if self.namespace is None else f"{self.namespace}/{self.name}"
 
     @property
     def correction_kind(self) -> Literal["none", "truncate", "icepop"]:
-        """How tokens are weighed, once it is known what samples them."""
+        """Return how tokens are weighed, once it is known what samples them."""
         if self.correction.kind != "auto":
             return self.correction.kind
         is_exact = self.rollout.engine.kind == "megatron" and self.rollout.replay is None and self.staleness_bound == 0
@@ -117,31 +117,32 @@ class Recipe:
 
     @property
     def staleness_bound(self) -> int:
-        """Most updates that weights which sampled a token may be behind those that learn from it."""
+        """Return the most updates that sampling weights may be behind the trained ones."""
         return self.trainer.max_staleness + self.rollout.partial_rollouts + self.actor.reshard_every - 1
 
     @property
     def samples_per_prompt(self) -> int:
-        """Samples of the global batch that come of one row of the data."""
+        """Return the number of samples in the global batch per row of the data."""
         return 2 if self.traits.is_paired else self.rollout.group_size
 
     @property
     def has_reference(self) -> bool:
-        """Whether anything is measured against the frozen policy."""
+        """Return whether anything is measured against the frozen policy."""
         if self.traits.has_preferences:
             return not (self.traits.is_scorer or self.preference.reference_free)
         return "kl" in self.traits.reads and self.kl.coef > 0
 
     @property
     def drops_samples(self) -> bool:
-        """Whether samples may be left out of learning, since what scores them failed."""
+        """Return whether samples may be left out of learning because their scoring failed."""
         return any(section is not None and section.on_failure == "drop" for section in (self.reward, self.cost))
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether the one update of a step sees the weights of its start, whose log-probabilities it then has itself.
+        """Return whether a step's one update starts from the sampling weights and has their log-probabilities.
 
-        Not where these are needed before: for a penalty in the reward, or to know which tokens count.
+        It is false if the log-probabilities are needed before: for a penalty in the reward, or to know which tokens
+        count.
         """
         trainer = self.trainer
         is_one = self.loss.epochs == 1 and trainer.mini_batch_size in (None, trainer.global_batch_size)
@@ -149,7 +150,7 @@ class Recipe:
         return is_one and not needs_them
 
     def model_of(self, name: str) -> ModelConfig:
-        """The settings of the model of a role or mesh."""
+        """Return the settings of the model of a role or mesh."""
         sections = {
             "critic": self.critic,
             "reward": self.reward,

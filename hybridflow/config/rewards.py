@@ -140,7 +140,7 @@ class RewardConfig:
 
     @property
     def kind(self) -> str | None:
-        """What scores: a key of this section; None: nothing is named."""
+        """Return the key of this section that names the scorer, or None if none does."""
         return next((name for name in REWARD_KINDS if getattr(self, name) is not None), None)
 
 
@@ -170,7 +170,7 @@ def check_reward(reward: RewardConfig, key: str, *, is_in_memory: bool = False) 
 
 
 def _check_reward_policy(reward: RewardConfig, key: str) -> None:
-    """What calls that cannot fail, or are bounded elsewhere, would ignore."""
+    """Refuse keys that calls ignore because they cannot fail, or are bounded elsewhere."""
     what = "a model" if reward.model is not None else reward.function
     for name in REWARD_POLICY:
         is_in_memory = getattr(reward, name) != getattr(RewardConfig(), name)
@@ -225,7 +225,7 @@ def check_urls(urls: Sequence[str], key: str) -> None:
 
 
 def _check_pattern(pattern: str, key: str) -> int:
-    """The number of groups of a regular expression."""
+    """Return the number of groups of a regular expression."""
     try:
         return re.compile(pattern).groups
     except re.error as error:

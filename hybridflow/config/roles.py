@@ -96,12 +96,12 @@ class LoRAConfig:
 
     @property
     def effective_alpha(self) -> float:
-        """``alpha``, also where it was left out."""
+        """Return ``alpha``, or its default if it was left out."""
         return 2.0 * self.rank if self.alpha is None else self.alpha
 
     @property
     def scale(self) -> float:
-        """What ``B A`` is multiplied by."""
+        """Return the factor of ``B A``."""
         return self.effective_alpha / self.rank
 
 

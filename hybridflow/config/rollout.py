@@ -71,7 +71,7 @@ class SamplingEngineConfig:
 
     @property
     def is_server(self) -> bool:
-        """Whether it is asked over HTTP."""
+        """Return whether the engine is asked over HTTP."""
         return self.kind in ("openai", "tgi")
 
 

@@ -66,14 +66,16 @@ class Allocation:
 
 
 def node_name() -> str:
-    """This node as Slurm calls it, else its own name."""
+    """Return Slurm's name of this node, or else its own name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def look_across(
     start: Start, directory: Path, own_checks: Callable[[bool], list[Finding]], deadlines: Deadlines
 ) -> tuple[Board, Allocation | None]:
-    """Check this node beside the others. Returns where the ranks speak, and on rank 0 what all found, None elsewhere.
+    """Check this node beside the others.
+
+    Return the board on which the ranks speak, and on rank 0 what all found, None elsewhere.
 
     Collective: all ranks; those that do not come are named.
 
@@ -142,7 +144,7 @@ def leave(board: Board, start: Start, status: int, deadlines: Deadlines) -> int:
 
 
 def _members(board: Board, start: Start, deadlines: Deadlines) -> tuple[dict[int, str], dict[str, str]]:
-    """The first rank of each node that came with the node's name, and the nodes or ranks that did not come."""
+    """Return the first rank of each node with the node's name, and the nodes or ranks that did not come."""
     came = board.collect({rank: f"here/{rank}" for rank in range(start.size)}, deadlines.start_s)
     members: dict[int, str] = {}
     for rank, host in came.items():
@@ -172,7 +174,7 @@ def _hide_token(directory: Path, token: str) -> None:
 
 
 def _sees(directory: Path, token: str) -> bool:
-    """Whether the file of the first node comes into sight."""
+    """Return whether the file of the first node comes into sight."""
     end = time.monotonic() + _SEEN_S
     while token:
         with contextlib.suppress(OSError):

@@ -25,11 +25,11 @@ class Board:
         self.store = store
 
     def put(self, name: str, value: Any) -> None:
-        """Tell it to all."""
+        """Publish a value under a name."""
         self.store.set(f"doctor/{name}", json.dumps(value))
 
     def get(self, name: str, deadline_s: float) -> Any:
-        """What was put under a name.
+        """Return the value under a name.
 
         Raises:
             DeadlineError: Nothing was, in time.
@@ -44,7 +44,7 @@ class Board:
         return json.loads(self.store.get(f"doctor/{name}"))
 
     def collect(self, names: Mapping[int, str], deadline_s: float) -> dict[int, Any]:
-        """What ranks have put under their names in time; the others are absent."""
+        """Return the values that ranks have published under their names in time; the others are absent."""
         end, found = time.monotonic() + deadline_s, {}
         for rank, name in names.items():
             with contextlib.suppress(DeadlineError):

@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_machine(directory: Path, *, of_many: bool) -> list[Finding]:
-    """All checks of one machine.
+    """Run all checks of one machine.
 
     Args:
         directory: Of the run.
@@ -113,9 +113,11 @@ def check_machine(directory: Path, *, of_many: bool) -> list[Finding]:
 def srun_command(
     environ: Mapping[str, str], nodes: Sequence[str], words: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """What starts one task on each of these nodes with all that the job has there, and its environment.
+    """Return the command that starts one task on each of these nodes, and its environment.
 
-    ``--overlap``: also beside a run that is going on.
+    The tasks have all that the job has there.
+
+    ``--overlap`` lets it start beside a run that is going on.
     """
     number = len(nodes)
     kept = {name: value for name, value in environ.items() if not name.startswith(_OF_THE_JOBS_TASKS)}
@@ -132,7 +134,9 @@ def srun_command(
 
 
 def nodes_left(listed: Sequence[str], jobs: Sequence[Mapping[str, str]]) -> tuple[list[str], list[str]]:
-    """The nodes of a job that it still has, and those that it has lost; a step on lost ones would wait for them.
+    """Return the nodes that a job still has, and those that it has lost.
+
+    A step on lost ones would wait for them.
 
     Args:
         listed: The nodes that the job began with.

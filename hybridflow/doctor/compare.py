@@ -56,14 +56,14 @@ class NodeReport:
 
 
 def report_from_dict(found: Mapping[str, Any]) -> NodeReport:
-    """A report out of what ``asdict`` and JSON have made of it."""
+    """Build a report from the JSON form of ``asdict``."""
     findings = tuple(Finding(**finding) for finding in found["findings"])
     lists = {name: tuple(found[name]) for name in ("gpus", "errors")}
     return NodeReport(**{**found, **lists, "findings": findings})
 
 
 def with_network(reports: Sequence[NodeReport], pairs: Mapping[tuple[str, str], float]) -> list[NodeReport]:
-    """Each report with its network's speed: the median of its pairs, of two the better.
+    """Return each report with its network's speed: the median of its pairs, of two the better.
 
     A slow node is slow with all partners; a good one only with a slow partner.
     """
@@ -77,14 +77,14 @@ def with_network(reports: Sequence[NodeReport], pairs: Mapping[tuple[str, str], 
 
 
 def ratios(reports: Sequence[NodeReport], speed: str) -> dict[str, float]:
-    """Each node's share of the median of all that were measured."""
+    """Return each node's share of the median of all that were measured."""
     known = {report.host: report.speeds[speed] for report in reports if speed in report.speeds}
     middle = statistics.median(known.values()) if known else 0.0
     return {host: value / middle for host, value in known.items()} if middle > 0 else {}
 
 
 def slow_nodes(reports: Sequence[NodeReport]) -> list[Finding]:
-    """A finding for each node that is slow in something, and for each GPU that is slow among all."""
+    """Return a finding for each node that is slow in something, and for each GPU that is slow among all."""
     findings = []
     for speed, (unit, size, in_each_step) in SPEEDS.items():
         measured = {(report.host, report.host): report.speeds[speed] for report in reports if speed in report.speeds}
@@ -114,7 +114,7 @@ def slow_nodes(reports: Sequence[NodeReport]) -> list[Finding]:
 def slow_pairs(
     reports: Sequence[NodeReport], pairs: Mapping[tuple[str, str], float], broken: Mapping[tuple[str, str], str]
 ) -> list[Finding]:
-    """Pairs that are slow together though neither node is, the link between them; and pairs that do not speak."""
+    """Return pairs that are slow though neither node is, because of their link, and pairs that do not speak."""
     findings = [
         Finding(
             area=AREA,
@@ -144,7 +144,7 @@ def slow_pairs(
 
 
 def silent_nodes(missing: Mapping[str, str]) -> list[Finding]:
-    """A finding for each node that did not answer.
+    """Return a finding for each node that did not answer.
 
     Args:
         missing: By node, or rank where its node is not known: what it was waited for.
@@ -164,7 +164,7 @@ def silent_nodes(missing: Mapping[str, str]) -> list[Finding]:
 
 
 def failures(reports: Sequence[NodeReport]) -> list[Finding]:
-    """What nodes that answered could not do."""
+    """Return the failed checks of nodes that answered."""
     return [
         Finding(
             area=AREA,
@@ -179,7 +179,7 @@ def failures(reports: Sequence[NodeReport]) -> list[Finding]:
 
 
 def differences(reports: Sequence[NodeReport]) -> list[Finding]:
-    """Versions that are not equal on all nodes, clocks that are apart, and nodes that do not see the run directory."""
+    """Return findings on unequal versions, clocks that are apart, and nodes without the run directory."""
     findings = []
     for name in dict.fromkeys(key for report in reports for key in report.versions):
         found = {report.host: report.versions.get(name, "none") for report in reports}
@@ -224,7 +224,7 @@ def differences(reports: Sequence[NodeReport]) -> list[Finding]:
 
 
 def merge_findings(reports: Sequence[NodeReport]) -> list[Finding]:
-    """Each node's own findings: once where all nodes found the same; else with the nodes that found it."""
+    """Merge the nodes' own findings: once if all nodes found the same; else with the nodes that found it."""
     hosts: dict[Finding, list[str]] = {}
     for report in reports:
         for finding in report.findings:

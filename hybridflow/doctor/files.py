@@ -52,7 +52,7 @@ class Mount:
 
 
 def parse_mounts(text: str) -> list[Mount]:
-    r"""The lines of /proc/mounts, in which a space in a path stands as ``\040``."""
+    r"""Parse the lines of /proc/mounts, in which a space in a path stands as ``\040``."""
     mounts = []
     for line in text.splitlines():
         words = line.split(" ")
@@ -63,7 +63,7 @@ def parse_mounts(text: str) -> list[Mount]:
 
 
 def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
-    """The mount that an absolute path without links lies on: the longest point; of equal ones the last, on top."""
+    """Return the mount of an absolute path without links: the longest mount point; of equal ones the last."""
     best = None
     for mount in mounts:
         inside = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
@@ -88,7 +88,7 @@ class Written:
 
 
 def check_directory(directory: Path) -> list[Finding]:
-    """Kind, room and speed of the file system below the run directory, or below the nearest parent that is there."""
+    """Check kind, room and speed of the file system of the run directory, or of its nearest parent."""
     real = directory.resolve()
     there = next(path for path in (real, *real.parents) if path.is_dir())
     mount = mount_of(str(there), parse_mounts(Path("/proc/mounts").read_text(encoding="utf-8", errors="replace")))
@@ -111,7 +111,7 @@ def check_directory(directory: Path) -> list[Finding]:
 
 
 def mount_finding(path: str, mount: Mount | None) -> Finding:
-    """Which kind of file system the directory is on."""
+    """Judge the kind of file system that the directory is on."""
     value, verdict, remedy = f"{path}, unknown", NOTE, ""
     if mount is not None:
         value, verdict = f"{path}, {mount.kind} at {mount.point}", OK
@@ -129,7 +129,7 @@ def mount_finding(path: str, mount: Mount | None) -> Finding:
 
 
 def room_finding(free_bytes: int, free_files: int | None) -> Finding:
-    """Whether there is room."""
+    """Judge whether there is room."""
     value, verdict, remedy = f"{format_bytes(free_bytes)} free", OK, ""
     if free_bytes < _LITTLE_ROOM_BYTES:
         verdict, remedy = (
@@ -173,7 +173,7 @@ def write_probe(directory: Path, num_bytes: int = _PROBE_BYTES) -> Written:
 
 
 def written_findings(written: Written) -> list[Finding]:
-    """What the measured writing means for a run."""
+    """Judge the measured writing."""
     return [
         Finding(
             area=AREA, name="writing, synced", value=f"{written.bytes_per_s / 1e6:.0f} MB/s from one process"

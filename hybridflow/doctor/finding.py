@@ -27,18 +27,18 @@ class Finding:
     remedy: str = ""
 
     def unless(self, is_fine: bool, verdict: str, remedy: str) -> Finding:
-        """This finding where all is fine; else with another verdict and a remedy."""
+        """Return this finding where all is fine; else with another verdict and a remedy."""
         return self if is_fine else replace(self, verdict=verdict, remedy=remedy)
 
 
 def worst(findings: Iterable[Finding]) -> str:
-    """The worst verdict among them; ``"ok"`` of none."""
+    """Return the worst verdict among them; ``"ok"`` of none."""
     found = {finding.verdict for finding in findings}
     return next((verdict for verdict in (PROBLEM, NOTE) if verdict in found), OK)
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Such as ``24.0 GiB``."""
+    """Format bytes, such as ``24.0 GiB``."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

@@ -52,7 +52,10 @@ class Gpu:
 
 
 def parse_smi(text: str) -> list[Gpu]:
-    """What ``nvidia-smi --query-gpu=… --format=csv,noheader,nounits`` printed; lines of another form are left out."""
+    """Parse the output of ``nvidia-smi --query-gpu=… --format=csv,noheader,nounits``.
+
+    Lines of another form are left out.
+    """
     gpus = []
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         if len(row) != len(FIELDS) or not row[0].strip().isdigit():
@@ -77,7 +80,7 @@ def _number(text: str) -> float:
 
 
 def check_gpus() -> list[Finding]:
-    """The driver's view of the GPUs; that of torch is with the software."""
+    """Check the driver's view of the GPUs; that of torch is with the software."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     hidden = visible is not None and visible.strip() in ("", "-1", "NoDevFiles")
     tool = shutil.which("nvidia-smi")
@@ -99,7 +102,7 @@ def check_gpus() -> list[Finding]:
 
 
 def gpu_findings(gpus: list[Gpu], failure: str, *, is_hidden: bool) -> list[Finding]:
-    """What the driver's list of GPUs means.
+    """Judge the driver's list of GPUs.
 
     Args:
         gpus: From ``parse_smi``.

@@ -39,7 +39,7 @@ class Interface:
 
 
 def check_host() -> list[Finding]:
-    """Cores, limits and shared memory."""
+    """Check cores, limits and shared memory."""
     room = os.statvfs("/dev/shm")
     has_fabric = any(Path("/sys/class/infiniband").glob("*"))
     return [
@@ -52,7 +52,7 @@ def check_host() -> list[Finding]:
 
 
 def cores_finding(num_cores: int, usable: Sequence[int], environ: Mapping[str, str]) -> Finding:
-    """How many cores this process may use."""
+    """Judge how many cores this process may use."""
     value, verdict, remedy = f"{len(usable)} of {num_cores} usable", OK, ""
     tasks = environ.get("SLURM_NTASKS_PER_NODE", "1")
     if "SLURM_STEP_ID" in environ and len(usable) == 1 < num_cores and tasks == "1":
@@ -65,7 +65,10 @@ def cores_finding(num_cores: int, usable: Sequence[int], environ: Mapping[str, s
 
 
 def shared_memory_finding(total_bytes: int, free_bytes: int) -> Finding:
-    """The size of /dev/shm, by which the ranks of a node share weights, and through which NCCL and MPI speak."""
+    """Judge the size of /dev/shm.
+
+    The ranks of a node share weights there, and NCCL and MPI speak through it.
+    """
     value = f"{format_bytes(free_bytes)} free of {format_bytes(total_bytes)}"
     return Finding(area=AREA, name="/dev/shm", value=value).unless(
         free_bytes >= _SMALL_SHARED_BYTES,
@@ -76,7 +79,7 @@ def shared_memory_finding(total_bytes: int, free_bytes: int) -> Finding:
 
 
 def sandbox_finding(problem: str | None, bubblewrap: Bubblewrap) -> Finding:
-    """Whether programs that responses are can be run apart from everything else, and by what."""
+    """Judge whether programs in responses can run apart from everything else, and by what."""
     if problem is not None:
         value = f"{problem}; reward.function=code is refused"
     elif bubblewrap.usable is not None:
@@ -92,7 +95,7 @@ def sandbox_finding(problem: str | None, bubblewrap: Bubblewrap) -> Finding:
 
 
 def memlock_finding(limit: int, *, has_fabric: bool) -> Finding:
-    """Whether memory can be locked, which InfiniBand needs."""
+    """Judge whether memory can be locked, which InfiniBand needs."""
     is_free = limit == resource.RLIM_INFINITY
     value = "unlimited" if is_free else format_bytes(limit)
     return Finding(area=AREA, name="ulimit -l (locked memory)", value=value).unless(
@@ -104,7 +107,7 @@ def memlock_finding(limit: int, *, has_fabric: bool) -> Finding:
 
 
 def open_files_finding(soft: int, hard: int) -> Finding:
-    """Whether enough files and connections can be open."""
+    """Judge whether enough files and connections can be open."""
     is_free = soft == resource.RLIM_INFINITY
     return Finding(area=AREA, name="ulimit -n (open files)", value="unlimited" if is_free else str(soft)).unless(
         is_free or soft >= _FEW_OPEN_FILES,
@@ -114,7 +117,7 @@ def open_files_finding(soft: int, hard: int) -> Finding:
 
 
 def check_network(*, of_many: bool) -> list[Finding]:
-    """How this machine's name resolves, and which interfaces there are and will be used.
+    """Check how this machine's name resolves, and which interfaces there are and will be used.
 
     Args:
         of_many: It is one of several nodes, which must reach it by its name.
@@ -134,7 +137,7 @@ def check_network(*, of_many: bool) -> list[Finding]:
 
 
 def interfaces() -> list[Interface]:
-    """The network interfaces of this machine."""
+    """Return the network interfaces of this machine."""
     found = []
     for _, name in socket.if_nameindex():
         address = ""
@@ -152,7 +155,7 @@ def interfaces() -> list[Interface]:
 
 
 def name_finding(name: str, addresses: Sequence[str], listed: Sequence[Interface], *, of_many: bool) -> Finding:
-    """Whether this machine's own name leads to an address at which others reach it: gloo listens there."""
+    """Judge whether this machine's own name resolves to an address that others reach: gloo listens there."""
     outward = _outward(listed)
     real = outward[0].name if outward else "eth0"
     shown = ", ".join(addresses)
@@ -173,7 +176,7 @@ def name_finding(name: str, addresses: Sequence[str], listed: Sequence[Interface
 
 
 def _outward(listed: Sequence[Interface]) -> list[Interface]:
-    """Those that carry to other machines."""
+    """Return the interfaces to other machines."""
     return [each for each in listed if each.is_up and each.address and not _is_loopback(each.address)]
 
 
@@ -185,7 +188,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def interfaces_finding(listed: Sequence[Interface]) -> Finding:
-    """Which interfaces carry."""
+    """Judge which interfaces carry."""
     carrying = [f"{each.name} {each.address}" for each in listed if each.is_up and each.address]
     return Finding(
         area=NETWORK,
@@ -199,7 +202,10 @@ def interfaces_finding(listed: Sequence[Interface]) -> Finding:
 
 
 def chosen_finding(variable: str, value: str, listed: Sequence[Interface]) -> Finding:
-    """Whether a variable that chooses an interface names one that is there. NCCL takes prefixes, ``=`` and ``^``."""
+    """Judge whether a variable that chooses an interface names an existing one.
+
+    NCCL takes prefixes, ``=`` and ``^``.
+    """
     names = [name for name in value.lstrip("^=").split(",") if name]
     exact = variable.startswith("GLOO") or value.startswith("=")
     matching = [each for each in listed if any(each.name == n if exact else each.name.startswith(n) for n in names)]
@@ -212,7 +218,7 @@ def chosen_finding(variable: str, value: str, listed: Sequence[Interface]) -> Fi
 
 
 def fabric_findings(root: Path) -> list[Finding]:
-    """The ports of InfiniBand or RoCE, which NCCL uses where they are active."""
+    """Judge the ports of InfiniBand or RoCE, which NCCL uses where they are active."""
     findings = []
     for port in sorted(root.glob("*/ports/*")):
         state = (port / "state").read_text(encoding="ascii").strip()

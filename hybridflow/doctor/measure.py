@@ -18,7 +18,7 @@ _MESSAGES = 5
 
 
 def devices() -> list[torch.device]:
-    """All GPUs that this process sees, else the CPU."""
+    """Return all GPUs that this process sees, else the CPU."""
     if torch.cuda.is_available():
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return [torch.device("cpu")]
@@ -30,7 +30,10 @@ def use_all_cores() -> None:
 
 
 def matmul_flops_per_s(device: torch.device) -> float:
-    """Of a product of square matrices: bf16 on a GPU, fp32 on a CPU. The median over a second, as a job would get."""
+    """Measure a product of square matrices: bf16 on a GPU, fp32 on a CPU.
+
+    Return the median over a second, as a job would get.
+    """
     on_gpu = device.type == "cuda"
     size, dtype = (_GPU_SIZE, torch.bfloat16) if on_gpu else (_CPU_SIZE, torch.float32)
     one, other = (torch.full((size, size), 0.5, device=device, dtype=dtype) for _ in range(2))
@@ -46,7 +49,7 @@ def memory_bytes_per_s(device: torch.device) -> float:
 
 
 def _median_s(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, the median of as many as go into the time, after one that is not counted."""
+    """Return the seconds of one call: the median of as many as fit into the time, after one warm-up call."""
 
     def timed() -> float:
         start = time.perf_counter()
@@ -63,7 +66,9 @@ def _median_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def pair_bytes_per_s(peer: int, device: torch.device) -> float:
-    """Bytes that go each way in a second while both ranks of a pair send at once: the median of some messages.
+    """Return the bytes per second each way while both ranks of a pair send at once.
+
+    This is the median of some messages.
 
     Collective: this rank and ``peer``.
 

@@ -24,21 +24,21 @@ PLUGINS = {
 
 
 def library_kind(version: str) -> str:
-    """Which of ``PLUGINS`` an MPI library is, by what it says of itself; empty for another."""
+    """Return which of ``PLUGINS`` an MPI library is, by its version text; empty for another."""
     if re.search(r"cray mpich", version, re.IGNORECASE):
         return "CRAY MPICH"
     return next((kind for kind in PLUGINS if kind != "CRAY MPICH" and kind.lower() in version.lower()), "")
 
 
 def short_version(version: str) -> str:
-    """Such as ``MPICH 5.0.2`` out of the paragraph that a library says of itself."""
+    """Return, say, ``MPICH 5.0.2`` out of the paragraph that a library says of itself."""
     kind = library_kind(version)
     number = re.search(r"\d+(\.\d+)+\w*", version)
     return f"{kind} {number[0]}" if kind and number else version[:80]
 
 
 def parse_mpi_list(text: str) -> tuple[str, ...]:
-    """The plug-ins that ``srun --mpi=list`` names; of ``pmix_v4`` and the like only ``pmix``."""
+    """Return the plug-ins that ``srun --mpi=list`` names; of ``pmix_v4`` and the like only ``pmix``."""
     named = re.findall(r"^(?:srun: )?\s*([a-z_0-9]+)\s*$", text, flags=re.MULTILINE)
     versions = re.search(r"specific pmix plugin versions available: (.*)", text)
     named += ["pmix"] if versions and "pmix" not in named else []
@@ -46,7 +46,7 @@ def parse_mpi_list(text: str) -> tuple[str, ...]:
 
 
 def check_mpi(mpi_default: str = "") -> list[Finding]:
-    """MPI as mpi4py finds it, beside what this Slurm offers.
+    """Check MPI as mpi4py finds it, beside what this Slurm offers.
 
     Args:
         mpi_default: Slurm's MpiDefault; empty without Slurm.
@@ -60,7 +60,7 @@ def check_mpi(mpi_default: str = "") -> list[Finding]:
 
 
 def mpi_findings(found: Mapping[str, Any], plugins: tuple[str, ...], mpi_default: str) -> list[Finding]:
-    """What mpi4py's library and Slurm's plug-ins mean together."""
+    """Judge mpi4py's library and Slurm's plug-ins together."""
     library = found.get("mpi", "")
     if not library or library == "absent":
         why = "mpi4py is not installed" if library else str(found.get("mpi_error") or found["failure"] or "no answer")

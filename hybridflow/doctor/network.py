@@ -71,7 +71,7 @@ def speak(board: Board, rank: int, speakers: Sequence[int], *, on_gpus: bool, me
 
 
 def _exchange(store: Store, is_second: bool, *, on_gpus: bool, message_s: float) -> float | str:
-    """Messages with the partner: bytes each way per second, or why there were none."""
+    """Exchange messages with the partner; return bytes each way per second, or why there were none."""
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
@@ -89,7 +89,7 @@ def _exchange(store: Store, is_second: bool, *, on_gpus: bool, message_s: float)
 
 
 def _close_round(board: Board, number: int, pairs: Sequence[tuple[int, int]], talk: Talk, message_s: float) -> None:
-    """Note what all pairs of a round have found. To connect and to speak, each takes its own time."""
+    """Note the results of all pairs of a round. To connect and to speak, each takes its own time."""
     speaking = [pair for pair in pairs if not set(pair) & talk.silent.keys()]
     told = board.collect({rank: f"round/{number}/{rank}" for pair in speaking for rank in pair}, 4 * message_s)
     for pair in speaking:

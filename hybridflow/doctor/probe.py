@@ -47,7 +47,7 @@ def _version(module: str, distribution: str) -> str:
 
 
 def _kernels() -> str:
-    """Why the compiled kernels are not used; empty if they are."""
+    """Return why the compiled kernels are not used; empty if they are."""
     found = importlib.import_module("hybridflow.rollout.cpu.kernels").find_kernels()
     return found if isinstance(found, str) else ""
 

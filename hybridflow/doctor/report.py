@@ -15,7 +15,7 @@ _WIDTH = 120
 
 
 def as_text(findings: Sequence[Finding], nodes: Sequence[NodeReport] = ()) -> str:
-    """Findings by area, each problem with its remedy; then the table of nodes, and what it comes to."""
+    """Return findings by area, each problem with its remedy; then the table of nodes, and the conclusion."""
     lines: list[str] = []
     width = max((len(finding.name) for finding in findings), default=0)
     for area in dict.fromkeys(finding.area for finding in findings):
@@ -44,7 +44,7 @@ def _conclusion(findings: Sequence[Finding]) -> str:
 
 
 def _table(nodes: Sequence[NodeReport]) -> list[str]:
-    """A line for each node: what was measured, and its share of the median."""
+    """Return a line for each node: its measurements, and their shares of the median."""
     shares = {speed: ratios(nodes, speed) for speed in SPEEDS}
     head = [
         "node",
@@ -67,7 +67,7 @@ def as_dict(
     nodes: Sequence[NodeReport] = (),
     pairs: Mapping[tuple[str, str], float] | None = None,
 ) -> dict[str, Any]:
-    """The report for a program to read; speeds in FLOP/s and bytes/s."""
+    """Return the report for a program to read; speeds in FLOP/s and bytes/s."""
     found: dict[str, Any] = {"verdict": worst(findings), "findings": [asdict(finding) for finding in findings]}
     if nodes:
         found["nodes"] = [

@@ -7,9 +7,12 @@ MAX_ROUNDS = 15
 
 
 def tournament(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs, so that no node has two partners at once, and no pair meets twice.
+    """Return rounds of disjoint pairs.
 
-    The circle method: one place is fixed, the others turn by one each round. With an odd number one node rests.
+    No node has two partners at once, and no pair meets twice.
+
+    This is the circle method: one place is fixed, and the others turn by one each round. With an odd number one node
+    rests.
     """
     places = list(range(num_nodes)) + ([-1] if num_nodes % 2 else [])
     rounds = []
@@ -22,5 +25,5 @@ def tournament(num_nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def partner(node: int, pairs: list[tuple[int, int]]) -> int | None:
-    """With whom a node speaks in a round; None: it rests."""
+    """Return a node's partner in a round; None: it rests."""
     return next((one + other - node for one, other in pairs if node in (one, other)), None)

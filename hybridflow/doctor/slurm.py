@@ -22,25 +22,25 @@ _NULL = ("", "(null)", "None", "N/A")
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Whether ``srun`` started this process, rather than a batch script or the shell of an interactive job."""
+    """Return whether ``srun`` started this process, rather than a batch script or an interactive shell."""
     step = environ.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < _FIRST_PSEUDO_STEP
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """What ``scontrol show config`` printed, by key."""
+    """Parse the output of ``scontrol show config``, by key."""
     lines = (line.partition("=") for line in text.splitlines())
     return {key.strip(): value.strip() for key, equals, value in lines if equals and re.fullmatch(r"[\w\[\]]+\s*", key)}
 
 
 def leading_number(text: str) -> float | None:
-    """Such as 30 of ``30 sec``; None where none stands."""
+    """Return the leading number, such as 30 of ``30 sec``; None if there is none."""
     match = re.match(r"\d+", text)
     return float(match[0]) if match else None
 
 
 def read_config() -> tuple[dict[str, str], str]:
-    """Slurm's settings; and why there are none, empty if there are."""
+    """Return Slurm's settings; and why there are none, empty if there are."""
     if not shutil.which("scontrol"):
         return {}, "absent"
     text, failure = try_program(["scontrol", "show", "config"])
@@ -48,7 +48,7 @@ def read_config() -> tuple[dict[str, str], str]:
 
 
 def check_slurm(config: Mapping[str, str], failure: str) -> list[Finding]:
-    """Slurm as this machine sees it.
+    """Check Slurm as this machine sees it.
 
     Args:
         config: From ``read_config``.
@@ -85,7 +85,7 @@ def check_slurm(config: Mapping[str, str], failure: str) -> list[Finding]:
 
 
 def config_findings(config: Mapping[str, str]) -> list[Finding]:
-    """Which settings of the cluster matter to a job that is to be saved, requeued and begun again."""
+    """Judge the cluster's settings for a job that is to be saved, requeued and begun again."""
     findings = [
         Finding(area=AREA, name="version", value=config.get("SLURM_VERSION", "unknown")),
         Finding(area=AREA, name="MpiDefault", value=config.get("MpiDefault", "unknown")),
@@ -132,7 +132,7 @@ def config_findings(config: Mapping[str, str]) -> list[Finding]:
 
 
 def partition_findings(records: Sequence[Mapping[str, str]], config: Mapping[str, str]) -> list[Finding]:
-    """Time limits and preemption of each partition."""
+    """Judge time limits and preemption of each partition."""
     findings = []
     for record in records:
         name = f"partition {record.get('PartitionName', '?')}"
@@ -154,7 +154,7 @@ def partition_findings(records: Sequence[Mapping[str, str]], config: Mapping[str
 
 
 def job_findings(records: Sequence[Mapping[str, str]]) -> list[Finding]:
-    """The limits of the own job, or of each component of a heterogeneous one."""
+    """Judge the limits of the own job, or of each component of a heterogeneous one."""
     findings = []
     for record in records:
         value = (

@@ -47,7 +47,7 @@ def probe(parts: tuple[str, ...], deadline_s: float = 100.0) -> dict[str, Any]:
 
 
 def merge_lines(text: str) -> dict[str, Any]:
-    """The JSON objects of a probe's lines as one; lines that libraries print in between are passed over."""
+    """Merge the JSON objects of a probe's lines; lines that libraries print in between are skipped."""
     merged: dict[str, Any] = {}
     for part in json_objects(text.splitlines()):
         merged.update(part)
@@ -55,7 +55,7 @@ def merge_lines(text: str) -> dict[str, Any]:
 
 
 def check_software() -> list[Finding]:
-    """Versions of Python and hybridflow, torch and its GPUs, megatron-core, and what is optional."""
+    """Check versions of Python and hybridflow, torch and its GPUs, megatron-core, and optional packages."""
     found = probe(("torch", "megatron", "kernels", *OPTIONAL))
     return [
         *_base(),
@@ -80,7 +80,7 @@ def _base() -> list[Finding]:
 
 
 def code_hash() -> str:
-    """A hash of this package's own modules: two nodes with the same version may still run different code."""
+    """Return a hash of this package's modules: nodes with the same version may still run different code."""
     digest = hashlib.sha256()
     root = Path(hybridflow.__file__).parent
     for path in sorted(root.rglob("*.py")):
@@ -89,7 +89,7 @@ def code_hash() -> str:
 
 
 def torch_findings(found: Mapping[str, Any]) -> list[Finding]:
-    """What a probe of torch and CUDA means."""
+    """Judge a probe of torch and CUDA."""
     area = "software"
     if "torch" not in found:
         return [
@@ -146,7 +146,7 @@ def _cuda_findings(found: Mapping[str, Any]) -> list[Finding]:
 
 
 def megatron_finding(found: Mapping[str, Any]) -> Finding:
-    """Whether megatron-core is there, whole, and of the release that our code needs."""
+    """Judge whether megatron-core is there, whole, and of the release that our code needs."""
     version = found.get("megatron", "")
     if not version:
         why = found.get("megatron_error") or found["failure"] or "no answer"
@@ -160,7 +160,7 @@ def megatron_finding(found: Mapping[str, Any]) -> Finding:
 
 
 def kernels_finding(found: Mapping[str, Any]) -> Finding:
-    """Whether decoding on a CPU has its compiled kernels."""
+    """Judge whether decoding on a CPU has its compiled kernels."""
     why = found.get("kernels_error") or found.get("kernels")
     if why is None:
         why = f"could not be looked at: {found['failure'] or 'no answer'}"
@@ -169,7 +169,7 @@ def kernels_finding(found: Mapping[str, Any]) -> Finding:
 
 
 def optional(module: str, found: Mapping[str, Any]) -> Finding:
-    """Whether an optional package is there and can be imported, and what is used without it."""
+    """Judge whether an optional package can be imported, and say what is used without it."""
     distribution, without = OPTIONAL[module]
     state, verdict, remedy = found.get(module), OK, ""
     if state is None or state == "absent":
@@ -190,7 +190,7 @@ def optional(module: str, found: Mapping[str, Any]) -> Finding:
 
 
 def versions() -> dict[str, str]:
-    """What must be equal on all nodes of a job, as far as it is known without importing it."""
+    """Return what must be equal on all nodes of a job, as far as it is known without importing it."""
     found = {"hybridflow": f"{hybridflow.__version__} {code_hash()}", "Python": platform.python_version()}
     for name in ("torch", "megatron-core", "numpy", "mpi4py", *(pair[0] for pair in OPTIONAL.values())):
         try:

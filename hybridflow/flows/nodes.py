@@ -71,7 +71,7 @@ _OLD, _REFERENCE = "old_log_probs", "ref_log_probs"
 
 
 def advantages(call: str, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ("advantages",)) -> Node:
-    """From scores to advantages, in one of the ways that ``roles.advantage`` has."""
+    """Return a node from scores to advantages, in one of the ways that ``roles.advantage`` has."""
     return Node(
         name=f"advantage.{call}",
         role="advantage",
@@ -102,7 +102,7 @@ COST_CRITIC_UPDATE = _critic_update("cost_critic", "cost_values", "cost_returns"
 
 
 def update(*reads: str, call: str = "update") -> Repeat:
-    """The actor's updates, a mini-batch each, in one of the ways that it has."""
+    """Return the actor's updates, a mini-batch each, in one of the ways that it has."""
     return repeat(
         "actor_mini_batch",
         Node(
@@ -143,7 +143,7 @@ SCORE_VALIDATION = Node(
 
 
 def offline(call: str, *writes: str) -> Node:
-    """Samples that are read and not sampled, in one of the ways that ``roles.offline_samples`` has."""
+    """Return a node that reads samples instead of sampling, in one of the ways of ``roles.offline_samples``."""
     return Node(
         name=f"offline.{call}",
         role="offline",
@@ -179,9 +179,9 @@ VALIDATION_OF_PAIRS = (
 
 
 def without(flow: Flow, column: str, *, role: str | None = None) -> Flow:
-    """The flow in which nobody reads a column, or no node of a role, and which nobody makes then.
+    """Return the flow in which no node, or no node of a role, reads or writes a column.
 
-    What made nothing else is left out.
+    Nodes that wrote nothing else are left out.
     """
     elements: list[Node | Repeat] = []
     for element in flow.elements:
@@ -213,7 +213,10 @@ def with_drops(step: Step) -> Step:
 
 
 def with_environment(flow: Flow) -> Flow:
-    """The flow where an environment answers the responses: its rewards go from those who sample to those who score."""
+    """Return the flow in which an environment answers the responses.
+
+    Its rewards go from the sampling nodes to the scoring ones.
+    """
     changed: list[Node | Repeat] = []
     for element in flow.elements:
         if isinstance(element, Repeat):

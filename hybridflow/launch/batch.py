@@ -47,7 +47,7 @@ class BatchJob:
 
 
 def shipped_body() -> str:
-    """What ``slurm/train.sbatch`` does, without its directives and its block of settings."""
+    """Return the body of ``slurm/train.sbatch``, without its directives and its block of settings."""
     text = (shipped("slurm") / "train.sbatch").read_text(encoding="utf-8")
     parts = re.split(rf"^{_BORDER}.*\n", text, flags=re.MULTILINE)
     assert len(parts) == 3, "slurm/train.sbatch has one block of settings between two borders"
@@ -55,7 +55,7 @@ def shipped_body() -> str:
 
 
 def render_batch(job: BatchJob) -> str:
-    """The batch file.
+    """Return the text of the batch file.
 
     Raises:
         ConfigError: A path cannot be written in a batch file.
@@ -75,7 +75,7 @@ def render_batch(job: BatchJob) -> str:
 
 
 def directives(job: BatchJob) -> Iterator[str]:
-    """Options of sbatch, each one word; the site's own come last and so go before."""
+    """Yield options of sbatch, each one word; the site's own come last and override the others."""
     site, (fewest, most) = job.site, job.nodes
     yield f"--job-name={job.name}"
     yield f"--chdir={job.folder}"
@@ -109,7 +109,7 @@ def _output(run_dir: Path) -> str:
 
 
 def _in_directive(word: str) -> str:
-    """A word as sbatch reads it in a batch file: there a backslash does not hide a space, and counts within quotes."""
+    """Quote a word for a directive of sbatch: a backslash hides no space there, and counts within quotes."""
     return re.sub(r"[^A-Za-z0-9_@%+=:,./-]", lambda found: '" "' if found[0] == " " else f"\\{found[0]}", word)
 
 
@@ -133,7 +133,7 @@ def _settings(job: BatchJob) -> Iterator[str]:
 
 
 def _container(job: BatchJob) -> tuple[list[str], list[str]]:
-    """What stands before the command, and options of srun."""
+    """Return the words before the command, and options of srun."""
     container = job.site.container
     if container.kind == "none" or container.image is None:
         return [], []

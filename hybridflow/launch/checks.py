@@ -44,7 +44,7 @@ class Request:
 
 
 def site_of(request: Request) -> Site:
-    """The site settings with what the command line puts over them.
+    """Return the site settings with the command line's overrides.
 
     Raises:
         ConfigError: A setting cannot be used.
@@ -59,7 +59,7 @@ def site_of(request: Request) -> Site:
 
 
 def check_job(request: Request, site: Site) -> tuple[Recipe, BatchJob, list[str]]:
-    """The recipe, its job without a copy of code and recipe, and warnings.
+    """Return the recipe, its job without a copy of code and recipe, and warnings.
 
     Raises:
         ConfigError: The time limit is missing or too short; or a rank needs more memory than a GPU has.
@@ -98,7 +98,7 @@ def check_job(request: Request, site: Site) -> tuple[Recipe, BatchJob, list[str]
 
 
 def ranks_per_node(recipe: Recipe, site: Site) -> int:
-    """Ranks on each node.
+    """Return the number of ranks on each node.
 
     Raises:
         ConfigError: Recipe and site contradict each other, or a node has fewer GPUs.
@@ -121,7 +121,7 @@ def ranks_per_node(recipe: Recipe, site: Site) -> int:
 
 
 def node_range(nodes: str | None, num_ranks: int, per_node: int) -> tuple[int, int]:
-    """Fewest and most nodes.
+    """Return the fewest and the most nodes.
 
     Raises:
         ConfigError: The text is no such range.
@@ -147,7 +147,7 @@ def node_range(nodes: str | None, num_ranks: int, per_node: int) -> tuple[int, i
 
 
 def time_limit(site: Site) -> str:
-    """The time limit of a job.
+    """Return the time limit of a job.
 
     Raises:
         ConfigError: There is none, or the job would be told to stop as soon as it starts.
@@ -165,7 +165,7 @@ def time_limit(site: Site) -> str:
 
 
 def check_memory(memory: Sequence[RankMemory], gpu_memory_gb: float) -> list[str]:
-    """Warnings where ranks come near the memory of a GPU.
+    """Return warnings where ranks come near the memory of a GPU.
 
     Raises:
         ConfigError: A rank needs more.

@@ -105,7 +105,7 @@ def add_slurm_options(parser: argparse.ArgumentParser) -> None:
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
-    """What the options of ``add_slurm_options`` and a recipe ask for."""
+    """Return the request in the options of ``add_slurm_options`` and a recipe."""
     return Request(
         recipe=arguments.recipe,
         overrides=tuple(arguments.overrides),
@@ -117,7 +117,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
 
 def batch_file(request: Request) -> str:
-    """The batch file of a launch that is checked and not made.
+    """Return the batch file of a launch that is checked and not made.
 
     Raises:
         HybridflowError: As for ``check_job``.
@@ -165,7 +165,7 @@ def _slurm(arguments: argparse.Namespace) -> int:
 
 
 def as_kept(job: BatchJob, folder: Path, *, with_code: bool) -> BatchJob:
-    """The job that runs what a launch keeps in a folder."""
+    """Return the job that runs from the folder of a launch."""
     return replace(job, recipe=folder / "recipe.yaml", code=folder / "code" if with_code else None)
 
 
@@ -213,7 +213,7 @@ def _mpi(arguments: argparse.Namespace) -> int:
 
 
 def mpi_command(argv: Sequence[str], num_ranks: int, hostfile: Path | None) -> list[str]:
-    """What starts the ranks with MPI: options that Open MPI and MPICH both know."""
+    """Return the command that starts the ranks with MPI: options that Open MPI and MPICH both know."""
     if hostfile is not None and not hostfile.is_file():
         raise ConfigError(f"--hostfile {hostfile}: no such file")
     hosts = [] if hostfile is None else ["-hostfile", str(absolute(hostfile))]

@@ -65,7 +65,7 @@ def run_local(
 
 
 def local_environment(rank: int, num_ranks: int, threads_per_rank: int, port: int) -> dict[str, str]:
-    """The variables that tell a rank of this machine its place."""
+    """Return the variables that tell a rank of this machine its place."""
     return {
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
@@ -124,7 +124,10 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], received: list[int], end_s:
 
 
 def _first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """The failed rank that is likeliest the cause: one ended by a signal before one that missed it, then the lowest."""
+    """Return the failed rank that is likeliest the cause.
+
+    A rank ended by a signal comes before one that missed it, then the lowest.
+    """
     failed = [index for index, rank in enumerate(ranks) if rank.poll() not in (None, 0)]
     return min(failed, key=lambda index: (ranks[index].returncode > 0, index), default=None)
 
@@ -152,7 +155,7 @@ def _signal(ranks: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
 
 
 def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End what is left of every rank that did not end well, with all that it started."""
+    """End the rest of every rank that did not end well, with all that it started."""
     for rank in ranks:
         if rank.returncode != 0:
             with suppress(ProcessLookupError):
@@ -184,7 +187,7 @@ def _free_port() -> int:
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """What a child runs before its program, so that it cannot outlive us. Linux alone offers it."""
+    """Return what a child runs before its program, so that it cannot outlive us. Linux alone offers it."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None)

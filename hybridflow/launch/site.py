@@ -80,7 +80,7 @@ class Site:
 
 
 def load_site(file: Path | None) -> Site:
-    """The settings of a file; without one those of ``SITE_FILE``, and where that is absent too the defaults.
+    """Return the settings of a file, of ``SITE_FILE`` by default; without either, the defaults.
 
     Raises:
         ConfigError: The file cannot be read, or a setting is unknown, ill-typed or at odds with another.
@@ -99,7 +99,7 @@ def load_site(file: Path | None) -> Site:
 
 
 def _with_text(values: Any, source: str) -> Any:
-    """The values of a file; an empty one has none. Refuses a time that YAML took for a number."""
+    """Return the values of a file; an empty one has none. Refuses a time that YAML took for a number."""
     if values is None:
         return {}
     if isinstance(values, dict) and type(values.get("time")) is int:
@@ -159,7 +159,7 @@ def check_mount(mount: str, what: str) -> None:
 
 
 def texts(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in nested dicts and lists, with its dotted key."""
+    """Yield every text in nested dicts and lists, with its dotted key."""
     items = values.items() if isinstance(values, dict) else ()
     for key, value in items:
         if isinstance(value, str):
@@ -171,7 +171,7 @@ def texts(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def seconds_of(limit: str, what: str) -> int:
-    """A time limit in Slurm's words, in seconds.
+    """Return the seconds of a time limit in Slurm's words.
 
     Raises:
         ConfigError: It is none of minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
@@ -194,5 +194,5 @@ def seconds_of(limit: str, what: str) -> int:
 
 
 def absolute(path: str | Path) -> Path:
-    """A path that means the same in the job; links stay as they are."""
+    """Return a path that means the same in the job; links stay as they are."""
     return Path(os.path.abspath(path))

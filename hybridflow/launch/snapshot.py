@@ -27,7 +27,7 @@ _KEPT = (".py", ".yaml", ".sbatch", ".sh", ".typed", ".so", ".c")
 
 
 def next_folder(run_dir: Path) -> Path:
-    """Where the next launch of a run is kept: ``run_dir/launch/0001`` and up."""
+    """Return the folder of the next launch of a run: ``run_dir/launch/0001`` and up."""
     folder = run_dir / "launch"
     numbers = [int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal()] if folder.is_dir() else []
     return folder / f"{max(numbers, default=0) + 1:04d}"
@@ -88,7 +88,10 @@ def copy_package(target: Path) -> None:
 
 
 def git_state(folder: Path) -> dict[str, str] | None:
-    """The commit of a clone and what differs from it; None where the package is in no clone, or there is no git."""
+    """Return the commit of a clone and what differs from it.
+
+    None where the package is in no clone, or there is no git.
+    """
     found = {}
     for key, command in (("commit", ("rev-parse", "HEAD")), ("changed", ("status", "--porcelain", "--", str(folder)))):
         text, failure = try_program(["git", "-C", str(folder), *command])
@@ -99,6 +102,6 @@ def git_state(folder: Path) -> dict[str, str] | None:
 
 
 def packages() -> dict[str, str]:
-    """Installed packages and their versions."""
+    """Return installed packages and their versions."""
     found = {each.metadata["Name"]: each.version for each in metadata.distributions()}
     return {name: found[name] for name in sorted(found, key=str.lower) if name}

@@ -92,7 +92,7 @@ class JobState:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """Return whether nothing more will come."""
         return self.state not in _GOING_ON
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class JobState:
 
 
 def job_state(records: Sequence[Mapping[str, str]]) -> JobState | None:
-    """What the first of Slurm's records of a job says; None: there is none."""
+    """Return the job's state in the first of Slurm's records, or None without records."""
     job = records[0] if records else {}
     if "JobState" not in job:
         return None

@@ -69,7 +69,7 @@ class MeshMemory:
 
     @property
     def kept(self) -> int:
-        """What stays from call to call."""
+        """Return what stays from call to call."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -91,17 +91,17 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """The larger of the two phases."""
+        """Return the larger of the two phases."""
         return max(self.rollout, self.update)
 
     @property
     def least(self) -> int:
-        """As ``peak``, with the smallest cache."""
+        """Return ``peak`` with the smallest cache."""
         return max(self.rollout - self.spare, self.update)
 
 
 def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMemory, ...]:
-    """What each rank of a job needs, by rank.
+    """Return what each rank of a job needs, by rank.
 
     Args:
         recipe: The recipe.
@@ -132,7 +132,7 @@ _HOSTED = ("actor.update", "actor.rollout", *_CRITICS, *_FROZEN)
 
 
 def _section(recipe: Recipe, name: str) -> Any:
-    """What the recipe says of a role."""
+    """Return a role's section of the recipe."""
     return getattr(recipe, name)
 
 
@@ -148,7 +148,7 @@ class _Placed:
     adapters: ModelSpec | None
 
     def kind(self, rank: int) -> object:
-        """Equal for ranks that need the same."""
+        """Return a key that is equal for ranks with equal needs."""
         place = self.mesh.coordinate(rank)
         if self.mesh.name != "actor.rollout":
             # Tensor-parallel peers hold equally much.
@@ -158,28 +158,28 @@ class _Placed:
 
     @functools.cached_property
     def states(self) -> OptimizerHoldings:
-        """Where a distributed optimizer keeps its state."""
+        """Return where a distributed optimizer keeps its state."""
         return OptimizerHoldings(self.trained, self.mesh)
 
     @property
     def trained(self) -> ModelSpec:
-        """The tensors that have gradients, if any has."""
+        """Return the tensors that have gradients, if any has."""
         return self.spec if self.adapters is None else self.adapters
 
     @property
     def whole(self) -> ModelSpec:
-        """All tensors."""
+        """Return all tensors."""
         adapters = () if self.adapters is None else self.adapters.tensors
         return replace(self.spec, tensors=(*self.spec.tensors, *adapters))
 
     @functools.cached_property
     def stage_bytes(self) -> dict[int, int]:
-        """Weights of a rank of each stage."""
+        """Return the weights of a rank of each stage, in bytes."""
         return self._bytes_of(self.whole)
 
     @functools.cached_property
     def trained_bytes(self) -> dict[int, int]:
-        """Those that have gradients, if any has."""
+        """Return the weights of a rank of each stage that have gradients, in bytes, if any has."""
         return self._bytes_of(self.trained)
 
     def _bytes_of(self, spec: ModelSpec) -> dict[int, int]:
@@ -203,7 +203,10 @@ def _place(recipe: Recipe, meshes: Mapping[str, DeviceMesh], name: str) -> _Plac
 
 
 def with_vocabulary(recipe: Recipe, name: str) -> ModelConfig:
-    """The settings of a role's model with the size of its vocabulary; of a tokenizer yet to be trained, the largest."""
+    """Return the settings of a role's model with its vocabulary size.
+
+    For a tokenizer yet to be trained it is the largest.
+    """
     model = recipe.model_of(name)
     return replace(model, vocab_size=recipe.tokenizer.vocab_size) if model.vocab_size is None else model
 
@@ -252,9 +255,11 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
 
 
 def _together(parts: tuple[MeshMemory, ...], away: frozenset[str], is_offloaded: bool, spare: int) -> RankMemory:
-    """Models on one rank compute one after the other: what they keep adds up, what passes does not.
+    """Add up models on one rank, which compute one after the other.
 
-    The weights of a frozen model that is kept in host memory pass too.
+    Memory that they keep adds up. Of memory that they use for a while the largest counts.
+
+    Weights of a frozen model in host memory are used for a while, too.
     """
     kept = sum(part.kept for part in parts if part.mesh != "actor.rollout" and part.mesh not in away)
     idle = sum(part.gradients + part.optimizer for part in parts if part.mesh == "actor.update" and is_offloaded)
@@ -273,7 +278,10 @@ def _together(parts: tuple[MeshMemory, ...], away: frozenset[str], is_offloaded:
 
 
 def _own_bytes(spec: ModelSpec, update: DeviceMesh, rollout: DeviceMesh, rank: int, *, is_behind: bool = False) -> int:
-    """Of the rollout's weights those that are not views of the update's; where they stay behind, none is."""
+    """Return the bytes of the rollout's weights that are no views of the update's.
+
+    If the rollout may stay behind the update, no weights are views.
+    """
     if shares_storage(update, rollout) and not is_behind:
         return 0
     target = WeightHoldings(spec, rollout)
@@ -287,17 +295,19 @@ def _own_bytes(spec: ModelSpec, update: DeviceMesh, rollout: DeviceMesh, rank: i
 
 
 def gradient_bytes(weight_bytes: int, model: ModelConfig) -> int:
-    """A gradient in fp32 for each weight."""
+    """Return the bytes of a gradient in fp32 for each weight."""
     return weight_bytes // ITEM_BYTES[model.dtype] * _FP32_BYTES
 
 
 def optimizer_bytes(
     spec: ModelSpec, states: OptimizerHoldings | None, rank: int, model: ModelConfig, weight_bytes: int
 ) -> int:
-    """Adam's state on a rank: two fp32 numbers for each element that it steps, three where weights are not fp32.
+    """Return the bytes of Adam's state on a rank.
 
-    Distributed, with ``states``, a rank steps its range of the buffer in which gradients are reduced; else all that it
-    holds.
+    It has two fp32 numbers for each element that the rank steps, three where weights are not fp32.
+
+    With ``states`` the optimizer is distributed, and a rank steps its range of the gradient buffer; else it steps all
+    that it holds.
     """
     if states is None:
         elements = weight_bytes // ITEM_BYTES[model.dtype]
@@ -308,7 +318,10 @@ def optimizer_bytes(
 
 
 def packed_bytes(spec: ModelSpec, model: ModelConfig, mesh: DeviceMesh, rank: int) -> int:
-    """Matrices of a dense fp32 model, as ``rollout.cpu.transformer`` copies them to generate with on a CPU."""
+    """Return the bytes of packed matrices of a dense fp32 model.
+
+    ``rollout.cpu.transformer`` copies them to generate on a CPU.
+    """
     fits = model.num_experts is None and model.head_size % 16 == 0 and model.query_groups >= mesh.layout.tp
     if model.dtype != "fp32" or not fits:
         return 0
@@ -323,7 +336,7 @@ def packed_bytes(spec: ModelSpec, model: ModelConfig, mesh: DeviceMesh, rank: in
 
 
 def _is_packed(tensor: TensorSpec, is_last: bool) -> bool:
-    """Whether a stage multiplies with it; of tied embeddings the last does."""
+    """Return whether a stage multiplies with it; of tied embeddings the last does."""
     if tensor.place == "embedding":
         return is_last and tensor.also_held_by == "output"
     is_output = tensor.name == "output_layer.weight"
@@ -331,28 +344,31 @@ def _is_packed(tensor: TensorSpec, is_last: bool) -> bool:
 
 
 def cache_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh) -> int:
-    """Keys and values of ``rollout.max_concurrent`` sequences, each as long as the context; no more than its budget."""
+    """Return keys and values of ``rollout.max_concurrent`` sequences, each as long as the context.
+
+    They are no more than the cache's budget.
+    """
     need = recipe.rollout.max_concurrent * _sequence_bytes(model, mesh)
     budget = recipe.rollout.cache_memory
     return need if budget < 1 else min(need, int(budget))
 
 
 def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:
-    """What of the cache is not taken where it is not free."""
+    """Return the bytes of the cache that are not taken where they are not free."""
     model = recipe.model_of("actor.rollout")
     is_share = recipe.rollout.cache_memory < 1
     return cache_bytes(recipe, model, mesh) - _sequence_bytes(model, mesh) if is_share else 0
 
 
 def _sequence_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
-    """Keys and values of a sequence as long as the context, in whole blocks, in the layers of a stage."""
+    """Return keys and values of a sequence as long as the context, in whole blocks, in a stage's layers."""
     layers, groups = model.num_layers // mesh.layout.pp, max(1, model.query_groups // mesh.layout.tp)
     tokens = -(-model.max_context // BLOCK_TOKENS) * BLOCK_TOKENS
     return 2 * layers * tokens * groups * model.head_size * ITEM_BYTES[model.dtype]
 
 
 def training_bytes(model: ModelConfig, mesh: DeviceMesh, rank: int, tokens: int, lora: LoRAConfig | None = None) -> int:
-    """What the layers of a stage keep for the backward pass, of micro-batches of so many tokens.
+    """Return what a stage's layers keep for the backward pass, of micro-batches of ``tokens`` tokens.
 
     In 1F1B stage ``s`` of ``pp`` has ``pp - s`` micro-batches under way. Nothing is computed twice, and the activations
     between the layers are not cut over the tensor-parallel ranks. Weights below adapters are frozen, and need no input
@@ -365,14 +381,14 @@ def training_bytes(model: ModelConfig, mesh: DeviceMesh, rank: int, tokens: int,
 
 
 def _adapter_bytes(model: ModelConfig, tp: int, lora: LoRAConfig) -> int:
-    """What the adapters of a layer keep of each token: what A gives; with dropout a mask of the inputs too."""
+    """Return what a layer's adapters keep per token: A's output; with dropout a mask of the inputs too."""
     inputs = 2 * model.hidden_size - (-(model.num_attention_heads * model.head_size + model.ffn_hidden_size) // tp)
     masks = inputs if lora.dropout > 0 else 0
     return (lora.rank * len(lora.targets) + masks) * ITEM_BYTES[model.dtype]
 
 
 def _layer_bytes(model: ModelConfig, tp: int) -> int:
-    """What a layer keeps of each token.
+    """Return what a layer keeps of each token.
 
     In elements: input and output of its two norms, ``4 h`` (``6 h`` with norms behind the blocks), where a kernel fuses
     them as on a GPU; sine and cosine of the rotation, ``4 d``; of the attention, with ``q`` and ``kv`` columns of query
@@ -388,14 +404,14 @@ def _layer_bytes(model: ModelConfig, tp: int) -> int:
 
 
 def _passing_bytes(model: ModelConfig, mesh: DeviceMesh, tokens: int) -> int:
-    """Most that is there at one time of a forward pass of which nothing is kept: what one layer makes."""
+    """Return the peak of a forward pass of which nothing is kept: what one layer makes."""
     return tokens * _layer_bytes(model, mesh.layout.tp)
 
 
 def _output_bytes(
     model: ModelConfig, mesh: DeviceMesh, rank: int, tokens: int, *, has_value_head: bool, copies: int
 ) -> int:
-    """The logits, as often as they are there at one time, and four fp32 chunks of them, on the last stage."""
+    """Return the logits on the last stage, all copies at one time, and four fp32 chunks of them."""
     if mesh.coordinate(rank).pp != mesh.layout.pp - 1:
         return 0
     columns = 1 if has_value_head else -(-_vocab_size(model) // mesh.layout.tp)
@@ -425,7 +441,10 @@ def check_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
 
 
 def memory_table(memory: Sequence[RankMemory]) -> str:
-    """Ranks × models × bytes, ranks with the same figures in one row, those that need the most first."""
+    """Return a table of ranks × models × bytes.
+
+    Ranks with the same figures share a row; those that need the most come first.
+    """
     groups: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for rank, needed in enumerate(memory):
         groups.setdefault(_rows(needed), []).append(rank)
@@ -455,7 +474,7 @@ def _rows(needed: RankMemory) -> tuple[tuple[str, ...], ...]:
 
 
 def memory_summary(memory: Sequence[RankMemory]) -> str:
-    """The ranks that need the most and the least, and what the estimate leaves out."""
+    """Describe the ranks that need the most and the least, and what the estimate leaves out."""
     order = sorted(range(len(memory)), key=lambda rank: memory[rank].peak)
     least, most = order[0], max(order, key=lambda rank: (memory[rank].peak, -rank))
     return (

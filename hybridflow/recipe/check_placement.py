@@ -14,7 +14,7 @@ from hybridflow.recipe.meshes import SAMPLING_MESHES, meshes_in_recipe_order, re
 
 
 def check_uncut(recipe: Recipe, in_memory: Mapping[str, ModelInfo]) -> None:
-    """A class of a user's own is on each of its ranks whole."""
+    """Refuse to cut a user-defined class: it is whole on each of its ranks."""
     whole = {key.rpartition(".")[0] or "actor" for key, settings in in_memory.items() if not settings.is_cut}
     if "actor" in whole:
         whole.add("reference")
@@ -50,7 +50,7 @@ _PLACED = ("actor", "critic", "reference", "reward", "cost", "cost_critic", "tea
 
 
 def check_split(recipe: Recipe) -> None:
-    """Generating on ranks of its own, and while others learn."""
+    """Check generating on ranks of its own, and while others learn."""
     actor, staleness = recipe.actor, recipe.trainer.max_staleness
     if actor.rollout_ranks is None:
         if staleness > 0:

@@ -79,7 +79,7 @@ _CUTS = {
 
 
 def _check_known_log_probs(rollout: RolloutConfig) -> None:
-    """What an engine tells must be what the trainer computes: log-probabilities at the temperature, before cuts."""
+    """Check that the engine reports what the trainer computes: log-probabilities at the temperature, before cuts."""
     kind, cuts = rollout.engine.kind, [name for name in _CUTS if getattr(rollout, name) != _CUTS[name]]
     is_cut, named = len(cuts) > 0, ", ".join(f"rollout.{name}" for name in cuts)
     is_processed = kind == "tgi" or rollout.engine.log_probs == "processed" or (kind == "vllm" and not is_cut)

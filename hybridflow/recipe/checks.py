@@ -266,7 +266,7 @@ def _check_validation(recipe: Recipe) -> None:
 
 
 def _check_offline(recipe: Recipe) -> None:
-    """What learns from given responses has keys of its own, and no use for those of sampling."""
+    """Refuse sampling keys for offline algorithms, which have keys of their own."""
     preset, name = recipe.traits, recipe.algorithm
     preference, rollout, made = recipe.preference, recipe.rollout, recipe.data.arithmetic
     if name == "sft" and rollout.group_size > 1:
@@ -312,7 +312,7 @@ def _check_mini_batches_of_preferences(recipe: Recipe) -> None:
 
 
 def _check_silent(recipe: Recipe) -> None:
-    """Nothing is sampled, so what says how would do nothing."""
+    """Refuse sampling keys where nothing is sampled."""
     name, trainer = recipe.algorithm, recipe.trainer
     given: dict[str, tuple[Any, Any]] = {
         f"rollout.{each.name}": (getattr(recipe.rollout, each.name), each.default)

@@ -24,7 +24,7 @@ from hybridflow.shipped import shipped
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe: an existing path, or the name of a recipe that comes with the package.
+    """Return the file of a recipe: an existing path, or the name of a recipe that comes with the package.
 
     Raises:
         ConfigError: There is neither such a file nor such a shipped recipe.
@@ -57,7 +57,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_for_ranks(recipe: Recipe, name: str | Path, overrides: Sequence[str], num_ranks: int) -> Recipe:
-    """The recipe as it is run where ``num_ranks`` ranks have come: itself, or the fallback that uses the most of them.
+    """Return the recipe for ``num_ranks`` ranks: itself, or the fallback that uses the most of them.
 
     Args:
         recipe: From ``load_recipe`` with this name and these overrides.
@@ -144,7 +144,7 @@ def recipe_from_dict(
 
 
 def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with the algorithm's own defaults beneath them."""
+    """Return the values on top of the algorithm's own defaults."""
     algorithm = ALGORITHMS.get(str(values.get("algorithm")))
     found = dict(values)
     for key, section in ({} if algorithm is None else algorithm.traits.defaults).items():
@@ -155,7 +155,7 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo]) -> dict[str, ModelInfo]:
-    """What the directories that a recipe names, or models in memory, say, by dotted key of the section."""
+    """Return the settings of directories that a recipe names, or of in-memory models, by key of the section."""
     found = dict(in_memory)
     for key in MODELS:
         path = _inner(values, f"{key}.path")
@@ -177,7 +177,7 @@ def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo]) -> dict[
 
 
 def _with_settings(values: Any, found: Mapping[str, ModelInfo]) -> Any:
-    """The values with what the directories say beneath what is given beside their paths."""
+    """Return the values on top of the settings that the directories beside their paths have."""
     for key, settings in found.items():
         section = values
         for name in key.split("."):
@@ -209,7 +209,10 @@ def _with_inherited_models(values: Any, found: Mapping[str, ModelInfo]) -> Any:
 
 
 def _inner(values: Any, key: str) -> Any:
-    """The value of a dotted key; None where there is none, or a section on the way is not one."""
+    """Return the value of a dotted key.
+
+    None where there is none, or a section on the way is not one.
+    """
     for name in key.split("."):
         values = values.get(name) if isinstance(values, dict) else None
     return values

@@ -13,7 +13,7 @@ from hybridflow.reshard.overlap import max_overlap
 
 
 def role_meshes(recipe: Recipe) -> dict[str, DeviceMesh]:
-    """The meshes of all models: ``actor.update``, ``actor.rollout``, and those of the roles that the recipe has.
+    """Return the meshes of all models: ``actor.update``, ``actor.rollout``, and those of the recipe's roles.
 
     The rollout takes the actor's ranks in the order in which they hold most of what it needs.
 
@@ -31,7 +31,7 @@ def role_meshes(recipe: Recipe) -> dict[str, DeviceMesh]:
 
 
 def meshes_in_recipe_order(recipe: Recipe) -> dict[str, DeviceMesh]:
-    """The meshes of all roles with their ranks in the recipe's order."""
+    """Return the meshes of all roles with their ranks in the recipe's order."""
     actor = recipe.actor
     everyone = tuple(range(recipe.cluster.ranks))
     per_node = recipe.cluster.ranks_per_node
@@ -71,7 +71,10 @@ def meshes_in_recipe_order(recipe: Recipe) -> dict[str, DeviceMesh]:
 
 
 def reference_is_base(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> bool:
-    """Whether the actor without its adapters serves as the reference: they lie alike, and its weights never change."""
+    """Return whether the actor without its adapters serves as the reference.
+
+    It does if they have the same layout, and the reference's weights never change.
+    """
     lora = recipe.actor.lora
     is_fixed = lora is not None and lora.merge_every == 0
     return is_fixed and "reference" in meshes and meshes["reference"].key == meshes["actor.update"].key

@@ -60,7 +60,7 @@ def _rules() -> Mapping[str, bool]:
 
 
 def _settings(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of a section, those of the sections inside it included."""
+    """Yield dotted keys and values of a section, including those of its inner sections."""
     for name, value in section.items():
         key = f"{prefix}{name}"
         # A mapping of names that others have chosen is one value.

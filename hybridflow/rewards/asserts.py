@@ -18,7 +18,7 @@ _WORD_BYTES = 16
 
 
 def main() -> int:
-    """Have the program run, give its process the tests once it is through, and hear what comes of them."""
+    """Fork the program, pass its process the tests at its end, and exit with their result."""
     asked, asks = os.pipe()
     given, gives = os.pipe()
     # A child that ends before it said the word has failed.

@@ -43,7 +43,7 @@ class CodeTests:
         self._lock = threading.Lock()
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """The score of one sample. Raises Unscored: the tests are none, or the sandbox fails."""
+        """Return the score of one sample. Raises Unscored: there are no tests, or the sandbox fails."""
         (sample,) = samples
         program, cases = program_of(sample.response), _cases(sample.answer)
         if cases is None:
@@ -70,13 +70,13 @@ class CodeTests:
 
 
 def program_of(response: str) -> str:
-    """The last block of Python that a response has between fences; without one, all of it."""
+    """Return the last block of Python between fences in a response; without fences, all of it."""
     blocks = [code for language, code in _FENCED.findall(response) if language.lower() in _PYTHON]
     return blocks[-1] if blocks else response
 
 
 def _cases(answer: str) -> list[tuple[str, str]] | None:
-    """Inputs and outputs; None: the answer is Python.
+    """Return inputs and outputs, or None if the answer is Python.
 
     Raises:
         Unscored: It is JSON of another form, or empty.

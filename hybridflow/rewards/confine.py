@@ -297,7 +297,7 @@ class _Watched:
 
 
 def _excess(first: int, spec: dict[str, Any]) -> str | None:
-    """Which limit the processes pass together, those that have lost their parents too."""
+    """Return which limit the processes exceed together, including those that have lost their parents."""
     if spec["bubblewrap"] is None:
         pids = [pid for pid in _descendants(os.getpid()) if pid != first]
     else:
@@ -328,7 +328,7 @@ def _files(pid: int) -> int:
 
 
 def _cpu_s() -> float:
-    """Seconds of cores that all processes have used, those that have ended and were waited for too."""
+    """Return the CPU seconds of all processes, including those that ended and were waited for."""
     ticks = 0
     for pid in _descendants(os.getpid()):
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
@@ -338,7 +338,7 @@ def _cpu_s() -> float:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Processes that come of one, itself not among them, as far as the system tells."""
+    """Return the descendants of a process, without itself, as far as the system tells."""
     found: list[int] = []
     pending = [pid]
     while pending:
@@ -460,7 +460,7 @@ def _forbid_namespaces() -> None:
 
 
 def _make_root(spec: dict[str, Any]) -> None:
-    """A root directory with what may be read, and a folder that may be written to."""
+    """Make a root directory with the readable paths and one writable folder."""
     _call("unshare", ctypes.c_int(_NEWNS), what="mounts of its own are not allowed here")
     _mount("none", "/", "", _REC | _PRIVATE)
     # Before the new root covers some of them.
@@ -485,7 +485,7 @@ def _make_root(spec: dict[str, Any]) -> None:
 
 
 def _bind(source: int, target: str) -> None:
-    """Let what a descriptor stands for appear at a path."""
+    """Mount what a descriptor stands for at a path."""
     is_directory = os.path.isdir(f"/proc/self/fd/{source}")
     os.makedirs(target if is_directory else os.path.dirname(target), exist_ok=True)
     if not is_directory:
@@ -494,7 +494,7 @@ def _bind(source: int, target: str) -> None:
 
 
 def _make_read_only(target: str) -> None:
-    """A mount, and those within it."""
+    """Make a mount, and those within it, read-only."""
     with open("/proc/self/mountinfo", encoding="utf-8") as file:
         points = [re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), line.split()[4]) for line in file]
     for point in points:
@@ -546,7 +546,7 @@ def _drop_rights() -> None:
 
 
 def _filter_calls() -> None:
-    """Have the system refuse this process, and all that comes of it, what no program needs."""
+    """Have the system refuse calls that no program needs, to this process and its descendants."""
     column, machine = _machine()
     refused, no_such = (_FAIL | errno.EPERM,), (_FAIL | errno.ENOSYS,)
     steps = [
@@ -596,7 +596,7 @@ def _limit(spec: dict[str, Any], most_processes: int) -> None:
 
 
 def _counts_processes() -> bool:
-    """Whether the system counts a user's processes within the namespace alone: since Linux 5.14."""
+    """Return whether the system counts a user's processes within the namespace alone: since Linux 5.14."""
     version = os.uname().release.split(".")
     return (int(version[0]), int(version[1].split("-")[0])) >= (5, 14)
 
@@ -612,7 +612,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _call(name: str, *arguments: Any, what: str) -> None:
-    """Call the system. Raises Refused: it does not want to."""
+    """Call the system. Raises Refused: the system refuses."""
     if getattr(_libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise Refused(f"{what} ({name}: {os.strerror(number)})")

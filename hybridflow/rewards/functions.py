@@ -33,12 +33,12 @@ def batched(function: _Function) -> _Function:
 
 
 def exact_match(prompt: str, response: str, answer: str) -> float:
-    """1 if the response is the answer, but for spaces around it; else 0."""
+    """Return 1 if the response equals the answer, ignoring outer spaces; else 0."""
     return float(response.strip() == answer.strip())
 
 
 def length(prompt: str, response: str, answer: str) -> float:
-    """The number of characters of the response."""
+    """Return the number of characters of the response."""
     return float(len(response))
 
 
@@ -46,7 +46,9 @@ BUILT_IN: dict[str, RewardFunction] = {"exact_match": exact_match, "length": len
 
 
 def regex(pattern: str) -> RewardFunction:
-    """A reward for a pattern: where it has a group, what the last match has there must be the answer; 1 or 0.
+    """Return a reward for a pattern, 1 or 0.
+
+    If the pattern has a group, the last match of the group must equal the answer.
 
     Args:
         pattern: Of Python's ``re``, without a group it need only match somewhere in the response.
@@ -78,7 +80,7 @@ class Function:
 
 
 def find_function(name: str, key: str) -> Any:
-    """A built-in reward by name, or ``package.module:function`` by import.
+    """Return a built-in reward by name, or ``package.module:function`` by import.
 
     Raises:
         ConfigError: There is none of that name.
@@ -88,7 +90,7 @@ def find_function(name: str, key: str) -> Any:
 
 
 def as_function(found: Any, key: str) -> Function:
-    """A function, or an object or class with ``scores``, as it is called.
+    """Return a function, or an object or class with ``scores``, in the form in which it is called.
 
     Args:
         found: What the user gave; of a class one is made, without arguments.
@@ -116,7 +118,7 @@ def as_function(found: Any, key: str) -> Function:
 
 
 def _caller(function: Callable[..., Any], is_async: bool, is_batched: bool) -> Callable[[Sequence[Sample]], Any]:
-    """The function, taking samples and giving a list."""
+    """Wrap a function so that it takes samples and returns a list."""
 
     def many(samples: Sequence[Sample]) -> Any:
         texts = ((each.prompt, each.response, each.answer) for each in samples)

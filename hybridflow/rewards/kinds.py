@@ -25,20 +25,21 @@ _MATHS_S = 10.0
 _GRACE_S = 1.0
 
 
-def make_kind(settings: RewardConfig, key: str, given: Any = None, *, sharing: int = 1) -> Kind:
-    """How samples are scored.
+def make_kind(settings: RewardConfig, key: str, user_reward: Any = None, *, sharing: int = 1) -> Kind:
+    """Return how samples are scored.
 
     Args:
         settings: The recipe's section, which names no model.
         key: Of the section: ``reward`` or ``cost``.
-        given: A function, or an object with ``scores``, in the place of what the section names; None: that counts.
+        user_reward: A function or an object with ``scores``, instead of the section's scorer; None: the section's.
         sharing: Ranks that score on this node, and share its cores.
 
     Raises:
         ConfigError: It cannot be found, made or asked, or the section has keys that it would ignore.
     """
-    if given is not None:
-        return _of_function(as_function(given, key), settings, getattr(given, "__qualname__", type(given).__qualname__))
+    if user_reward is not None:
+        name = getattr(user_reward, "__qualname__", type(user_reward).__qualname__)
+        return _of_function(as_function(user_reward, key), settings, name)
     if settings.service is not None:
         timeout_s = _ASKED_S if settings.timeout_s is None else settings.timeout_s
         endpoint = service_endpoint(settings.service, f"{key}.service", timeout_s)
@@ -80,7 +81,7 @@ def _of_name(name: str, settings: RewardConfig, key: str, sharing: int) -> Kind:
 
 
 def _sure(name: str, function: Any, settings: RewardConfig, key: str) -> Kind:
-    """A function of ours that neither waits nor fails."""
+    """Return the kind of a built-in function that neither waits nor fails."""
     for ignored in REWARD_POLICY:
         if getattr(settings, ignored) != getattr(RewardConfig(), ignored):
             raise ConfigError(f"{key}.{ignored}: {name} neither waits nor fails; remove the key")
@@ -110,11 +111,11 @@ def _of_function(function: Function, settings: RewardConfig, name: str) -> Kind:
 
 
 def _asking(settings: RewardConfig, longest_s: float) -> Calls:
-    """For calls that end by themselves, but where the system holds them."""
+    """Return the runner for calls that end by themselves, unless the system blocks them."""
     return Calls(longest_s + _GRACE_S, settings.max_in_flight)
 
 
 def _processes(settings: RewardConfig, sharing: int) -> Calls:
-    """For calls that wait for a process each, which is ended in time."""
+    """Return the runner for calls that each wait for a process, which is ended in time."""
     num_cores = max(len(os.sched_getaffinity(0)) // sharing, 1)
     return Calls(math.inf, num_cores if settings.max_in_flight is None else settings.max_in_flight)

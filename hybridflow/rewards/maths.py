@@ -52,7 +52,7 @@ class Maths:
         self._idle: deque[_Worker] = deque()
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """The score of one sample. Raises Unscored: the answer has no expression, or no worker can be begun."""
+        """Return the score of one sample. Raises Unscored: the answer has no expression, or no worker can be begun."""
         (sample,) = samples
         try:
             worker = self._idle.pop()
@@ -94,7 +94,7 @@ class _Worker:
             raise Unscored(f"math-verify cannot be begun: try {sys.executable} -c 'import math_verify'")
 
     def ask(self, request: Sequence[object], timeout_s: float) -> str | None:
-        """What it finds; None: nothing in time, and it is of no use any more."""
+        """Return what the worker finds, or None after a timeout, which makes the worker unusable."""
         assert self._process.stdin is not None, "made with a pipe"
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -104,7 +104,10 @@ class _Worker:
         return self._line(timeout_s + 1.0)
 
     def end(self, wait_s: float = _LAST_S) -> int | None:
-        """End it. Returns how it had ended by itself: a status, or a signal's number, negative; None: it had not."""
+        """End the worker.
+
+        Return how it had ended by itself: a status, or a negative signal number; None if it had not.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
         code = self._process.poll()
@@ -144,7 +147,7 @@ def main() -> None:
 
 
 def compare(answer: str, response: str) -> str:
-    """``equal``, ``different``, or ``unreadable`` of an answer without an expression."""
+    """Return ``equal``, ``different``, or ``unreadable`` if the answer has no expression."""
     from math_verify import parse, verify
 
     right = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)

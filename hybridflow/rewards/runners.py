@@ -23,10 +23,10 @@ class Runner(Protocol):
     """Makes calls."""
 
     def submit(self, number: int, call: Callable[[], Any]) -> None:
-        """Have a call made, whose result ``ended`` gives under this number."""
+        """Start a call whose result ``ended`` returns under this number."""
 
     def ended(self, wait_s: float) -> list[tuple[int, Any]]:
-        """Numbers and results of calls that have ended since; of one that did not end in time ``CallFailed``."""
+        """Return numbers and results of calls that have ended since; ``CallFailed`` for one that took too long."""
 
     def drop(self) -> None:
         """Forget all calls that have not ended."""
@@ -99,7 +99,7 @@ class InLoop:
             self._leave()
 
     def _leave(self) -> None:
-        """Let the loop go on without being heard of; the next call begins another."""
+        """Leave the loop running unheard; the next call begins another."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop, self._done = None, queue.SimpleQueue()

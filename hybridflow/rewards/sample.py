@@ -46,7 +46,7 @@ Outcome = float | Unscored
 
 
 def as_score(value: Any) -> Outcome:
-    """A number as a score; anything else as a reason why it is none."""
+    """Return a number as a score, or the reason why a value is none."""
     try:
         score = math.nan if isinstance(value, (str, bytes, bytearray)) else float(value)
     # What a user's function gave may do anything when it is asked for its number.
@@ -58,7 +58,7 @@ def as_score(value: Any) -> Outcome:
 
 
 def as_scores(value: Any, count: int) -> list[Outcome]:
-    """What a call for several samples gave: one outcome for each.
+    """Return one outcome for each sample, from the result of a call for several samples.
 
     Raises:
         Unscored: It is no list, or one of another length.
@@ -75,7 +75,7 @@ def as_scores(value: Any, count: int) -> list[Outcome]:
 
 
 def _shown(value: Any) -> str:
-    """The beginning of what it looks like."""
+    """Return the beginning of a value's representation."""
     try:
         return reprlib.repr(value)
     except Exception:  # of an integer with too many digits

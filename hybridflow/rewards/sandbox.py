@@ -136,7 +136,7 @@ class Bubblewrap:
 
     @property
     def usable(self) -> str | None:
-        """The path of its program; None: programs are kept apart without it."""
+        """Return the path of bubblewrap's program, or None if programs are kept apart without it."""
         return self.path if self.problem is None else None
 
 
@@ -176,7 +176,7 @@ def _tried(bubblewrap: str | None) -> str | None:
 
 
 def check_sandbox(settings: SandboxConfig, key: str) -> bool:
-    """Whether programs are kept apart; where they are not, that is said on standard error.
+    """Return whether programs are kept apart; otherwise warn on standard error.
 
     Raises:
         ConfigError: The machine cannot, and the recipe does not allow to go without; or what programs are to read is
@@ -204,12 +204,12 @@ def check_sandbox(settings: SandboxConfig, key: str) -> bool:
 
 @functools.cache
 def _warn(text: str) -> None:
-    """Say it once in a process."""
+    """Warn once in a process."""
     print(f"hybridflow: {text}", file=sys.stderr, flush=True)
 
 
 def _environ() -> dict[str, str]:
-    """Nothing of ours but where libraries are: no name, no token, no path of the job."""
+    """Return an environment with the library paths alone: no name, no token, no path of the job."""
     environ = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
     # An arena for each thread would use up the room for addresses.
     environ |= {"OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
@@ -218,7 +218,7 @@ def _environ() -> dict[str, str]:
 
 
 def _readable(settings: SandboxConfig) -> list[str]:
-    """Directories and files that programs see, none of which is within another."""
+    """Return directories and files that programs see, none of which is within another."""
     # Where a link within another directory leads to, too.
     given = [named(path) for path in settings.readable for named in (os.path.abspath, os.path.realpath)]
     asked = [*_SYSTEM, os.path.realpath(sys.base_prefix), *given]

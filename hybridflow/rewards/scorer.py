@@ -80,7 +80,7 @@ class Counts:
     first_failure: str = ""
 
     def __add__(self, other: Counts) -> Counts:
-        """Both together."""
+        """Return the sum of both."""
         return Counts(
             samples=self.samples + other.samples,
             failed=self.failed + other.failed,
@@ -127,7 +127,7 @@ class Scorer:
     _known: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
 
     def scores(self, samples: Sequence[Sample]) -> list[float]:
-        """The score of each sample; NaN of one that failed and is to be left out.
+        """Return the score of each sample; NaN of one that failed and is to be left out.
 
         Raises:
             RewardError: One failed, and the policy is to end with an error; names it.
@@ -155,11 +155,11 @@ class Scorer:
         return scores
 
     def close(self) -> None:
-        """End what it has begun: connections, processes."""
+        """Close what it has opened: connections, processes."""
         self.kind.close()
 
     def _same(self, samples: Sequence[Sample]) -> dict[Any, list[int]]:
-        """Places of the samples by what decides their score; each by itself where nothing is kept."""
+        """Return places of samples by what decides their score; each by itself if nothing is cached."""
         if self.settings.cache == 0:
             return {place: [place] for place in range(len(samples))}
         same: dict[Any, list[int]] = {}
@@ -188,7 +188,7 @@ class Scorer:
         return self.settings.failure_score if self.settings.on_failure == "score" else math.nan
 
     def _outcomes(self, samples: Sequence[Sample]) -> Generator[tuple[int, Outcome], None, None]:
-        """Place and outcome of each sample, as they come, after all tries."""
+        """Yield place and outcome of each sample, as they come, after all tries."""
         runner, numbers = self.kind.runner, itertools.count()
         begun: dict[int, _Chunk] = {}
         waiting: list[tuple[float, _Chunk]] = []
@@ -224,7 +224,7 @@ class Scorer:
             runner.drop()
 
     def _again(self, chunk: _Chunk, outcomes: Sequence[Outcome]) -> list[tuple[float, _Chunk]]:
-        """When what of a call is tried again."""
+        """Return the parts of a call to try again, and when."""
         failures = {
             place: outcome
             for place, outcome in zip(chunk.places, outcomes, strict=True)
@@ -241,7 +241,7 @@ class Scorer:
         return [(at, _Chunk(part, chunk.attempt + 1)) for part in parts]
 
     def _read(self, result: Any, count: int) -> list[Outcome]:
-        """What a call came to, for each of its samples."""
+        """Return the outcome of a call for each of its samples."""
         if isinstance(result, CallFailed):
             return [Unscored(str(result))] * count
         value, seconds = result
@@ -256,7 +256,7 @@ class Scorer:
             return [failure] * count
 
     def _timed(self, samples: Sequence[Sample]) -> Callable[[], Any]:
-        """A call that does not raise: what it gave, or why it gave nothing, and its seconds."""
+        """Return a call that does not raise: it returns a result or an error, and its seconds."""
         return functools.partial(_timed_async if self.kind.is_async else _timed, self.kind.call, samples)
 
 

@@ -39,7 +39,7 @@ class Endpoint:
         self._turns = itertools.count()
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON that the server whose turn it is answers.
+        """Post to the server whose turn it is, and return its JSON.
 
         Raises:
             Unscored: It answers none.
@@ -81,7 +81,7 @@ class Service:
         self._endpoint = endpoint
 
     def __call__(self, samples: Sequence[Sample]) -> Any:
-        """A list of scores, as they came. Raises Unscored: there is none."""
+        """Return a list of scores, as the server sent them. Raises Unscored: there is none."""
         asked = [{"prompt": each.prompt, "response": each.response, "answer": each.answer} for each in samples]
         answer = self._endpoint.post("", {"samples": asked})
         if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
@@ -103,7 +103,7 @@ class Judge:
         self._pattern = re.compile(settings.pattern)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """The score of one sample. Raises Unscored: the model gives none."""
+        """Return the score of one sample. Raises Unscored: the model gives none."""
         (sample,) = samples
         settings, fields = self._settings, sample._asdict()
         # At once, so that what is put in is not looked through for more.
@@ -118,7 +118,7 @@ class Judge:
         return [self._number(_said(self._endpoint.post(_JUDGE_PATH, body)))]
 
     def _number(self, text: str) -> float:
-        """What the last match of the pattern says."""
+        """Return the number in the last match of the pattern."""
         found = list(self._pattern.finditer(text))
         try:
             number = float(found[-1][1])
@@ -134,7 +134,7 @@ class Judge:
 
 
 def _said(answer: Any) -> str:
-    """The text of a chat completion."""
+    """Return the text of a chat completion."""
     try:
         text = answer["choices"][0]["message"]["content"]
     except (TypeError, KeyError, IndexError):
@@ -145,5 +145,5 @@ def _said(answer: Any) -> str:
 
 
 def service_endpoint(settings: RewardServiceConfig | JudgeSettings, key: str, timeout_s: float) -> Endpoint:
-    """The servers that a section names. Raises ConfigError: the token is not there."""
+    """Return the servers that a section names. Raises ConfigError: the token is not there."""
     return Endpoint(settings.urls, settings.auth_env, key=key, timeout_s=timeout_s)

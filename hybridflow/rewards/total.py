@@ -11,11 +11,13 @@ from hybridflow.rewards.functions import Function, as_function, batched, find_fu
 from hybridflow.rewards.sample import Sample, Unscored, as_scores
 
 
-def total_of(given: Sequence[Any], key: str) -> Callable[..., Any]:
-    """The sum of several rewards, as a reward function: of many samples, or asynchronous, where one of them is.
+def total_of(rewards: Sequence[Any], key: str) -> Callable[..., Any]:
+    """Return the sum of several rewards as a reward function.
+
+    It takes many samples at once, or is asynchronous, if one of them is.
 
     Args:
-        given: Functions, objects with ``scores``, names of functions that are built in, ``module:function``.
+        rewards: Functions, objects with ``scores``, names of functions that are built in, ``module:function``.
         key: Where they were given, for messages.
 
     Returns:
@@ -24,11 +26,11 @@ def total_of(given: Sequence[Any], key: str) -> Callable[..., Any]:
     Raises:
         ConfigError: One is none of these, or runs in processes of its own.
     """
-    functions = [as_function(_named(each, f"{key}[{index}]"), f"{key}[{index}]") for index, each in enumerate(given)]
+    functions = [as_function(_named(each, f"{key}[{index}]"), f"{key}[{index}]") for index, each in enumerate(rewards)]
     make = _awaited if any(function.is_async for function in functions) else _at_once
     total = make(functions)
     # What messages call it.
-    total.__qualname__ = " + ".join(_name(each) for each in given)
+    total.__qualname__ = " + ".join(_name(each) for each in rewards)
     return total
 
 
@@ -87,7 +89,7 @@ def _calls(function: Function, samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def _checked(value: Any, samples: Sequence[Sample]) -> list[float]:
-    """The scores of a call. Raises Unscored: one is none, so that their sum would be none either."""
+    """Return the scores of a call. Raises Unscored: one is none, so that their sum would be none either."""
     scores = []
     for outcome in as_scores(value, len(samples)):
         if isinstance(outcome, Unscored):
@@ -97,6 +99,6 @@ def _checked(value: Any, samples: Sequence[Sample]) -> list[float]:
 
 
 def _sums(of_functions: Sequence[Sequence[Sequence[float]]]) -> list[float]:
-    """The sum for each sample, of each function's scores in calls."""
+    """Return the sum for each sample, of each function's scores in calls."""
     rows = [[score for call in calls for score in call] for calls in of_functions]
     return [sum(column) for column in zip(*rows, strict=True)]

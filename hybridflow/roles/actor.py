@@ -56,8 +56,10 @@ class Actor(Role):
         self._job = job
         self._lora = job.recipe.actor.lora
         self._kl_coef = kl_coef
-        own = job.objects.get("algorithm")
-        user_loss = own.loss if own is not None and own.has_user_method("loss") else None
+        user_algorithm = job.objects.get("algorithm")
+        user_loss = None
+        if user_algorithm is not None and user_algorithm.has_user_method("loss"):
+            user_loss = user_algorithm.loss
         self._policy_loss = PolicyLoss(job.recipe, kl_coef, user_loss)
         self._compared = torch.zeros(len(SAMPLER_SUMS), dtype=torch.float64)
         self._num_sampled = self._num_rejected = 0
@@ -107,8 +109,8 @@ class Actor(Role):
     def enter_phase(self, phase: str) -> None:
         """Make room for a phase and bring what it needs. Collective: all ranks of both layouts.
 
-        Before a rollout its layout's weights are brought up to date; before an update those that the layouts do not
-        share are freed, except on ranks that only generate. On these an update waits for nobody.
+        Before a rollout its layout's weights are updated. Before an update the weights that the layouts do not share
+        are freed, except on ranks that only generate. An update does not wait for these ranks.
         """
         if phase == "update":
             stays = self._reshard_every > 1
@@ -139,7 +141,7 @@ class Actor(Role):
 
     @contextlib.contextmanager
     def optimizer_at_hand(self) -> Iterator[None]:
-        """The optimizer's state where it is used, also in the midst of a rollout."""
+        """Hold the optimizer's state on its device inside the block, also during a rollout."""
         is_away = self._offload is not None and self._offload.is_away
         if self._offload is not None:
             self._offload.restore()
@@ -172,7 +174,7 @@ class Actor(Role):
         return self._taken(self.rollouts.sample(**found))
 
     def sample_validation(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """Responses to the held-out problems: a greedy one and ``trainer.validation_samples`` sampled ones to each.
+        """Sample one greedy and ``trainer.validation_samples`` random responses to each held-out problem.
 
         Their ``prompt_indices`` are places in the held-out file, their ids those of ``judging.validation_id``.
         A source, as ``sample``. Collective: the rollout mesh.
@@ -183,13 +185,14 @@ class Actor(Role):
         return self._taken(self.rollouts.sample_validation(count))
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """``old_log_probs``: those of the weights at the start of the update."""
-        assert self.model is not None, "called outside the update mesh"
-        column = self.model.per_token(batch, lambda output, part: self.model.log_probs(output, part)[0])
+        """Return ``old_log_probs``: log-probabilities under the weights at the start of the update."""
+        model = self.model
+        assert model is not None, "called outside the update mesh"
+        column = model.per_token(batch, lambda output, part: model.log_probs(output, part)[0])
         return None if column is None else Batch(batch.ids, {"old_log_probs": column})
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """One optimizer step on one mini-batch; none where no token counts.
+        """Take one optimizer step on one mini-batch, or none if no token counts.
 
         Collective: all ranks of the update mesh.
         """
@@ -202,24 +205,25 @@ class Actor(Role):
         if totals is None:
             self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
             return
-        kept, grad_norm = self._step(
+        results, grad_norm = self._step(
             self.model.micro_batches(part),
             lambda output, micro_batch: self._loss(output, micro_batch, part, totals, is_first=is_first),
         )
         if self.model.is_output_rank:
-            self._report([sums for sums, _, _ in kept], grad_norm)
+            self._report([sums for sums, _, _ in results], grad_norm)
             if is_first:
-                self._report_distance(kept)
+                self._report_distance(results)
 
     def _counted(self, part: Batch, *, is_first: bool) -> tuple[Batch, Totals | None]:
-        """A mini-batch and the counts of its tokens, without those that are rejected. Collective: dp."""
+        """Return a mini-batch without its rejected tokens, and the counts of its tokens. Collective: dp."""
         assert self.model is not None, "called outside the update mesh"
         totals = self.model.totals(part)
         if self._job.recipe.correction.reject is None or totals is None:
             return part, totals
         columns = (padded(part, name) for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
-        lengths = part.columns["response_mask"].lengths
-        part = part.with_columns({LOSS_MASK: Ragged.from_padded(self._policy_loss.keep(*columns), lengths)})
+        mask = part.columns["response_mask"]
+        assert isinstance(mask, Ragged), "masks are a ragged column"
+        part = part.with_columns({LOSS_MASK: Ragged.from_padded(self._policy_loss.keep(*columns), mask.lengths)})
         kept = self.model.totals(part, LOSS_MASK)
         if is_first:
             self._num_sampled += totals.num_tokens
@@ -228,7 +232,7 @@ class Actor(Role):
         return part, kept
 
     def distill(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """One optimizer step towards the teacher on one mini-batch: token mean of the KL to it.
+        """Take one optimizer step towards the teacher on one mini-batch: token mean of the KL to it.
 
         Collective: all ranks of the update mesh.
         """
@@ -243,31 +247,32 @@ class Actor(Role):
         if totals is None:
             self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
             return
-        kept, grad_norm = self._step(
+        results, grad_norm = self._step(
             self.model.micro_batches(part),
             lambda output, micro_batch: self._distance(output, micro_batch, part, totals),
         )
         if self.model.is_output_rank:
-            (loss,) = self.model.add_up(kept, 1)
+            (loss,) = self.model.add_up(results, 1)
             self._distilled += torch.tensor([loss * totals.num_tokens, totals.num_tokens])
             kl_sum, num_tokens = self._distilled.tolist()
             self.metrics |= {"actor/loss": loss, "actor/grad_norm": grad_norm, "distill/kl": kl_sum / num_tokens}
 
     def _distance(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
-        """The micro-batch's share of the KL to the teacher, and the same to report."""
+        """Return the micro-batch's share of the KL to the teacher, and the same value for the report."""
         assert self.model is not None, "called outside the update mesh"
-        sample_stats = [
+        teacher_columns = [
             torch.cat([column_rows(part, name)[sample] for sample in micro_batch.samples])
             for name in ("teacher_log_probs", "teacher_ids")
             if name in part.columns
         ]
-        kl = self.model.reverse_kl(output, sample_stats[0], sample_stats[1] if len(sample_stats) > 1 else None)
+        kl = self.model.reverse_kl(output, teacher_columns[0], teacher_columns[1] if len(teacher_columns) > 1 else None)
         mask = padded(part, "response_mask", micro_batch.samples, output.device)
-        loss = aggregate(pad_rows(kl.split(micro_batch.response_lengths)), mask, "token-mean", totals)
+        rows = kl.split(micro_batch.response_lengths)  # type: ignore[no-untyped-call]
+        loss = aggregate(pad_rows(rows), mask, "token-mean", totals)
         return loss, loss.detach()[None]
 
     def imitate(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """One step of supervised training on solutions: token mean of the cross-entropy.
+        """Take one step of supervised training on solutions: token mean of the cross-entropy.
 
         Collective: the update mesh.
         """
@@ -282,19 +287,19 @@ class Actor(Role):
         layout, place = self.model.mesh.layout, self.model.mesh.coordinate(self._job.world.rank)
         solutions = [problems.solution(prompt_index) for prompt_index in prompt_indices[place.dp :: layout.dp]]
         self.trainable.set_learning_rate(warm.lr)
-        kept, _ = self._imitate(
+        results, _ = self._imitate(
             [torch.tensor(each.prompt + each.tokens) for each in solutions],
             [len(each.prompt) for each in solutions],
             [torch.tensor(each.is_written) for each in solutions],
             num_tokens,
         )
         if self.model.is_output_rank:
-            (self.metrics["warm_start/loss"],) = self.model.add_up(kept, 1)
+            (self.metrics["warm_start/loss"],) = self.model.add_up(results, 1)
 
     def _imitate(
         self, sequences: list[Tensor], prompt_lengths: list[int], masks: list[Tensor], num_tokens: int
     ) -> tuple[list[Tensor], float]:
-        """One optimizer step on the cross-entropy of some tokens.
+        """Take one optimizer step on the cross-entropy of some tokens.
 
         Args:
             sequences: This rank's, prompt and response, ``[tokens]`` each.
@@ -317,21 +322,21 @@ class Actor(Role):
         return self._step(model.pack(sequences, prompt_lengths), loss)
 
     def _step(self, micro_batches: list[MicroBatch], loss: LossFunction) -> tuple[list[Any], float]:
-        """One optimizer step. Returns what the loss gave beside itself, and the norm of the gradient."""
+        """Take one optimizer step. Return the extra outputs of the loss, and the norm of the gradient."""
         assert self.trainable is not None, "called outside the update mesh"
-        kept = self.trainable.accumulate(micro_batches, loss)
+        results = self.trainable.accumulate(micro_batches, loss)
         grad_norm = self.trainable.step()
         # Weights that may stay behind do so until the step says otherwise.
         self._rollout_is_current = self._rollout_is_current and self._reshard_every > 1
-        return kept, grad_norm
+        return results, grad_norm
 
     def end_warm_start(self) -> None:
         """Forget the moments of the supervised phase.
 
-        What adapters have learned becomes part of the weights, which the reference begins with.
+        The adapters are merged into the weights, from which the reference starts.
         """
         if self._job.recipe.warm_start is not None and self._lora is not None:
-            self._merge(prompt_index=1)
+            self._merge(variant=1)
         if self.trainable is not None:
             self.trainable.reset_optimizer()
 
@@ -341,23 +346,23 @@ class Actor(Role):
         Collective: all ranks of either mesh, in so far as each then knows that the weights have changed.
         """
         if self._lora is not None and self._lora.merge_every and step % self._lora.merge_every == 0:
-            self._merge(prompt_index=1 + step // self._lora.merge_every)
+            self._merge(variant=1 + step // self._lora.merge_every)
         self.num_updates = step
         if self._reshard_every > 1 and step % self._reshard_every == 0:
             self.mark_changed()
 
-    def _merge(self, prompt_index: int) -> None:
-        """The weights take the updates up, and the adapters begin anew, from other numbers, with no moments."""
+    def _merge(self, variant: int) -> None:
+        """Merge the adapters into the weights, and restart them from other values without moments."""
         if self.model is not None and self.trainable is not None:
             with self.optimizer_at_hand():
                 merge(self.model.transformer)
-                self.model.begin_adapters(prompt_index)
+                self.model.begin_adapters(variant)
                 self.trainable.reset_optimizer()
                 self.trainable.reload_weights()
         self.mark_changed()
 
     def mark_changed(self) -> None:
-        """The update layout's weights were written from outside: the rollout's are no longer current."""
+        """Note that the update layout's weights were written from outside, so the rollout's are out of date."""
         self._rollout_is_current = False
         if self._rollout_weights is not None:
             self._rollout_weights.base_changed()
@@ -365,7 +370,7 @@ class Actor(Role):
             self.rollouts.weights_changed()
 
     def _make_engine(self) -> Any:
-        """What samples on this rank, as the recipe chooses."""
+        """Make this rank's engine, as the recipe chooses."""
         job, engine = self._job, self._job.recipe.rollout.engine
         if self._pushed is not None:
             return self._pushed.engine
@@ -377,7 +382,7 @@ class Actor(Role):
         return make_megatron_engine(job, self._rollout)
 
     def _taken(self, batch: Batch | None) -> Batch | None:
-        """What was sampled, its metrics taken over."""
+        """Take over the metrics of a rollout, and return its samples."""
         assert self.rollouts is not None, "called outside the rollout mesh"
         self.metrics |= self.rollouts.metrics
         self.rollouts.metrics.clear()
@@ -386,10 +391,11 @@ class Actor(Role):
     def _loss(
         self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals, *, is_first: bool
     ) -> tuple[Tensor, Any]:
-        """The micro-batch's share of the loss; beside it, shares of what is reported."""
+        """Return the micro-batch's share of the loss, and its shares of the reported sums."""
         assert self.model is not None, "called outside the update mesh"
         log_probs, entropy = (
-            pad_rows(each.split(micro_batch.response_lengths)) for each in self.model.log_probs(output, micro_batch)
+            pad_rows(each.split(micro_batch.response_lengths))  # type: ignore[no-untyped-call]
+            for each in self.model.log_probs(output, micro_batch)
         )
         columns = {
             name: padded(part, name, micro_batch.samples, output.device)
@@ -403,9 +409,9 @@ class Actor(Role):
             largest = float(largest_tensor)
         return loss, (sums, compared, largest)
 
-    def _report(self, kept: list[Tensor], grad_norm: float) -> None:
+    def _report(self, results: list[Tensor], grad_norm: float) -> None:
         assert self.model is not None, "called outside the update mesh"
-        found = dict(zip(LOSS_SUMS, self.model.add_up(kept, len(LOSS_SUMS)), strict=True))
+        found = dict(zip(LOSS_SUMS, self.model.add_up(results, len(LOSS_SUMS)), strict=True))
         self.metrics |= {
             "actor/policy_loss": found["policy_loss"],
             "actor/loss": found["loss"],
@@ -418,13 +424,13 @@ class Actor(Role):
         if self._job.recipe.loss.dual_clip is not None:
             self.metrics["actor/dual_clip_share"] = found["num_dual_clipped"]
 
-    def _report_distance(self, kept: list[Any]) -> None:
-        """Of the global batch as far as it has been seen, mini-batch for mini-batch."""
+    def _report_distance(self, results: list[Any]) -> None:
+        """Report how the policy differs from the sampler and the reference, over the mini-batches so far."""
         assert self.model is not None, "called outside the update mesh"
-        seen = torch.tensor(self.model.add_up([sums for _, sums, _ in kept], len(SAMPLER_SUMS)), dtype=torch.float64)
+        seen = torch.tensor(self.model.add_up([sums for _, sums, _ in results], len(SAMPLER_SUMS)), dtype=torch.float64)
         self._compared = self._compared + seen
         found = dict(zip(SAMPLER_SUMS, self._compared.tolist(), strict=True))
-        largest = max([self.metrics.get("rollout/logprob_abs_diff_max", 0.0), *(most for *_, most in kept)])
+        largest = max([self.metrics.get("rollout/logprob_abs_diff_max", 0.0), *(most for *_, most in results)])
         tokens = max(found["tokens"], 1.0)
         self.metrics |= {
             "rollout/logprob_abs_diff": found["abs_diff"] / tokens,

@@ -75,7 +75,7 @@ class LagrangeMultiplier:
 
 
 def user_advantages(algorithm: Any, scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-    """The advantage of each sample by a program's own algorithm, ``[samples]`` as all arguments.
+    """Return each sample's advantage by a program's own algorithm, ``[samples]`` as all arguments.
 
     Raises:
         ConfigError: It gave something else.
@@ -101,7 +101,7 @@ Method = Callable[["Advantage", Batch, Mapping[str, Any]], Batch]
 
 
 def masked(method: Method) -> Method:
-    """The method on the samples that are learned from, as if there were no others; these get zeros."""
+    """Wrap a method so that it sees only the samples that count; the others get zeros."""
 
     @functools.wraps(method)
     def on_masked(self: Advantage, batch: Batch, decided: Mapping[str, Any]) -> Batch:
@@ -150,7 +150,7 @@ class Advantage(Role):
 
     @masked
     def ppo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """``advantages`` and ``returns``: GAE over token rewards, whitened. Collective: dp."""
+        """Compute ``advantages`` and ``returns``: GAE over token rewards, whitened. Collective: dp."""
         settings = self._job.recipe.advantage
         self._measure(batch)
         mask = padded(batch, "response_mask")
@@ -166,10 +166,10 @@ class Advantage(Role):
 
     @masked
     def safe(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """``advantages``, ``returns`` and ``cost_returns``, of rewards and costs. Collective: dp.
+        """Compute ``advantages``, ``returns`` and ``cost_returns`` from rewards and costs. Collective: dp.
 
-        GAE of token rewards and of costs, each with its own critic; then ``(A_r - λ A_c) / (1 + λ)``; then whitened,
-        as for PPO. The KL penalty is in the rewards alone.
+        The formula is GAE of token rewards and of costs, each with its own critic; then ``(A_r - λ A_c) / (1 + λ)``;
+        then whitening, as for PPO. The KL penalty is in the rewards alone.
 
         Paper: arXiv 2310.12773. Whitening is ours; it comes after the combination, so that it does not change what a
         unit of cost is worth in units of reward.
@@ -196,7 +196,7 @@ class Advantage(Role):
 
     @masked
     def reinforce_plus_plus(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """``advantages``: discounted returns of token rewards, whitened. Collective: dp."""
+        """Compute ``advantages``: discounted returns of token rewards, whitened. Collective: dp."""
         self._measure(batch)
         mask = padded(batch, "response_mask")
         returns = discounted_returns(self._token_rewards(batch), mask, gamma=self._job.recipe.advantage.gamma)
@@ -204,14 +204,17 @@ class Advantage(Role):
 
     @masked
     def reinforce_plus_plus_baseline(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """``advantages``: each score less its group's mean, spread over the response and whitened. Collective: dp."""
+        """Compute ``advantages``: each score minus its group's mean, spread over the response and whitened.
+
+        Collective: dp.
+        """
         mask = padded(batch, "response_mask")
         advantages = whiten(self._of_groups(batch, "dr_grpo"), mask, sum_over_ranks=self._sum())
         return self._columns(batch, advantages=advantages)
 
     @masked
     def remax(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """``advantages``: reward-to-go less the greedy response's score, which ``baselines`` has. Collective: dp."""
+        """Compute ``advantages``: reward-to-go minus the greedy response's score in ``baselines``. Collective: dp."""
         self._measure(batch)
         baselines = batch.columns["baselines"]
         assert isinstance(baselines, Tensor), "baselines is a dense column"
@@ -242,7 +245,9 @@ class Advantage(Role):
         scores = self._scores(batch) - self._kl_coef.value * (self._penalty(batch) * mask).sum(dim=1)
         # A group may lie on several ranks: its statistics need all of its scores.
         coordinator = self._job.world.coordinator(self._peers)
-        columns = [batch.ids, batch.columns["prompt_indices"], scores.double(), mask.sum(dim=1)]
+        prompt_indices = batch.columns["prompt_indices"]
+        assert isinstance(prompt_indices, Tensor), "prompt indices are a dense column"
+        columns = [batch.ids, prompt_indices, scores.double(), mask.sum(dim=1)]
         shares = coordinator.gather([column.tolist() for column in columns], "scores")
         rows = sorted(row for share in shares for row in zip(*share, strict=True))
         ids, groups, all_scores, lengths = (torch.tensor([row[at] for row in rows]) for at in range(4))
@@ -255,7 +260,7 @@ class Advantage(Role):
         return found[torch.searchsorted(ids, batch.ids)][:, None] * mask
 
     def _warn_of_single_responses(self, groups: Tensor) -> None:
-        """Say once that RLOO has nothing to compare a response with."""
+        """Warn once that RLOO has no baseline for a response that is alone in its group."""
         num_single = int((torch.unique(groups, return_counts=True)[1] == 1).sum())
         if num_single and not self._has_warned and self._job.world.rank == min(self._job.meshes["actor.update"].ranks):
             say(
@@ -265,23 +270,25 @@ class Advantage(Role):
         self._has_warned = self._has_warned or num_single > 0
 
     def _token_rewards(self, batch: Batch) -> Tensor:
-        """Reward of each token, ``[samples, tokens]``: the score at the end, less the KL penalty if it is paid here."""
+        """Return each token's reward, ``[samples, tokens]``: the final score, minus a KL penalty in the reward."""
         mask = padded(batch, "response_mask")
         return token_rewards(self._scores(batch), self._penalty(batch), mask, kl_coef=self._kl_coef.value)
 
     def _scores(self, batch: Batch) -> Tensor:
-        """What is learned from, ``[samples]``: the scores, shaped if the recipe says so."""
-        return shaped(self._job.recipe, batch.columns[self._column], batch.columns["response_mask"].lengths)
+        """Return the scores to learn from, ``[samples]``, shaped if the recipe says so."""
+        scores = batch.columns[self._column]
+        assert isinstance(scores, Tensor), "scores are a dense column"
+        return shaped(self._job.recipe, scores, _response_lengths(batch))
 
     def _penalty(self, batch: Batch) -> Tensor:
-        """The KL of each token, ``[samples, tokens]``; zeros where it is no part of the reward."""
+        """Return the KL of each token, ``[samples, tokens]``; zeros where it is no part of the reward."""
         if not self._kl_coef.is_in_reward:
             return torch.zeros_like(padded(batch, "response_mask"))
         old, reference = padded(batch, "old_log_probs"), padded(batch, "ref_log_probs")
         return kl_penalty(old, reference, self._job.recipe.kl.estimator)
 
     def _columns(self, batch: Batch, **padded_columns: Tensor) -> Batch:
-        lengths = batch.columns["response_mask"].lengths
+        lengths = _response_lengths(batch)
         return Batch(batch.ids, {name: Ragged.from_padded(column, lengths) for name, column in padded_columns.items()})
 
     def _measure(self, batch: Batch) -> None:
@@ -317,9 +324,15 @@ class Advantage(Role):
         self.metrics["batch/dropped"] = num_dropped
 
     def _mean(self, values: Tensor) -> float:
-        """Mean of a number for each sample, ``[samples]``, over the global batch. Collective: dp."""
+        """Return the mean of one number per sample, ``[samples]``, over the global batch. Collective: dp."""
         total, count = self._sum()(torch.stack([values.double().sum(), torch.tensor(len(values)).double()])).tolist()
         return float(total / count)
 
     def _sum(self) -> Any:
         return sum_over(self._job.world.group(self._peers))
+
+
+def _response_lengths(batch: Batch) -> Tensor:
+    mask = batch.columns["response_mask"]
+    assert isinstance(mask, Ragged), "masks are a ragged column"
+    return mask.lengths

@@ -58,28 +58,28 @@ class Critic(Role):
         return {"values": self.values, "update": self.update}
 
     def values(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """``values``, or ``cost_values``, before the update."""
+        """Compute ``values``, or ``cost_values``, before the update."""
         assert self.model is not None, "called outside its mesh"
         column = self.model.per_token(batch, lambda output, part: output[:, 0])
         return None if column is None else Batch(batch.ids, {self._values: column})
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """One optimizer step on one mini-batch, none where no token counts. Collective: all ranks of the mesh."""
+        """Take one optimizer step on one mini-batch, or none if no token counts. Collective: all ranks of the mesh."""
         assert self.model is not None and self.trainable is not None, "called outside its mesh"
         part = mini_batch(self._job, batch, decided["critic_mini_batch"]["index"])
         totals = self.model.totals(part)
         if totals is None:
             return
-        kept = self.trainable.accumulate(
+        results = self.trainable.accumulate(
             self.model.micro_batches(part), lambda output, micro_batch: self._loss(output, micro_batch, part, totals)
         )
         grad_norm = self.trainable.step()
         if self.model.is_output_rank:
-            loss, clipped = self.model.add_up(kept, 2)
+            loss, clipped = self.model.add_up(results, 2)
             self.metrics |= dict(zip(METRICS[self._role], (loss, clipped, grad_norm), strict=True))
 
     def _loss(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
-        values = pad_rows(output[:, 0].float().split(micro_batch.response_lengths))
+        values = pad_rows(output[:, 0].float().split(micro_batch.response_lengths))  # type: ignore[no-untyped-call]
         mask, old, returns = (
             padded(part, name, micro_batch.samples, output.device)
             for name in ("response_mask", self._values, self._returns)

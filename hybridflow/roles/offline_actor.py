@@ -39,7 +39,7 @@ class OfflineActor(Actor):
         return {**super().calls, "validate_pairs": self.validate_pairs}
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """One optimizer step on one mini-batch. Collective: all ranks of the update mesh."""
+        """Take one optimizer step on one mini-batch. Collective: all ranks of the update mesh."""
         part = mini_batch(self._job, batch, decided["actor_mini_batch"]["index"])
         match self._job.recipe.algorithm:
             case "sft":
@@ -52,13 +52,14 @@ class OfflineActor(Actor):
     def validate_pairs(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Measure ``validation/accuracy`` and ``validation/margin`` on held-out pairs.
 
-        The share in which the wanted response has the larger number, where a tie counts half, and by how much on
-        average, times ``preference.beta`` but for a scorer. Collective: the update mesh.
+        Accuracy is the share of pairs in which the wanted response has the larger number; a tie counts half. Margin is
+        the mean difference, times ``preference.beta`` except for a scorer. Collective: the update mesh.
         """
         model = self._placed()
 
         def compute(output: Tensor, micro_batch: MicroBatch) -> Tensor:
-            return _ahead(*self._numbers(output, micro_batch, batch).view(-1, 2).unbind(1), self._scale)
+            chosen, rejected = self._numbers(output, micro_batch, batch).view(-1, 2).unbind(1)
+            return _ahead(chosen, rejected, self._scale)
 
         shares = model.forward(self._micro_batches(batch), compute)
         if model.is_output_rank:
@@ -66,19 +67,19 @@ class OfflineActor(Actor):
             self.metrics |= {"validation/accuracy": accuracy / count, "validation/margin": margin / count}
 
     def _update_solutions(self, part: Batch) -> None:
-        """Token mean of the cross-entropy."""
+        """Update on solutions: token mean of the cross-entropy."""
         model = self._placed()
         masks, totals = column_rows(part, "response_mask"), model.totals(part)
+        prompt_lengths = part.columns["prompt_lengths"]
+        assert isinstance(prompt_lengths, Tensor), "prompt lengths are a dense column"
         assert totals is not None, "every solution has an end of sequence to imitate"
-        kept, grad_norm = self._imitate(
-            column_rows(part, "tokens"), part.columns["prompt_lengths"].tolist(), masks, totals.num_tokens
-        )
+        kept, grad_norm = self._imitate(column_rows(part, "tokens"), prompt_lengths.tolist(), masks, totals.num_tokens)
         if model.is_output_rank:
             (loss,) = model.add_up(kept, 1)
             self.metrics |= {"actor/loss": loss, "actor/grad_norm": grad_norm}
 
     def _update_pairs(self, part: Batch) -> None:
-        """Mean over the mini-batch's pairs."""
+        """Update on pairs: mean over the mini-batch's pairs."""
         settings, num_pairs = self._job.recipe.preference, mini_batch_size(self._job) // 2
         margins = part.columns.get("margins")
 
@@ -107,7 +108,7 @@ class OfflineActor(Actor):
             }
 
     def _update_completions(self, part: Batch) -> None:
-        """Mean over the mini-batch's responses, each against the KL that mismatched responses tell."""
+        """Update on completions: mean over the mini-batch, each against the KL of mismatched responses."""
         settings, size, wanted = self._job.recipe.preference, mini_batch_size(self._job), part.columns["wanted"]
         assert isinstance(wanted, Tensor), "wanted is a dense column"
         z_ref = self._z_ref(part)
@@ -137,11 +138,11 @@ class OfflineActor(Actor):
             self.metrics["preference/margin"] = of_wanted / num_wanted - of_others / (size - num_wanted)
 
     def _z_ref(self, part: Batch) -> Tensor:
-        """The KL to the reference: the mean log-ratio of completions to other prompts, at least 0.
+        """Return the KL to the reference: the mean log-ratio of completions to other prompts, at least 0.
 
-        Over the global mini-batch.
+        The mean is over the global mini-batch.
 
-        A scalar; on ranks that hold no outputs, which have no use for it, 0. Collective: the update mesh.
+        The result is a scalar. Ranks that hold no outputs get 0, which they do not use. Collective: the update mesh.
         """
         model = self._placed()
         column = model.per_token(mismatched(part), lambda output, each: model.log_probs(output, each)[0])
@@ -153,7 +154,7 @@ class OfflineActor(Actor):
         return torch.tensor(max(0.0, total / mini_batch_size(self._job)))
 
     def _numbers(self, output: Tensor, micro_batch: MicroBatch, part: Batch) -> Tensor:
-        """What is made of each response, ``[samples of the micro-batch]``."""
+        """Return one number per response, ``[samples of the micro-batch]``: its score, log-probability or log-ratio."""
         if self._job.recipe.traits.is_scorer:
             return output[:, 0].float()
         log_probs, _ = self._placed().log_probs(output, micro_batch)
@@ -161,7 +162,7 @@ class OfflineActor(Actor):
             rows = column_rows(part, "ref_log_probs")
             reference = torch.cat([rows[sample] for sample in micro_batch.samples])
             log_probs = log_probs - reference.to(log_probs.device)
-        return torch.stack([row.sum() for row in log_probs.split(micro_batch.response_lengths)])
+        return torch.stack([row.sum() for row in log_probs.split(micro_batch.response_lengths)])  # type: ignore[no-untyped-call]
 
     def _micro_batches(self, part: Batch) -> list[MicroBatch]:
         preset = self._job.recipe.traits
@@ -179,7 +180,7 @@ class OfflineActor(Actor):
 
 
 def _ahead(chosen: Tensor, rejected: Tensor, scale: float) -> Tensor:
-    """Pairs in which the first is larger, ties as halves; sum of the differences, scaled; number of pairs. fp64."""
+    """Return the number of wins (a tie is half), the scaled sum of differences, and the number of pairs, fp64."""
     difference = (chosen - rejected).double()
     wins = (difference > 0).double() + 0.5 * (difference == 0)
     return torch.stack([wins.sum(), scale * difference.sum(), wins.new_tensor(len(wins))])

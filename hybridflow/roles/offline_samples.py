@@ -39,7 +39,7 @@ class OfflineSamples(Role):
         }
 
     def solutions(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """Solutions to imitate: ``response_mask`` is 1 on what is to be written, 0 on what is observed."""
+        """Return solutions to imitate: ``response_mask`` is 1 on tokens to be written, 0 on observed ones."""
         problems, prompt_indices = self._job.train, _prompt_indices(decided)
         lengths = self._lengths(prompt_indices, lambda prompt_index: (problems.solution(prompt_index),))
         dealt = [prompt_indices[index] for index in self._dealt(lengths, mini_batch_size(self._job))]
@@ -49,7 +49,7 @@ class OfflineSamples(Role):
         )
 
     def pairs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """The responses of pairs; ``margins`` are their pair's."""
+        """Return the responses of pairs; ``margins`` are those of their pair."""
         problems, prompt_indices = self._job.train, _prompt_indices(decided)
         lengths = self._lengths(prompt_indices, problems.responses)
         dealt = [prompt_indices[index] for index in self._dealt(lengths, mini_batch_size(self._job) // 2)]
@@ -60,9 +60,11 @@ class OfflineSamples(Role):
         )
 
     def completions(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """Responses, ``wanted`` or not, and each prompt with the completion of the sample before it in its mini-batch.
+        """Return responses, their ``wanted``, and each prompt with the completion of the sample before it.
 
-        These ``mismatched_tokens`` are cut where they exceed the model's context.
+        The sample before it is in the same mini-batch.
+
+        ``mismatched_tokens`` are cut to the model's context.
         """
         problems, prompt_indices, size = self._job.train, _prompt_indices(decided), mini_batch_size(self._job)
         chosen = self._dealt(self._lengths(prompt_indices, problems.responses), size)
@@ -81,13 +83,13 @@ class OfflineSamples(Role):
         )
 
     def held_out_pairs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """The responses of the held-out pairs, or of the first of them."""
+        """Return the responses of the held-out pairs, or of the first of them."""
         pairs = self._job.held_out_pairs[: self._job.recipe.trainer.num_validation]
         lengths = [sum(map(sum, map(_sizes, pair))) for pair in pairs]
         return _batch([(pairs[index], index) for index in self._dealt(lengths, len(pairs))])
 
     def _lengths(self, prompt_indices: range, read: Callable[[int], Sequence[Response | Solution]]) -> list[int]:
-        """Tokens of each prompt index, prompts and responses, which are measured too."""
+        """Return the tokens of each prompt index, prompts and responses, and set the length metrics."""
         sizes = row_stats(self._job, prompt_indices, lambda prompt_index: [_sizes(each) for each in read(prompt_index)])
         responses = [length for row in sizes for _, length in row]
         lengths = [sum(map(sum, row)) for row in sizes]
@@ -100,7 +102,7 @@ class OfflineSamples(Role):
         return lengths
 
     def _dealt(self, lengths: Sequence[int], chunk: int) -> list[int]:
-        """What of so many tokens each goes to this rank's replica, in order."""
+        """Return the places of the token counts that this rank's replica takes, in order."""
         mesh = self._job.meshes["actor.update"]
         parts = balance(lengths, mesh.layout.dp, chunk)
         dp = mesh.coordinate(self._job.world.rank).dp
@@ -108,7 +110,9 @@ class OfflineSamples(Role):
 
 
 def row_stats(job: Job, prompt_indices: range, tell: Callable[[int], Any]) -> list[Any]:
-    """What is told of each prompt index's row; of several replicas each rank reads its share of the rows for it.
+    """Return ``tell`` of each prompt index's row.
+
+    With several replicas each rank reads its share of the rows for it.
 
     Collective: the update mesh.
 
@@ -137,7 +141,7 @@ def _sizes(row: Response | Solution) -> tuple[int, int]:
 
 
 def _batch(dealt: Sequence[tuple[tuple[Response | Solution, ...], int]]) -> Batch:
-    """The responses of some prompt indices, of equally many each."""
+    """Return the responses of some prompt indices, equally many of each."""
     ids = [
         prompt_index * len(responses) + index for responses, prompt_index in dealt for index in range(len(responses))
     ]

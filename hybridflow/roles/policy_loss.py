@@ -49,7 +49,7 @@ class PolicyLoss:
     def __call__(
         self, log_probs: Tensor, entropy: Tensor, columns: Mapping[str, Tensor], totals: Totals
     ) -> tuple[Tensor, Tensor]:
-        """The micro-batch's share of the loss.
+        """Return the micro-batch's share of the loss.
 
         Args:
             log_probs: Of the weights in training, ``[samples, tokens]``.
@@ -81,7 +81,7 @@ class PolicyLoss:
         )
 
     def compare(self, log_probs: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """How the trainer's log-probabilities before the update differ from the sampler's and the reference's.
+        """Compare the log-probabilities before the update with those of the sampler and the reference.
 
         Args:
             log_probs: As for the loss, no gradient.
@@ -109,7 +109,7 @@ class PolicyLoss:
         return torch.stack([each.double().to(mask.device) for each in (*sums, *corrected)]), largest
 
     def keep(self, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-        """Which tokens are learned from, ``[samples, tokens]`` as all arguments; see ``correction.kept_tokens``."""
+        """Return which tokens count, ``[samples, tokens]`` as all arguments; see ``correction.kept_tokens``."""
         settings = self._recipe.correction
         assert settings.reject is not None, "the recipe rejects nothing"
         return kept_tokens(
@@ -123,7 +123,7 @@ class PolicyLoss:
         )
 
     def _per_token(self, log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, ClipStats]:
-        """The loss of each token, of the kind that the recipe names."""
+        """Return the loss of each token, of the kind that the recipe names."""
         settings = self._settings
         if self._user_loss is not None:
             per_token = user_loss_of(self._user_loss, log_probs, old, advantages, mask)
@@ -139,7 +139,7 @@ class PolicyLoss:
         return policy_loss(log_probs, old, advantages, clip_low=low, clip_high=high, dual_clip=settings.dual_clip)
 
     def _corrections(self, old: Tensor, columns: Mapping[str, Tensor]) -> Weights:
-        """What the loss of each token is multiplied by."""
+        """Return the factors of the loss of each token."""
         settings = self._recipe.correction
         return correction_weights(
             old,
@@ -153,7 +153,7 @@ class PolicyLoss:
 
 
 def user_loss_of(loss: UserLoss, log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """A program's own loss of each token, ``[samples, tokens]`` as all arguments.
+    """Return the loss of each token by a program's own function, ``[samples, tokens]`` as all arguments.
 
     Raises:
         ConfigError: It gave something else, or what cannot be learned from.

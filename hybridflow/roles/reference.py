@@ -46,14 +46,15 @@ class Reference(Role):
         return {"log_probs": self.log_probs, "mismatched_log_probs": self.mismatched_log_probs}
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """``ref_log_probs``."""
-        assert self.model is not None, "called outside the reference's mesh"
-        with adapters_off(self.model.transformer) if self.is_base else contextlib.nullcontext():
-            column = self.model.per_token(batch, lambda output, part: self.model.log_probs(output, part)[0])
+        """Compute ``ref_log_probs``."""
+        model = self.model
+        assert model is not None, "called outside the reference's mesh"
+        with adapters_off(model.transformer) if self.is_base else contextlib.nullcontext():
+            column = model.per_token(batch, lambda output, part: model.log_probs(output, part)[0])
         return None if column is None else Batch(batch.ids, {"ref_log_probs": column})
 
     def mismatched_log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """``ref_mismatched_log_probs``, of each prompt with another's completion."""
+        """Compute ``ref_mismatched_log_probs``: of each prompt with another's completion."""
         column = self.log_probs(mismatched(batch), decided)
         return (
             None if column is None else Batch(batch.ids, {"ref_mismatched_log_probs": column.columns["ref_log_probs"]})

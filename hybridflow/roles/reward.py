@@ -57,15 +57,15 @@ class Reward(Role):
         self._role = role
         self._totals = Counts()
         settings: Settings = getattr(job.recipe, role)
-        given = job.objects.get(role)
+        user_reward = job.objects.get(role)
         self._scorer: Scorer | None = None
-        if given is None and settings.kind is None and job.recipe.rollout.environment is not None:
+        if user_reward is None and settings.kind is None and job.recipe.rollout.environment is not None:
             _check_no_policy(settings, role)
         elif job.world.rank in job.meshes[role]:
             mesh = job.meshes[role]
             node = job.world.rank // mesh.ranks_per_node
             sharing = sum(rank // mesh.ranks_per_node == node for rank in mesh.ranks)
-            self._scorer = Scorer(make_kind(settings, role, given, sharing=sharing), settings, role)
+            self._scorer = Scorer(make_kind(settings, role, user_reward, sharing=sharing), settings, role)
 
     @property
     def calls(self) -> Mapping[str, NodeCall]:
@@ -73,7 +73,7 @@ class Reward(Role):
         return {"score": self.score, "score_validation": self.score_validation}
 
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        """``scores``, or ``costs``, of responses to training problems; NaN of those that are to be left out.
+        """Compute ``scores``, or ``costs``, of responses to training problems; NaN means leave out.
 
         Collective: its mesh, but where nothing can fail without ending the run.
 
@@ -99,7 +99,7 @@ class Reward(Role):
 
     @property
     def _tells(self) -> bool:
-        """Whether there is something to tell of its calls; the same on all ranks."""
+        """Return whether there are calls to report; the same on all ranks."""
         assert self._scorer is not None, "the environment's rewards are no calls"
         settings = self._scorer.settings
         has_policy = any(getattr(settings, name) != getattr(Settings(), name) for name in REWARD_POLICY)
@@ -107,9 +107,9 @@ class Reward(Role):
 
     def _scores(self, batch: Batch, example_of: Callable[[int], Example]) -> torch.Tensor:
         if self._scorer is None:
-            return batch.columns["environment_rewards"]
-        prompt_indices = batch.columns["prompt_indices"].tolist()
-        prompt_lengths = batch.columns["prompt_lengths"].tolist()
+            return _dense(batch, "environment_rewards")
+        prompt_indices = _dense(batch, "prompt_indices").tolist()
+        prompt_lengths = _dense(batch, "prompt_lengths").tolist()
         responses = [
             sequence[length:] for sequence, length in zip(column_rows(batch, "tokens"), prompt_lengths, strict=True)
         ]
@@ -131,7 +131,7 @@ class Reward(Role):
         return Sample(prompt=example.prompt, response=response, answer=example.answer, place=example.place)
 
     def _report(self, counts: Counts) -> None:
-        """Tell of the calls on all ranks, in this step. Collective: its mesh."""
+        """Report this step's calls on all ranks. Collective: its mesh."""
         everyone = self._job.world.coordinator(self._job.meshes[self._role].ranks)
         shares = [Counts(**share) for share in everyone.gather(asdict(counts), f"{self._role}s of the samples")]
         failures = [share.first_failure for share in shares if share.first_failure]
@@ -141,7 +141,7 @@ class Reward(Role):
         # A step may have several rollouts.
         totals = sum(shares, self._totals if names[0] in self.metrics else Counts())
         self._totals = totals
-        told = (
+        values = (
             float(totals.failed),
             float(totals.retries),
             totals.cached / max(totals.samples, 1),
@@ -149,7 +149,7 @@ class Reward(Role):
             totals.longest_s,
             float(totals.idle_stops),
         )
-        self.metrics |= zip(names, told, strict=True)
+        self.metrics |= zip(names, values, strict=True)
 
 
 def _check_no_policy(settings: Settings, role: str) -> None:
@@ -158,7 +158,13 @@ def _check_no_policy(settings: Settings, role: str) -> None:
             raise ConfigError(f"{role}.{name}: the environment's rewards are sums of its own; remove the key")
 
 
+def _dense(batch: Batch, name: str) -> torch.Tensor:
+    column = batch.columns[name]
+    assert isinstance(column, torch.Tensor), f"{name} is a dense column"
+    return column
+
+
 def _last_turn(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """What the policy said behind the last that it observed, ``[turn]`` of ``[response]`` each."""
+    """Return the policy's tokens after the last observation, ``[turn]``, from ``[response]`` each."""
     observed = (mask == 0).nonzero()
     return tokens[int(observed[-1]) + 1 :] if len(observed) else tokens

@@ -47,7 +47,7 @@ class RewardModel(Role):
         return {"score": self.score, "score_validation": self.score_validation}
 
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """``scores``, or ``costs``, of responses to training problems."""
+        """Compute ``scores``, or ``costs``, of responses to training problems."""
         scores = self._scores(batch)
         return None if scores is None else Batch(batch.ids, {SCORES[self._role]: scores})
 
@@ -64,7 +64,7 @@ class RewardModel(Role):
         self.metrics |= measure(self._job, self._job.world.coordinator(mesh.ranks), ids, scores)
 
     def _scores(self, batch: Batch) -> Tensor | None:
-        """The score of each sample, ``[samples]`` fp32; None but on holders. Collective: tp, pp."""
+        """Return the score of each sample, ``[samples]`` fp32, or None except on output ranks. Collective: tp, pp."""
         assert self.model is not None, "called outside its mesh"
 
         def compute(output: Tensor, part: MicroBatch) -> list[tuple[int, float]]:
@@ -79,7 +79,7 @@ class RewardModel(Role):
 
 
 def padding_of(job: Job, role: str) -> int | None:
-    """The padding token that the own settings of a role's model name; None: they name none, or there are none."""
+    """Return the padding token that the settings of a role's model name, or None if they name none."""
     source = weights_of(job, role)
     if source is None:
         return None
@@ -92,7 +92,7 @@ def padding_of(job: Job, role: str) -> int | None:
 
 
 def last_tokens(part: MicroBatch, pad_id: int | None) -> MicroBatch:
-    """The micro-batch with one row for each sample, its last token that is no padding, as ``transformers`` has it.
+    """Return the micro-batch with one row per sample: its last token that is no padding, as in ``transformers``.
 
     Args:
         part: Some samples.

@@ -31,11 +31,11 @@ class LabelledRows:
 
     @property
     def num_labels(self) -> int:
-        """How many count."""
+        """Return the number of labels that count."""
         return sum(int((row >= 0).sum()) for row in self.labels)
 
     def counts(self, rows: list[int]) -> Tensor:
-        """Which labels of some rows count, one row after the other, ``[labels]`` bool."""
+        """Return which labels of some rows count, one row after the other, ``[labels]`` bool."""
         return torch.cat([self.labels[row] >= 0 for row in rows])
 
 
@@ -73,51 +73,55 @@ class SteppedActor(Actor):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has all of the model and all rows."""
+        """Return whether this rank has all of the model and all rows."""
         return self._model.mesh.layout.world_size == 1
 
     @property
     def can_differentiate(self) -> bool:
-        """Whether a loss can have a backward pass of its own: no pipeline stages, and no class of the user's own."""
+        """Return whether a loss can have a backward pass of its own.
+
+        It cannot with pipeline stages, or for a class of the user's own.
+        """
         return self._model.mesh.layout.pp == 1 and isinstance(self._trainable, Trainable)
 
-    def predict(self, given: LabelledRows, *, has_gradient: bool) -> Prediction:
-        """Loss and log-probabilities of rows. Collective: all ranks.
+    def predict(self, labelled: LabelledRows, *, has_gradient: bool) -> Prediction:
+        """Return loss and log-probabilities of rows. Collective: all ranks.
 
         Args:
-            given: The rows; where no label counts the loss is 0.
+            labelled: The rows; where no label counts the loss is 0.
             has_gradient: Loss and logits can be differentiated, see ``can_differentiate``; what comes of it is added to
                 the gradients that ``step`` takes. Collective then: backward passes too.
         """
-        longest, count = max(1, *(len(row) for row in given.labels)), max(1, given.num_labels)
-        told = torch.zeros(len(given.labels), longest, device=self._job.world.device)
-        own: list[Tensor] = []
-        logits: list[Tensor] = [torch.empty(0)] * len(given.sequences)
+        longest, count = max(1, *(len(row) for row in labelled.labels)), max(1, labelled.num_labels)
+        all_log_probs = torch.zeros(len(labelled.labels), longest, device=self._job.world.device)
+        local_losses: list[Tensor] = []
+        logits: list[Tensor] = [torch.empty(0)] * len(labelled.sequences)
 
         def take(output: Tensor, part: MicroBatch) -> None:
             if self.is_whole:
                 for row, places in zip(part.samples, part.places, strict=True):
                     logits[row] = output[places.to(output.device), : self._job.vocab_size]
                 output = output[torch.cat([places[:-1] for places in part.places]).to(output.device)]
-            log_probs = self._model.log_probs(output, part)[0] * given.counts(part.samples).to(output.device)
-            own.append(-log_probs.sum() / count)
+            log_probs = self._model.log_probs(output, part)[0] * labelled.counts(part.samples).to(output.device)
+            local_losses.append(-log_probs.sum() / count)
             if self._tells:
-                rows = log_probs.detach().split(part.response_lengths)
+                rows = log_probs.detach().split(part.response_lengths)  # type: ignore[no-untyped-call]
                 for row, values in zip(part.samples, rows, strict=True):
-                    told[row, : len(values)] = values
+                    all_log_probs[row, : len(values)] = values
 
-        self._pass(given, take, has_gradient=has_gradient)
-        dist.all_reduce(told, group=self._everyone)
-        loss = (-told.double().sum() / count).float()
+        self._pass(labelled, take, has_gradient=has_gradient)
+        dist.all_reduce(all_log_probs, group=self._everyone)
+        loss = (-all_log_probs.double().sum() / count).float()
         if has_gradient:
-            loss = _Told.apply(sum(own, start=torch.zeros((), device=loss.device, requires_grad=True)), loss)
-        return Prediction(loss=loss, log_probs=told.cpu(), logits=logits if self.is_whole else None)
+            local_loss = sum(local_losses, start=torch.zeros((), device=loss.device, requires_grad=True))
+            loss = _GlobalLoss.apply(local_loss, loss)  # type: ignore[no-untyped-call]
+        return Prediction(loss=loss, log_probs=all_log_probs.cpu(), logits=logits if self.is_whole else None)
 
-    def learn(self, given: LabelledRows, lr: float | None) -> tuple[float, float]:
-        """One optimizer step on the rows' loss, in micro-batches. Collective: all ranks.
+    def learn(self, labelled: LabelledRows, lr: float | None) -> tuple[float, float]:
+        """Take one optimizer step on the rows' loss, in micro-batches. Collective: all ranks.
 
         Args:
-            given: The rows; at least one label counts.
+            labelled: The rows; at least one label counts.
             lr: Learning rate from now on; None: as it is.
 
         Returns:
@@ -126,20 +130,20 @@ class SteppedActor(Actor):
 
         def loss(output: Tensor, part: MicroBatch) -> tuple[Tensor, Tensor]:
             log_probs, _ = self._model.log_probs(output, part)
-            share = -(log_probs * given.counts(part.samples).to(output.device)).sum() / given.num_labels
+            share = -(log_probs * labelled.counts(part.samples).to(output.device)).sum() / labelled.num_labels
             return share, share.detach()
 
         self._set_rate(lr)
-        kept, grad_norm = self._step(self._parts(given), loss)
+        results, grad_norm = self._step(self._parts(labelled), loss)
         self._end_step()
         total = torch.zeros(1, dtype=torch.float64, device=self._job.world.device)
         if self._tells:
-            total += sum(kept)
+            total += sum(results)
         dist.all_reduce(total, group=self._everyone)
         return float(total), grad_norm
 
     def step(self, lr: float | None) -> float:
-        """One optimizer step on the gradients that backward passes have left. Collective: all ranks.
+        """Take one optimizer step on the gradients that backward passes have left. Collective: all ranks.
 
         Returns:
             The norm of the gradient.
@@ -157,7 +161,7 @@ class SteppedActor(Actor):
             self._trainable.set_learning_rate(lr)
 
     def _begin_gradients(self) -> None:
-        """Those of an earlier step are let go of."""
+        """Drop the gradients of an earlier step."""
         if not self._has_gradients:
             assert isinstance(self._trainable, Trainable), "see can_differentiate"
             self._trainable.begin()
@@ -168,9 +172,9 @@ class SteppedActor(Actor):
         self._rollout_is_current = False
         self.num_updates += 1
 
-    def _pass(self, given: LabelledRows, take: Callable[[Tensor, MicroBatch], Any], *, has_gradient: bool) -> None:
-        """Forward passes over this replica's rows."""
-        parts = self._parts(given)
+    def _pass(self, labelled: LabelledRows, take: Callable[[Tensor, MicroBatch], Any], *, has_gradient: bool) -> None:
+        """Run forward passes over this replica's rows."""
+        parts = self._parts(labelled)
         if self.is_whole:
             parts = [replace(part, rows=torch.arange(len(part.tokens), device=part.tokens.device)) for part in parts]
         if not has_gradient:
@@ -180,23 +184,26 @@ class SteppedActor(Actor):
         for part in parts:
             take(self._model.transformer(part.tokens, part.attention, part.rows), part)
 
-    def _parts(self, given: LabelledRows) -> list[MicroBatch]:
-        """This replica's rows in micro-batches whose samples are numbers of rows; what follows a token is its label."""
-        own = list(range(self._dp, len(given.sequences), self._model.mesh.layout.dp))
+    def _parts(self, labelled: LabelledRows) -> list[MicroBatch]:
+        """Return this replica's rows in micro-batches whose sample numbers are row numbers.
+
+        The label of a token is the token after it.
+        """
+        local_rows = list(range(self._dp, len(labelled.sequences), self._model.mesh.layout.dp))
         parts = []
-        for part in self._model.pack([given.sequences[row] for row in own], [1] * len(own)):
-            rows = [own[sample] for sample in part.samples]
-            targets = torch.cat([given.labels[row].clamp(min=0) for row in rows]).to(part.tokens.device)
+        for part in self._model.pack([labelled.sequences[row] for row in local_rows], [1] * len(local_rows)):
+            rows = [local_rows[sample] for sample in part.samples]
+            targets = torch.cat([labelled.labels[row].clamp(min=0) for row in rows]).to(part.tokens.device)
             parts.append(replace(part, samples=rows, targets=targets))
         return parts
 
 
-class _Told(torch.autograd.Function):
-    """The number is everyone's, the gradient each replica's own: these are added up before the step."""
+class _GlobalLoss(torch.autograd.Function):
+    """A loss with the global value and the replica's gradient; gradients are summed before the step."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, told: Tensor) -> Tensor:
-        return told.clone()
+    def forward(ctx: Any, local_loss: Tensor, global_loss: Tensor) -> Tensor:
+        return global_loss.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

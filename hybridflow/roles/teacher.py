@@ -45,7 +45,7 @@ class Teacher(Role):
         return {"top": self.top}
 
     def top(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
-        """``teacher_log_probs``, and ``teacher_ids`` unless the whole vocabulary is asked for."""
+        """Compute ``teacher_log_probs``, and ``teacher_ids`` unless the whole vocabulary is asked for."""
         assert self.model is not None, "called outside the teacher's mesh"
         model = self.model
         found = model.rows_per_token(batch, lambda output, part: model.top_log_probs(output, self._top_k))

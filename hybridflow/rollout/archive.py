@@ -64,12 +64,12 @@ class SegmentName(NamedTuple):
         return f"step-{self.first:06d}-{self.last:06d}-rank-{self.rank:05d}.h5"
 
     def holds(self, step: int) -> bool:
-        """Whether a step's samples of its rank are in it."""
+        """Return whether it holds the samples that its rank made in a step."""
         return self.first <= step <= self.last
 
 
 def list_segments(folder: Path) -> list[SegmentName]:
-    """The segments of an archive, in order; none where there is no archive."""
+    """Return the segments of an archive, in order; none where there is no archive."""
     path = folder / _SEGMENTS
     found = (_NAME.fullmatch(each.name) for each in path.iterdir()) if path.is_dir() else ()
     return sorted(SegmentName(*(int(part) for part in each.groups())) for each in found if each is not None)
@@ -88,7 +88,7 @@ def write_segment(
         folder: Of the archive; made if absent.
         name: Of the segment.
         rows: Samples and their steps; without any nothing is written.
-        prompts: Draw -> the prompt's tokens.
+        prompts: Prompt index -> the prompt's tokens.
         scores: Step, prompt index, index -> score, of samples of which it is known.
 
     Raises:
@@ -138,7 +138,7 @@ class Archived(NamedTuple):
 
     step: int
     prompt_index: int
-    index: int
+    index: int  # type: ignore[assignment]  # it hides tuple.index
     finish: str
     score: float
     prompt: list[int]
@@ -149,7 +149,7 @@ class Archived(NamedTuple):
 
 
 def read_segment(folder: Path, name: SegmentName) -> Iterator[Archived]:
-    """The samples of a segment, in order.
+    """Yield the samples of a segment, in order.
 
     Raises:
         CheckpointError: It is damaged.
@@ -161,7 +161,9 @@ def read_segment(folder: Path, name: SegmentName) -> Iterator[Archived]:
             slice(starts[part][row], starts[part][row] + arrays[f"{part}_length"][row]) for part in starts
         )
         yield Archived(
-            *(int(arrays[each][row]) for each in ("step", "prompt_index", "index")),
+            step=int(arrays["step"][row]),
+            prompt_index=int(arrays["prompt_index"][row]),
+            index=int(arrays["index"][row]),
             finish=FINISHES[arrays["finish"][row]],
             score=float(arrays["score"][row]),
             prompt=arrays["prompt_tokens"][prompt].tolist(),
@@ -198,7 +200,7 @@ def join_segments(folder: Path) -> list[str]:
 def drop_segments(folder: Path, *, after: int | None) -> None:
     """Remove what is in the archive of steps after one, which the run will take anew; None: all. For one rank.
 
-    So is what killed writers left.
+    It also removes what killed writers left.
 
     Raises:
         OSError: The file system refuses.

@@ -19,7 +19,7 @@ Key = bytes
 
 
 def block_keys(tokens: np.ndarray, before: Key = b"") -> list[Key]:
-    """Keys of the blocks of a sequence, the last of which may be of fewer tokens than a block has.
+    """Return keys of the blocks of a sequence; the last block may have fewer tokens than a block holds.
 
     Args:
         tokens: Token ids, ``[tokens]`` int32, from a border of blocks on.
@@ -54,11 +54,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody uses."""
+        """Return the number of unused blocks."""
         return len(self._empty) + len(self._idle)
 
     def take(self) -> int | None:
-        """A block of one's own, its content undefined; None: there is none."""
+        """Take a free block, whose content is undefined; return None if there is none."""
         if self._empty:
             block = self._empty.pop()
         elif self._idle:
@@ -72,7 +72,7 @@ class BlockPool:
         return block
 
     def find(self, keys: Sequence[Key]) -> list[int]:
-        """The blocks of the first of these keys that are all there, for the caller to use too, with ``use``."""
+        """Return the cached blocks of the longest known prefix of these keys; the caller claims them with ``use``."""
         found = []
         for key in keys:
             block = self._by_key.get(key)
@@ -88,11 +88,11 @@ class BlockPool:
             self._users[block] += 1
 
     def num_idle(self, blocks: Sequence[int]) -> int:
-        """How many of some blocks nobody uses: they count as free until they are used."""
+        """Return how many of some blocks are unused: they count as free until they are used."""
         return sum(self._users[block] == 0 for block in blocks)
 
     def name(self, block: int, key: Key) -> None:
-        """Make a block findable, by the tokens that it begins with; another with the same tokens stays the one."""
+        """Make a block findable by its key; another block with the same tokens keeps the key."""
         if key not in self._by_key:
             self._by_key[key] = block
             self._keys.setdefault(block, []).append(key)
@@ -108,7 +108,7 @@ class BlockPool:
                 self._empty.append(block)
 
     def forget(self) -> None:
-        """What all blocks hold is of other weights: none is found any more."""
+        """Drop all keys after the weights have changed, so that no block is found any more."""
         self._empty += self._idle
         self._idle.clear()
         self._by_key.clear()

@@ -11,7 +11,7 @@ _ROOT = Path("/")
 
 
 def cache_bytes(cache_memory: float, device: torch.device, ranks_per_node: int) -> int:
-    """Most memory of this rank's key-value cache.
+    """Return the most memory that this rank's key-value cache may take.
 
     Args:
         cache_memory: In bytes, or, below 1, a share of what is free.
@@ -22,7 +22,7 @@ def cache_bytes(cache_memory: float, device: torch.device, ranks_per_node: int) 
 
 
 def free_bytes(device: torch.device, ranks_per_node: int, root: Path = _ROOT) -> int:
-    """Memory of a device that nobody uses; of a node's, which its ranks share, this rank's part.
+    """Return the unused memory of a device; on a node, whose ranks share memory, this rank's part.
 
     Args:
         device: Where the cache is to be.
@@ -44,7 +44,7 @@ def _available_bytes(root: Path) -> int:
 
 
 def _free_of_groups(root: Path) -> Iterator[int]:
-    """What the control groups of this process, version 1 or 2, leave of their limits."""
+    """Yield the memory left within the limits of this process's control groups, version 1 or 2."""
     for folder, limit, used in _memory_groups(root):
         most, now = _number(folder / limit), _number(folder / used)
         if most is not None and now is not None:
@@ -52,7 +52,7 @@ def _free_of_groups(root: Path) -> Iterator[int]:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """Folder and names of the files of each group that this process is in, and of those around it."""
+    """Yield folder and file names of each control group that this process is in, and of those around it."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -72,7 +72,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def _number(path: Path) -> int | None:
-    """What a file says; None: it is not there, or says that there is no limit."""
+    """Return the number in a file, or None if the file is absent or says that there is no limit."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:
@@ -81,7 +81,7 @@ def _number(path: Path) -> int | None:
 
 
 def _cached_bytes(folder: Path) -> int:
-    """Files in memory that count as used, and give way."""
+    """Return the file cache, in bytes, that counts as used but can be reclaimed."""
     try:
         lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
     except OSError:

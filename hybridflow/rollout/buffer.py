@@ -33,12 +33,12 @@ class AsyncRolloutBuffer:
         self._waiting: deque[Any] = deque()
 
     def __len__(self) -> int:
-        """Batches that wait."""
+        """Return the number of batches that wait."""
         return len(self._waiting)
 
     @property
     def next(self) -> Any:
-        """The batch whose turn comes with the next ``flip``; None: none waits."""
+        """Return the batch that the next ``flip`` makes current, or None if none waits."""
         return self._waiting[0] if self._waiting else None
 
     def put(self, batch: Any) -> None:
@@ -55,7 +55,7 @@ class AsyncRolloutBuffer:
         self._waiting.append(batch)
 
     def flip(self) -> Any:
-        """Let go of the current batch, and make the next one current.
+        """Drop the current batch, and make the next one current.
 
         Returns:
             It.

@@ -18,7 +18,9 @@ _LARGEST = 10**MAX_DIGITS
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of numbers, ``+ - * /`` and brackets: exact, or to 12 digits where it does not end.
+    """Return the value of an expression of numbers, ``+ - * /`` and brackets.
+
+    The value is exact, or has 12 digits if its decimals do not end.
 
     Raises:
         ValueError: It is not such an expression, divides by 0, or exceeds a limit.
@@ -100,7 +102,7 @@ class Calculator:
         self._answer = answer.strip()
 
     def step(self, response: str) -> tuple[str, float, bool]:
-        """What the calculator shows; at the end 1 if the response is the answer, but for spaces around it."""
+        """Return the calculator's display; at the end score 1 if the response is the answer, ignoring outer spaces."""
         called = re.search(r"\[([^\[\]]*)\]", response)
         if called is None:
             return "", float(response.strip() == self._answer), True

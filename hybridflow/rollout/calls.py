@@ -48,12 +48,12 @@ class Calls:
         self._done: queue.SimpleQueue[tuple[_Worker, Any]] = queue.SimpleQueue()
 
     def submit(self, number: int, call: Callable[[], Any]) -> None:
-        """Have a call made, whose result ``ended`` gives under this number."""
+        """Start a call whose result ``ended`` returns under this number."""
         self._todo.append((number, call))
         self._assign()
 
     def ended(self, wait_s: float) -> list[tuple[int, Any]]:
-        """Numbers and results of calls that have ended since; of a failed one ``CallFailed``.
+        """Return numbers and results of calls that have ended since; ``CallFailed`` for a failed one.
 
         Args:
             wait_s: Longest wait for one, in seconds.

@@ -28,11 +28,11 @@ class Claims:
         self._number = 0
 
     def begin(self) -> None:
-        """Another deal. Collective: the mesh, though nobody waits."""
+        """Begin another deal. Collective: the mesh, though nobody waits."""
         self._number += 1
 
     def take(self, count: int) -> int:
-        """Number of the first of so many that are now this replica's. Collective: tp, pp."""
+        """Claim ``count`` samples for this replica, and return the number of the first. Collective: tp, pp."""
         first = None
         if self._store is not None:
             first = self._store.add(str(self._number), count) - count
@@ -78,13 +78,15 @@ class Deal:
 
     @property
     def has_queue(self) -> bool:
-        """Whether it was open at the beginning who generates what; the same on all replicas."""
+        """Return whether samples are left that replicas share out as they go; the same on all replicas."""
         return len(self._queue) > 0
 
     def more(self, num_open: int) -> list[Request]:
-        """Further samples for this replica, where so many are not done; none: it has enough, or all are taken.
+        """Return further samples for this replica, which has ``num_open`` unfinished ones.
 
-        Called at the same points, with the same number, on all its ranks. Collective: tp, pp.
+        An empty list means that it has enough, or that all are taken.
+
+        All ranks of a replica call it at the same points, with the same number. Collective: tp, pp.
         """
         if self._claims is None or num_open >= self._num_slots:
             return []

@@ -28,7 +28,7 @@ class Entries:
         self._table: tuple[np.ndarray, np.ndarray] | None = None
 
     def put(self, slot: int, rows: Sequence[Sequence[float]]) -> None:
-        """A slot's rows from now on; the shorter ones are filled up with -1."""
+        """Set a slot's rows; shorter rows are padded with -1."""
         if self._rows.pop(slot, None) is not None or len(rows):
             self._table = None
         if len(rows):
@@ -38,7 +38,7 @@ class Entries:
             self._rows[slot] = filled
 
     def of(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of some slots: places among ``slots``, ``[rows]`` int64, and ``[rows, widest]`` fp64."""
+        """Return the rows of some slots: places among ``slots``, ``[rows]`` int64, and ``[rows, widest]`` fp64."""
         if not self._rows:
             return np.zeros(0, np.int64), np.zeros((0, 1))
         if self._table is None:
@@ -76,16 +76,16 @@ class Rows:
     device: torch.device
 
     def take(self, chosen: np.ndarray) -> Rows:
-        """Some of the rows."""
+        """Return some of the rows."""
         return replace(self, slots=self.slots[chosen], positions=self.positions[chosen], values=self.values[chosen])
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter of each row, ``[rows]``."""
+        """Return a parameter of each row, ``[rows]``."""
         return torch.from_numpy(self.values[name].copy()).to(self.device)
 
 
 def penalized(logits: Tensor, rows: Rows, columns: Columns) -> Tensor:
-    """Logits with the penalties of tokens that are there already, ``[rows, columns]``."""
+    """Return logits with the penalties of tokens that are there already, ``[rows, columns]``."""
     assert rows.known is not None, "penalties need to know the tokens so far"
     places = np.arange(int(rows.positions.max()))
     local = rows.known[rows.slots, : len(places)].astype(np.int64) - columns.first
@@ -106,7 +106,7 @@ def penalized(logits: Tensor, rows: Rows, columns: Columns) -> Tensor:
 def forbidden(
     rows: Rows, stop_ids: Entries, bad_ids: Entries, never: Sequence[tuple[int, int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What may not be sampled now: rows, and tokens, ``[forbidden]`` int64 each.
+    """Return which tokens may not be sampled now: rows, and tokens, ``[forbidden]`` int64 each.
 
     Args:
         rows: Whose.
@@ -135,7 +135,7 @@ def forbidden(
 def edited(
     logits: Tensor, rows: Rows, biases: Entries, never: tuple[np.ndarray, np.ndarray], columns: Columns
 ) -> Tensor:
-    """Logits with biases, and minus infinity where a token is forbidden, ``[rows, columns]``."""
+    """Return logits with biases, and minus infinity where a token is forbidden, ``[rows, columns]``."""
     bias_rows, pairs = biases.of(rows.slots)
     changes = [(bias_rows, pairs[:, 0].astype(np.int64), pairs[:, -1]), (*never, np.full(len(never[0]), -np.inf))]
     for places, tokens, amounts in changes:
@@ -150,7 +150,9 @@ def edited(
 
 
 def floors(scaled: Tensor, rows: Rows, columns: Columns) -> Tensor:
-    """The least scaled logit that may be sampled, ``[rows]``: of the top k, then of top p of these, and of min p.
+    """Return the least scaled logit that may be sampled, ``[rows]``.
+
+    Top k applies first, then top p of these, then min p.
 
     Collective: tp.
     """
@@ -173,7 +175,7 @@ def floors(scaled: Tensor, rows: Rows, columns: Columns) -> Tensor:
 
 
 def _top_k_edge(scaled: Tensor, top_k: Tensor, columns: Columns) -> Tensor:
-    """The k-th largest logit, ``[rows]``; the least where there are fewer."""
+    """Return the k-th largest logit, ``[rows]``; the smallest if there are fewer."""
     most = int(top_k.max())
     local = scaled.topk(min(most, scaled.shape[1]), dim=-1).values
     every = torch.cat(list(gather_over(columns.group, local)), dim=-1)
@@ -182,10 +184,12 @@ def _top_k_edge(scaled: Tensor, top_k: Tensor, columns: Columns) -> Tensor:
 
 
 def _nucleus_edge(scaled: Tensor, floor: Tensor, largest: Tensor, top_p: Tensor, columns: Columns) -> Tensor:
-    """The largest logit that with all above it has ``top_p`` of the weight of those not below ``floor``, ``[rows]``.
+    """Return the largest logit that with all above it has ``top_p`` of the weight, ``[rows]``.
 
-    Found digit by digit in the bits of fp32 numbers, with a histogram of the weights over 256 digits each time: exact
-    after four small sums over the group, with no sorting and no gathered logits.
+    The weight is that of the logits not below ``floor``.
+
+    The search goes digit by digit through the bits of fp32 numbers, with a histogram of the weights over 256 values
+    each time. It is exact after four small sums over the group, without sorting or gathered logits.
     """
     prefix = torch.zeros(len(scaled), dtype=torch.int64, device=scaled.device)
     above, wanted = top_p.new_zeros(len(scaled)), None
@@ -201,9 +205,9 @@ def _nucleus_edge(scaled: Tensor, floor: Tensor, largest: Tensor, top_p: Tensor,
 
 
 def _sums_by_digit(scaled: Tensor, floor: Tensor, largest: Tensor, prefix: Tensor, shift: int) -> Tensor:
-    """Weights of this rank's columns, summed by the eight bits above ``shift`` of their order, ``[rows, 256]`` fp64.
+    """Sum the weights of this rank's columns by the eight bits above ``shift``, ``[rows, 256]`` fp64.
 
-    Only of those whose higher bits are ``prefix`` (``[rows]``), and that are not below ``floor``.
+    It counts only columns whose higher bits are ``prefix`` (``[rows]``), and that are not below ``floor``.
     """
     sums = torch.zeros(len(scaled), 256, dtype=torch.float64, device=scaled.device)
     kernels = load_kernels()
@@ -218,7 +222,7 @@ def _sums_by_digit(scaled: Tensor, floor: Tensor, largest: Tensor, prefix: Tenso
 
 
 def gather_over(group: dist.ProcessGroup, value: Tensor) -> Tensor:
-    """Every rank's tensor, stacked in group order, ``[tp, …]``. Collective: tp."""
+    """Gather every rank's tensor, stacked in group order, ``[tp, …]``. Collective: tp."""
     size = dist.get_world_size(group)
     if size == 1:
         return value[None]
@@ -228,7 +232,7 @@ def gather_over(group: dist.ProcessGroup, value: Tensor) -> Tensor:
 
 
 def _to_order(value: Tensor) -> Tensor:
-    """fp32 to integers from 0 to 2³² in the same order, int64."""
+    """Map fp32 to int64 integers from 0 to 2³² in the same order."""
     bits = value.contiguous().view(torch.int32)
     return (bits ^ ((bits >> 31) & _ORDER_BITS)).long() + _ORDER_ZERO
 

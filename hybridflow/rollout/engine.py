@@ -88,13 +88,13 @@ class MegatronEngine:
 
     @property
     def num_changes(self) -> int:
-        """How often the weights have changed."""
+        """Return how often the weights have changed."""
         return self._num_changes
 
     def weights_changed(self) -> None:
-        """What was derived from the model's weights is of no use any more, and its memory is given back.
+        """Drop what was derived from the model's weights, and free its memory.
 
-        A session that is open goes on with the new weights: it computes anew what it has in its cache.
+        An open session goes on with the new weights: it recomputes its cache.
         """
         self._fast = None
         self._num_changes += 1
@@ -103,7 +103,7 @@ class MegatronEngine:
     def generate(
         self, requests: list[Request], purpose: str = "rollout", progress: Progress | None = None
     ) -> list[Response]:
-        """One response for each request, in their order.
+        """Return one response for each request, in their order.
 
         Collective: tp, pp.
 
@@ -125,9 +125,9 @@ class MegatronEngine:
         more: Callable[[int], Sequence[Request]] = lambda num_open: (),
         expected: Sequence[Request] | None = None,
     ) -> list[tuple[Request, Response]]:
-        """As ``generate``, with further requests that come up meanwhile; all with their responses, as they ended.
+        """Generate like ``generate``, with further requests that arrive meanwhile; return all pairs in finishing order.
 
-        ``progress`` is asked whether to stop every ``LOOK_STEPS`` steps, and is then handed what has been finished.
+        It asks ``progress`` every ``LOOK_STEPS`` steps whether to stop, and then passes it what has finished.
 
         Args:
             requests: What there is at once.
@@ -186,7 +186,7 @@ class MegatronEngine:
             self._fast = CpuTransformer(self.model, self.groups.tp, self.vocab_size)
 
     def refusal(self, request: Request) -> str | None:
-        """Why a request cannot be met; None: it can."""
+        """Return why a request cannot be met, or None if it can."""
         if reason := length_refusal(request, self.model.max_sequence_length) or self._stranger(request):
             return reason
         num_prompt, most = len(request.prompt), request.params.max_new_tokens
@@ -201,7 +201,7 @@ class MegatronEngine:
         return None
 
     def _stranger(self, request: Request) -> str | None:
-        """What of a request the model's vocabulary, or the lack of a tokenizer, does not allow."""
+        """Return what in a request the vocabulary does not allow, or a missing tokenizer; None if nothing."""
         smallest, largest = (int(each) for each in request.prompt.aminmax())
         if smallest < 0 or largest >= self.vocab_size:
             wrong = smallest if smallest < 0 else largest
@@ -215,14 +215,14 @@ class MegatronEngine:
         return None
 
     def texts(self) -> Texts:
-        """The tokenizer, for requests with texts, of which there are none without it."""
+        """Return the tokenizer for requests with texts; such requests are refused without one."""
         if self._texts is None:
             assert self._tokenizer is not None, "such a request is refused"
             self._texts = Texts(self._tokenizer)
         return self._texts
 
     def room(self, expected: Sequence[Request] | None) -> tuple[int, int, int]:
-        """Slots, most tokens of a sequence, and blocks, for requests that are expected, or for any."""
+        """Return slots, longest sequence and blocks for the expected requests, or for any."""
         if expected is None:
             return self._max_concurrent, self.model.max_sequence_length, max(self._most_blocks, 1)
         lengths = sorted((len(each.prompt) + each.params.max_new_tokens for each in expected), reverse=True)
@@ -232,7 +232,10 @@ class MegatronEngine:
         return max(len(lengths), 1), max(lengths, default=1), max(min(num_blocks, self._most_blocks), 1)
 
     def run(self, tokens: Tensor, attention: PagedAttention, rows: Tensor) -> Tensor | None:
-        """This stage's part of a forward pass: logits of the rows, ``[rows, padded_vocab/tp]``, on the last stage."""
+        """Run this stage's part of a forward pass.
+
+        Return logits of the rows, ``[rows, padded_vocab/tp]``, on the last stage.
+        """
         stage, stages = self.groups.pp.rank(), self._stage_ranks
         config = self.model.config
         if stage > 0:
@@ -247,7 +250,7 @@ class MegatronEngine:
             self._sent[0].wait()
         # Kept until it has left.
         output = output.contiguous()
-        self._sent = dist.isend(output, dst=stages[stage + 1], group=self.groups.pp), output
+        self._sent = _send(output, stages[stage + 1], self.groups.pp), output
         return None
 
     def decode(
@@ -259,15 +262,15 @@ class MegatronEngine:
 
     @property
     def can_decode(self) -> bool:
-        """Whether several tokens of a sequence can be computed by one call: the whole model is here, on a CPU."""
+        """Return whether one call can compute several tokens: the whole model is on this rank's CPU."""
         return self._fast is not None and self.groups.tp.size() == self.groups.pp.size() == 1
 
     def send_tokens(self, tokens: Tensor) -> list[dist.Work]:
-        """From the last stage to all others."""
-        return [dist.isend(tokens, dst=rank, group=self.groups.pp) for rank in self._stage_ranks[:-1]]
+        """Send tokens from the last stage to all others."""
+        return [_send(tokens, rank, self.groups.pp) for rank in self._stage_ranks[:-1]]
 
     def receive_tokens(self, tokens: Tensor, sends: Sequence[dist.Work]) -> Tensor:
-        """The tokens of the last stage, there and on all others, where ``tokens`` is filled."""
+        """Return the tokens of the last stage; other stages receive them into ``tokens``."""
         if self.model.post_process:
             for send in sends:
                 send.wait()
@@ -276,7 +279,9 @@ class MegatronEngine:
         return tokens
 
     def _measure(self) -> int:
-        """Most blocks of the cache: what the budget allows on each rank of the replica, and no more than ever needed.
+        """Return the number of blocks that the memory budget allows on each rank of the replica.
+
+        It is no more than can ever be needed.
 
         Collective: tp, pp.
         """
@@ -289,8 +294,15 @@ class MegatronEngine:
         return int(allowed)
 
 
+def _send(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to send a tensor to a rank of a group that this rank is in."""
+    work = dist.isend(tensor, dst=rank, group=group)
+    assert work is not None, "a rank sends only in its own groups"
+    return work
+
+
 def blocks_for(num_tokens: int) -> int:
-    """Blocks that hold so many tokens of one sequence."""
+    """Return the number of blocks that hold ``num_tokens`` tokens of one sequence."""
     return -(-num_tokens // BLOCK_TOKENS)
 
 
@@ -329,31 +341,31 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was added has been handed out."""
+        """Return whether all added requests have been handed out."""
         return self.num_open == 0
 
     @property
     def num_open(self) -> int:
-        """Requests that have not been handed out."""
+        """Return the number of requests that have not been handed out."""
         return len(self._ready) + len(self._requests)
 
     @property
     def num_computed(self) -> int:
-        """Tokens that went through the model."""
+        """Return the number of tokens that went through the model."""
         return sum(lane.scheduler.num_computed for lane in self._lanes)
 
     @property
     def num_preempted(self) -> int:
-        """How often a sequence lost its place in the cache."""
+        """Return how often a sequence lost its place in the cache."""
         return sum(lane.scheduler.num_preempted for lane in self._lanes)
 
     def metrics(self) -> dict[str, float]:
-        """``preempted``, and ``prefill_share``: the prompts' tokens computed, over those asked for."""
+        """Return ``preempted``, and ``prefill_share``: computed prompt tokens over requested ones."""
         num_computed = sum(lane.scheduler.num_prompt_computed for lane in self._lanes)
         return {"preempted": self.num_preempted, "prefill_share": num_computed / max(self._num_prompt, 1)}
 
     def looks_up(self) -> bool:
-        """Whether it is time to ask whether to stop: at the start, and ``LOOK_STEPS`` steps after the last time."""
+        """Return whether to ask about stopping: at the start, and ``LOOK_STEPS`` steps after the last time."""
         if self.num_steps < self._next_look:
             return False
         self._next_look = self.num_steps + LOOK_STEPS
@@ -409,10 +421,10 @@ class Session:
 
     @torch.inference_mode()
     def pause(self) -> list[tuple[Request, Response]]:
-        """End, and give all that has not been handed out: what has just ended, and what is not done.
+        """Stop, and return all open requests: what has just ended, and what is unfinished.
 
-        The latter in the order in which it was added, each with what was sampled of it: ``Request.begun`` to go on
-        from, in any session, with these weights or others.
+        Unfinished ones come in the order in which they were added, each with its tokens so far: ``Request.begun`` to
+        continue from, in any session, with these weights or others.
 
         Collective: tp, pp.
         """
@@ -435,7 +447,7 @@ class Session:
 
     @torch.inference_mode()
     def cancel(self, requests: Sequence[Request]) -> None:
-        """Requests that nobody waits for any more are not gone on with; those that have ended are passed over.
+        """Stop requests that nobody waits for any more; skip those that have ended.
 
         Collective: tp, pp.
         """
@@ -452,7 +464,7 @@ class Session:
         self._ready = [pair for pair in self._ready if not any(pair[0] is each for each in requests)]
 
     def running(self) -> list[tuple[Request, list[int]]]:
-        """The requests that have a slot, each with the tokens sampled so far."""
+        """Return the requests that have a slot, each with the tokens sampled so far."""
         found = []
         for lane in self._lanes:
             for slot in lane.scheduler.running:
@@ -471,7 +483,7 @@ class Session:
         return ended
 
     def _begin_anew(self) -> list[tuple[Request, Response]]:
-        """The weights have changed: what is known is computed anew before anything is sampled; what ended before."""
+        """Recompute the cache after a change of weights, before sampling; return what ended before."""
         self._num_changes = self._engine.num_changes
         self._engine.prepare()
         ended = self._catch_up()
@@ -534,7 +546,7 @@ class Session:
         return _Outcome(sampled.tokens, engine.version, sampled, scores, sends)
 
     def _reserve(self, lane: _Lane, step: Step, most: int) -> int:
-        """How many steps can be done by one call, of which this one is the first."""
+        """Return how many steps one call can do, including this one."""
         is_one_token_each = len(step.rows) == len(step.tokens) and not len(step.copies) + len(step.scored)
         is_plain = lane.sampler.is_plain(step.slots) and not lane.is_watched[step.slots].any()
         if most > 1 and self._engine.can_decode and is_one_token_each and is_plain:
@@ -542,7 +554,7 @@ class Session:
         return 1
 
     def _decode(self, lane: _Lane, slots: np.ndarray, num_steps: int) -> list[tuple[Request, Response]]:
-        """Several tokens of each running sequence; what ended."""
+        """Sample several tokens of each running sequence; return what ended."""
         arrays = {**lane.scheduler.arrays(), **lane.sampler.arrays(), **lane.records.arrays()}
         begin = slots[lane.scheduler.lengths[slots] == lane.num_prompt[slots]]
         failures = self._engine.decode(self._cache, lane.scheduler.tables, slots, num_steps, **arrays)[slots]
@@ -571,7 +583,7 @@ class Session:
         return self._end(lane, slots, failures, is_stop, is_long)
 
     def _note_first_tokens(self, lane: _Lane, slots: np.ndarray) -> None:
-        """The first token of what is in some slots is known."""
+        """Note that the first token of some slots is known."""
         now_s = perf_counter()
         for slot in slots.tolist():
             self._clocks[lane.scheduler.job(slot).number].first_token_s = now_s
@@ -579,7 +591,7 @@ class Session:
     def _end(
         self, lane: _Lane, slots: np.ndarray, failures: np.ndarray, is_stop: np.ndarray, is_long: np.ndarray
     ) -> list[tuple[Request, Response]]:
-        """Of some slots, ``[slots]`` each, those that end; the failed ones do not have the token that failed."""
+        """End the finished ones of some slots, ``[slots]`` each; drop the token that failed."""
         ended = []
         for row in (is_stop | is_long | (failures < 0)).nonzero()[0].tolist():
             slot = int(slots[row])
@@ -629,7 +641,7 @@ class _Clock:
     first_token_s: float = math.nan
 
     def stop(self, response: Response) -> Response:
-        """The response, which has just ended, with its times."""
+        """Return the response, which has just ended, with its times."""
         return replace(
             response, latency_s=perf_counter() - self.began_s, first_token_s=self.first_token_s - self.began_s
         )
@@ -662,7 +674,7 @@ def _job(number: int, request: Request) -> Job:
 
 
 def _ended_before(request: Request) -> Response | None:
-    """The response, if nothing is left to be sampled of what was begun."""
+    """Return the response, if nothing is left to be sampled of what was begun."""
     begun = request.begun
     if begun is None or begun.finish in ("stop", "length"):
         return begun

@@ -53,7 +53,7 @@ class Environment(Protocol):
         """
 
     def step(self, response: str) -> tuple[str, float, bool]:
-        """Answer a response of the policy, whose token that ended it is left out.
+        """Answer a response of the policy, without the token that ended it.
 
         Returns:
             What the policy observes next, the reward of this turn, and whether the conversation is at its end, where
@@ -65,12 +65,12 @@ BUILT_IN: dict[str, Callable[[], Environment]] = {"calculator": Calculator}
 
 
 def find_environment(name: str) -> Callable[[], Environment]:
-    """What makes a sample's environment: built in, or ``package.module:Class`` by import.
+    """Return the maker of a sample's environment: built in, or ``package.module:Class`` by import.
 
     Raises:
         ConfigError: There is none of that name, or it has not the two methods.
     """
-    found = find_plugin(name, BUILT_IN, key="rollout.environment.name", kind="Class")
+    found: Callable[[], Environment] = find_plugin(name, BUILT_IN, key="rollout.environment.name", kind="Class")
     missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
     if not callable(found) or missing:
         raise ConfigError(
@@ -81,7 +81,7 @@ def find_environment(name: str) -> Callable[[], Environment]:
 
 
 def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """The text of a response, without the token that ended it."""
+    """Return the text of a response, without the token that ended it."""
     is_stopped = tokens[-1:] and tokens[-1] in tokenizer.stop_ids
     return tokenizer.decode(tokens[:-1] if is_stopped else tokens)
 
@@ -133,7 +133,7 @@ class Environments:
         purpose: str = "rollout",
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> list[Conversation]:
-        """A conversation for each request, in their order.
+        """Return a conversation for each request, in their order.
 
         Args:
             engine: Samples the responses.
@@ -193,7 +193,7 @@ class Environments:
         self._calls.submit(number, begin)
 
     def _hear(self, number: int, talk: _Talk, response: Response) -> bool:
-        """A turn has been sampled: whether the environment is to answer."""
+        """Take in a sampled turn; return whether the environment is to answer."""
         talk.add(response)
         if response.finish == "failed":
             talk.end(response.error)
@@ -213,7 +213,7 @@ class Environments:
         return True
 
     def _answers(self, wait_s: float) -> list[tuple[int, Any]]:
-        """Numbers of conversations and what their environments have answered since: ``_Answer``, or text, an error.
+        """Return numbers of conversations and their environments' new answers: ``_Answer``, or the text of an error.
 
         Collective: tp, pp.
         """
@@ -225,7 +225,7 @@ class Environments:
         return answers
 
     def _told(self, talk: _Talk, answer: Any) -> Request | None:
-        """The environment has answered: the request of the next turn; None: there is none."""
+        """Take in the environment's answer; return the request of the next turn, or None if there is none."""
         if isinstance(answer, str):
             talk.reward += self._settings.failure_reward
             talk.end(answer)
@@ -238,7 +238,7 @@ class Environments:
         return talk.observe(observed)
 
     def _checked(self, observation: object, reward: object, is_done: object, room: int) -> _Answer:
-        """What an environment has said, as it is told to the ranks. In a thread.
+        """Check an environment's answer, and return it as it is sent to the ranks. Runs in a thread.
 
         Raises:
             TypeError: It is of another type than it should be.
@@ -246,7 +246,7 @@ class Environments:
         """
         if isinstance(reward, bool) or not isinstance(reward, numbers.Real):
             raise TypeError(f"the reward is {type(reward).__name__} {reward!r:.100}; expected a number")
-        if not math.isfinite(reward) or abs(reward) > _LARGEST_REWARD:
+        if not math.isfinite(reward) or abs(float(reward)) > _LARGEST_REWARD:
             raise ValueError(f"the reward is {reward}; expected a finite number of at most {_LARGEST_REWARD:g}")
         if is_done not in (True, False):
             raise TypeError(f"done is {type(is_done).__name__} {is_done!r:.100}; expected True or False")
@@ -288,17 +288,20 @@ class _Talk:
 
     @property
     def room(self) -> int:
-        """Tokens that may still follow."""
+        """Return the number of tokens that may still follow."""
         return self._asked.params.max_new_tokens - sum(map(len, self._masks))
 
     def add(self, response: Response) -> None:
-        """The policy has said this."""
+        """Add a response of the policy."""
         self._parts.append(response)
         self._masks.append(torch.ones(len(response.tokens)))
         self.num_turns += 1
 
     def observe(self, tokens: list[int]) -> Request:
-        """The policy has been told this; the request of its next turn, whose prompt is all that was said so far."""
+        """Add an observation, and return the request of the next turn.
+
+        Its prompt is the whole conversation so far.
+        """
         none = torch.zeros(len(tokens))
         self._parts.append(
             Response(
@@ -318,12 +321,12 @@ class _Talk:
         )
 
     def end(self, error: str | None = None) -> None:
-        """Nothing follows any more."""
+        """End the conversation."""
         self.error = error
         self._latency_s = time.perf_counter() - self._began_s
 
     def ended(self) -> Conversation:
-        """All of it."""
+        """Return the whole conversation."""
         parts, last = self._parts, self._parts[-1] if self._parts else None
         return Conversation(
             response=Response(

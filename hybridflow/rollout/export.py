@@ -42,7 +42,7 @@ class Export:
         self._kind, self._tokenizer, self._min_score = kind, tokenizer, min_score
 
     def rows(self, samples: Iterable[Archived]) -> list[Row]:
-        """The rows, in the order of the samples.
+        """Return the rows, in the order of the samples.
 
         Raises:
             DataError: There are none; or a prompt's text would be read as other tokens.
@@ -55,7 +55,7 @@ class Export:
         return rows
 
     def told(self) -> str:
-        """What was left out, in words; empty: nothing was."""
+        """Describe in words what was left out; empty if nothing was."""
         return ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
 
     def _usable(self, samples: Iterable[Archived]) -> Iterator[Archived]:
@@ -106,7 +106,7 @@ class Export:
         return self._min_score is not None and sample.score < self._min_score
 
     def _prompt(self, sample: Archived) -> str:
-        """Its text, which training must read as the tokens that were answered."""
+        """Return the prompt's text, and check that training reads it as the same tokens."""
         text = self._tokenizer.decode(sample.prompt)
         begin = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
         if begin + self._tokenizer.encode(text) != sample.prompt:
@@ -121,10 +121,10 @@ class Export:
 
 
 def _origin(sample: Archived) -> Row:
-    """Where a row comes from; training does not read it."""
+    """Return the origin of a row, which training does not read."""
     return {"score": sample.score, "step": sample.step, "prompt_index": sample.prompt_index, "index": sample.index}
 
 
 def as_lines(rows: Iterable[Row]) -> Iterator[bytes]:
-    """Of each row a line of JSON."""
+    """Yield each row as a line of JSON."""
     return (json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n" for row in rows)

@@ -36,19 +36,19 @@ class PagedCache:
         shape = (2 * len(model.decoder.layers), num_blocks, groups, head * BLOCK_TOKENS)
         pool = _empty_pool(shape, dtype, device)
         self.stride = pool.stride(0)
-        self.keys = list(pool[::2].unflatten(-1, (head, BLOCK_TOKENS)))
-        self.values = list(pool[1::2].unflatten(-1, (BLOCK_TOKENS, head)))
+        self.keys = list(pool[::2].unflatten(-1, (head, BLOCK_TOKENS)))  # type: ignore[no-untyped-call]
+        self.values = list(pool[1::2].unflatten(-1, (BLOCK_TOKENS, head)))  # type: ignore[no-untyped-call]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy blocks; ``[copies]`` int64 each, none of which is both."""
+        """Copy blocks, ``[copies]`` int64 each; no block is both source and target."""
         for blocks in (*self.keys, *self.values):
             blocks[targets] = blocks[sources]
 
 
 def _empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of any content; on a CPU in large pages where the system has them.
+    """Return an uninitialized tensor, on a CPU in large pages if the system has them.
 
-    A step reads blocks from all over the pool, and with small pages waits for their addresses.
+    A step reads blocks from all over the pool, and with small pages it waits for address translation.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes < _LARGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -69,7 +69,7 @@ def cache_shape(model: Transformer) -> tuple[int, int]:
 
 
 def block_bytes(model: Transformer) -> int:
-    """Memory of one block in all layers of this stage, in bytes."""
+    """Return the memory of one block in all layers of this stage, in bytes."""
     groups, head = cache_shape(model)
     element = torch.empty(0, dtype=model.config.params_dtype).element_size()
     return 2 * len(model.decoder.layers) * groups * head * BLOCK_TOKENS * element
@@ -93,7 +93,7 @@ class PagedAttention:
         self._parts: list[_Part] | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        """As ``PackedAttention.attend``."""
+        """Attend as ``PackedAttention.attend`` does."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         block, token = self.tables[self.sequences, self.positions // BLOCK_TOKENS].long(), self.positions % BLOCK_TOKENS
         keys[block, :, :, token] = key
@@ -106,7 +106,7 @@ class PagedAttention:
         return context
 
     def _split(self) -> Iterator[_Part]:
-        """The sequences that have one token here, together; each of the others alone."""
+        """Yield the sequences with one token here together, and each of the others alone."""
         sequences, counts = torch.unique_consecutive(self.sequences, return_counts=True)
         starts = counts.cumsum(0) - counts
         is_single = counts == 1
@@ -119,7 +119,7 @@ class PagedAttention:
             yield self._part(rows, sequence[None])
 
     def _part(self, rows: Tensor, sequences: Tensor) -> _Part:
-        positions = self.positions[rows].unflatten(0, (len(sequences), -1))
+        positions = self.positions[rows].unflatten(0, (len(sequences), -1))  # type: ignore[no-untyped-call]
         return _Part(rows, self.tables[sequences, : int(positions.max()) // BLOCK_TOKENS + 1].long(), positions)
 
 
@@ -132,17 +132,17 @@ class _Part:
     positions: Tensor
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
-        """``[rows, heads, head]`` over keys and values of ``[sequences, blocks, …]``."""
+        """Return the context, ``[rows, heads, head]``, from keys and values of ``[sequences, blocks, …]``."""
         places = torch.arange(keys.shape[1] * BLOCK_TOKENS, device=query.device)
         # Masked scores would not do: what was not written may be NaN, also after it is weighted with zero.
-        is_unwritten = (places > self.positions[:, -1:]).unflatten(1, (-1, BLOCK_TOKENS))
+        is_unwritten = (places > self.positions[:, -1:]).unflatten(1, (-1, BLOCK_TOKENS))  # type: ignore[no-untyped-call]
         keys = keys.masked_fill(is_unwritten[:, :, None, None], 0)
         values = values.masked_fill(is_unwritten[:, :, None, :, None], 0)
         seen = places <= self.positions[:, :, None]
         if scoring.window is not None:
             seen &= places > self.positions[:, :, None] - scoring.window
         context = attend(
-            query.unflatten(0, self.positions.shape).transpose(1, 2),
+            query.unflatten(0, self.positions.shape).transpose(1, 2),  # type: ignore[no-untyped-call]
             keys.permute(0, 2, 1, 4, 3).flatten(2, 3),
             values.permute(0, 2, 1, 3, 4).flatten(2, 3),
             seen[:, None],

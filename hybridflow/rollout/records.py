@@ -24,7 +24,7 @@ class Records:
         self._aside: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def seat(self, slot: int, number: int, request: Request) -> None:
-        """A sequence takes a slot: one that begins, was begun before, or had been put aside."""
+        """Give a slot to a sequence that is new, was begun before, or had been put aside."""
         self._log_probs[:, slot] = 0
         if number in self._aside:
             log_probs, versions = self._aside.pop(number)
@@ -36,38 +36,43 @@ class Records:
             self._versions[slot, span] = request.begun.versions.numpy()
 
     def put_aside(self, slot: int, number: int) -> None:
-        """A sequence leaves its slot, to come back."""
+        """Take a sequence out of its slot for a while."""
         self._aside[number] = self._log_probs[:, slot].copy(), self._versions[slot].copy()
 
     def drop(self, number: int) -> None:
-        """A sequence that was put aside does not come back."""
+        """Drop a sequence that was put aside."""
         self._aside.pop(number, None)
 
     def add(
-        self, slots: np.ndarray, positions: np.ndarray, log_probs: np.ndarray, sampled: np.ndarray, version: int
+        self,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        log_probs: np.ndarray | np.float32,
+        sampled: np.ndarray | np.float32,
+        version: int,
     ) -> None:
-        """Tokens at some positions have been sampled with weights of a version; ``[samples]`` each."""
+        """Record tokens sampled at some positions with weights of a version; ``[samples]`` each."""
         self._log_probs[0, slots, positions] = log_probs
         self._log_probs[1, slots, positions] = sampled
         self._versions[slots, positions] = version
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What decoding several tokens writes."""
+        """Return the arrays that decoding several tokens writes."""
         log_probs, sampled = self._log_probs
         return {"log_probs": log_probs, "sampled_log_probs": sampled, "versions": self._versions}
 
     def score(self, slots: np.ndarray, positions: np.ndarray, log_probs: np.ndarray) -> None:
-        """Tokens of prompts at some positions have been scored; ``[scored]`` each."""
+        """Record scored prompt tokens at some positions; ``[scored]`` each."""
         self._log_probs[0, slots, positions] = log_probs
 
     def response(
         self, slot: int, request: Request, tokens: np.ndarray, finish: FinishReason, error: str | None = None
     ) -> Response:
-        """What was sampled in a slot, whose known tokens are ``tokens`` (``[known]``)."""
+        """Return what was sampled in a slot, whose known tokens are ``tokens`` (``[known]``)."""
         return _response(self._log_probs[:, slot], self._versions[slot], request, tokens, finish, error)
 
     def response_aside(self, number: int, request: Request, tokens: np.ndarray) -> Response | None:
-        """What was sampled before of a sequence that has no slot; None: nothing was."""
+        """Return what was sampled before of a sequence without a slot, or None if nothing was."""
         if number in self._aside:
             return _response(*self._aside[number], request, tokens, "paused")
         return request.begun and replace(request.begun, finish="paused")

@@ -85,12 +85,12 @@ class SamplingParams:
 
     @property
     def has_texts(self) -> bool:
-        """Whether the response's text has to be looked at while it is sampled."""
+        """Return whether the response's text has to be looked at while it is sampled."""
         return bool(self.stop or self.bad)
 
     @property
     def largest_id(self) -> int:
-        """The largest token id that is biased or forbidden; -1: there is none."""
+        """Return the largest token id that is biased or forbidden, or -1 if there is none."""
         return max((*(token for token, _ in self.logit_bias), *(max(ids) for ids in self.bad_ids)), default=-1)
 
 
@@ -174,12 +174,12 @@ class Request:
 
 
 def expand(request: Request, n: int) -> list[Request]:
-    """A request as ``n`` of them, each a sample of its own: indices count on from the request's own."""
+    """Return a request as ``n`` samples of their own, whose indices continue the request's own."""
     return [replace(request, index=request.index + index) for index in range(n)]
 
 
 def length_refusal(request: Request, max_context: int | None, of: str = "model.max_context") -> str | None:
-    """Why a request cannot be met for the length of its prompt; None: it can.
+    """Return why a prompt's length rules a request out, or None if it does not.
 
     Args:
         request: What is wanted.
@@ -235,7 +235,7 @@ class Progress(Protocol):
         """Take responses that have just been finished, each once; at least one."""
 
     def is_stopping(self) -> bool:
-        """Whether to end early; the same answer on all ranks of the replica. Collective: tp, pp."""
+        """Return whether to end early; the same answer on all ranks of the replica. Collective: tp, pp."""
 
 
 class RolloutStopped(Exception):
@@ -258,4 +258,4 @@ class Engine(Protocol):
     def generate(
         self, requests: list[Request], purpose: str = "rollout", progress: Progress | None = None
     ) -> list[Response]:
-        """One response for each request, in their order."""
+        """Return one response for each request, in their order."""

@@ -176,7 +176,7 @@ def _archive(run_dir: Path) -> Path:
 
 
 def _tokenizer(run_dir: Path) -> Path:
-    """The run's own, or that of its checkpoints."""
+    """Return the path of the run's own tokenizer, or that of its checkpoints."""
     from hybridflow.data.tokenizer import tokenizer_in
 
     for folder in (run_dir, *sorted(run_dir.glob("checkpoints/*/actor")), run_dir / "checkpoints/reference"):
@@ -192,7 +192,7 @@ def _last_step(folder: Path) -> int:
 
 
 def _samples(folder: Path, steps: range | None) -> Iterator[Archived]:
-    """Those of some steps, or all; one segment at a time."""
+    """Yield the samples of some steps, or of all, one segment at a time."""
     from hybridflow.rollout.archive import list_segments, read_segment
 
     for name in list_segments(folder):

@@ -46,7 +46,7 @@ _BELOW_ONE = 1.0 - 2.0**-24
 
 
 def sequence_key(seed: int, purpose: str, prompt_index: int, index: int) -> int:
-    """The 64-bit key of a sequence's noise.
+    """Return the 64-bit key of a sequence's noise.
 
     Args:
         seed: The run's seed.
@@ -61,12 +61,12 @@ def sequence_key(seed: int, purpose: str, prompt_index: int, index: int) -> int:
 
 
 def row_keys(keys: _Integers, positions: _Integers) -> _Integers:
-    """The keys of tokens at given positions of sequences with given keys, ``[rows]`` int64 each."""
+    """Return keys of tokens from their sequences' keys and positions, ``[rows]`` int64 each."""
     return _mix(_mix(keys) + positions)
 
 
 def gumbel_noise(keys: Tensor, first: int, width: int) -> Tensor:
-    """Standard Gumbel noise for vocabulary ids ``first`` to ``first + width``, ``[rows, width]`` fp32."""
+    """Return standard Gumbel noise for vocabulary ids ``first`` to ``first + width``, ``[rows, width]`` fp32."""
     ids = torch.arange(first + 1, first + width + 1, dtype=torch.int64, device=keys.device)
     bits = _mix(keys[:, None] + ids * _signed(_GOLDEN))
     # 32 bits, finest near 0, where the largest noise comes from, and never 0 or 1, where the logarithms end.
@@ -117,7 +117,7 @@ class Sampler:
         self._biases, self._stop_ids, self._bad_ids = Entries(), Entries(), Entries()
 
     def seat(self, slot: int, params: SamplingParams, key: int, num_prompt: int) -> None:
-        """A slot has a new owner, whose noise comes from ``key``, and whose first tokens are the prompt."""
+        """Give a slot to a sequence whose noise comes from ``key``, and whose first tokens are the prompt."""
         must_go_on = bool(params.stop_ids) and params.min_new_tokens > 1
         is_penalized = bool(
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
@@ -136,11 +136,11 @@ class Sampler:
         self._bad_ids.put(slot, [ids[::-1] for ids in params.bad_ids])
 
     def is_plain(self, slots: np.ndarray) -> bool:
-        """Whether some slots ask for nothing but a temperature, or the likeliest token."""
+        """Return whether some slots need only a temperature, or the likeliest token."""
         return not self._slots["is_special"][slots].any()
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What decoding several tokens reads of all slots, plain ones."""
+        """Return the arrays of plain slots that decoding several tokens reads."""
         names = {"keys": "key", "temperatures": "temperature", "greedy": "is_greedy"}
         return {name: np.ascontiguousarray(self._slots[field]) for name, field in names.items()}
 
@@ -197,7 +197,7 @@ class Sampler:
         """Forbid what would complete a bad text, and sample such rows again, with the noise they had. Collective: tp.
 
         The best of what is left, with the same noise, is a sample of what is left (Plackett-Luce), so that without cuts
-        this samples exactly from the tokens that complete none. Each try is a prompt index of its own, cuts included;
+        this samples exactly from the tokens that complete none. Each try samples anew, cuts included;
         the log-probability is that of the last.
         """
         forbidden: list[tuple[int, int]] = []
@@ -260,10 +260,10 @@ class Sampler:
 
 
 def _find(logits: Tensor, keys: Tensor, temperatures: Tensor, is_quiet: Tensor, columns: Columns) -> Tensor:
-    """This rank's candidates, and what their log-probabilities are made of, ``[6, rows]`` fp64.
+    """Return this rank's candidates and the terms of their log-probabilities, ``[6, rows]`` fp64.
 
-    Best score, its id, its scaled logit, the largest scaled logit, the sum of ``exp(scaled - largest)``, and the same
-    sum over what may be sampled. fp64 carries token ids, and fp32 numbers, exactly.
+    The rows are: best score, its id, its scaled logit, the largest scaled logit, the sum of ``exp(scaled - largest)``,
+    and the same sum over what may be sampled. fp64 carries token ids, and fp32 numbers, exactly.
 
     Args:
         logits: This rank's columns, ``[rows, padded_vocab/tp]``.
@@ -287,7 +287,7 @@ def _find(logits: Tensor, keys: Tensor, temperatures: Tensor, is_quiet: Tensor, 
 
 
 def _find_in_torch(scaled: Tensor, keys: Tensor, is_quiet: Tensor, columns: Columns) -> Tensor:
-    """As ``_find``, of scaled logits."""
+    """Compute ``_find`` in torch, from scaled logits."""
     largest = scaled.amax(-1)
     # A rank may have no column of the vocabulary.
     total = (scaled - largest.clamp(min=torch.finfo(scaled.dtype).min)[:, None]).exp().sum(-1)
@@ -300,7 +300,10 @@ def _find_in_torch(scaled: Tensor, keys: Tensor, is_quiet: Tensor, columns: Colu
 
 
 def _settle(candidates: Tensor, is_greedy: Tensor) -> Sampled:
-    """The winners of all ranks' candidates, ``[tp, 6 or 8, rows]``; see ``_find`` and ``Sampler._find_special``."""
+    """Pick the winners among all ranks' candidates, ``[tp, 6 or 8, rows]``.
+
+    See ``_find`` and ``Sampler._find_special``.
+    """
     kernels = load_kernels()
     if kernels is None or candidates.device.type != "cpu":
         return _settle_in_torch(candidates, is_greedy)
@@ -313,7 +316,7 @@ def _settle(candidates: Tensor, is_greedy: Tensor) -> Sampled:
 
 
 def _settle_in_torch(candidates: Tensor, is_greedy: Tensor) -> Sampled:
-    """As ``_settle``."""
+    """Compute ``_settle`` in torch."""
     best, ids, chosen, largest, totals, kept = candidates[:, :6].unbind(1)
     edited, edited_largest = (chosen, largest) if candidates.shape[1] == 6 else candidates[:, 6:].unbind(1)
     winner = best.argmax(0, keepdim=True)
@@ -328,21 +331,25 @@ def _settle_in_torch(candidates: Tensor, is_greedy: Tensor) -> Sampled:
 
 
 def _normalizer(largest: Tensor, totals: Tensor) -> Tensor:
-    """The logarithm of the sum of exponentials over all ranks, of ``[tp, rows]`` each, ``[rows]``."""
+    """Return the log-sum-exp over all ranks, ``[rows]``, from ``[tp, rows]`` each."""
     top = largest.amax(0)
     shares = torch.where(totals == 0, torch.zeros_like(totals), (largest - top).exp())
     return top + (totals * shares).sum(0).log()
 
 
 def _mix(value: _Integers) -> _Integers:
-    """A bijection of 64-bit integers whose output bits all depend on all input bits (the finalizer of SplitMix64)."""
+    """Mix 64-bit integers one to one, so that all output bits depend on all input bits.
+
+    This is the finalizer of SplitMix64.
+    """
     value = (value ^ _shift(value, 30)) * _signed(_FACTORS[0])
     value = (value ^ _shift(value, 27)) * _signed(_FACTORS[1])
-    return value ^ _shift(value, 31)
+    mixed: _Integers = value ^ _shift(value, 31)
+    return mixed
 
 
 def _mix_integer(value: int) -> int:
-    """As ``_mix``, of one number."""
+    """Compute ``_mix`` of one number."""
     for shift, factor in ((30, _FACTORS[0]), (27, _FACTORS[1])):
         value &= _WORD
         value = (value ^ (value >> shift)) * factor
@@ -351,7 +358,7 @@ def _mix_integer(value: int) -> int:
 
 
 def _shift(value: _Integers, bits: int) -> _Integers:
-    """Logical right shift; that of signed integers keeps the sign."""
+    """Shift right logically; the operator on signed integers keeps the sign."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -72,8 +72,9 @@ class Step:
 
     @property
     def row_slots(self) -> np.ndarray:
-        """The slots that get a token, ``[samples]``."""
-        return self.slots[self.rows]
+        """Return the slots that get a token, ``[samples]``."""
+        found: np.ndarray = self.slots[self.rows]
+        return found
 
 
 @dataclass
@@ -134,17 +135,17 @@ class Scheduler:
 
     @property
     def num_open(self) -> int:
-        """Sequences that run or wait."""
+        """Return the number of sequences that run or wait."""
         return len(self._running) + len(self._waiting)
 
     @property
     def waiting(self) -> list[Job]:
-        """Sequences that have no slot, with what is known of them, those that come first before others."""
+        """Return the sequences that have no slot, with their known tokens, next ones first."""
         return [each.job for each in self._waiting]
 
     @property
     def running(self) -> list[int]:
-        """Slots that are taken, the oldest first."""
+        """Return the taken slots, the oldest first."""
         return list(self._running)
 
     def add(self, jobs: Sequence[Job]) -> None:
@@ -152,11 +153,14 @@ class Scheduler:
         self._waiting.extend(map(_Waiting, jobs))
 
     def job(self, slot: int) -> Job:
-        """Whose a slot is."""
+        """Return the job in a slot."""
         return self._jobs[slot]
 
     def plan(self) -> Step | None:
-        """The next step; None: all are done, or, where schedulers share the cache, none can go on before another."""
+        """Return the next step, or None if all are done.
+
+        Where schedulers share the cache, None may also mean that none can go on before another.
+        """
         chosen: dict[int, int] = {}
         room = self._max_step_tokens - len(self._running)
         for slot in self._in_want():
@@ -178,19 +182,21 @@ class Scheduler:
         return self._order
 
     def _in_want(self) -> list[int]:
-        """Running slots that need a new block, or have more than one token to compute, the oldest first."""
+        """Return running slots that need a new block or have several tokens to compute, the oldest first."""
         slots = self._running_array()
         lengths = self.lengths[slots]
         wants = (lengths - self._computed[slots] > 1) | (lengths > self._num_blocks[slots] * BLOCK_TOKENS)
-        return slots[wants].tolist()
+        found: list[int] = slots[wants].tolist()
+        return found
 
     def _step(self, chunks: dict[int, int]) -> Step | None:
-        """Chunks of some slots, and one token of each other."""
+        """Plan chunks of some slots, and one token of each other."""
         running = self._running_array()
         if len(running) == 0:
             return None
         singles = running[~np.isin(running, list(chunks))] if chunks else running
-        slots, positions, rows, scored = [singles], [self._computed[singles]], [np.arange(len(singles))], []
+        slots, positions, rows = [singles], [self._computed[singles]], [np.arange(len(singles))]
+        scored: list[int] = []
         num = len(singles)
         for slot, count in chunks.items():
             first = int(self._computed[slot])
@@ -249,12 +255,12 @@ class Scheduler:
             return 1
         for slot, count in zip(slots[missing > 0].tolist(), missing[missing > 0].tolist(), strict=True):
             first = int(self._num_blocks[slot])
-            self.tables[slot, first : first + count] = [self.blocks.take() for _ in range(count)]
+            self.tables[slot, first : first + count] = np.array([self.blocks.take() for _ in range(count)])
             self._num_blocks[slot] += count
         return most
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What decoding several tokens reads of all slots, and writes: ``tokens`` and ``lengths``."""
+        """Return the arrays that decoding several tokens uses: it reads all, and writes ``tokens`` and ``lengths``."""
         return {
             "tokens": self.tokens,
             "lengths": self.lengths,
@@ -264,7 +270,10 @@ class Scheduler:
         }
 
     def absorb_decoded(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Slots that all knew one token not in the cache have got more of them; as ``absorb``, of their last tokens."""
+        """Take in the tokens decoded for slots that had one token outside the cache.
+
+        Return as ``absorb``, for their last tokens.
+        """
         num_cached = self.lengths[slots] - 1
         computed = self._computed[slots]
         self.num_computed += int((num_cached - computed).sum())
@@ -281,14 +290,14 @@ class Scheduler:
             self._name_blocks(slot)
 
     def _ending(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Whose last token is one that stops it; who is as long as it may be."""
+        """Return which slots end by a stop token, and which by their length limit."""
         lengths = self.lengths[slots]
         tokens = self.tokens[slots, lengths - 1]
         is_stop = (self._stops[slots] == tokens[:, None]).any(1) & (tokens >= 0)
         return is_stop & (lengths >= self._no_stop_before[slots]), lengths >= self._ends[slots]
 
     def remove(self, slot: int) -> None:
-        """End a sequence; what it has in the cache stays findable."""
+        """End a sequence; its cached blocks stay findable."""
         del self._jobs[slot]
         self._running.remove(slot)
         self._order = None
@@ -304,15 +313,15 @@ class Scheduler:
         self._last_key.pop(slot, None)
 
     def drop(self, number: int) -> None:
-        """End a sequence that runs or waits; nothing where there is none of that number."""
+        """End a sequence that runs or waits, if there is one of that number."""
         for slot in [slot for slot, job in self._jobs.items() if job.number == number]:
             self.remove(slot)
         self._waiting = deque(each for each in self._waiting if each.job.number != number)
 
     def forget(self) -> None:
-        """The weights have changed: nothing that was computed is used again. All steps planned have been absorbed.
+        """Drop all computed blocks after the weights have changed. All planned steps have been absorbed.
 
-        Whoever runs begins anew with what it knows, so that what was shared is computed once again, not once for each.
+        Running sequences start again from their known tokens, so that a shared prefix is recomputed once.
         """
         for slot in reversed(self._running.copy()):
             self._send_back(slot)
@@ -348,10 +357,10 @@ class Scheduler:
         return admitted
 
     def _usable(self, num_known: int, found: list[int]) -> list[int] | None:
-        """Of the blocks found for what a job knows those that it may use; None: there is no room for it now.
+        """Return the found blocks that a job may use, or None if there is no room for it now.
 
-        There must be a block for each that runs, in any of the pool's schedulers, so that admitting one does not stop
-        another at its next border. Alone it always has room.
+        Each running sequence in any of the pool's schedulers needs a free block, so that admitting a job does not stop
+        another at its next block. A job alone always has room.
         """
         num_shared = (num_known - 1) // BLOCK_TOKENS
         missing = -(-num_known // BLOCK_TOKENS) - len(found[:num_shared])
@@ -402,7 +411,7 @@ class Scheduler:
         self._set_name_at(slot)
 
     def _make_room(self, slot: int) -> bool:
-        """Blocks for what a slot knows, taken from the youngest if there are none; False: it lost its own."""
+        """Take blocks for a slot's known tokens, from the youngest if there are none; False: it lost its own."""
         while self._num_blocks[slot] * BLOCK_TOKENS < self.lengths[slot]:
             block = self.blocks.take()
             if block is not None:
@@ -417,7 +426,7 @@ class Scheduler:
         return True
 
     def _send_back(self, slot: int) -> None:
-        """To the head of those that wait; what it has sampled is known, and its blocks may still be found."""
+        """Move a slot to the head of the queue; its sampled tokens stay, and its blocks may still be found."""
         job = self._jobs[slot]
         self.moves.append((False, slot, job))
         known = self.tokens[slot, : self.lengths[slot]].copy()
@@ -425,7 +434,7 @@ class Scheduler:
         self._waiting.appendleft(_Waiting(replace(job, tokens=known)))
 
     def _name_blocks(self, slot: int) -> None:
-        """Make findable what has become full, and the last block of what the job came with."""
+        """Make newly filled blocks findable, and the last block of the job's initial tokens."""
         first, last = int(self._num_named[slot]), int(self._computed[slot]) // BLOCK_TOKENS
         if last > first:
             span = self.tokens[slot, first * BLOCK_TOKENS : last * BLOCK_TOKENS]

@@ -29,7 +29,10 @@ class Texts:
         self._alone: dict[int, str] = {}
 
     def alone(self, token: int) -> str | None:
-        """The text of a token that is text in itself; None: part of a character, or nothing, such as an end."""
+        """Return the text of a token that is text in itself.
+
+        None means that it is part of a character, or no text, such as an end.
+        """
         if token in self._bytes:
             return None
         if token not in self._alone:
@@ -64,11 +67,11 @@ class Watch:
             self.add(token)
 
     def would_complete_bad(self, token: int) -> bool:
-        """Whether the response's next token, were it this one, would complete a bad string."""
+        """Return whether this token, as the next one, would complete a bad string."""
         return self._has_new(self._text_with(token), self._bad)
 
     def add(self, token: int) -> bool:
-        """The response's next token; whether it completes a stop string."""
+        """Add the response's next token; return whether it completes a stop string."""
         text = self._text_with(token)
         is_stop = self._has_new(text, self._stop)
         self._open.append(token)
@@ -81,7 +84,7 @@ class Watch:
         return is_stop
 
     def _text_with(self, token: int) -> str:
-        """What stands behind the settled text, with one more token."""
+        """Return the text behind the settled text, with one more token."""
         return self._texts.decode([*self._open, token])[self._num_anchor :]
 
     def _has_new(self, text: str, strings: Sequence[str]) -> bool:
@@ -89,22 +92,22 @@ class Watch:
 
 
 def first_new(before: str, after: str, strings: Sequence[str]) -> int | None:
-    """Where the first occurrence of a string begins in ``after`` that reaches beyond what it shares with ``before``."""
+    """Return the start of the first match in ``after`` that reaches beyond its common prefix with ``before``."""
     num_same = len(os.path.commonprefix([before, after]))
     places = [after.find(string, max(num_same - len(string) + 1, 0)) for string in strings]
     return min((place for place in places if place >= 0), default=None)
 
 
 def text_before_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> str:
-    """The text of a response that has ended, without the stop string that ended it and what its token has behind."""
+    """Return the text of an ended response, without its stop string and what the token has behind it."""
     before, text = tokenizer.decode(list(tokens[:-1])), tokenizer.decode(list(tokens))
     return text[: first_new(before, text, stop)]
 
 
 def settled_text(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> str:
-    """Of a response that goes on, the text that stays whatever comes.
+    """Return the text of an unfinished response that no further token can change.
 
-    Kept back are letters that lack bytes, and an end that may be the beginning of a stop string.
+    It holds back letters that lack bytes, and an end that may begin a stop string.
     """
     text = tokenizer.decode(list(tokens)).rstrip(_UNKNOWN)
     for length in range(min(len(text), max(map(len, stop), default=0)), 0, -1):

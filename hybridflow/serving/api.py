@@ -54,7 +54,7 @@ class ApiError(Exception):
         self.status = status
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI's clients expect it."""
+        """Return the error as OpenAI's clients expect it."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": None, "code": None}}
@@ -86,7 +86,7 @@ class Ask:
 
     @property
     def stop(self) -> Sequence[str]:
-        """Texts that end a sample."""
+        """Return the texts that end a sample."""
         stop: Sequence[str] = self.params.get("stop", ())
         return stop
 
@@ -109,7 +109,7 @@ class Served:
 
 
 def read_ask(body: bytes, served: Served, *, is_chat: bool) -> Ask:
-    """A request's body.
+    """Read and check a request's body.
 
     Raises:
         ApiError: It is malformed, or asks for what is not there.
@@ -165,7 +165,7 @@ def _ask(given: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
 
 
 def _limit_lengths(options: Options, prompts: Sequence[list[int]], served: Served, *, is_chat: bool) -> None:
-    """Set how long samples may be, and have to be, as the engine counts it; the parameters are checked together.
+    """Set the length limits as the engine counts them; the parameters are checked together.
 
     Raises:
         ApiError: The context is too short for it.
@@ -287,47 +287,47 @@ class Sample:
 
 
 def failure(sample: Sample) -> ApiError:
-    """What to tell of a sample that failed."""
+    """Return the error for a sample that failed."""
     if sample.is_refused:
         return ApiError(400, f"the prompt: {sample.error}")
     return ApiError(500, f"generating failed: {sample.error}")
 
 
 def completion(ask: Ask, served: Served, samples: Sequence[Sample], answer_id: str) -> dict[str, Any]:
-    """The whole answer; samples prompt by prompt, none of which failed."""
+    """Return the whole answer; samples prompt by prompt, none of which failed."""
     make = _chat_choice if ask.is_chat else _text_choice
     choices = [make(ask, served, sample, index) for index, sample in enumerate(samples)]
     return {**head(ask, served, answer_id), "choices": choices, "usage": usage(ask, samples)}
 
 
 def head(ask: Ask, served: Served, answer_id: str, *, is_piece: bool = False) -> dict[str, Any]:
-    """What every answer, or piece of one, begins with."""
+    """Return the first fields of every answer, or piece of one."""
     kind = "chat.completion" if ask.is_chat else "text_completion"
     kind += ".chunk" if ask.is_chat and is_piece else ""
     return {"id": answer_id, "object": kind, "created": int(time.time()), "model": served.name}
 
 
 def piece(ask: Ask, text: str, index: int, finish: str | None) -> dict[str, Any]:
-    """A choice in a piece of a stream."""
+    """Return a choice in a piece of a stream."""
     if ask.is_chat:
         return {"index": index, "delta": {"content": text} if text or finish is None else {}, "finish_reason": finish}
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
 
 
 def usage(ask: Ask, samples: Sequence[Sample]) -> dict[str, int]:
-    """How many tokens it was."""
+    """Return the numbers of tokens."""
     asked, made = sum(map(len, ask.prompts)), sum(len(sample.tokens) for sample in samples)
     return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
 
 
 def models(served: Served, since_s: int) -> dict[str, Any]:
-    """The list of models: one."""
+    """Return the list of models: one."""
     model = {"id": served.name, "object": "model", "created": since_s, "owned_by": "hybridflow"}
     return {"object": "list", "data": [{**model, "max_model_len": served.max_context}]}
 
 
 def text_of(ask: Ask, served: Served, tokens: Sequence[int]) -> str:
-    """What a sample says; empty without a tokenizer."""
+    """Return the text of a sample; empty without a tokenizer."""
     return "" if served.tokenizer is None else text_before_stop(tokens, ask.stop, served.tokenizer)
 
 

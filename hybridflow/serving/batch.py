@@ -168,7 +168,10 @@ def _tasks(
     vocab_size: int,
     max_context: int,
 ) -> tuple[list[Task], dict[int, str]]:
-    """What can be answered, and why the others cannot, by their numbers; the cache may have no room for more."""
+    """Return the prompts that can be answered, and by number why the others cannot.
+
+    The cache may still have no room for some.
+    """
     tasks, bad = [], {}
     for prompt in prompts:
         if prompt.error is not None:
@@ -196,7 +199,7 @@ def _task(prompt: Prompt, ids: list[int], tokenizer: Tokenizer | None, options: 
 
 
 def _requests(tasks: Sequence[Task], there: dict[Key, Any], placed: Placed) -> list[Request]:
-    """What this rank's replica is to generate: all but what is there."""
+    """Return the requests of this rank's replica, without those that are answered already."""
     missing = [
         (task, index) for task in tasks for index in range(task.count) if (task.prompt.prompt_index, index) not in there
     ]
@@ -280,20 +283,20 @@ class _Counts:
 
     @property
     def seconds(self) -> float:
-        """Since generating began."""
+        """Return the seconds since generating began."""
         return time.monotonic() - self._began_s
 
     def add(self, num_samples: int, num_tokens: int) -> None:
-        """This replica has finished more."""
+        """Add samples and tokens that this replica has finished."""
         self._store.add("samples", num_samples)
         self._store.add("tokens", num_tokens)
 
     def totals(self) -> tuple[int, int]:
-        """Samples and tokens of all replicas in this start."""
+        """Return samples and tokens of all replicas in this start."""
         return self._store.add("samples", 0), self._store.add("tokens", 0)
 
     def tell(self) -> None:
-        """Now and then, on rank 0, say how far all are."""
+        """Report the progress of all replicas now and then, on rank 0."""
         if not self._is_teller or time.monotonic() - self._told_s < _TELL_S:
             return
         self._told_s = time.monotonic()

@@ -240,7 +240,7 @@ def _start(
     save_s: float = 60.0,
     is_server: bool = False,
 ) -> int:
-    """Be a rank, or bring up ranks on this machine, after what can be checked without them."""
+    """Run as a rank, or start ranks on this machine, after the checks that need no ranks."""
     signals = CaughtSignals() if is_launched() else None
     start = find_start()
     if start.launcher == "alone":

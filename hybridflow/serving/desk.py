@@ -60,7 +60,7 @@ class Desk:
 
     @property
     def num_running(self) -> int:
-        """Samples that are taken up and have not ended."""
+        """Return the number of samples that are taken up and have not ended."""
         with self._condition:
             return len(self._waiting)
 
@@ -99,7 +99,7 @@ class Desk:
         return ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """The client has its answer, or is gone: what still runs for it need not."""
+        """Drop a ticket whose client has its answer or is gone; cancel what still runs for it."""
         with self._condition:
             running = [each for each in ticket.ids if each in self._waiting]
             if running:
@@ -110,7 +110,7 @@ class Desk:
             self._condition.notify_all()
 
     def take(self, wait_s: float) -> list[dict[str, Any]]:
-        """What is new, for the thread that generates; waits for it so long where nothing runs."""
+        """Return new messages for the thread that generates; wait up to ``wait_s`` if nothing runs."""
         with self._condition:
             if not self._commands and not self._waiting:
                 self._condition.wait(wait_s)
@@ -118,7 +118,7 @@ class Desk:
             return commands
 
     def deliver(self, sample_id: int, tokens: Sequence[int], sample: Sample | None) -> None:
-        """Something has come of a sample; nothing, where nobody waits for it any more."""
+        """Pass on the output of a sample; ignore it if nobody waits for it any more."""
         with self._condition:
             if sample_id not in self._waiting:
                 return
@@ -128,12 +128,12 @@ class Desk:
             ticket.tell(Event(index, tokens, sample))
 
     def close(self) -> None:
-        """From now on nothing is taken up."""
+        """Refuse requests from now on."""
         with self._condition:
             self._is_closed = True
 
     def give_up(self, within_s: float) -> None:
-        """Nothing more comes: who still waits is told, and has so long to tell its client."""
+        """Fail all open requests, and wait up to ``within_s`` for the clients to be told."""
         with self._condition:
             self._is_closed = True
             for ticket in {id(entry[0]): entry[0] for entry in self._waiting.values()}.values():

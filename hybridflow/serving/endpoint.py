@@ -52,7 +52,7 @@ _ROUTES = "GET /health, GET /v1/models, POST /v1/completions and POST /v1/chat/c
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is of this machine alone."""
+    """Return whether an address is of this machine alone."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -60,7 +60,7 @@ def is_loopback(host: str) -> bool:
 
 
 def token_of(arguments: argparse.Namespace) -> bytes | None:
-    """What clients must send; None: nothing.
+    """Return the token that clients must send, or None if they need none.
 
     Raises:
         ConfigError: The variable that was named holds none.
@@ -187,7 +187,10 @@ class _Connection(H11Protocol):
         self.transport.close()
 
     def _look(self, before: object) -> None:
-        """End the connection of a client that has sent no request, or taken nothing of its answer, since last time."""
+        """Close the connection of a client that has been silent since the last look.
+
+        Silent means: it sent no request, or read nothing of its answer.
+        """
         num_unsent = self.transport.get_write_buffer_size()
         is_client_to_act = num_unsent > 0 or self.cycle is None or self.cycle.response_complete
         now = (self.cycle, num_unsent)
@@ -197,7 +200,7 @@ class _Connection(H11Protocol):
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """Answer with an error, and end the connection: what is left of the body is not read."""
+    """Answer with an error, and close the connection; the rest of the body is not read."""
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, f"no {request.method} {request.scope['path']:.80}; there are {_ROUTES}")
     elif not isinstance(error, ApiError):
@@ -237,7 +240,7 @@ class _Completions:
                 await _json(200, answer)(scope, receive, send)
 
     async def _events(self, ask: Ask, receive: Receive) -> AsyncGenerator[Event, None]:
-        """Hand a request in, and give what comes of it until all samples have ended. Closed before, it is called off.
+        """Yield the events of a request until all its samples have ended. Closing it early cancels the request.
 
         Raises:
             ApiError: A sample failed, it took too long, there are too many, or the server ends.

@@ -18,7 +18,7 @@ SAMPLING = (
 
 
 def sampling_of(arguments: argparse.Namespace) -> Options:
-    """The sampling parameters that all prompts have that name no others.
+    """Return the sampling parameters of all prompts that name no others.
 
     Raises:
         DataError: A value is not allowed.
@@ -29,9 +29,9 @@ def sampling_of(arguments: argparse.Namespace) -> Options:
 
 
 def identity(arguments: argparse.Namespace, prompts_sha256: str, dtype: str, max_context: int) -> dict[str, Any]:
-    """What two starts must have in common for the second to go on from the first, as JSON.
+    """Return as JSON what two starts must have in common for the second to continue the first.
 
-    The layout and the number of ranks are not among it.
+    It leaves out the layout and the number of ranks.
     """
     model = Path(arguments.model)
     files = sorted(model.iterdir()) if model.is_dir() else [model]
@@ -49,5 +49,5 @@ def identity(arguments: argparse.Namespace, prompts_sha256: str, dtype: str, max
 
 
 def _plain(value: Any) -> Any:
-    """As JSON gives it back."""
+    """Return a value as a round trip through JSON gives it."""
     return list(value) if isinstance(value, tuple) else value

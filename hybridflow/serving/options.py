@@ -19,7 +19,7 @@ _NAMES = {field.name for field in fields(SamplingParams)} - {"with_prompt_log_pr
 
 
 def read_options(given: Mapping[str, Any], where: str) -> Options:
-    """Sampling parameters in the form that ``SamplingParams`` has, from values of JSON.
+    """Return the sampling parameters in the form of ``SamplingParams``, from values of JSON.
 
     A temperature of 0 is greedy, as elsewhere.
 
@@ -72,12 +72,12 @@ def check_ids(ids: list[int], vocab_size: int, where: str) -> None:
 
 
 def is_int(value: Any) -> bool:
-    """Whether a value of JSON is an integer."""
+    """Return whether a value of JSON is an integer."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def as_tuples(value: Any, depth: int = 2) -> Any:
-    """Lists of JSON, and those in them, as ``SamplingParams`` has them."""
+    """Convert lists of JSON, and those in them, to the tuples of ``SamplingParams``."""
     if depth == 0 or not isinstance(value, (list, tuple)):
         return value
     return tuple(as_tuples(each, depth - 1) for each in value)

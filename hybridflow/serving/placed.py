@@ -52,23 +52,23 @@ class Placed:
 
     @property
     def vocab_size(self) -> int:
-        """True vocabulary."""
+        """Return the true vocabulary size."""
         return vocab_of(self.model)
 
     @property
     def dp(self) -> int:
-        """Which replica this is."""
+        """Return the number of this replica."""
         return self.mesh.coordinate(self.everyone.rank).dp
 
 
 def vocab_of(model: ModelConfig) -> int:
-    """True vocabulary of a model from a directory."""
+    """Return the true vocabulary size of a model from a directory."""
     assert model.vocab_size is not None, "a source's model has a vocabulary"
     return model.vocab_size
 
 
 def layout_of(arguments: argparse.Namespace, num_ranks: int) -> ParallelLayout:
-    """The layout that was asked for; left out, each rank has the whole model.
+    """Return the requested layout; by default each rank has the whole model.
 
     Raises:
         LayoutError: It cannot be read, or does not fill the ranks.
@@ -79,7 +79,7 @@ def layout_of(arguments: argparse.Namespace, num_ranks: int) -> ParallelLayout:
 
 
 def model_settings(arguments: argparse.Namespace) -> ModelConfig:
-    """The settings of the model that was asked for, in the number format and with the context that were.
+    """Return the settings of the requested model, with the requested number format and context.
 
     Raises:
         ConfigError: There is none, it is no language model, or its context is shorter.
@@ -101,7 +101,7 @@ def model_settings(arguments: argparse.Namespace) -> ModelConfig:
 
 
 def find_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
-    """The tokenizer that was named, or that of the model's directory; None: it has none.
+    """Return the tokenizer of the arguments, or that of the model's directory; None: it has none.
 
     Raises:
         DataError: It cannot be read.
@@ -148,7 +148,7 @@ def place_model(arguments: argparse.Namespace, world: World) -> Placed:
 
 
 def memory_line(model: ModelConfig, layout: ParallelLayout, cached_tokens: int, cache_memory: float) -> str:
-    """What the rank that needs the most holds, in words.
+    """Describe in words the memory of the rank that needs the most.
 
     Args:
         model: The model.
@@ -171,10 +171,10 @@ def memory_line(model: ModelConfig, layout: ParallelLayout, cached_tokens: int, 
 
 
 def as_tensor(ids: list[int]) -> torch.Tensor:
-    """Token ids as the engine takes them."""
+    """Return token ids as the engine takes them."""
     return torch.tensor(ids, dtype=torch.int64)
 
 
 def finite_or_none(numbers: torch.Tensor) -> list[float | None]:
-    """Log-probabilities as JSON can have them."""
+    """Return log-probabilities as JSON can have them."""
     return [number if math.isfinite(number) else None for number in numbers.tolist()]

@@ -38,7 +38,7 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> tuple[list[Prompt], str]:
-    """The prompts of a file, and the sha256 of what they were read from.
+    """Return the prompts of a file, and the sha256 of what they were read from.
 
     Raises:
         DataError: It cannot be read, or holds no line.
@@ -69,7 +69,9 @@ def read_prompts(path: Path) -> tuple[list[Prompt], str]:
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
-    """A prompt's tokens: of a text after the beginning of a sequence where the tokenizer has one, else as given.
+    """Return a prompt's tokens.
+
+    A text follows the beginning of a sequence where the tokenizer has one; tokens stay as they are.
 
     Raises:
         DataError: It needs a tokenizer and there is none; it has no tokens, or some that the model has not.
@@ -91,7 +93,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) 
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
-    """A text's tokens, after the beginning of a sequence where the tokenizer has one.
+    """Return a text's tokens, after the beginning of a sequence where the tokenizer has one.
 
     Raises:
         DataError: It is half of a surrogate pair.
@@ -105,7 +107,7 @@ def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def encode_chat(messages: Any, tokenizer: Tokenizer) -> list[int]:
-    """A conversation's tokens; what begins it is for its template to say.
+    """Return a conversation's tokens; its template decides about the beginning of a sequence.
 
     Raises:
         DataError: The tokenizer has no template, or the messages are not for it.
@@ -131,7 +133,7 @@ def _of_line(prompt_index: int, place: str, line: bytes) -> Prompt:
 
 
 def _checked(prompt: Prompt) -> Prompt:
-    """The prompt with its sampling parameters, or with what is wrong with it."""
+    """Return the prompt with its sampling parameters, or with its error."""
     try:
         options = _options(prompt.fields)
     except DataError as error:
@@ -155,7 +157,7 @@ def _options(fields: dict[str, Any]) -> Options:
 
 
 def deal(lengths: Iterable[int], num_replicas: int) -> list[list[int]]:
-    """Which of the prompts each replica takes, by their places: in turn from the longest, so that the work is even.
+    """Return the places of each replica's prompts, dealt in turn from the longest, so that the work is even.
 
     Every replica keeps the order of the file, in which prompts that begin alike are often neighbours.
 

@@ -78,7 +78,7 @@ class Results:
             raise self._refused(error) from error
 
     def find(self) -> dict[Key, _Where]:
-        """What is there of earlier starts.
+        """Find the results of earlier starts.
 
         Raises:
             WriteError: The file system refuses.
@@ -93,7 +93,7 @@ class Results:
         return found
 
     def read(self, found: Mapping[Key, _Where]) -> Iterator[Row]:
-        """Their rows, in the order of the prompts."""
+        """Yield their rows, in the order of the prompts."""
         for key in sorted(found):
             path, offset, length = found[key]
             with path.open("rb") as file:
@@ -190,7 +190,10 @@ def check_free(out: Path, *, is_forced: bool) -> None:
 
 
 def merge_row(prompt: Prompt, row: Row) -> Row:
-    """A line of the output: the fields of the prompt's line, then what was generated, ours where names are equal."""
+    """Return a line of the output: the fields of the prompt's line, then the results.
+
+    The result wins where names are equal.
+    """
     made = {name: value for name, value in row.items() if name not in ("prompt_index", "index")}
     if prompt.error is not None and not prompt.fields:
         made["place"] = prompt.place
@@ -218,7 +221,10 @@ def _write_jsonl(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _write_hdf5(path: Path, rows: list[Row]) -> None:
-    """Texts as strings; tokens and log-probabilities of all samples one behind the other, with their numbers."""
+    """Write texts as strings, and tokens and log-probabilities of all samples one behind the other.
+
+    Their numbers are written beside them.
+    """
     import numpy as np
 
     from hybridflow.checkpoint.formats.hdf5 import write_rows

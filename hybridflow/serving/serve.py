@@ -115,7 +115,7 @@ class _Replica:
         return {"id": self._forget(request), "sample": asdict(sample)}
 
     def _pieces(self) -> list[dict[str, Any]]:
-        """What is there of samples that are streamed, where there is more than before."""
+        """Return the new output of streamed samples that have some."""
         if not self._streamed:
             return []
         found = []
@@ -166,11 +166,11 @@ class _Front:
         say(f"hybridflow: serving {served.name} at {self._endpoint.url}")
 
     def take(self) -> list[dict[str, Any]]:
-        """What is new; where nothing runs, within ``_IDLE_S``."""
+        """Return new messages; where nothing runs, within ``_IDLE_S``."""
         return self._desk.take(_IDLE_S)
 
     def is_over(self) -> bool:
-        """Whether to end now: asked to, and nothing runs or the grace is over."""
+        """Return whether to end now: asked to, and nothing runs or the grace is over."""
         if self._watch is None or self._watch.stop_reason is None:
             return False
         if self._end_s is None:
@@ -180,7 +180,7 @@ class _Front:
         return self._desk.num_running == 0 or time.monotonic() > self._end_s
 
     def deliver(self, told: list[dict[str, Any]]) -> None:
-        """Hand out what all replicas have."""
+        """Hand out the outputs of all replicas."""
         for news in told:
             for result in news.get("results", ()):
                 sample = Sample(**result["sample"]) if "sample" in result else None

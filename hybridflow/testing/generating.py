@@ -20,7 +20,9 @@ NUM_SAMPLES = 512
 def check_generate(
     subject: Subject, tried: list[Tensor], vocab_size: int, max_new_tokens: int, tolerance: float
 ) -> None:
-    """``generate`` of a class of one's own, as ``models.user_model.ActorModel`` describes it; see ``check_actor``.
+    """Check ``generate`` of a user-defined class, as ``models.user_model.ActorModel`` describes it.
+
+    See ``check_actor``.
 
     Args:
         subject: The actor.
@@ -52,7 +54,7 @@ def check_generate(
 def _generate(
     subject: Subject, prompts: list[Tensor], most: int, pad_id: int, **sampling: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The new tokens, ``[samples, new]``, with their log-probabilities if they are told."""
+    """Return the new tokens, ``[samples, new]``, with their log-probabilities if they are reported."""
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), pad_id)
     mask = torch.zeros_like(ids)
@@ -79,7 +81,7 @@ def _generate(
 
 
 def _likeliest(subject: Subject, prompts: list[Tensor], count: int, vocab_size: int) -> Tensor:
-    """What greedy decoding by ``forward`` gives, ``[samples, count]``."""
+    """Return the tokens of greedy decoding by ``forward``, ``[samples, count]``."""
     found = []
     with torch.no_grad():
         for prompt in prompts:
@@ -95,7 +97,7 @@ def _likeliest(subject: Subject, prompts: list[Tensor], count: int, vocab_size: 
 def _check_told(
     subject: Subject, prompts: list[Tensor], new: Tensor, told: Tensor, vocab_size: int, tolerance: float
 ) -> None:
-    """Log-probabilities that ``generate`` tells are those of ``forward``."""
+    """Check that log-probabilities from ``generate`` equal those of ``forward``."""
     if not isinstance(told, Tensor) or told.shape != new.shape:
         wanted = f"[samples, new] = {[*new.shape]}"
         subject.fail("log_probs", f"found {said(told)}", wanted, "tell one for each new token")
@@ -109,7 +111,7 @@ def _check_told(
 
 
 def _check_distribution(subject: Subject, prompt: Tensor, pad_id: int, vocab_size: int) -> None:
-    """Many first tokens are as often sampled as ``forward`` says."""
+    """Check that first tokens are sampled as often as ``forward`` says."""
     with torch.no_grad():
         logits = subject.ask(prompt[None])[0, -1, :vocab_size].float().cpu()
     for temperature in (1.0, 0.5):
@@ -131,7 +133,7 @@ def _check_distribution(subject: Subject, prompt: Tensor, pad_id: int, vocab_siz
 
 
 def check_engine(engine: Any, vocab_size: int, max_new_tokens: int, seed: int, fail: Fail) -> None:
-    """An engine as ``rollout.request.Engine``: one that asks a server, or vLLM; see ``check_actor``.
+    """Check an engine as ``rollout.request.Engine``: one that asks a server, or vLLM; see ``check_actor``.
 
     Args:
         engine: The engine.

@@ -29,11 +29,11 @@ def check_actor(
 ) -> None:
     """Refuse an actor that a job could not train, or would train wrongly.
 
-    Of a model: shape, number format and finiteness of its logits; that two calls agree; that what stands behind a
-    token, and what else is in the batch, does not change what is computed for it; that probabilities add up to 1; that
-    a gradient reaches every parameter. Of ``generate``, where it has one: that it begins with the prompts, ends at
-    ``max_new_tokens`` and at an end of sequence, takes the likeliest token without sampling, samples from what
-    ``forward`` says, and tells its log-probabilities. Of an engine (``HttpEngine``, ``VllmEngine``) the latter alone.
+    A model is checked for: shape, number format and finiteness of its logits; equal results of two calls; no effect on
+    a token of what follows it or of what else is in the batch; probabilities that add up to 1; a gradient for every
+    parameter. ``generate``, where it has one, is checked for: answers that begin with the prompts, and end at
+    ``max_new_tokens`` or at an end of sequence; the likeliest token without sampling; samples from the distribution of
+    ``forward``; and its log-probabilities. An engine (``HttpEngine``, ``VllmEngine``) is checked like ``generate``.
 
     Args:
         actor: A class of one's own (``models.user_model.ActorModel``), a causal language model of ``transformers``, a
@@ -62,7 +62,7 @@ def check_actor(
 def check_critic(critic: Any, *, vocab_size: int | None = None, tolerance: float = 1e-4, seed: int = 0) -> None:
     """Refuse a critic that a job could not train, or would train wrongly.
 
-    Checks as ``check_actor`` does of a model, of its values: one finite number for each token.
+    The checks are those of ``check_actor``, on values: one finite number for each token.
 
     Args:
         critic: A class of one's own (``models.user_model.CriticModel``), a scorer or a language model of
@@ -94,7 +94,7 @@ def check_critic(critic: Any, *, vocab_size: int | None = None, tolerance: float
 
 
 def _check_known(given: nn.Module, fail: Fail) -> None:
-    """Settings can be read off it."""
+    """Check that settings can be read off the model."""
     try:
         found = in_memory_info({"actor": given})
     except ConfigError as error:
@@ -105,7 +105,7 @@ def _check_known(given: nn.Module, fail: Fail) -> None:
 
 
 def _own_vocabulary(model: Any) -> int | None:
-    """Of a class of one's own, a GPTModel, or a model of transformers."""
+    """Return the vocabulary size of a user-defined class, a GPTModel, or a model of transformers."""
     known = getattr(model, "vocab_size", None)
     known = getattr(getattr(model, "config", None), "vocab_size", None) if known is None else known
     return known if isinstance(known, int) else None
@@ -127,7 +127,7 @@ def _ask_logits(actor: Any) -> Callable[[Tensor, Tensor], Any]:
 
 
 def _unseen(ids: Tensor) -> Tensor:
-    """Which tokens each does not see, ``[1, 1, tokens, tokens]``, as megatron-core has masks."""
+    """Return which tokens each does not see, ``[1, 1, tokens, tokens]``, as megatron-core has masks."""
     return torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).triu(1)[None, None]
 
 
@@ -139,7 +139,8 @@ def _ask_values(critic: Any) -> Callable[[Tensor, Tensor], Any]:
 
     def values(ids: Tensor, mask: Tensor) -> Tensor:
         hidden = critic.base_model(ids, attention_mask=mask, use_cache=False).last_hidden_state
-        return critic.score(hidden)[..., 0]
+        found: Tensor = critic.score(hidden)[..., 0]
+        return found
 
     return values
 
@@ -168,7 +169,7 @@ def _check_numbers(subject: Subject, found: Tensor, what: str) -> None:
 
 
 def _check_computed(subject: Subject, tried: list[Tensor], tolerance: float, told: Told) -> None:
-    """What holds of logits and values alike."""
+    """Check what holds of logits and values alike."""
     ids, mask = side_by_side(tried)
     with torch.no_grad():
         found, again = told(subject.ask(ids, mask)), told(subject.ask(ids, mask))
@@ -185,7 +186,7 @@ def _are_equal(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 def _check_causal(subject: Subject, tried: list[Tensor], found: Tensor, tolerance: float, told: Told) -> None:
-    """The longest sequence with another end, whose beginning stays what it was."""
+    """Check that another end of the longest sequence does not change its beginning."""
     ids, mask = side_by_side(tried)
     row = max(range(len(LENGTHS)), key=LENGTHS.__getitem__)
     cut = LENGTHS[row] // 2
@@ -202,7 +203,7 @@ def _check_causal(subject: Subject, tried: list[Tensor], found: Tensor, toleranc
 
 
 def _check_batching(subject: Subject, tried: list[Tensor], found: Tensor, tolerance: float, told: Told) -> None:
-    """Each sequence gives in a batch what it gives alone, whatever it is padded with."""
+    """Check that each sequence gives in a batch what it gives alone, whatever its padding."""
     filled = told(subject.ask(*side_by_side(tried, fill=1)))
     for row, sequence in enumerate(tried):
         here = found[row, : len(sequence)]
@@ -234,7 +235,7 @@ def _check_gradient(subject: Subject, ids: Tensor, mask: Tensor, told: Told) -> 
             remedy = "compute it without torch.no_grad, detach or numpy"
             subject.fail("gradient", "what is computed has none", "a graph back to the parameters", remedy)
         weights = torch.linspace(-1, 1, computed.numel(), device=computed.device).view_as(computed)
-        (computed * weights).sum().backward()
+        (computed * weights).sum().backward()  # type: ignore[no-untyped-call]
         lacking = [name for name, each in parameters.items() if each.grad is None]
         if lacking:
             told_names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")

@@ -72,7 +72,7 @@ def check_reward(
 
 
 def _ask_scores(reward: Any) -> Callable[[Rows], Any]:
-    """What gives the scores of some rows, as training asks for them, whatever form the reward has."""
+    """Return a function from rows to scores, as training calls it, whatever form the reward has."""
     try:
         function = as_function(reward, "check_reward")
     except ConfigError as error:
@@ -94,7 +94,7 @@ async def _awaited(found: Sequence[Any]) -> list[Any]:
 
 
 def _check_scorer(model: Any) -> None:
-    """A scorer of ``transformers``: its settings, and its values."""
+    """Check a scorer of ``transformers``: its settings, and its values."""
     try:
         (settings,) = in_memory_info({"reward": model}).values()
     except ConfigError as error:

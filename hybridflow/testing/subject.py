@@ -18,7 +18,7 @@ Fail = Callable[[str, str, str, str], NoReturn]
 
 
 def failing(test: str, name: str) -> Fail:
-    """How a test says what is wrong.
+    """Return the function by which a test reports an error.
 
     Args:
         test: Its name.
@@ -47,24 +47,24 @@ class Subject:
         self._device = next(module.parameters()).device
 
     def ask(self, ids: Tensor, mask: Tensor | None = None) -> Any:
-        """What it computes of ids ``[samples, tokens]``, and of a mask of the same shape; None: no padding."""
+        """Return the subject's output for ids ``[samples, tokens]`` and a mask of that shape; None: no padding."""
         mask = torch.ones_like(ids) if mask is None else mask
         return self._ask(ids.to(self._device), mask.to(self._device))
 
 
 def sequences(vocab_size: int, seed: int) -> list[Tensor]:
-    """Random ones, of ``LENGTHS`` tokens."""
+    """Return random sequences of ``LENGTHS`` tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocab_size, (length,), generator=generator) for length in LENGTHS]
 
 
 def side_by_side(rows: Sequence[Tensor], fill: int = 0) -> tuple[Tensor, Tensor]:
-    """Ids and mask, ``[samples, tokens]``; padding comes last."""
+    """Return ids and mask, ``[samples, tokens]``; padding comes last."""
     ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=fill)
     lengths = torch.tensor([len(row) for row in rows])
     return ids, (torch.arange(ids.shape[1])[None] < lengths[:, None]).long()
 
 
 def largest(one: Tensor, other: Tensor) -> str:
-    """By how much two tensors differ, in words."""
+    """Describe in words by how much two tensors differ."""
     return f"{float((one - other).abs().max()):.3g}"

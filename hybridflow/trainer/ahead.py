@@ -47,7 +47,7 @@ class Ahead(NamedTuple):
 
 
 def sampling_mesh(meshes: Mapping[str, DeviceMesh]) -> DeviceMesh:
-    """The mesh of all ranks that work on the next batches, to decide on."""
+    """Return the mesh of all ranks that work on the next batches, for decisions."""
     ranks = tuple(sorted({rank for name in SAMPLING_MESHES if name in meshes for rank in meshes[name].ranks}))
     per_node = meshes["actor.rollout"].ranks_per_node
     return DeviceMesh(name=WORKING_AHEAD, layout=ParallelLayout(dp=len(ranks)), ranks=ranks, ranks_per_node=per_node)

@@ -120,11 +120,11 @@ def find_resume_point(job: Job, *, resume: bool) -> ResumePoint:
 
 
 def _fingerprint(job: Job, checkpoint: Checkpoint | None, token: str) -> str:
-    """Of the weights with which a start begins.
+    """Return a fingerprint of the weights with which a start begins.
 
-    The checkpoint knows its own. Before the first one a run that needs no warm start begins with the same weights each
-    time: those of the recipe and of the files that it names. All else that decides what is sampled is told as well,
-    since there is no checkpoint to hold the recipe against. What cannot be told is taken for new.
+    A checkpoint knows its own fingerprint. Before the first one, a run without a warm start begins with the same
+    weights each time: those of the recipe and of the files that it names. Everything else that decides the samples is
+    included too, since there is no checkpoint to compare the recipe with. Weights without a fingerprint count as new.
     """
     recipe = job.recipe
     if checkpoint is not None:
@@ -160,7 +160,7 @@ def load(job: Job, roles: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         source, place = open_role(checkpoint, BASE if is_base else name), (saved.spec, saved.mesh, job.world.rank)
         if saved.trainable is None:
             with saved.model.at_hand(is_written=True):
-                load_model(source, saved.model.transformer, *place)
+                load_model(source, saved.model.transformer, *place)  # type: ignore[arg-type]  # an Uncut is read and written alike
         else:
             load_training(source, saved.trainable, *place)
 
@@ -184,10 +184,10 @@ class Saved(NamedTuple):
 
 
 def saved_models(job: Job, roles: Mapping[str, Any]) -> dict[str, Saved]:
-    """What a checkpoint holds, by name, the same names on every rank.
+    """Return the models of a checkpoint by name, the same names on every rank.
 
-    Of an actor with adapters these are saved under its name, and the weights below them as ``base``, which is also the
-    reference where that is no model of its own.
+    Adapters are saved under the actor's name, and the weights below them as ``base``. ``base`` is also the reference if
+    that is no model of its own.
     """
     found, lora = {}, job.recipe.actor.lora
     for name, mesh in MESHES.items():
@@ -260,7 +260,7 @@ class Checkpoints:
         self.metrics["checkpoint/blocked_s"] = time.perf_counter() - begin_s
 
     def check(self) -> None:
-        """Tell of what went wrong in the background. Raises HybridflowError."""
+        """Report background errors. Raises HybridflowError."""
         self._saver.check()
 
     def finish(self) -> None:
@@ -271,7 +271,7 @@ class Checkpoints:
     def _shares(self) -> dict[str, Shares]:
         rank = self._job.world.rank
         return {
-            name: Shares(each.model.transformer, each.spec, each.mesh, rank, each.trainable)
+            name: Shares(each.model.transformer, each.spec, each.mesh, rank, each.trainable)  # type: ignore[arg-type]  # an Uncut is read and written alike
             for name, each in self._models.items()
             if each.model is not None
         }
@@ -307,7 +307,7 @@ class Checkpoints:
 
 
 def _check_problems(job: Job, checkpoint: Checkpoint) -> None:
-    """The place in the data is a number, which means something in the same problems alone."""
+    """Refuse a checkpoint of other problems: the place in the data is a number, valid only in the same ones."""
     found, expected = job.train.sha256, checkpoint.state.get("problems_sha256")
     if expected not in (found, None):
         raise CheckpointError(

@@ -113,9 +113,9 @@ class Decisions:
             yield from self._roles.groups.turns(progress.next_prompt_index, progress.num_prompts, self._share_scores)
             yield None
 
-    def _share_scores(self, own: Scores) -> list[Scores] | None:
+    def _share_scores(self, local_scores: Scores) -> list[Scores] | None:
         """Return the scores of all ranks; None: the step is left. Collective: all ranks."""
-        shares = self._everyone.gather([self._stopping.local_reason(), own], "scores of the step's groups")
+        shares = self._everyone.gather([self._stopping.local_reason(), local_scores], "scores of the step's groups")
         if self._stopping.settle(reason for reason, _ in shares):
             return None
         return [[(prompt_index, score) for prompt_index, score in scores] for _, scores in shares]

@@ -31,7 +31,7 @@ _CPU_SIZE, _GPU_SIZE = 384, 8192
 
 
 def known_peak_flops(name: str) -> float | None:
-    """Operations per second of a GPU by its data sheet, in bf16; None: it is not among ``PEAK_TFLOPS``.
+    """Return a GPU's bf16 operations per second by its data sheet, or None if not in ``PEAK_TFLOPS``.
 
     Args:
         name: As CUDA has it, such as ``NVIDIA H100 80GB HBM3``.
@@ -41,9 +41,9 @@ def known_peak_flops(name: str) -> float | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second that MFU is a share of: the device's peak, or, where that is not known, the best seen.
+    """Return the operations per second that MFU is a share of: the device's peak, or the best measured.
 
-    That is the quickest product of square matrices in a tenth of a second, with the threads that this rank has.
+    The best measured is the quickest product of square matrices in a tenth of a second, with this rank's threads.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         known = known_peak_flops(torch.cuda.get_device_name(device))

@@ -78,7 +78,7 @@ def _pairs(recipe: Recipe, tokenizer: Tokenizer, held_out: Sequence[Example]) ->
 
 
 def tokenizer_path(recipe: Recipe) -> Path | None:
-    """The tokenizer that the recipe names, or the model's own; None where one is to be trained.
+    """Return the tokenizer that the recipe names, or the model's own; None where one is to be trained.
 
     Raises:
         ConfigError: The model has none.
@@ -110,9 +110,9 @@ def check_vocabularies(recipe: Recipe, tokenizer: Tokenizer) -> None:
                 f"{prefix}.vocab_size={model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; raise "
                 "it, or leave it out; of a model with a path, name the tokenizer that it was trained with"
             )
-        own = None if model.path is None else tokenizer_in(model.path)
-        if own is not None and own != tokenizer.path:
-            check_same_pieces(tokenizer, open_tokenizer(own), whose=f"{prefix}.path={model.path!r}")
+        model_tokenizer = None if model.path is None else tokenizer_in(model.path)
+        if model_tokenizer is not None and model_tokenizer != tokenizer.path:
+            check_same_pieces(tokenizer, open_tokenizer(model_tokenizer), whose=f"{prefix}.path={model.path!r}")
 
 
 def _trained_tokenizer(recipe: Recipe) -> Path:

@@ -50,20 +50,23 @@ class JobPlan:
 
     @property
     def whole(self) -> Program:
-        """All that the job does, in order."""
+        """Return all parts of the job, in order."""
         return self.warm_start + self.validation + self.fill + self.train + self.validation
 
     def schedule(self, program: Program, rank: int) -> Program:
-        """What a rank does of one of the programs.
+        """Return a rank's part of one of the programs.
 
-        A rank that only generates changes phase with those that learn, also where it is not called; but in the warm
-        start, before which nothing was generated.
+        A rank that only generates changes phase with those that learn, even where it is not called. It does not in the
+        warm start, before which nothing was generated.
         """
         parts = program if program == self.warm_start else self.whole[len(self.warm_start) :]
         return project(program, rank, self.meshes, role_ranks(parts, self.meshes))
 
     def rank_sets(self) -> tuple[tuple[int, ...], ...]:
-        """Sets of ranks that exchange messages beside those of a model: for moves, decisions and copies of weights."""
+        """Return the sets of ranks that exchange messages beside those of a model.
+
+        They exchange moves, decisions and copies of weights.
+        """
         sets = dict.fromkeys(rank_sets(self.whole + self.rollout + self.learn, self.meshes))
         # What was sampled is dealt anew among those who sample.
         sets[tuple(sorted(self.meshes["actor.rollout"].ranks))] = None
@@ -98,21 +101,21 @@ def training_step(recipe: Recipe, step: Step | None = None) -> Step:
 
 
 def validation_flow(recipe: Recipe) -> Flow:
-    """How what is trained is judged on what was held out."""
+    """Return the flow that evaluates the trained model on held-out data."""
     if recipe.traits.has_preferences:
         return VALIDATION_OF_PAIRS if recipe.has_reference else without(VALIDATION_OF_PAIRS, "ref_log_probs")
     return _with_columns(recipe, VALIDATION)
 
 
 def _with_columns(recipe: Recipe, flow: Flow) -> Flow:
-    """The flow with what else this recipe's sampler gives."""
+    """Return the flow with the other columns that this recipe's sampler produces."""
     if recipe.trainer.max_staleness > 0:
         flow = with_versions(flow)
     return flow if recipe.rollout.environment is None else with_environment(flow)
 
 
 def placement_warnings(meshes: Mapping[str, DeviceMesh]) -> tuple[str, ...]:
-    """What is possible but slow in where the models lie, in words."""
+    """Describe in words what works but is slow in the placement."""
     across: dict[tuple[int, int], list[str]] = {}
     for mesh in meshes.values():
         if mesh.spans_nodes("tp"):
@@ -147,11 +150,13 @@ def plan_job(recipe: Recipe, step: Step | None = None) -> JobPlan:
         meshes[WORKING_AHEAD] = sampling_mesh(meshes)
     step = training_step(recipe, step)
     validation = compile_flow(validation_flow(recipe), meshes)
+    fill: Program = ()
+    rollout: Program = ()
+    learn: Program = ()
     if works_ahead:
         fill, train = training_loop_ahead(step, meshes, validation)
-        rollout, learn = (), ()
     else:
-        fill, train = (), training_loop(step, meshes, validation)
+        train = training_loop(step, meshes, validation)
         rollout, learn = two_halves(step, meshes)
     return JobPlan(
         meshes=meshes,

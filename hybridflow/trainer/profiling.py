@@ -38,7 +38,7 @@ class Profiler:
         timeline.mark = _nvtx if self._has_gpu else None
 
     def begin(self, step: int) -> None:
-        """A step begins: trace it, if it was chosen."""
+        """Begin a step, and trace it if it was chosen."""
         if step not in self._steps or self._running is not None:
             return
         # Kineto would tell stderr of each trace that it begins and ends; it looks here at each.
@@ -49,7 +49,7 @@ class Profiler:
         self._running[1].start()
 
     def end(self) -> None:
-        """The step ends: write its trace, if there is one. A disk that refuses ends no training."""
+        """End the step, and write its trace if there is one. A write error does not end training."""
         if self._running is None:
             return
         step, running = self._running
@@ -77,11 +77,11 @@ class Profiler:
 
 @contextlib.contextmanager
 def _nvtx(name: str) -> Iterator[None]:
-    torch.cuda.nvtx.range_push(name)
+    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        torch.cuda.nvtx.range_pop()
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ class Progress:
 
     @property
     def is_out_of_patience(self) -> bool:
-        """Whether training ends because validations have not become better for long."""
+        """Return whether training ends because validations have not improved for long."""
         return 0 < self._recipe.trainer.patience <= self.validations.num_since_best
 
     def is_critic_alone(self, step: int) -> bool:

@@ -75,7 +75,7 @@ class Record:
             self._outlets.append(Outlet(name, exporter))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return what a checkpoint keeps of it."""
         return {"summary": self.summary, "totals": self._totals}
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -83,7 +83,7 @@ class Record:
         self.summary, self._totals = dict(state["summary"]), dict(state["totals"])
 
     def begin_step(self, steps_done: int, job_end_s: float | None) -> None:
-        """The next step's clocks start, and its trace, if it is to be traced."""
+        """Start the next step's clocks, and its trace, if it is to be traced."""
         self._began_s, self._began_perf_s = time.time(), time.perf_counter()
         self.timeline.reset()
         self._profiler.begin(steps_done + 1)
@@ -91,7 +91,7 @@ class Record:
             self._status.note(step=steps_done, job_end_s=job_end_s)
 
     def share(self, metrics: Mapping[str, float], sample_stats: Mapping[str, Sequence[float]]) -> Share:
-        """What this rank has to say of the step: what its roles measured, and told of samples, and its timeline."""
+        """Return this rank's part of the step: its roles' metrics and sample statistics, and its timeline."""
         return Share(metrics, self.timeline.spans, sample_stats, self.timeline.costs, self._peak_flops)
 
     def end_step(self, step: int, shares: Sequence[Share]) -> dict[str, float]:

@@ -8,10 +8,10 @@ from hybridflow.config.roles import OptimizerConfig
 
 
 def learning_rate(settings: OptimizerConfig, step: int, num_steps: int) -> float:
-    """The rate of a step, a function of nothing else, so that a run that is gone on with has the same.
+    """Return the rate of a step, a function of its arguments alone, so that a resumed run has the same.
 
-    It rises as a line over the warm-up, is ``lr`` at its last step, or at the first without one, and ``min_lr`` at the
-    last of all.
+    The rate rises linearly over the warm-up, and is ``lr`` at its last step, or at the first step without one. It is
+    ``min_lr`` at the last step.
 
     Args:
         settings: Of the model's optimizer.

@@ -45,7 +45,10 @@ CONTROL_CALLS = ("trainer.finish_step", "buffer.put", "buffer.take")
 
 
 def merge_metrics(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several roles or ranks in one: where several have one it is equal, or a cost: the largest counts."""
+    """Merge metrics of several roles or ranks.
+
+    A metric that several have is equal on all, or a cost: the largest counts.
+    """
     merged: dict[str, float] = {}
     for share in shares:
         for name, value in share.items():
@@ -102,7 +105,7 @@ class Share(NamedTuple):
 
 
 def step_metrics(shares: Sequence[Share], step_s: float) -> dict[str, float]:
-    """What goes into the log for one step.
+    """Return the log entry of one step.
 
     Args:
         shares: Of each rank.
@@ -129,9 +132,9 @@ def step_metrics(shares: Sequence[Share], step_s: float) -> dict[str, float]:
 
 
 def _times(shares: Sequence[Share], step_s: float) -> tuple[dict[str, float], float]:
-    """Seconds of each phase, and of what computes nothing.
+    """Return seconds of each phase, and of the parts that compute nothing.
 
-    Of a move or decision only the time of the quickest participant counts: the others waited for computations to end.
+    A move or decision counts with the time of its quickest participant: the others waited for computations to end.
     """
     phases: dict[str, float] = {}
     waits: dict[str, list[float]] = {}
@@ -154,7 +157,7 @@ def _times(shares: Sequence[Share], step_s: float) -> tuple[dict[str, float], fl
 
 
 def _costs(shares: Sequence[Share], phases: Mapping[str, float], step_s: float) -> dict[str, float]:
-    """Memory of each phase, tokens per second, operations per second, and these over what the devices could do."""
+    """Return memory of each phase, tokens per second, operations per second, and their shares of the peak."""
     metrics: dict[str, float] = {}
     tokens: dict[str, float] = {}
     flops: dict[str, float] = {}

@@ -54,7 +54,7 @@ class Stopping:
 
     @property
     def save_s(self) -> float | None:
-        """How long the slowest of the last saves took, in seconds; None: none was measured."""
+        """Return how long the slowest of the last saves took, in seconds, or None if none was measured."""
         return max(self._saves_s, default=None)
 
     def learn(self, metrics: Mapping[str, float]) -> None:
@@ -67,7 +67,7 @@ class Stopping:
             self._rest_s = metrics["time/step_s"] - before_s
 
     def local_reason(self, *, before_update: bool = False) -> str | None:
-        """Why the job should stop, as far as this rank knows.
+        """Return why the job should stop, as far as this rank knows.
 
         Args:
             before_update: What comes now cannot be stopped half-way: there must be time for it, too.
@@ -78,12 +78,12 @@ class Stopping:
         return self.find_time_up(self._rest_s if before_update else 0.0)
 
     def settle(self, reasons: Iterable[str | None]) -> bool:
-        """Whether the job stops, by what all ranks know; given the same on every rank."""
+        """Return whether the job stops, from the reasons of all ranks, which are the same on every rank."""
         self.reason = self.reason or next((reason for reason in reasons if reason is not None), None)
         return self.reason is not None
 
     def agree(self, coordinator: Coordinator, *, before_update: bool = False) -> bool:
-        """Whether the job stops here; the same on every rank. Collective: all ranks of the coordinator.
+        """Return whether the job stops here; the same on every rank. Collective: all ranks of the coordinator.
 
         Args:
             coordinator: The ranks that are to agree.
@@ -92,7 +92,10 @@ class Stopping:
         return self.settle(coordinator.gather(self.local_reason(before_update=before_update), "whether to stop"))
 
     def find_time_up(self, work_s: float = 0.0) -> str | None:
-        """Why the time is up, if after ``work_s`` more seconds of work no time would be left to save; else None."""
+        """Return why the time is up, or None.
+
+        It is up if ``work_s`` more seconds of work would leave no time to save.
+        """
         if self._is_short(work_s) and time.time() - self._asked_s > _ASK_AGAIN_S:
             # It may have been prolonged.
             self._asked_s, self.job_end_s = time.time(), find_job_end(is_fresh=True)
@@ -105,6 +108,7 @@ class Stopping:
         """Ask all ranks to stop in time, also while they are inside a long rollout. A thread, since Slurm is asked."""
         while (reason := self.find_time_up()) is None:
             time.sleep(_LOOK_S)
+        assert self._watch is not None, "the time is kept only of jobs with a watch"
         self._watch.ask_stop(reason)
 
     def _is_short(self, work_s: float) -> bool:

@@ -69,7 +69,7 @@ def make_trainer(
     step: Step | None = None,
     open_job: Callable[[Recipe, World, JobPlan], Job] = open_job,
 ) -> Trainer:
-    """All that comes before a run: its data are read and its models made. Collective: all ranks.
+    """Prepare a run: read its data and make its models. Collective: all ranks.
 
     Args:
         recipe: What is asked for.
@@ -123,7 +123,7 @@ def make_trainer(
 
 
 def _with_nodes(recipe: Recipe, world: World) -> Recipe:
-    """The recipe with the launcher's number of ranks on each node, which decides whose data is near.
+    """Return the recipe with the launcher's number of ranks per node, which decides whose data is near.
 
     Raises:
         LayoutError: The recipe says another number.
@@ -407,7 +407,7 @@ class Trainer(Role):
                 trainable.set_learning_rate(rate)
 
     def _accuracy(self) -> float:
-        """Greedy accuracy on the held-out problems as the weights are now, on every rank."""
+        """Return greedy accuracy on the held-out problems with the current weights, on every rank."""
         if self.progress.validations.step != self.progress.step:
             self._execute(self._plan.validation)
             shares = self._everyone.gather(self._take_metrics(), "validation")
@@ -420,7 +420,7 @@ class Trainer(Role):
         return accuracy
 
     def _summarize_validations(self) -> None:
-        """Tell which validation was the best, and why the training ended, if for that."""
+        """Report which validation was the best, and why the training ended, if for that."""
         trainer, found, summary = self.job.recipe.trainer, self.progress.validations, self._record.summary
         if (trainer.keep_best or trainer.patience > 0) and found.best_accuracy is not None:
             summary |= {"best_step": found.best_step, "best_accuracy": found.best_accuracy}
@@ -434,7 +434,7 @@ class Trainer(Role):
                 print(f"the training ends after step {self.progress.step}: {ended}", flush=True)
 
     def _take_metrics(self) -> dict[str, float]:
-        """What the roles of this rank measured since they were last asked."""
+        """Return what the roles of this rank measured since the last call."""
         measured = [*(role.metrics for role in self.roles.by_name.values()), self._checkpoints.metrics]
         metrics = merge_metrics(measured)
         for each in measured:
@@ -442,7 +442,7 @@ class Trainer(Role):
         return metrics
 
     def _take_sample_stats(self) -> dict[str, list[float]]:
-        """What the roles of this rank told of single samples since they were last asked."""
+        """Return what the roles of this rank recorded of single samples since the last call."""
         sample_stats: dict[str, list[float]] = {}
         for role in self.roles.by_name.values():
             sample_stats |= role.sample_stats

@@ -26,7 +26,7 @@ class Validations:
     num_since_best: int = 0
 
     def take(self, step: int, accuracy: float) -> None:
-        """Count a validation. One of a step that was validated already, on going on from there, does not count."""
+        """Count a validation. One of a step that was validated before, after a resume, does not count."""
         if self.step is not None and step <= self.step:
             return
         self.step, self.accuracy = step, accuracy
@@ -36,10 +36,10 @@ class Validations:
             self.num_since_best += 1
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return what a checkpoint keeps of it."""
         return asdict(self)
 
     @classmethod
     def resume(cls, state: Mapping[str, Any]) -> Validations:
-        """What a checkpoint kept; of one that kept nothing, none."""
+        """Restore what a checkpoint kept; start empty if it kept nothing."""
         return cls(**state)

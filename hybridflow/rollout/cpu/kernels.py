@@ -86,13 +86,16 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 @functools.cache
 def load_kernels() -> ctypes.CDLL | None:
-    """The kernels as C functions that take addresses; None where there are none that fit this source and machine."""
+    """Return the kernels as C functions that take addresses.
+
+    None if no compiled kernels fit this source and machine.
+    """
     library = find_kernels()
     return None if isinstance(library, str) else library
 
 
 def find_kernels() -> ctypes.CDLL | str:
-    """The compiled kernels, or why they are not used."""
+    """Return the compiled kernels, or why they are not used."""
     folder = Path(__file__).parent
     path = next((path for each in machinery.EXTENSION_SUFFIXES if (path := folder / f"_kernels{each}").exists()), None)
     if path is None:

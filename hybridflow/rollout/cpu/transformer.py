@@ -31,7 +31,7 @@ _ACTIVATIONS = {"silu": 1, "_gelu_tanh": 2}
 
 
 def runs_on_cpu(model: Transformer) -> bool:
-    """Whether this model is one that ``CpuTransformer`` computes."""
+    """Return whether ``CpuTransformer`` can compute this model."""
     config = model.config
     head = cache_shape(model)[1]
     layers = model.decoder.layers
@@ -82,7 +82,10 @@ class CpuTransformer:
         self._vocabulary = self._describe_vocabulary(vocab_size)
 
     def __call__(self, tokens: Tensor, attention: PagedAttention, rows: Tensor) -> Tensor:
-        """As ``Transformer.forward``; hidden states come in by ``set_input_tensor`` of the model. Collective: tp."""
+        """Compute as ``Transformer.forward``.
+
+        Hidden states come in by ``set_input_tensor`` of the model. Collective: tp.
+        """
         model, width = self._model, self._shape.hidden
         hidden = self._input(tokens, attention)
         product = torch.empty_like(hidden)
@@ -106,7 +109,9 @@ class CpuTransformer:
     def decode(
         self, cache: PagedCache, tables: np.ndarray, chosen: np.ndarray, most: int, version: int, **arrays: np.ndarray
     ) -> np.ndarray:
-        """The next tokens of some slots, up to ``most`` of each, by one call. Of whole models on one rank alone.
+        """Sample up to ``most`` next tokens of each of some slots in one call.
+
+        The model must be whole on this rank.
 
         Args:
             cache: All but the last token of each slot, with room for the tokens to come.
@@ -139,7 +144,7 @@ class CpuTransformer:
         return failures
 
     def _step(self, attention: PagedAttention, hidden: Tensor, product: Tensor) -> tuple[Step, Tensor]:
-        """What the kernels are told of some tokens, and what they use meanwhile."""
+        """Return the kernels' arguments for some tokens, and the buffer that they use meanwhile."""
         cache, tables, space = attention.cache, attention.tables, torch.empty(len(hidden), self._row_width)
         step = Step(
             *(len(hidden), tables.shape[1], *_addresses(attention.sequences, attention.positions, tables)),
@@ -148,12 +153,13 @@ class CpuTransformer:
         return step, space
 
     def _input(self, tokens: Tensor, attention: PagedAttention) -> Tensor:
-        """What comes into this stage, ``[tokens, hidden]``, to be written to."""
+        """Return the input of this stage, ``[tokens, hidden]``, as a buffer that may be overwritten."""
         model = self._model
         if not model.pre_process:
-            return model.decoder.input_tensor[:, 0].clone()
+            received: Tensor = model.decoder.input_tensor
+            return received[:, 0].clone()
         if self._group is None:
-            hidden = model.embedding.word_embeddings.weight.index_select(0, tokens)
+            hidden: Tensor = model.embedding.word_embeddings.weight.index_select(0, tokens)
         else:
             hidden = model.embedding(input_ids=tokens[None], position_ids=attention.positions[None])[:, 0]
         if model.has_scaled_embeddings:
@@ -193,7 +199,9 @@ class CpuTransformer:
         )
 
     def _norm(self, norm: torch.nn.Module | None) -> int | None:
-        return None if norm is None or isinstance(norm, IdentityOp) else self._keep(norm.weight.clone())
+        if norm is None or isinstance(norm, IdentityOp):
+            return None
+        return self._keep(norm.get_parameter("weight").clone())
 
     def _matrix(self, laid_out: Tensor) -> int:
         self.matrices.append(laid_out)
@@ -205,18 +213,19 @@ class CpuTransformer:
 
 
 def pack(weight: Tensor, panel: int = PANEL) -> Tensor:
-    """A matrix ``[outputs, inputs]`` in panels, the last filled up with zeros: ``[panels, inputs, panel]``."""
+    """Return a matrix ``[outputs, inputs]`` in panels, ``[panels, inputs, panel]``, the last padded with zeros."""
     filled = pad(weight.detach(), (0, 0, 0, -len(weight) % panel))
-    return filled.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
+    panels: Tensor = filled.unflatten(0, (-1, panel))  # type: ignore[no-untyped-call]
+    return panels.transpose(1, 2).contiguous()
 
 
 def pack_gated(weight: Tensor) -> Tensor:
-    """Of gate and up, one behind the other, panels that have half of each."""
+    """Return panels that are half gate and half up, from a weight that has gate above up."""
     return torch.cat([pack(half, PANEL // 2) for half in weight.chunk(2)], dim=-1)
 
 
 def _rotary_table(model: Transformer) -> Tensor:
-    """Cosines and sines of each position, ``[context, 2, head / 2]``."""
+    """Return cosines and sines of each position, ``[context, 2, head / 2]``."""
     angles = torch.outer(torch.arange(model.max_sequence_length).float(), model.rotary_pos_emb.inv_freq)
     return torch.stack([angles.cos(), angles.sin()], dim=1).contiguous()
 

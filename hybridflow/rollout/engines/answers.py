@@ -42,55 +42,55 @@ class Answer:
 
 
 def is_cut(params: SamplingParams) -> bool:
-    """Whether penalties, biases or cuts make the distribution sampled from another than the tempered one."""
+    """Return whether penalties, biases or cuts change the tempered distribution."""
     neutral = SamplingParams(max_new_tokens=1)
     names = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
     return params.min_new_tokens > 0 or any(getattr(params, name) != getattr(neutral, name) for name in names)
 
 
 def num_left(request: Request) -> int:
-    """Tokens that may still be sampled."""
+    """Return the number of tokens that may still be sampled."""
     return request.params.max_new_tokens - num_begun(request)
 
 
 def num_begun(request: Request) -> int:
-    """Tokens that were sampled before."""
+    """Return the number of tokens that were sampled before."""
     return 0 if request.begun is None else len(request.begun.tokens)
 
 
 def num_before_stop(request: Request) -> int:
-    """The fewest tokens still to be sampled before one that stops, which other engines do not count."""
+    """Return the fewest tokens to sample before a stop token, which other engines do not count."""
     return max(0, request.params.min_new_tokens - num_begun(request) - 1)
 
 
 def known_tokens(request: Request) -> list[int]:
-    """Prompt and what was sampled before."""
+    """Return the prompt and what was sampled before."""
     begun = [] if request.begun is None else request.begun.tokens.tolist()
     return [*request.prompt.tolist(), *begun]
 
 
 def request_seed(seed: int, purpose: str, request: Request) -> int:
-    """A seed of a request's own, under 2^53 so that every JSON reader keeps it; another where it goes on."""
+    """Return a request's own seed, under 2^53 for JSON readers; a continued request gets another."""
     seed = seed if request.params.seed is None else request.params.seed
     text = f"{seed}:{purpose}:{request.prompt_index}:{request.index}:{num_begun(request)}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 11
 
 
 def failed(request: Request, error: str) -> Response:
-    """Nothing but what was sampled before, and why."""
+    """Return a failed response: what was sampled before, and the error."""
     return _join(request, [], [], [], version=0, finish="failed", error=error)
 
 
 def unfinished(request: Request) -> Response:
-    """What was sampled before, to go on from."""
+    """Return what was sampled before as a response to continue from."""
     return _join(request, [], [], [], version=0, finish="paused")
 
 
 def response_of(request: Request, answer: Answer, *, version: int, vocab_size: int | None) -> Response:
-    """The response that an answer stands for; it is cut behind the first stop token, wherever the engine ended.
+    """Return the response of an answer, cut behind the first stop token, wherever the engine ended.
 
-    A log-probability that the engine did not tell is NaN: see ``Answer.kind``. Raw ones are those of ``log_probs``
-    at temperature 1 alone; processed ones where nothing was cut.
+    A log-probability that the engine did not report is NaN: see ``Answer.kind``. Raw ones equal those of ``log_probs``
+    only at temperature 1, processed ones only where nothing was cut.
 
     Raises:
         BadAnswer: It is not what was asked for.
@@ -162,7 +162,7 @@ def _join(
     error: str | None = None,
     prompt_log_probs: torch.Tensor | None = None,
 ) -> Response:
-    """A response of what was sampled before and now."""
+    """Return a response that joins what was sampled before and now."""
     new = (
         torch.tensor(tokens, dtype=torch.int64),
         torch.tensor(log_probs, dtype=torch.float32),
@@ -185,7 +185,10 @@ def _join(
 
 
 def going_on_refusal(request: Request) -> str | None:
-    """Why an engine that takes what was sampled before for a part of the prompt cannot go on from it; None: it can."""
+    """Return why an engine cannot continue a response, or None if it can.
+
+    The engine takes what was sampled before as a part of the prompt.
+    """
     params = request.params
     if num_left(request) < 1:
         return f"{num_begun(request)} tokens were sampled before, and max_new_tokens={params.max_new_tokens}"
@@ -197,6 +200,6 @@ def going_on_refusal(request: Request) -> str | None:
 
 
 def bias_refusal(params: SamplingParams) -> str | None:
-    """Why a bias cannot be had of engines that take none beyond ±100; None: it can."""
+    """Return why an engine that takes biases up to ±100 cannot apply a bias, or None if it can."""
     far = [bias for _, bias in params.logit_bias if abs(bias) > 100]
     return f"logit_bias={far[0]:g}: the engine takes -100 to 100" if far else None

@@ -12,7 +12,7 @@ from hybridflow.families.config_json import Described
 
 
 def hf_weights(described: Described, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a model, one logical tensor's parts at a time; views where the form allows.
+    """Yield every tensor of a model, one logical tensor's parts at a time; views where the form allows.
 
     Args:
         described: The model, and the table of its family.

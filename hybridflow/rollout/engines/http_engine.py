@@ -36,15 +36,15 @@ class Api(Protocol):
     path: str
 
     def refusal(self, request: Request) -> str | None:
-        """What of a request the server cannot be asked for; None: nothing."""
+        """Return what in a request the server cannot do, or None if it can do all."""
         ...
 
     def body(self, request: Request, seed: int) -> dict[str, Any]:
-        """What is sent."""
+        """Return the body to send."""
         ...
 
     def read(self, request: Request, answer: Any) -> Answer:
-        """What came back. Raises BadAnswer: it has not the form that it should."""
+        """Read the answer. Raises BadAnswer: it has not the form that it should."""
         ...
 
 
@@ -90,7 +90,7 @@ class HttpEngine:
     def generate(
         self, requests: list[Request], purpose: str = "rollout", progress: Progress | None = None
     ) -> list[Response]:
-        """One response for each request, in their order; ``failed`` where no try gave a right answer.
+        """Return one response for each request, in their order; ``failed`` if no try got a valid answer.
 
         Raises:
             DataError: The server cannot be asked for what a request wants; nothing has been sent.
@@ -107,11 +107,11 @@ class HttpEngine:
             run.end()
 
     def refusal(self, request: Request) -> str | None:
-        """Why a request cannot be met; None: it can."""
+        """Return why a request cannot be met, or None if it can."""
         return length_refusal(request, None) or going_on_refusal(request) or self._api.refusal(request)
 
     def weights_changed(self) -> None:
-        """The trainer's; a server's do not follow."""
+        """Do nothing: a server's weights do not follow the trainer's."""
 
     def close(self) -> None:
         """Hang up."""
@@ -138,7 +138,7 @@ class HttpEngine:
         return [responses[number] for number in range(len(requests))]
 
     def _try_all(self, run: _Run, number: int, request: Request, purpose: str) -> Response:
-        """A request, sent until it is answered, tries are used up, or its time is."""
+        """Send a request until it is answered, its tries are used up, or its time is over."""
         body = self._api.body(request, request_seed(self._seed, purpose, request))
         flight = run.begin(number, self._deadline_s)
         error: Exception = TimeoutError()
@@ -180,7 +180,7 @@ class HttpEngine:
 def ask_once(
     lines: Lines, method: str, path: str, *, retries: int, timeout_s: float, deadline_s: float
 ) -> tuple[str, Any]:
-    """The first server's JSON, tried as often as a request is.
+    """Return the JSON of the first server, tried as often as a request is.
 
     Returns:
         The server's address, and what it said.
@@ -235,7 +235,7 @@ class _Run:
             threading.Thread(target=self._serve, name="http-engine", daemon=True).start()
 
     def begin(self, number: int, deadline_s: float) -> Flight:
-        """A request's time begins."""
+        """Start a request's time limit."""
         flight = Flight(time.monotonic() + deadline_s)
         with self._lock:
             self._flights[number] = flight
@@ -244,7 +244,7 @@ class _Run:
         return flight
 
     def wait(self) -> Sequence[tuple[int, Response | BaseException]]:
-        """What has come since it was last asked, perhaps nothing; ends what is late."""
+        """Return what has arrived since the last call, perhaps nothing; end late requests."""
         found = []
         try:
             found.append(self._results.get(timeout=LOOK_S))

@@ -142,7 +142,7 @@ class OpenAi:
 def find_model(
     lines: Lines, model: str | None, *, retries: int, timeout_s: float, deadline_s: float
 ) -> tuple[str, bool]:
-    """What the servers call the model, and whether they are vLLM's.
+    """Return the servers' name for the model, and whether the servers are vLLM's.
 
     Raises:
         EngineError: They do not answer, have no such model, or several and none is named.
@@ -164,7 +164,7 @@ def find_model(
 
 
 def _ids(tokens: Any) -> list[int]:
-    """Of tokens written as ``token_id:7``."""
+    """Return the ids of tokens written as ``token_id:7``."""
     found = [_TOKEN_ID.fullmatch(each) for each in tokens or [] if isinstance(each, str)]
     if not found or not all(found) or len(found) != len(tokens):
         raise BadAnswer("token_ids: found none; this vLLM does not tell them: use a newer one")
@@ -172,7 +172,7 @@ def _ids(tokens: Any) -> list[int]:
 
 
 def _prompt_log_probs(request: Request, choice: dict[str, Any]) -> list[Any]:
-    """Of the prompt's tokens but the first, from a mapping of ids at each place."""
+    """Return log-probabilities of the prompt's tokens but the first, from a mapping of ids at each place."""
     places = choice.get("prompt_logprobs")
     tokens = request.prompt.tolist()
     if not isinstance(places, list) or len(places) != len(tokens):

@@ -67,10 +67,10 @@ class UserEngine:
         self._has_generate = callable(getattr(module, "generate", None))
 
     def weights_changed(self) -> None:
-        """Nothing is kept of them."""
+        """Do nothing: no copy of the weights is kept."""
 
     def refusal(self, request: Request) -> str | None:
-        """Why a request cannot be met; None: it can."""
+        """Return why a request cannot be met, or None if it can."""
         params = request.params
         if reason := length_refusal(request, self._max_context, f"max_context of {type(self._module).__name__}"):
             return reason
@@ -90,7 +90,7 @@ class UserEngine:
     def generate(
         self, requests: list[Request], purpose: str = "rollout", progress: Progress | None = None
     ) -> list[Response]:
-        """One response for each request, in their order.
+        """Return one response for each request, in their order.
 
         Raises:
             DataError: A request cannot be met; nothing has been sampled.
@@ -123,7 +123,10 @@ class UserEngine:
         return [found[number] for number in range(len(requests))]
 
     def _batches(self, requests: list[Request]) -> Iterator[list[int]]:
-        """Numbers of requests that are met together: those that ask for the same, short prompts with short ones."""
+        """Yield numbers of requests that are sampled together.
+
+        They have equal parameters; short prompts go with short ones.
+        """
         order = sorted(range(len(requests)), key=lambda at: (repr(requests[at].params), len(requests[at].prompt), at))
         for _, alike in itertools.groupby(order, key=lambda at: repr(requests[at].params)):
             numbers = list(alike)
@@ -163,12 +166,17 @@ class UserEngine:
             open_slots = open_slots[~(np.isin(tokens, params.stop_ids) | (tokens < 0))]
             if not len(open_slots):
                 break
+
+        def new(array: np.ndarray, slot: int, dtype: type[np.generic]) -> Tensor:
+            return torch.from_numpy(array[slot, first[slot] : lengths[slot]].astype(dtype))
+
         return [
             failures[slot]
             if slot in failures
             else (
-                torch.from_numpy(known[slot, first[slot] : lengths[slot]].astype(np.int64)),
-                *(torch.from_numpy(each[slot, first[slot] : lengths[slot]].copy()) for each in log_probs),
+                new(known, slot, np.int64),
+                new(log_probs[0], slot, np.float32),
+                new(log_probs[1], slot, np.float32),
             )
             for slot in range(len(batch))
         ]
@@ -226,7 +234,7 @@ class UserEngine:
             )
 
     def _log_probs(self, prompts: list[Tensor], new: list[Tensor], temperature: float) -> list[Tensor]:
-        """Of new tokens under what ``forward`` says."""
+        """Return log-probabilities of new tokens under ``forward``."""
         whole = [torch.cat(pair) for pair in zip(prompts, new, strict=True)]
         ids = nn.utils.rnn.pad_sequence(whole, batch_first=True, padding_value=self._pad_id).to(self._device)
         logits = self._logits(ids)
@@ -245,7 +253,10 @@ class UserEngine:
         return ask_logits(self._module, ids, vocab_size=self._vocab_size, name=type(self._module).__name__)
 
     def _batch_seed(self, batch: list[Request], purpose: str) -> int:
-        """Of torch's generators: of what is asked, and of the weights' number, so that each step has its own."""
+        """Return a seed for torch's generators from the requests and the version of the weights.
+
+        Each step has a seed of its own.
+        """
         seed = self._seed if batch[0].params.seed is None else batch[0].params.seed
         told = [seed, purpose, self.version, [[each.prompt_index, each.index] for each in batch]]
         return int.from_bytes(hashlib.sha256(json.dumps(told).encode()).digest()[:8], "little") >> 1
@@ -273,6 +284,6 @@ class UserEngine:
 
 
 def _until_stop(tokens: Tensor, stop_ids: tuple[int, ...]) -> Tensor:
-    """A response without the padding behind its end."""
+    """Return a response without the padding behind its end."""
     ends = torch.isin(tokens, torch.tensor(stop_ids, dtype=tokens.dtype)).nonzero()
     return tokens[: int(ends[0]) + 1] if len(ends) else tokens

@@ -137,10 +137,10 @@ class VllmEngine:
             raise EngineError("vLLM did not forget the prefixes of the old weights; are requests under way?")
 
     def weights_changed(self) -> None:
-        """The trainer's; those here are as they were until ``load``."""
+        """Do nothing: the engine's weights stay as they are until ``load``."""
 
     def refusal(self, request: Request) -> str | None:
-        """Why a request cannot be met; None: it can."""
+        """Return why a request cannot be met, or None if it can."""
         params = request.params
         if reason := length_refusal(request, self._max_context):
             return reason
@@ -151,7 +151,7 @@ class VllmEngine:
     def generate(
         self, requests: list[Request], purpose: str = "rollout", progress: Progress | None = None
     ) -> list[Response]:
-        """One response for each request, in their order.
+        """Return one response for each request, in their order.
 
         Raises:
             DataError: A request cannot be met; nothing has been sampled.
@@ -236,7 +236,7 @@ class VllmEngine:
 
 
 def _of_tokens(places: Sequence[Any], tokens: Sequence[int]) -> list[float]:
-    """The log-probability of each token, of a mapping at each place."""
+    """Return the log-probability of each token, from a mapping at each place."""
     return [place[token].logprob for place, token in zip(places, tokens, strict=False)]
 
 

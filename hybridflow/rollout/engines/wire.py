@@ -64,7 +64,7 @@ class Refused(Exception):
 
 
 def backoff_s(attempt: int, after_s: float | None = None) -> float:
-    """How long to wait after a failed try: twice as long each time, drawn so that clients do not come back together.
+    """Return the wait after a failed try: it doubles each time, with jitter so that clients spread out.
 
     Args:
         attempt: Tries before this one.
@@ -75,7 +75,7 @@ def backoff_s(attempt: int, after_s: float | None = None) -> float:
 
 
 def token_of(auth_env: str | None, key: str = "rollout.engine.auth_env") -> str | None:
-    """The secret that an environment variable holds; None: none is named.
+    """Return the secret in an environment variable, or None if no variable is named.
 
     Args:
         auth_env: The variable's name.
@@ -112,7 +112,7 @@ class Line:
         timeout_s: float,
         most_bytes: int = MOST_BYTES,
     ) -> Any:
-        """The parsed JSON of an answer.
+        """Return the parsed JSON of an answer.
 
         Args:
             method: ``GET`` or ``POST``.
@@ -149,7 +149,7 @@ class Line:
         raise Refused(said, is_for_all=status in _ALL_FAIL)
 
     def hang_up(self) -> None:
-        """End the connection, also while another thread waits on it, which then fails."""
+        """Close the connection; another thread that waits on it fails."""
         connection, self._connection, self._was_used = self._connection, None, False
         # The thread that waits on it may take the socket out of the connection at any time.
         found = None if connection is None else connection.sock
@@ -203,7 +203,7 @@ class Line:
             raise BadAnswer(f"{self.url}: answered what is not JSON: {self._excerpt(answer)}") from None
 
     def _excerpt(self, answer: bytes) -> str:
-        """The beginning of what a server said, in one line and without the token, should it repeat that."""
+        """Return the beginning of a server's answer, in one line and without the token."""
         text = answer.decode("utf-8", "replace")
         if self._token is not None:
             text = text.replace(self._token, "***")
@@ -220,7 +220,7 @@ class Lines:
         self._idle: dict[str, deque[Line]] = {url: deque() for url in self.urls}
 
     def take(self, number: int) -> Line:
-        """A connection to the server whose turn it is."""
+        """Return a connection to the server whose turn it is."""
         url = self.urls[number % len(self.urls)]
         try:
             return self._idle[url].pop()
@@ -228,7 +228,7 @@ class Lines:
             return Line(url, self._token)
 
     def give_back(self, line: Line) -> None:
-        """It is idle."""
+        """Return a connection to the idle ones."""
         self._idle[line.url].append(line)
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class Flight:
         self._is_ended = False
 
     def left_s(self) -> float:
-        """Until the deadline."""
+        """Return the seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
 
     def board(self, line: Line | None) -> bool:
@@ -270,7 +270,7 @@ class Flight:
 
 
 def _seconds(text: str | None) -> float | None:
-    """What a Retry-After header says in seconds; a date is not looked at."""
+    """Return the seconds of a Retry-After header; dates are ignored."""
     try:
         value = math.nan if text is None else float(text)
     except ValueError:

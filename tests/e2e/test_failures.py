@@ -233,7 +233,8 @@ def test_rank_that_hangs_is_found_by_where_it_stands(rewards):
     argv = ["train", "tiny.yaml", "reward.function=rewards:endless", "cluster.deadline_s=3"]
     done = fork_ranks(argv, rewards, within_s=40)
     assert done.codes == (1, 1) and done.seconds < 20
-    assert done.err.startswith(f"hybridflow: rank 0 on {HOST}, in reward.judge: validation: lost contact with some")
+    lost = f"hybridflow: rank 0 on {HOST}, in reward.score_validation: validation: lost contact with some"
+    assert done.err.startswith(lost)
     assert "(deadline 3 s)" in done.err and done.err.count("\n") == 2, done.err
     assert "in reward.score_validation, at rewards.py:" in where_it_stands(done, 1) and " endless" in where_it_stands(
         done, 1
@@ -242,7 +243,7 @@ def test_rank_that_hangs_is_found_by_where_it_stands(rewards):
 
 def test_failure_does_not_wait_for_a_busy_rank(rewards):
     done = fork_ranks(["train", "tiny.yaml", "reward.function=rewards:fails_while_others_wait"], rewards, within_s=40)
-    done.complains_once(f"hybridflow: rank 1 on {HOST}, in reward.judge: ", "ValueError: no unit")
+    done.complains_once(f"hybridflow: rank 1 on {HOST}, in reward.score_validation: ", "ValueError: no unit")
     assert done.codes == (2, 2) and done.seconds < 15
 
 

@@ -36,7 +36,7 @@ def write(path: Path, row: list[Any]) -> None:
 
 def noting(rank: int) -> None:
     """Each rank notes what is sampled, what is scored, and which batches are taken."""
-    sample, score, judge, take = Actor.sample, Reward.score, Reward.judge, Groups.take
+    sample, score, judge, take = Actor.sample, Reward.score, Reward.score_validation, Groups.take
 
     def sample_and_note(self, batch, decided):
         turn = decided["fill"]
@@ -69,7 +69,7 @@ def noting(rank: int) -> None:
             write(Path(f"taken-{rank}"), [decided["train_step"]["step"], ident, tokens, values])
         return found
 
-    Actor.sample, Reward.score, Reward.judge, Groups.take = (
+    Actor.sample, Reward.score, Reward.score_validation, Groups.take = (
         sample_and_note,
         score_and_note,
         judge_and_note,

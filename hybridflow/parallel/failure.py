@@ -27,7 +27,7 @@ def lost_contact(name: str, ranks: tuple[int, ...], deadline_s: float) -> Iterat
 
     Args:
         name: What was being done.
-        ranks: Who was doing it.
+        ranks: The ranks that were doing it.
         deadline_s: How long a silent peer is waited for, in seconds.
     """
     try:

@@ -78,7 +78,7 @@ def tell_once(error: Exception, tell: Callable[[], None], store: dist.Store | No
 
 
 def _answer(ask: Callable[[], Any]) -> Any:
-    """Return the store's answer. Some of its calls wait for ever when its keeper hangs.
+    """Return the store's answer, or raise TimeoutError: some of its calls wait for ever when its keeper hangs.
 
     Raises:
         TimeoutError: Nothing in time.

@@ -77,7 +77,7 @@ class Compared:
         one: What it is in the first.
         other: What it is in the second.
         num_unequal: Elements of unequal value; two NaNs are equal, and so are 0 and -0.
-        num_not_finite: Those of them where one side or both are infinite or NaN.
+        num_not_finite: Unequal elements where one side or both are infinite or NaN.
         max_abs: Largest |a - b| of the others, in fp64.
         relative: ``max_abs`` over the largest finite |a| or |b|; 0 where ``max_abs`` is.
         is_same_bits: Whether dtype and every bit agree.
@@ -115,12 +115,12 @@ class Differences:
     """How two checkpoints differ.
 
     Attributes:
-        num_tensors: That both have, in one shape.
+        num_tensors: Number of tensors that both have, in one shape.
         num_parameters: Elements of these.
         only_one: Names of tensors that the first has alone.
         only_other: The same of the second.
         shapes: Tensors of two shapes: name, the first's, the second's.
-        compared: Those of the tensors in both that are not the same bits, the worst first.
+        compared: The tensors in both that are not the same bits, the worst first.
         settings: Settings of the model: name, the first's value, the second's.
     """
 
@@ -170,7 +170,7 @@ def compare(
     Args:
         one: The first.
         other: The second.
-        settings: That differ, see ``differing_settings``.
+        settings: Settings that differ, see ``differing_settings``.
         progress: Told how many elements were compared, and how many there are.
 
     Raises:

@@ -62,7 +62,7 @@ def render_chat(template: str, tokenizer: Tokenizer, messages: Sequence[Mapping[
 
     Args:
         template: From ``chat_template``.
-        tokenizer: Whose special tokens the template may name.
+        tokenizer: The tokenizer whose special tokens the template may name.
         messages: With ``role`` and ``content`` each.
     """
     return _shared(os.getpid(), template, json.dumps(special_tokens(tokenizer))).render(messages)

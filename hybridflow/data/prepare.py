@@ -109,7 +109,7 @@ def agree(everyone: Everyone, name: str, act: Callable[[], Any]) -> Any:
     Args:
         everyone: The ranks.
         name: What they wait for, in errors.
-        act: Called on the lead.
+        act: The function to call on the lead.
 
     Raises:
         DataError: On every rank: the act raised an error of ours or of the file system, with its message.

@@ -132,7 +132,7 @@ class StoredProblems:
         num_rows: In all sources; None: it is not known, more may come.
 
     Args:
-        rows: By the prompt index.
+        rows: Rows by the prompt index.
         shape: What the rows were prepared as.
         tokenizer: Gives the tokens.
     """

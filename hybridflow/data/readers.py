@@ -173,7 +173,7 @@ def _lines_before(path: str, start: int) -> int:
 
 
 def _stops(counts: Iterable[int]) -> list[int]:
-    """Return where pieces end that are groups of rows which belong together, of some size at least."""
+    """Return the ends of pieces, each of whole groups of rows and at least ``_PIECE_ROWS`` rows."""
     stops, begin, end = [], 0, 0
     for count in counts:
         end += count

@@ -87,7 +87,7 @@ def check_same_pieces(one: Tokenizer, other: Tokenizer, *, whose: str) -> None:
     Args:
         one: What the job's tokens come from.
         other: What the model was trained with; either may have more tokens at its end.
-        whose: Whose tokenizer ``other`` is, for the message.
+        whose: Name of the owner of ``other``, for the message.
 
     Raises:
         DataError: An id that both have stands for different texts.

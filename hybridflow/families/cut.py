@@ -13,7 +13,7 @@ def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
     Args:
         model: The settings.
         layout: How the model is to be cut.
-        name: Whose layout this is, for the message.
+        name: Name of the layout's owner, for the message.
 
     Raises:
         LayoutError: A part would be empty or not like the others.

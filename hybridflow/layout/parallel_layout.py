@@ -93,7 +93,7 @@ class ParallelLayout:
 
         Args:
             num_ranks: Ranks that the mesh has.
-            owner: Whose layout this is, for the message (``"actor.update"``).
+            owner: Name of the layout's owner, for the message (``"actor.update"``).
 
         Raises:
             LayoutError: ``world_size`` differs from ``num_ranks``; the message says what would fit.

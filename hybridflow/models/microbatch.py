@@ -69,7 +69,7 @@ class MicroBatch:
         places: Where each sample's tokens stand in ``tokens``, ``[length]`` int64 in host memory.
         response_lengths: Response tokens of each sample.
         rows: Places whose output predicts a response token, ``[responses]`` int64.
-        targets: Those response tokens, ``[responses]`` int64.
+        targets: The response tokens, ``[responses]`` int64.
         attention: Which token sees which.
         num_pairs: Pairs of a token and one that it sees.
     """

@@ -11,7 +11,7 @@ class RmsNorm(nn.Module):
     """RMSNorm in fp32, times the weight, or times 1 + weight where the model's norms are zero-centered.
 
     Args:
-        config: Says which of the two.
+        config: Says which of the two the model's norms use.
         hidden_size: Width of what is normalized.
         eps: Added to the mean square.
     """

@@ -192,7 +192,7 @@ class Trainable:
         """Return what moves the optimizer's state to host memory and back; gradients are freed and come back as zeros.
 
         Args:
-            owner: Whose they are, in errors.
+            owner: Name of the owner, in errors.
         """
         state = self.state()
         kept = [tensor for kind in ("exp_avg", "exp_avg_sq", "master") for tensor in state[kind].values()]

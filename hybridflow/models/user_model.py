@@ -112,7 +112,7 @@ def user_model_info(given: object) -> ModelInfo | None:
     """
     if not is_user_class(given):
         return None
-    assert isinstance(given, nn.Module), "is_own says so"
+    assert isinstance(given, nn.Module), "is_user_class says so"
     name, is_critic = type(given).__name__, callable(getattr(given, "values", None))
     for key in ("max_context",) if is_critic else ("max_context", "vocab_size"):
         value = getattr(given, key, None)

@@ -159,7 +159,7 @@ class UserTrainable:
         """Return what moves the optimizer's state to host memory and back; the gradients come back as zeros.
 
         Args:
-            owner: Whose they are, in errors.
+            owner: Name of the owner, in errors.
         """
         state = self.state()
         kept = [each for kind in ("exp_avg", "exp_avg_sq", "master") for each in state[kind].values()]

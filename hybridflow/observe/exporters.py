@@ -106,7 +106,7 @@ class WandbExporter:
         project: Where the run is filed.
         run: Its name.
         run_dir: Gets ``wandb/``.
-        entity: Whose project it is; None: the user's own.
+        entity: Owner of the project; None: the user's own.
         offline: Whether nothing is sent.
         is_resumed: Whether the run has been there before.
 
@@ -175,7 +175,7 @@ class Outlet:
 
     Args:
         name: Name of the exporter, for messages.
-        exporter: It.
+        exporter: The exporter.
     """
 
     def __init__(self, name: str, exporter: Exporter) -> None:

@@ -38,7 +38,7 @@ class StartRecord:
         ranks: How many run.
         hosts: The nodes, in the order of their ranks.
         layouts: Mesh -> layout.
-        job_id: Slurm's; None elsewhere.
+        job_id: Slurm's job id; None elsewhere.
         restart_count: How often Slurm has begun the job anew; None outside Slurm.
         outcome: How it ended: ``finished``, ``requeue`` or ``failed``; None: it runs, or was killed.
         ended_s: Unix time, in seconds.

@@ -50,15 +50,15 @@ class RunStatus:
         starts: How often it was begun.
         restarts: How often after the first time.
         slurm_restarts: How often Slurm has begun its job anew.
-        start_age_s: Since the last start.
-        end_age_s: Since that start ended, if it noted it.
+        start_age_s: Time since the last start.
+        end_age_s: Time since that start ended, if it noted it.
         start_step: The checkpoint that this one went on from.
         last_end: How the start before ended.
         ranks: Number of ranks of the last start.
         hosts: Hosts of the last start.
-        job_id: Slurm's, of the last start.
+        job_id: Slurm's job id of the last start.
         saved_step: Step of the last checkpoint.
-        saved_age_s: Since it was complete.
+        saved_age_s: Time since it was complete.
         best_step: Step of the checkpoint that is kept as the best.
         cause: Why the last start ended.
         logs: Directory of the last start's logs.

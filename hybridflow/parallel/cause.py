@@ -27,11 +27,11 @@ class Cause:
     Attributes:
         kind: ``explained``: an error for the user to act on; ``ours``: a bug; ``lost``: a rank is gone or silent;
             ``waited``: a rank waited in vain for another, which may know more.
-        rank: Whose failure it is.
+        rank: The rank that failed.
         host: Its node.
         activity: What the rank was doing.
         text: The message, or the traceback.
-        status: With which every rank exits.
+        status: Exit status of every rank.
     """
 
     kind: str

@@ -27,7 +27,7 @@ def lost_contact(name: str, ranks: tuple[int, ...], deadline_s: float) -> Iterat
 
     Args:
         name: What was being done.
-        ranks: Who was doing it.
+        ranks: The ranks that were doing it.
         deadline_s: How long a silent peer is waited for, in seconds.
     """
     try:
@@ -78,7 +78,7 @@ def tell_once(error: Exception, tell: Callable[[], None], store: dist.Store | No
 
 
 def _answer(ask: Callable[[], Any]) -> Any:
-    """Return the store's answer. Some of its calls wait for ever when its keeper hangs.
+    """Return the store's answer, or raise TimeoutError: some of its calls wait for ever when its keeper hangs.
 
     Raises:
         TimeoutError: Nothing in time.

@@ -41,7 +41,7 @@ def run_rank(
 
     Args:
         start: Which rank this is, from ``find_start``.
-        signals: Those that this process catches.
+        signals: The signals that this process catches.
         load: Imports what the work takes, before the ranks meet, and gives the work. That is called with the world of
             all ranks, on each of them, and gives the exit status, the same on all.
         deadline_s: Longest wait for another rank, in seconds.

@@ -284,7 +284,7 @@ def _hosts_of_step(env: Mapping[str, str], size: int) -> tuple[str, ...]:
 
 
 def _checked(step: Start, env: Mapping[str, str]) -> Start:
-    """Return the step, if its rank 0 is where the others will look for it.
+    """Return the step after checking that its rank 0 is where the others look for it.
 
     Raises:
         LayoutError: It is not.

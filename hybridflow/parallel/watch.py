@@ -92,7 +92,7 @@ class Watch:
         size: Ranks of the job.
         address: Address of rank 0's machine.
         dead_after_s: A rank that is silent for so long is lost, in seconds.
-        signals: Those that this process catches; None: it catches none.
+        signals: The signals that this process catches; None: it catches none.
 
     Attributes:
         stop_reason: Why the job is to save and stop, in words; None: it is to go on. Once it has been set, it stays.

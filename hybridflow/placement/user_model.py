@@ -29,7 +29,7 @@ def place_model(
     Args:
         job: The job.
         mesh: One of the role's meshes, with this rank.
-        spec: From ``placed.role_spec``.
+        spec: From ``placed_model.role_spec``.
         has_value_head: Values instead of logits.
         is_filled_later: Its weights are written before it is used.
     """
@@ -45,7 +45,7 @@ def place_frozen(job: Job, role: str, spec: ModelSpec, *, has_value_head: bool =
     Args:
         job: The job.
         role: Which section of the recipe it is, and which mesh.
-        spec: From ``placed.role_spec``.
+        spec: From ``placed_model.role_spec``.
         has_value_head: Values instead of logits.
 
     Raises:

@@ -67,7 +67,7 @@ def restore(tensors: Iterable[Tensor], owner: str) -> None:
     """Give released tensors their storages back, of undefined contents; others stay as they are.
 
     Args:
-        tensors: Those given to ``release``.
+        tensors: The tensors that were given to ``release``.
         owner: Which rank wants them for what, in the error.
 
     Raises:

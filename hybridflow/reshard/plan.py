@@ -79,7 +79,7 @@ class RankPlan:
     """The part of a plan that concerns one rank.
 
     Attributes:
-        rank: Whose part this is.
+        rank: The rank that has this part.
         local: Copies within the rank's own memory.
         waves: ``WAVES`` exchanges. The first reads what the sources held; the second reads what the first delivered,
             and never leaves a node.
@@ -203,7 +203,7 @@ class Line:
     """Streams that the same ranks can send, laid end to end, once for each group of ranks that takes one.
 
     Attributes:
-        senders: Who can send all of it.
+        senders: The ranks that can send all of it.
         entries: Index of a stream, and the groups that take it. A group is one rank that gets the stream from its own
             node, or all ranks of a node that need it from elsewhere, each of which fetches a share.
         starts: Where each entry starts on the line, in bytes.

@@ -37,8 +37,8 @@ class Bandwidth:
     """What a rank can send, and at the same time receive, in GB/s.
 
     Attributes:
-        node: To ranks of its node.
-        network: To ranks of other nodes.
+        node: Bytes to ranks of its node.
+        network: Bytes to ranks of other nodes.
     """
 
     node: float = 450.0

@@ -61,7 +61,7 @@ class TorchTransport:
 
     Args:
         world: The job; its group over ``ranks`` was made before.
-        ranks: Who may exchange.
+        ranks: The ranks that may exchange.
         name: What is exchanged, in errors.
     """
 
@@ -144,7 +144,7 @@ class MpiTransport:
 
     Args:
         world: The job, which MPI started.
-        ranks: Who may exchange.
+        ranks: The ranks that may exchange.
         name: What is exchanged, in errors.
     """
 

@@ -25,7 +25,7 @@ Turn = dict[str, Any]
 """One rollout of a step: ``number`` from 1, ``first_prompt_index``, ``num_prompts``, ``is_greedy``."""
 
 Scores = list[tuple[int, float]]
-"""Draw and score of each sample of a rollout."""
+"""Prompt index and score of each sample of a rollout."""
 
 Share = Callable[[Scores], list[Scores] | None]
 """Gathers what every rank passes over all ranks of the job; None: they leave the step. Collective: all ranks."""

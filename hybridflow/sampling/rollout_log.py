@@ -49,7 +49,7 @@ class RolloutLog:
         job: The job.
         start: Tells this start of the run from others.
         fingerprint: Fingerprint of the weights with which it begins.
-        checkpoint: That it goes on from; None: there is none.
+        checkpoint: The checkpoint that it resumes from; None: there is none.
     """
 
     def __init__(self, job: Job, start: str, fingerprint: str, checkpoint: Checkpoint | None) -> None:

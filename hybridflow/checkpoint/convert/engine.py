@@ -68,7 +68,7 @@ class Summary:
 
     Attributes:
         num_tensors: Logical tensors.
-        num_cast: Those whose dtype changed.
+        num_cast: Number of tensors whose dtype changed.
         total_bytes: Bytes of the tensors in the files.
         found_parts: Tensors of files that a restart found complete.
         found_bytes: Theirs.
@@ -105,8 +105,8 @@ def convert(
     """Write a source as a target, which is there in full or not at all.
 
     Args:
-        source: To be read.
-        target: To be written.
+        source: The checkpoint to read.
+        target: The checkpoint to write.
         out: Where it is to be; nothing is there yet.
         what: The request, JSON: with the same source, requests that are equal in it give the same files.
         place: Which rank this is; None: the only one.
@@ -219,7 +219,7 @@ class _Job:
         folder: Where it is written aside.
         identity: The source's, before it was read.
         plan: Tells it from others.
-        files: Those of this rank.
+        files: The files of this rank.
         place: See there.
         show: See there.
     """

@@ -23,7 +23,7 @@ class Progress(NamedTuple):
         done_bytes: Written, those that a restart found included.
         total_bytes: Bytes of all files.
         found_bytes: What a restart found.
-        seconds: Since the beginning.
+        seconds: Seconds since the beginning.
     """
 
     parts: int

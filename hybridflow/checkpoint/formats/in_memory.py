@@ -81,7 +81,7 @@ def in_memory_model(given: Any, *, vocab_size: int | None = None) -> InMemoryMod
 
 
 def in_memory_info(objects: Mapping[str, Any]) -> dict[str, ModelInfo]:
-    """Return what models that a program gives for roles say of themselves, for ``config.recipe_from_dict``.
+    """Return what models that a program gives for roles say of themselves, for ``recipe.load.recipe_from_dict``.
 
     Args:
         objects: Role -> what was given; functions and the like are passed over.

@@ -74,7 +74,7 @@ class LoraSettings:
         alpha: Numerator of the scale, of every module that no pattern names.
         is_rank_stabilized: Whether the scale is alpha / sqrt(rank) (arXiv 2312.03732) instead of alpha / rank.
         ranks: Ends of modules' names and their ranks; the first that fits counts.
-        alphas: The same of alpha.
+        alphas: Ends of modules' names and their alphas; the first that fits counts.
         base: Where the weights are that it was trained on, as its author called it.
         has_head: Whether the value head comes with it.
     """
@@ -191,7 +191,7 @@ class Factor(NamedTuple):
     """A tensor of an adapter.
 
     Attributes:
-        module: Whose.
+        module: The module that has the factor.
         side: A or B; or all of the weight, of a head that was trained in full.
     """
 
@@ -471,7 +471,7 @@ def _add(rows: Tensor, b: Tensor, a: Tensor, scale: float, tensor: str) -> None:
         b: ``[…, rank]``, as many rows in the same order.
         a: ``[rank, in]``, fp32.
         scale: The factor.
-        tensor: Whose rows they are, for messages.
+        tensor: Name of the tensor that has the rows, for messages.
     """
     b = b.reshape(*rows.shape[:2], -1)
     step = max(1, _BLOCK_ELEMENTS // rows.shape[2])

@@ -202,7 +202,7 @@ class TorchArchive:
     """What ``torch.save`` wrote, at some place of a file.
 
     Args:
-        file: Whose bytes they are.
+        file: The file that holds the bytes.
         start: Where it begins.
         stop: Where it ends; None: with the file.
 

@@ -350,7 +350,7 @@ class Rollouts:
         return self._conversed(requests, found, self._id_of)
 
     def _conversed(self, requests: list[Request], found: list[Conversation], id_of: IdOf) -> Batch | None:
-        """Return the batch, with ``response_mask`` 1 only on sampled tokens and ``environment_rewards`` summed over turns."""
+        """Return the batch: ``response_mask`` is 1 on sampled tokens, ``environment_rewards`` are sums over turns."""
         batch = self._columns([(ask, each.response) for ask, each in zip(requests, found, strict=True)], id_of)
         if batch is None:
             return None

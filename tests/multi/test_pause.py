@@ -176,7 +176,7 @@ def scale(model) -> None:
     """Other weights, in any shard the same."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(1.15)
+            parameter.mul_(1.1)
 
 
 def expected_by(model, world, ask: Request, got: Response) -> tuple[list[int], np.ndarray]:

@@ -41,7 +41,7 @@ class DeviceMesh(Part):
         groups: Axis -> process group, in the place of ``axis`` and ``group``.
 
     Attributes:
-        ranks: Of the actor, in mesh order.
+        ranks: Ranks of the actor, in mesh order.
         rollout_ranks: Where the actor generates, in mesh order.
         layout: The actor's, where groups say it; else None.
 

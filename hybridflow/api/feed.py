@@ -39,7 +39,7 @@ def prompts_of(batch: Any, place: str = "prompts") -> list[GivenPrompt]:
     Args:
         batch: Texts; rows (``{"prompt": …, "answer": …}``); columns of these; token ids ``[prompts, tokens]``, alone
             or as ``input_ids`` with an ``attention_mask``, as a tokenizer of transformers gives them.
-        place: What messages call it.
+        place: Name of the batch in messages.
 
     Raises:
         DataError: It is nothing of these, or is empty.

@@ -44,9 +44,9 @@ class Generation:
     """How responses are generated.
 
     Attributes:
-        params: Of each response.
-        num_samples: Of each prompt.
-        pad_id: What stands behind the shorter ones.
+        params: Sampling parameters of each response.
+        num_samples: Samples of each prompt.
+        pad_id: Token behind shorter responses.
     """
 
     params: SamplingParams
@@ -59,7 +59,7 @@ def generation_of(given: Mapping[str, Any], ends: Ends, *, longest_prompt: int) 
 
     Args:
         given: As transformers names them; ``token_type_ids`` and ``use_cache`` say nothing here.
-        ends: What the model says.
+        ends: End and padding tokens of the model.
         longest_prompt: In tokens with its padding, from which ``max_length`` counts.
 
     Raises:

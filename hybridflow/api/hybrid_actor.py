@@ -99,7 +99,7 @@ class TrainingStep:
     """One optimizer step.
 
     Attributes:
-        loss: Of the rows, before the step.
+        loss: Loss of the rows, before the step.
         grad_norm: Norm of the gradient, before it is clipped.
     """
 

@@ -295,8 +295,8 @@ class KTOTrainer(OfflineTrainer):
         dataset: As there.
         beta: How dear it is to leave the reference.
         max_length: As there.
-        desirable_weight: Of the loss of completions that are wanted.
-        undesirable_weight: Of the loss of the others.
+        desirable_weight: Weight of the loss of wanted completions.
+        undesirable_weight: Weight of the loss of the others.
         more: As there.
     """
 

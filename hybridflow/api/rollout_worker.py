@@ -33,7 +33,7 @@ class Generated:
 
     Attributes:
         prompt: Its number among the prompts.
-        text: What was said; None without a tokenizer.
+        text: Text of the response; None without a tokenizer.
         tokens: ``[response]`` int64, an end of sequence included.
         log_probs: ``[response]`` fp32 under ``softmax(logits / temperature)``.
         finish: ``stop``: at an end of sequence or a stop text; ``length``: at ``max_new_tokens``.
@@ -62,7 +62,7 @@ class RolloutWorker:
         max_context: Longest sequence; None: the model's own.
         dtype: ``fp32``, ``bf16`` or ``fp16``; None: the model's own.
         max_concurrent: Sequences decoded together.
-        seed: Of the noise.
+        seed: Seed of the noise.
 
     Raises:
         ConfigError: The model is none of these, or is not computed here.

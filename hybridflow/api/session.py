@@ -93,11 +93,11 @@ class Session:
         objects: Role -> model or function, as ``placement.job.Job`` takes them.
         step: Stages of a training step, in the place of the algorithm's.
         make_problems: Where prompts come from; None: they are given to ``rollout``.
-        num_prompts: Of a step, where ``values`` has no size of its batch.
+        num_prompts: Prompts of a step, where ``values`` has no size of its batch.
         resume: Whether to go on from the last checkpoint of ``run_dir``, if there is one.
 
     Attributes:
-        recipe: What is run.
+        recipe: Recipe of the job.
         trainer: The job.
 
     Raises:

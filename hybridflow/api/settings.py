@@ -143,7 +143,7 @@ def finish_recipe(
 
     Args:
         values: From ``recipe_values``.
-        num_prompts: Of a step, where the program has given no size of its batch.
+        num_prompts: Prompts of a step, where the program has given no size of its batch.
         in_memory: As for ``config.recipe_from_dict``.
 
     Raises:

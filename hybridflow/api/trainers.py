@@ -51,7 +51,7 @@ class OnlineTrainer:
         data_provider: Where prompts come from: a ``DataProvider``, or prompts as ``rollout`` takes them; None: they
             are given to ``rollout`` and ``step``.
         device_mesh: Where the roles lie.
-        namespace: Of a project's runs.
+        namespace: Namespace of a project's runs.
         algorithm: Its name, or a ``BaseAlgorithm``.
         resume: Whether to go on from the last checkpoint of ``run_dir``, if there is one.
         strange: None: refused, with what says it here.

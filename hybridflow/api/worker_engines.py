@@ -47,7 +47,7 @@ class Options(NamedTuple):
         max_context: Longest sequence; None: the model's own.
         dtype: Number format; None: the model's own.
         max_concurrent: Sequences decoded together.
-        seed: Of the noise.
+        seed: Seed of the noise.
         tokenizer: For texts that end a response; None: there is none.
     """
 

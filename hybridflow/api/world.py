@@ -50,7 +50,7 @@ def use_world(world: World | None) -> None:
     """Take ranks that have met already.
 
     Args:
-        world: Theirs; None: forget them.
+        world: World of these ranks; None: forget them.
     """
     _worlds[:] = [] if world is None else [world]
 

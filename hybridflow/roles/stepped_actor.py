@@ -23,7 +23,7 @@ class LabelledRows:
 
     Attributes:
         sequences: Token ids of each row, ``[tokens]`` int64 each, at least one, in host memory.
-        labels: What is to follow each token but the last, ``[tokens - 1]`` int64 each; below 0 where nothing counts.
+        labels: Wanted next token of each token but the last, ``[tokens - 1]`` int64 each; below 0 does not count.
     """
 
     sequences: list[Tensor]
@@ -47,7 +47,7 @@ class Prediction:
         loss: Mean of the cross-entropy over the labels that count, a scalar fp32; the same number on all ranks.
         log_probs: Log-probability of each label, ``[rows, longest - 1]`` fp32 in host memory, 0 where none counts; the
             same on all ranks.
-        logits: Of each row, ``[tokens, vocab]``; None where no rank has the whole model and all rows.
+        logits: Logits of each row, ``[tokens, vocab]``; None where no rank has the whole model and all rows.
     """
 
     loss: Tensor

@@ -53,7 +53,7 @@ class SegmentName(NamedTuple):
     Attributes:
         first: Its first step.
         last: Its last step.
-        rank: Whose samples it holds.
+        rank: Rank whose samples it holds.
     """
 
     first: int
@@ -85,8 +85,8 @@ def write_segment(
     """Write a segment, whole or not at all.
 
     Args:
-        folder: Of the archive; made if absent.
-        name: Of the segment.
+        folder: Folder of the archive; made if absent.
+        name: Name of the segment.
         rows: Samples and their steps; without any nothing is written.
         prompts: Prompt index -> the prompt's tokens.
         scores: Step, prompt index, index -> score, of samples of which it is known.
@@ -126,14 +126,14 @@ class Archived(NamedTuple):
     Attributes:
         step: Training step that it was sampled for.
         prompt_index: Number of its prompt in the data order.
-        index: Its number among those of its prompt.
+        index: Its number among the samples of its prompt.
         finish: Why it ended.
         score: NaN where it is not known.
         prompt: Token ids.
         response: Token ids.
-        log_probs: Of the response's tokens, the sampler's own.
-        versions: Which weights sampled each of them.
-        sampled_log_probs: Of the distribution that they were sampled from, penalties and cuts included.
+        log_probs: The sampler's log-probabilities of the response's tokens.
+        versions: Version of the weights that sampled each token.
+        sampled_log_probs: Log-probabilities under the sampled distribution, penalties and cuts included.
     """
 
     step: int

@@ -49,12 +49,12 @@ class Deal:
     Args:
         groups: All samples, in the same order on all replicas, those of one prompt together; groups are equally large.
         place: Number of this replica.
-        num_replicas: Of how many.
+        num_replicas: Number of replicas.
         num_slots: Samples that one replica decodes together.
         make_claims: Gives the counter; called only where there is a queue, which is then so on all replicas.
 
     Attributes:
-        first: What is dealt to this replica.
+        first: Requests that are dealt to this replica at the start.
         num_claimed: Samples that it took of the queue.
     """
 

@@ -62,7 +62,7 @@ class Rows:
     """Rows of logits, and what their owners ask for.
 
     Attributes:
-        slots: Whose they are, ``[rows]``.
+        slots: Slot of each row, ``[rows]``.
         positions: Where the tokens to be chosen will stand, ``[rows]``.
         values: Parameters, ``[rows]`` with named fields.
         known: Tokens before that, ``[slots, capacity]``; None where nothing depends on them.
@@ -109,8 +109,8 @@ def forbidden(
     """Return which tokens may not be sampled now: rows, and tokens, ``[forbidden]`` int64 each.
 
     Args:
-        rows: Whose.
-        stop_ids: Of slots, ``[token]`` each: forbidden as long as the response may not stop.
+        rows: Rows to look at.
+        stop_ids: Stop tokens of slots, ``[token]`` each: forbidden as long as the response may not stop.
         bad_ids: Of slots, sequences, the last token first: it is forbidden where the others stand before it.
         never: Slots and tokens.
     """

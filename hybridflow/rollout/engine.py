@@ -44,16 +44,16 @@ class MegatronEngine:
         model: This rank's stage and shard.
         groups: This rank's process groups.
         vocab_size: True vocabulary.
-        seed: Of the noise.
+        seed: Seed of the noise.
         max_concurrent: Most sequences decoded together.
         cache_memory: Most memory of the key-value cache on this rank: in bytes, or, below 1, a share of what is free
             when generating begins.
         ranks_per_node: Ranks that share the memory of this rank's node.
-        tokenizer: What stop and bad texts are looked for with; None: requests may have none.
+        tokenizer: Tokenizer for stop and bad texts; None: requests may have none.
 
     Attributes:
         version: Number of the weights, noted beside each token; the caller's to set.
-        metrics: What ``generate`` has measured last.
+        metrics: Metrics of the last ``generate``.
     """
 
     def __init__(
@@ -313,8 +313,8 @@ class Session:
     each stage computes a step of one lane while its neighbours compute another's.
 
     Args:
-        engine: Whose model generates.
-        purpose: Of the noise, a key of ``PURPOSES``.
+        engine: Engine whose model generates.
+        purpose: Purpose of the noise, a key of ``PURPOSES``.
         expected: Requests that will come, by which the cache is made no larger than it need be; None: any.
 
     Attributes:

@@ -274,7 +274,7 @@ class _Talk:
         environment: On the first rank of the replica.
         reward: The sum up to now.
         num_turns: Responses that were sampled up to now.
-        error: What went wrong; None: nothing.
+        error: Text of an error; None: there was none.
     """
 
     def __init__(self, request: Request) -> None:

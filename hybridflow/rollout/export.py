@@ -25,8 +25,8 @@ class Export:
     Args:
         kind: ``sft``: of each prompt the response with the highest score; ``dpo``: of each group the responses with the
             highest and the lowest, where these differ; ``kto``: every response, which is wanted from ``min_score`` on.
-        tokenizer: Of the run.
-        min_score: Of what is imitated, or the better of a pair, the lowest score; None: any. ``kto`` needs it.
+        tokenizer: Tokenizer of the run.
+        min_score: Lowest score of a solution, or of the better response of a pair; None: any. ``kto`` needs it.
 
     Attributes:
         left_out: Reason -> how many samples, or groups.

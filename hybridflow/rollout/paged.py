@@ -81,7 +81,7 @@ class PagedAttention:
     Args:
         cache: Keys and values; those of the tokens are added.
         tables: Blocks of each sequence, ``[sequences, blocks]`` int32, on the device.
-        sequences: Which sequence each token is of, ``[tokens]`` int64, tokens of one sequence side by side.
+        sequences: Sequence of each token, ``[tokens]`` int64, tokens of one sequence side by side.
         positions: Position of each token in its sequence, ``[tokens]`` int64, rising within a sequence.
     """
 

@@ -163,7 +163,7 @@ class Request:
         params: How to sample it.
         prompt_index: Serial number of the prompt in the data order.
         index: Number of this sample among those of its prompt.
-        begun: What was sampled of it before, to go on from; None: nothing.
+        begun: Tokens sampled before, to continue from; None: none.
     """
 
     prompt: Tensor
@@ -182,9 +182,9 @@ def length_refusal(request: Request, max_context: int | None, of: str = "model.m
     """Return why a prompt's length rules a request out, or None if it does not.
 
     Args:
-        request: What is wanted.
+        request: The request.
         max_context: Longest sequence in tokens; None: it is not known.
-        of: What messages call that.
+        of: Name of the limit in messages.
     """
     num_prompt, most = len(request.prompt), request.params.max_new_tokens
     if num_prompt == 0:
@@ -211,7 +211,7 @@ class Response:
         prompt_log_probs: ``[prompt - 1]`` fp32 of the prompt's tokens but the first, at temperature 1; None: not asked
             for.
         finish: Why it ended.
-        error: What went wrong, where ``finish`` is ``failed``.
+        error: Text of the error, where ``finish`` is ``failed``.
         latency_s: Seconds from when the engine was asked for it until it had ended, waits for a slot included; NaN: not
             measured, since it was there before or is paused.
         first_token_s: The same until its first token was known; NaN too where the engine does not tell.

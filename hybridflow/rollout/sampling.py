@@ -239,7 +239,7 @@ class Sampler:
             logits: This rank's columns, ``[rows, padded_vocab/tp]``.
             rows: Whose they are.
             chosen: Which rows, ``[chosen]``.
-            columns: Which columns.
+            columns: Columns of this rank.
             never: Slots, and tokens that they may not have beside those that their parameters forbid.
         """
         where = torch.from_numpy(chosen).to(self._device)
@@ -267,10 +267,10 @@ def _find(logits: Tensor, keys: Tensor, temperatures: Tensor, is_quiet: Tensor, 
 
     Args:
         logits: This rank's columns, ``[rows, padded_vocab/tp]``.
-        keys: Of the noise, ``[rows]`` int64.
+        keys: Keys of the noise, ``[rows]`` int64.
         temperatures: ``[rows]`` fp32.
         is_quiet: Rows without noise, ``[rows]`` uint8.
-        columns: Which columns.
+        columns: Columns of this rank.
     """
     kernels = load_kernels()
     if kernels is None or logits.device.type != "cpu" or logits.dtype is not torch.float32:

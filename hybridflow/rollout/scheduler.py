@@ -33,7 +33,7 @@ class Job:
 
     Attributes:
         number: Names it; lower numbers go first.
-        tokens: What is known, ``[known]`` int32: the prompt, and what was sampled before.
+        tokens: Known tokens, ``[known]`` int32: the prompt, and what was sampled before.
         num_prompt: How many of them are the prompt.
         end: Most tokens, prompt included.
         no_stop_before: Tokens, prompt included, before which it does not stop.
@@ -56,7 +56,7 @@ class Step:
 
     Attributes:
         tokens: ``[tokens]`` int64.
-        slots: Whose they are, ``[tokens]`` int64, those of one slot side by side.
+        slots: Slot of each token, ``[tokens]`` int64, tokens of one slot side by side.
         positions: Where they stand in their sequences, ``[tokens]`` int64.
         rows: The tokens behind which a token is to be sampled, ``[samples]`` int64.
         scored: The tokens whose successor, known, is to be scored, ``[scored]`` int64.

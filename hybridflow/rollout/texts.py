@@ -49,10 +49,10 @@ class Watch:
     lose its leading space.
 
     Args:
-        texts: Of the tokenizer.
+        texts: Texts of the tokenizer.
         stop: Strings that end the response.
         bad: Strings that it is not to have.
-        tokens: What it has already.
+        tokens: Tokens of the response so far.
     """
 
     def __init__(self, texts: Texts, stop: Sequence[str], bad: Sequence[str], tokens: Iterable[int] = ()) -> None:

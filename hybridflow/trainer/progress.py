@@ -14,9 +14,9 @@ class Progress:
 
     Attributes:
         step: Training steps done.
-        next_prompt_index: Of the first prompt that no step has used.
-        num_prompts: Of a step.
-        validations: What they found.
+        next_prompt_index: Index of the first prompt that no step has used.
+        num_prompts: Prompts of a step.
+        validations: Results of the validations.
         saved_step: Step of the newest checkpoint; None: there is none.
     """
 

@@ -29,13 +29,13 @@ class Record:
     """Keeps it on each rank, and writes it on the lowest.
 
     Args:
-        recipe: What the run is asked to do.
+        recipe: Recipe of the run.
         world: This rank and the others.
-        number: Of this start of the run, 1 for the first.
+        number: Number of this start of the run, 1 for the first.
 
     Attributes:
         timeline: This rank's spans of the step.
-        summary: What is known of the run so far; goes into ``summary.json``.
+        summary: Summary of the run so far; goes into ``summary.json``.
     """
 
     def __init__(self, recipe: Recipe, world: World, number: int) -> None:

@@ -14,7 +14,7 @@ def learning_rate(settings: OptimizerConfig, step: int, num_steps: int) -> float
     ``min_lr`` at the last step.
 
     Args:
-        settings: Of the model's optimizer.
+        settings: Settings of the model's optimizer.
         step: Number of the training step, 1 for the first.
         num_steps: Training steps of the run; later ones have the rate of the last.
     """

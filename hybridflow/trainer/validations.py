@@ -13,9 +13,9 @@ class Validations:
 
     Attributes:
         step: Training steps before the last one; None: there was none.
-        accuracy: What it measured.
+        accuracy: Accuracy of the last validation.
         best_step: Training steps before the best one, the first of equals.
-        best_accuracy: What that measured.
+        best_accuracy: Accuracy of the best validation.
         num_since_best: How many came after the best.
     """
 

@@ -28,7 +28,7 @@ class Answer:
         tokens: Ids, as they came.
         log_probs: Of each of them, as they came; ``lacks_last``: but the last.
         finish: Why it ended.
-        kind: What the log-probabilities are of.
+        kind: Distribution of the log-probabilities.
         lacks_last: The last token's log-probability is not told.
         prompt_log_probs: Of the prompt's tokens but the first; None: not asked for.
     """

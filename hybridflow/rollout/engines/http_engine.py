@@ -54,7 +54,7 @@ class HttpEngine:
     Args:
         lines: Connections to the servers.
         api: How they are asked.
-        seed: Of the noise.
+        seed: Seed of the noise.
         vocab_size: Ids that the trainer knows; None: any will do.
         max_in_flight: Requests at the servers at one time.
         retries: How often a request is sent again.

@@ -32,9 +32,9 @@ class OpenAi:
     it stopped, the end of sequence is put behind, with an unknown log-probability if it told none.
 
     Args:
-        model: What the server calls the model.
+        model: The server's name for the model.
         is_vllm: Whether it takes vLLM's additions.
-        log_probs: What its log-probabilities are of.
+        log_probs: Distribution of its log-probabilities.
         tokenizer: The model's own; None: a server that is not vLLM is refused.
     """
 

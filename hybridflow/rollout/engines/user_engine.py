@@ -40,9 +40,9 @@ class UserEngine:
         group: This rank alone.
         vocab_size: Ids that are sampled.
         max_context: Longest sequence.
-        seed: Of the noise.
+        seed: Seed of the noise.
         max_concurrent: Most sequences at a time.
-        pad_id: What shorter prompts are filled up with.
+        pad_id: Token that pads shorter prompts.
 
     Attributes:
         version: Number of the weights, noted beside each token; the caller's to set.

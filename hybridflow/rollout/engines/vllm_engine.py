@@ -62,7 +62,7 @@ class VllmEngine:
     Args:
         described: The model, the vocabulary and ``max_context`` included.
         log_probs: What log-probabilities are of. ``raw``: exact at temperature 1; ``processed``: where nothing is cut.
-        seed: Of the noise.
+        seed: Seed of the noise.
         vocab_size: Ids that are sampled.
         max_concurrent: Most sequences decoded together.
         memory_share: Share of a GPU's memory that vLLM takes.

@@ -68,7 +68,7 @@ def backoff_s(attempt: int, after_s: float | None = None) -> float:
 
     Args:
         attempt: Tries before this one.
-        after_s: What the server asked for; None: nothing.
+        after_s: Seconds that the server asked to wait; None: it did not ask.
     """
     drawn = BACKOFF_S * 2.0**attempt * random.uniform(0.5, 1.5)
     return min(drawn if after_s is None else max(drawn, after_s), MOST_BACKOFF_S)

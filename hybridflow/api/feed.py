@@ -131,7 +131,7 @@ def check_same(given: Sequence[GivenPrompt], everyone: Coordinator) -> None:
 
 
 class Feed:
-    """Problems that a program gives batch by batch; a prompt index's number is its place among all that were given.
+    """Problems that a program gives batch by batch; a prompt index is the place of a prompt among all of them.
 
     Args:
         tokenizer: Gives the tokens of texts, and the texts of tokens.

@@ -83,7 +83,7 @@ class Drawable(Protocol):
         """Return the sha256 of all that decides the prompt of each prompt index."""
 
     def place(self, prompt_index: int) -> tuple[int, int]:
-        """Return the key of a prompt index's row: equal for all prompt indices with the same row."""
+        """Return the key of the row of a prompt index: equal for all prompt indices with the same row."""
 
     def stored(self, place: tuple[int, int]) -> Stored:
         """Return the row with this key. Raises DataError: it cannot be read."""

@@ -84,8 +84,8 @@ class Solution(NamedTuple):
 class PromptSource:
     """The examples in the order of training, shuffled anew in each epoch.
 
-    The example of a prompt index is a function of the prompt index's serial number, the seed and the number of
-    examples, so all that a checkpoint keeps of the data order is one integer.
+    The example of a prompt index is a function of the index, the seed and the number of examples. So a checkpoint
+    keeps one integer of the data order.
 
     Attributes:
         examples: The rows of the file.

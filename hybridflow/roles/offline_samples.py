@@ -110,7 +110,7 @@ class OfflineSamples(Role):
 
 
 def row_stats(job: Job, prompt_indices: range, tell: Callable[[int], Any]) -> list[Any]:
-    """Return ``tell`` of each prompt index's row.
+    """Return ``tell`` of the row of each prompt index.
 
     With several replicas each rank reads its share of the rows for it.
 

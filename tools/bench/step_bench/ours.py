@@ -132,22 +132,28 @@ def train(folder: str, settings: dict[str, Any], lines: Path) -> None:
             for index, ask in enumerate(expand(request, num))
         ]
 
+    records: list[Record] = []
+
     class Record(trainer_module.Record):
         """Keeps what was measured of the last step, without the wait for its turn."""
 
         measured: dict[str, float]
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            records.append(self)
 
         def end_step(self, step: int, shares: Any) -> dict[str, float]:
             own = [each._replace(spans=[span for span in each.spans if span[1] != "train_step"]) for each in shares]
             self.measured = super().end_step(step, own)
             return self.measured
 
-    class Turns(trainer_module.Trainer):
+    class Turns(trainer_module.Decisions):
         """Lets a step begin when it is asked for."""
 
         began_s = began_cpu_s = 0.0
 
-        def _next_step(self) -> dict[str, int] | None:
+        def next_step(self) -> dict[str, int] | None:
             found = self._found()
             if source is not None:
                 answer(found)
@@ -157,19 +163,19 @@ def train(folder: str, settings: dict[str, Any], lines: Path) -> None:
                 os._exit(0)
             lengths[:] = asked["lengths"]
             # The wait was not the step's.
-            self._record.begin_step(self.step, None)
+            records[-1].begin_step(self._progress.step, None)
             self.began_s, self.began_cpu_s = time.perf_counter(), time.process_time()
-            return super()._next_step()
+            return super().next_step()
 
         def _found(self) -> dict[str, Any]:
             """What there is to say before the next line."""
-            if self.step:
-                measured = self._record.measured
+            if self._progress.step:
+                measured = records[-1].measured
                 step_s = time.perf_counter() - self.began_s
                 times = {name: value for name, value in measured.items() if name.startswith("time/")}
                 # With what comes behind a step's own clock: writing down its metrics.
                 times["time/control_s"] += step_s - times.pop("time/step_s")
-                train = self.job.train
+                train = self._job.train
                 num_prompt_tokens = sum(len(train.prompt(prompt_index)) for prompt_index in range(train.num_rows))
                 num_tokens = int(measured["batch/num_tokens"]) - num_prompt_tokens * GROUP_SIZE
                 cpu_s = sum(self._everyone.gather(time.process_time() - self.began_cpu_s, "processor time"))
@@ -177,7 +183,7 @@ def train(folder: str, settings: dict[str, Any], lines: Path) -> None:
             return {"versions": {"torch": torch.__version__, "megatron-core": megatron.core.__version__}}
 
     rollouts.expand = expand_forced
-    trainer_module.Record, trainer_module.Trainer = Record, Turns
+    trainer_module.Record, trainer_module.Decisions = Record, Turns
     work = lines.parent
     rows = [{"prompt": prompt, "answer": ""} for prompt in settings["prompts"]]
     replace_file(work / "prompts.jsonl", ("\n".join(map(json.dumps, rows)) + "\n").encode())

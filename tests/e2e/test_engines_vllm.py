@@ -185,8 +185,16 @@ actor:
   update: {tp: 2}
   rollout: {dp: 2}
   optimizer: {lr: 1.0e-2}
+reward: {function: "rewards:letters"}
 rollout: {max_new_tokens: 6, group_size: 4, max_concurrent: 8, temperature: 0.8, engine: {kind: vllm}}
 trainer: {steps: 3, global_batch_size: 16, mini_batch_size: 8, micro_batch_tokens: 256}
+"""
+
+
+REWARDS = """
+def letters(prompt, response, answer):
+    # Responses to one prompt differ in it, whatever they are.
+    return float(sum(map(ord, response)) % 7)
 """
 
 
@@ -219,6 +227,7 @@ def test_the_actor_and_vllm_in_one_process(trained, tmp_path):
     """What vLLM samples has the log-probabilities of weights that have just been trained in another layout."""
     extra = both_environments(tmp_path)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "rewards.py").write_text(REWARDS)
     done = subprocess.run(
         [PYTHON, "-m", "hybridflow", "train", "recipe.yaml", *trained],
         env=environ(extra),

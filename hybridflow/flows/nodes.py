@@ -124,22 +124,8 @@ IMITATE = repeat(
     Node(name="actor.imitate", role="actor", call="imitate", mesh="actor.update", phase="update"),
     mesh="actor.update",
 )
-SAMPLE_VALIDATION = Node(
-    name="actor.sample_validation",
-    role="actor",
-    call="sample_validation",
-    mesh="actor.rollout",
-    phase="rollout",
-    source=True,
-    writes=(*SEQUENCES, "prompt_indices", "response_mask", "rollout_log_probs"),
-)
-SCORE_VALIDATION = Node(
-    name="reward.score_validation",
-    role="reward",
-    call="score_validation",
-    mesh="reward",
-    reads=(*SEQUENCES, "prompt_indices"),
-)
+SAMPLE_VALIDATION = replace(SAMPLE, name="actor.sample_validation", call="sample_validation")
+SCORE_VALIDATION = replace(SCORE, name="reward.score_validation", call="score_validation", writes=())
 
 
 def offline(call: str, *writes: str) -> Node:

@@ -19,10 +19,10 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.rollout.blocks import BLOCK_TOKENS, BlockPool
 from hybridflow.rollout.budget import cache_bytes
-from hybridflow.rollout.cpu.transformer import CpuTransformer, runs_on_cpu
-from hybridflow.rollout.paged import PagedAttention, PagedCache, block_bytes
+from hybridflow.rollout.paged import block_bytes
 from hybridflow.rollout.records import Records
 from hybridflow.rollout.request import FinishReason, Progress, Request, Response, RolloutStopped, length_refusal
+from hybridflow.rollout.runner import Cache, make_runner
 from hybridflow.rollout.sampling import FAILURES, Sampled, Sampler, sequence_key
 from hybridflow.rollout.scheduler import Job, Scheduler, Step
 from hybridflow.rollout.texts import Texts, Watch
@@ -82,7 +82,7 @@ class MegatronEngine:
         self._ranks_per_node = ranks_per_node
         self._most_blocks = 0
         self._stage_ranks = dist.get_process_group_ranks(groups.pp)
-        self._fast: CpuTransformer | None = None
+        self._runner = make_runner(model, groups, vocab_size, max_rows=max_concurrent, max_steps=LOOK_STEPS)
         self._sent: tuple[dist.Work, Tensor] | None = None
         self._num_changes = 0
 
@@ -96,7 +96,7 @@ class MegatronEngine:
 
         An open session goes on with the new weights: it recomputes its cache.
         """
-        self._fast = None
+        self._runner.forget()
         self._num_changes += 1
 
     @torch.inference_mode()
@@ -182,8 +182,12 @@ class MegatronEngine:
 
     def prepare(self) -> None:
         """Derive from the weights what the quick path needs, if it is not there."""
-        if self._fast is None and runs_on_cpu(self.model):
-            self._fast = CpuTransformer(self.model, self.groups.tp, self.vocab_size)
+        self._runner.prepare()
+
+    def make_cache(self, num_blocks: int) -> Cache:
+        """Return an empty key-value cache."""
+        cache: Cache = self._runner.make_cache(num_blocks)
+        return cache
 
     def refusal(self, request: Request) -> str | None:
         """Return why a request cannot be met, or None if it can."""
@@ -231,19 +235,20 @@ class MegatronEngine:
         num_blocks = sum(map(blocks_for, lengths))
         return max(len(lengths), 1), max(lengths, default=1), max(min(num_blocks, self._most_blocks), 1)
 
-    def run(self, tokens: Tensor, attention: PagedAttention, rows: Tensor) -> Tensor | None:
-        """Run this stage's part of a forward pass.
+    def run(self, cache: Cache, tables: np.ndarray, step: Step, rows: Tensor) -> Tensor | None:
+        """Run this stage's part of a step's forward pass.
 
         Return logits of the rows, ``[rows, padded_vocab/tp]``, on the last stage.
         """
+        tokens = torch.from_numpy(step.tokens).to(self.device)
         stage, stages = self.groups.pp.rank(), self._stage_ranks
         config = self.model.config
         if stage > 0:
             hidden = torch.empty(len(tokens), 1, config.hidden_size, dtype=config.params_dtype, device=self.device)
             dist.recv(hidden, src=stages[stage - 1], group=self.groups.pp)
             self.model.set_input_tensor(hidden)
-        run = self.model if self._fast is None else self._fast
-        output = run(tokens, attention, rows)
+        attention = self._runner.attention(cache, tables, step.slots, step.positions)
+        output = self._runner(tokens, attention, rows)
         if self.model.post_process:
             return output
         if self._sent is not None:
@@ -254,16 +259,15 @@ class MegatronEngine:
         return None
 
     def decode(
-        self, cache: PagedCache, tables: np.ndarray, chosen: np.ndarray, most: int, **arrays: np.ndarray
+        self, cache: Cache, tables: np.ndarray, chosen: np.ndarray, most: int, **arrays: np.ndarray
     ) -> np.ndarray:
-        """See ``CpuTransformer.decode``; only where ``can_decode``."""
-        assert self._fast is not None, "see can_decode"
-        return self._fast.decode(cache, tables, chosen, most, self.version, **arrays)
+        """See ``Runner.decode``; only where ``can_decode``."""
+        return self._runner.decode(cache, tables, chosen, most, self.version, **arrays)
 
     @property
     def can_decode(self) -> bool:
-        """Return whether one call can compute several tokens: the whole model is on this rank's CPU."""
-        return self._fast is not None and self.groups.tp.size() == self.groups.pp.size() == 1
+        """Return whether one call can compute several tokens."""
+        return self._runner.can_decode
 
     def send_tokens(self, tokens: Tensor) -> list[dist.Work]:
         """Send tokens from the last stage to all others."""
@@ -334,7 +338,7 @@ class Session:
         self._turn = 0
         num_slots, capacity, num_blocks = engine.room(expected)
         blocks = BlockPool(num_blocks)
-        self._cache = PagedCache(engine.model, num_blocks, engine.device)
+        self._cache = engine.make_cache(num_blocks)
         stages = engine.groups.pp.size()
         self._lanes = [_Lane(engine, blocks, -(-num_slots // stages), capacity) for _ in range(stages)]
         self._lane = self._lanes[0]
@@ -516,14 +520,10 @@ class Session:
     def _forward(self, lane: _Lane, step: Step) -> _Outcome:
         """Compute a step; on the last stage also sample, and send the others the tokens."""
         engine, scheduler = self._engine, lane.scheduler
-        slots, positions, tokens, tables = (
-            torch.from_numpy(each).to(engine.device)
-            for each in (step.slots, step.positions, step.tokens, scheduler.tables)
-        )
         rows = torch.from_numpy(np.concatenate([step.rows, step.scored])).to(engine.device)
         if len(step.copies):
             self._cache.copy(*torch.from_numpy(step.copies).to(engine.device).unbind(1))
-        output = engine.run(tokens, PagedAttention(self._cache, tables, slots, positions), rows)
+        output = engine.run(self._cache, scheduler.tables, step, rows)
         if output is None:
             return _Outcome(torch.empty(len(step.rows), dtype=torch.int64, device=engine.device), engine.version)
         num = len(step.rows)

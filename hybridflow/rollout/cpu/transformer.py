@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import merged_weight
+from hybridflow.models.rotary import rotary_table
 from hybridflow.rollout.cpu.kernels import Batch, Layer, Shape, Slots, Step, Vocabulary, load_kernels
 from hybridflow.rollout.paged import PagedAttention, PagedCache, cache_shape
 
@@ -73,7 +74,7 @@ class CpuTransformer:
         hidden, inner = config.hidden_size, layers[0].mlp.linear_fc1.weight.shape[0] // 2
         self._shape = Shape(
             *(hidden, groups, sharers, head, inner, _ACTIVATIONS[config.activation_func.__name__]),
-            self._keep(_rotary_table(model)),
+            self._keep(rotary_table(model.rotary_pos_emb.inv_freq, model.max_sequence_length)),
             config.layernorm_epsilon,
             1.0 if config.layernorm_zero_centered_gamma else 0.0,
         )
@@ -222,12 +223,6 @@ def pack(weight: Tensor, panel: int = PANEL) -> Tensor:
 def pack_gated(weight: Tensor) -> Tensor:
     """Return panels that are half gate and half up, from a weight that has gate above up."""
     return torch.cat([pack(half, PANEL // 2) for half in weight.chunk(2)], dim=-1)
-
-
-def _rotary_table(model: Transformer) -> Tensor:
-    """Return cosines and sines of each position, ``[context, 2, head / 2]``."""
-    angles = torch.outer(torch.arange(model.max_sequence_length).float(), model.rotary_pos_emb.inv_freq)
-    return torch.stack([angles.cos(), angles.sin()], dim=1).contiguous()
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,10 +11,6 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.paged import cache_shape
-
-TILE_ROWS = 16
-"""Rows of one sequence that a program of ``attend`` computes at a time."""
-
 
 class GpuCache:
     """Keys and values of the layers of this stage, page-major: a block's tokens side by side.
@@ -51,6 +45,7 @@ class GpuAttention:
         sequences: Sequence of each row, ``[rows]`` int64, rows of one sequence side by side.
         positions: Position of each row in its sequence, ``[rows]`` int64, rising within a sequence; -1: padding.
         tiles: First row and number of rows of each tile, ``[2, tiles]`` int32; None: each row by itself.
+        rows_per_tile: Most rows of a tile.
         splits: Shares that the keys of a row are split into.
     """
 
@@ -61,6 +56,7 @@ class GpuAttention:
         sequences: Tensor,
         positions: Tensor,
         tiles: Tensor | None = None,
+        rows_per_tile: int = 1,
         splits: int = 1,
     ) -> None:
         self.tables = tables
@@ -68,6 +64,7 @@ class GpuAttention:
         self.positions = positions
         self._addresses = addresses
         self._tiles = (None, None) if tiles is None else tuple(tiles)
+        self._rows_per_tile = rows_per_tile
         self._splits = splits
 
     def attend_mixed(
@@ -103,31 +100,38 @@ class GpuAttention:
             partial = query.new_empty(self._splits, *query.shape, dtype=torch.float32)
             sums = query.new_empty(2, self._splits, *query.shape[:-1], dtype=torch.float32)
         scores = scoring.scale, scoring.softcap or 0.0, scoring.window or 0
-        rows_per_tile = 1 if self._tiles[0] is None else TILE_ROWS
-        ops.attend(context, partial, sums, query, *where, *self._tiles, layer, rows_per_tile, *scores)
+        ops.attend(context, partial, sums, query, *where, *self._tiles, layer, self._rows_per_tile, *scores)
         if partial is not None:
             ops.combine(context, partial, sums)
         return context.flatten(1)
 
 
-def tiles_of(sequences: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Cut rows into tiles of one sequence and at most ``TILE_ROWS`` rows.
+def rows_per_tile(dtype: torch.dtype, sharers: int) -> int:
+    """Return the most rows of a sequence that a program of ``attend`` computes without spilling registers.
+
+    Args:
+        dtype: Format of queries, keys and values.
+        sharers: Queries of a query group.
+    """
+    return max(1, (32 if dtype.itemsize == 2 else 16) // sharers)
+
+
+def tiles_of(sequences: np.ndarray, most: int) -> np.ndarray:
+    """Cut rows into tiles of one sequence each.
 
     Args:
         sequences: Sequence of each row, ``[rows]``, rows of one sequence side by side.
+        most: Most rows of a tile.
 
     Returns:
         First row and number of rows of each tile, ``[2, tiles]`` int32.
     """
-    sequences = np.asarray(sequences)
-    borders = np.flatnonzero(np.diff(sequences, prepend=-1, append=-1) if len(sequences) else np.zeros(0))
-    starts, stops = borders[:-1], borders[1:]
-    firsts = [np.arange(start, stop, TILE_ROWS) for start, stop in zip(starts, stops, strict=True)]
-    ends = [np.minimum(first + TILE_ROWS, stop) for first, stop in zip(firsts, stops, strict=True)]
-    if not firsts:
-        return np.zeros((2, 0), np.int32)
-    first = np.concatenate(firsts)
-    return np.stack([first, np.concatenate(ends) - first]).astype(np.int32)
+    borders = np.flatnonzero(np.diff(sequences, prepend=-1, append=-1))
+    starts, counts = borders[:-1], np.diff(borders)
+    per_sequence = -(-counts // most)
+    index = np.arange(per_sequence.sum()) - np.repeat(per_sequence.cumsum() - per_sequence, per_sequence)
+    first = np.repeat(starts, per_sequence) + index * most
+    return np.stack([first, np.minimum(np.repeat(counts, per_sequence) - index * most, most)]).astype(np.int32)
 
 
 def splits_for(rows: int, groups: int, processors: int, most: int = 16) -> int:

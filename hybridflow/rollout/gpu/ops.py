@@ -13,9 +13,6 @@ from torch import Tensor
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import kernels, sampling_kernels
 
-KEYS = 64
-"""Keys that a program of ``attend`` reads at a time."""
-
 PART_COLUMNS = 4096
 """Columns of the logits that a program reads."""
 
@@ -121,9 +118,9 @@ def attend(
         HAS_CAP=softcap > 0,
         HAS_WINDOW=window > 0,
         QUERIES=queries,
-        KEYS=KEYS if head <= 128 else KEYS // 2,
+        KEYS=32 if query.dtype.itemsize == 2 else 16,
         WIDTH=_power(head, 16),
-        num_warps=4 if queries <= 64 else 8,
+        num_warps=4 if queries == 16 else 8,
         num_stages=2,
     )
 

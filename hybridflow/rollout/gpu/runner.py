@@ -8,7 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from hybridflow.models.gpt import Transformer
-from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, tiles_of
+from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, rows_per_tile, tiles_of
 from hybridflow.rollout.gpu.decode import Decoder
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from hybridflow.rollout.paged import cache_shape
@@ -73,8 +73,9 @@ class GpuRunner:
         self, cache: GpuCache, tables: np.ndarray, sequences: np.ndarray, positions: np.ndarray
     ) -> GpuAttention:
         """See ``Runner``."""
-        given = (self._to_device(each) for each in (tables, sequences, positions, tiles_of(sequences)))
-        return GpuAttention(cache.addresses, *given)
+        most = rows_per_tile(self._model.config.params_dtype, self._transformer.sharers)
+        given = (self._to_device(each) for each in (tables, sequences, positions, tiles_of(sequences, most)))
+        return GpuAttention(cache.addresses, *given, rows_per_tile=most)
 
     def _to_device(self, values: np.ndarray) -> Tensor:
         found = torch.from_numpy(values)

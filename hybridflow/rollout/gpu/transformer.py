@@ -64,6 +64,7 @@ class GpuTransformer:
     Attributes:
         layers: Tensors and settings of each layer.
         num_groups: Query groups on this rank.
+        sharers: Queries of a group.
         softcap: Cap on the logits; 0: none.
         is_capturable: Whether a step needs nothing of the host: no mixture of experts.
     """
@@ -74,7 +75,7 @@ class GpuTransformer:
         self._group = group if group.size() > 1 else None
         self._tp_rank = group.rank()
         self.num_groups, self._head = cache_shape(model)
-        self._sharers = config.num_attention_heads // config.num_query_groups
+        self.sharers = config.num_attention_heads // config.num_query_groups
         self._eps = config.layernorm_epsilon
         self._centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         self._is_gelu = config.activation_func.__name__ == "_gelu_tanh"
@@ -124,7 +125,7 @@ class GpuTransformer:
         normed = torch.empty_like(hidden)
         for index, layer in enumerate(self.layers):
             ops.add_norm(hidden, normed, product, post, layer.input_norm, self._eps, self._centre)
-            mixed = self._linear(layer.qkv, normed).view(-1, self.num_groups, self._sharers + 2, self._head)
+            mixed = self._linear(layer.qkv, normed).view(-1, self.num_groups, self.sharers + 2, self._head)
             context = attention.attend_mixed(
                 index, mixed, self._rotary, layer.head_norms, layer.scoring, self._eps, self._centre
             )

@@ -12,6 +12,7 @@ from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.paged import cache_shape
 
+
 class GpuCache:
     """Keys and values of the layers of this stage, page-major: a block's tokens side by side.
 

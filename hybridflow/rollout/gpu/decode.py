@@ -67,7 +67,10 @@ class Decoder:
     def decode(
         self, cache: GpuCache, tables: np.ndarray, chosen: np.ndarray, most: int, version: int, **arrays: np.ndarray
     ) -> np.ndarray:
-        """Sample up to ``most`` next tokens of each of some slots, as ``CpuTransformer.decode`` does. Collective: tp."""
+        """Sample up to ``most`` next tokens of each of some slots, as ``CpuTransformer.decode`` does.
+
+        Collective: tp.
+        """
         rows = self._buckets[bisect_left(self._buckets, len(chosen))]
         self._state.widen_stops(arrays["stops"].shape[1])
         graph = self._graph(rows) if self._is_cuda else None

@@ -1,4 +1,4 @@
-"""Triton kernels that choose the next token: one read of the logits, and the noise of ``rollout.sampling``, bit by bit."""
+"""Triton kernels that choose the next token: one read of the logits, with the noise of ``rollout.sampling``."""
 
 from __future__ import annotations
 
@@ -148,7 +148,8 @@ def settle(tokens, log_probs, sampled, terms, ids, is_quiet, PARTS: tl.constexpr
 
 @triton.jit
 def advance(token_in, lengths, positions, counts, failures, history, log_probs_history, sampled_history, tokens,
-            log_probs, sampled, ends, no_stop_before, stops, num_rows, STOPS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+            log_probs, sampled, ends, no_stop_before, stops, num_rows, STOPS: tl.constexpr,
+            BLOCK: tl.constexpr):  # fmt: skip
     """Take up a step's tokens: write them down, and end the rows that are done; one program for each row.
 
     Args:

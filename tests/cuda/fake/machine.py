@@ -25,7 +25,7 @@ DEVICE = torch.device("cuda", 0)
 PROCESSORS = 132
 
 _VIEWS = frozenset(
-    [
+    {
         "view",
         "_unsafe_view",
         "t",
@@ -56,7 +56,7 @@ _VIEWS = frozenset(
         "size",
         "stride",
         "is_contiguous",
-    ]
+    }
 )
 """Operators that start no kernel."""
 
@@ -67,16 +67,20 @@ class Launches(TorchDispatchMode):
     Attributes:
         names: How often each was started.
         num_bytes: Bytes of all their tensors.
+        made_bytes: Bytes of all tensors that were made, views apart.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: Counter[str] = Counter()
-        self.num_bytes = 0
+        self.num_bytes = self.made_bytes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))
         name = function._schema.name.split("::")[1]
+        read = {id(each.untyped_storage()) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        made = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+        self.made_bytes += sum(each.nbytes for each in made if id(each.untyped_storage()) not in read)
         if name not in _VIEWS:
             self.names[name] += 1
             # What is written is an argument and, often, the result too.

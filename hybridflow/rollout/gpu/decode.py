@@ -126,7 +126,7 @@ class Decoder:
         if rows not in self._graphs:
             # Rows that have ended: they read and write no cache.
             self._state.whole["positions"].fill_(-1)
-            side = torch.cuda.Stream(self._device)
+            side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(side):
                 # Compiles the kernels, and makes what libraries make at their first call.

@@ -211,4 +211,4 @@ def advance(
 
 def num_parts(columns: int) -> int:
     """Return the parts of a row of logits."""
-    return max(triton.cdiv(columns, PART_COLUMNS), 1)
+    return max(-(-columns // PART_COLUMNS), 1)

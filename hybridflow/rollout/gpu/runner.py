@@ -74,8 +74,9 @@ class GpuRunner:
     ) -> GpuAttention:
         """See ``Runner``."""
         most = rows_per_tile(self._model.config.params_dtype, self._transformer.sharers)
-        given = (self._to_device(each) for each in (tables, sequences, positions, tiles_of(sequences, most)))
-        return GpuAttention(cache.addresses, *given, rows_per_tile=most)
+        tiles = tiles_of(sequences, most)
+        places, of, at, cut = (self._to_device(each) for each in (tables, sequences, positions, tiles))
+        return GpuAttention(cache.addresses, places, of, at, cut, most)
 
     def _to_device(self, values: np.ndarray) -> Tensor:
         found = torch.from_numpy(values)

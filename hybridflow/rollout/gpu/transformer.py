@@ -44,7 +44,7 @@ class _Layer:
 
     qkv: nn.Module
     projection: nn.Module
-    mlp: nn.Module
+    mlp: Any
     input_norm: Tensor
     mlp_norm: Tensor
     head_norms: tuple[Tensor, Tensor] | None
@@ -82,6 +82,10 @@ class GpuTransformer:
         self._rotary = rotary_table(model.rotary_pos_emb.inv_freq, model.max_sequence_length)
         self.layers = [_layer(each) for each in model.decoder.layers]
         self._merged: dict[int, Tensor] = {}
+        self._factor: Tensor | None = None
+        if model.has_scaled_embeddings:
+            # In the weights' own format, as these models were trained.
+            self._factor = self.layers[0].input_norm.new_tensor(config.hidden_size**0.5, dtype=config.params_dtype)
         self.vocab_size = vocab_size
         self.softcap = model.logit_softcap or 0.0
         self.is_capturable = not any(isinstance(each.mlp, ExpertLayer) for each in self.layers)
@@ -154,7 +158,7 @@ class GpuTransformer:
             product = normed
         return hidden + product
 
-    def _linear(self, module: nn.Module, inputs: Tensor) -> Tensor:
+    def _linear(self, module: Any, inputs: Tensor) -> Tensor:
         weight = self._merged.get(id(module), module.weight)
         return linear(inputs, weight, getattr(module, "bias", None))
 
@@ -172,10 +176,8 @@ class GpuTransformer:
             is_mine = (local >= 0) & (local < len(weight))
             hidden = weight.index_select(0, local.clamp(0, len(weight) - 1)) * is_mine[:, None]
             dist.all_reduce(hidden, group=self._group)
-        if self._model.has_scaled_embeddings:
-            # The factor in the weights' own format, as these models were trained.
-            hidden = hidden * torch.tensor(hidden.shape[1] ** 0.5, dtype=hidden.dtype).item()
-        return hidden
+        embedded: Tensor = hidden if self._factor is None else hidden * self._factor
+        return embedded
 
     def _linears(self) -> list[nn.Module]:
         found = []

@@ -40,7 +40,7 @@ def vocab_parallel_log_probs(
     return found
 
 
-def _uses_kernels(logits: Tensor) -> bool:
+def uses_kernels(logits: Tensor) -> bool:
     """Return whether Triton computes it: on CUDA, where torch comes with Triton."""
     return logits.device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
@@ -52,7 +52,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         columns = Columns(logits.shape[-1], group, vocab_size)
         ctx.columns, ctx.temperature = columns, temperature
-        if _uses_kernels(logits):
+        if uses_kernels(logits):
             log_prob, entropy, normalizer = _from_kernels(logits, targets, columns, temperature)
             ctx.save_for_backward(logits, targets, normalizer, entropy)
             return log_prob, entropy
@@ -79,7 +79,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, targets, normalizer, entropy = ctx.saved_tensors
-        if _uses_kernels(logits):
+        if uses_kernels(logits):
             from hybridflow.models.vocab_kernels import vocab_gradient
 
             wanted = grad_log_prob.contiguous(), grad_entropy.contiguous()

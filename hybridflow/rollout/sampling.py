@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.models.log_probs import Columns
+from hybridflow.models.log_probs import Columns, uses_kernels
 from hybridflow.rollout.cpu.kernels import load_kernels
 from hybridflow.rollout.edits import Entries, Rows, edited, floors, forbidden, gather_over, penalized
 from hybridflow.rollout.request import PURPOSES, SamplingParams
@@ -272,6 +272,11 @@ def _find(logits: Tensor, keys: Tensor, temperatures: Tensor, is_quiet: Tensor, 
         is_quiet: Rows without noise, ``[rows]`` uint8.
         columns: Columns of this rank.
     """
+    if uses_kernels(logits):
+        # Triton comes with torch's CUDA builds only.
+        from hybridflow.rollout.gpu.choose import find
+
+        return find(logits, keys, temperatures, is_quiet, columns)
     kernels = load_kernels()
     if kernels is None or logits.device.type != "cpu" or logits.dtype is not torch.float32:
         return _find_in_torch(columns.scaled(logits, temperatures[:, None]), keys, is_quiet, columns)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.rollout.blocks import BLOCK_TOKENS
-from hybridflow.rollout.edits import gather_over
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, splits_for
+from hybridflow.rollout.gpu.choose import choose
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 
 _WHOLE = ("tokens", "lengths", "positions", "keys", "ends", "no_stop_before", "counts", "failures")
@@ -89,33 +89,16 @@ class Decoder:
         groups = self._transformer.num_groups
         attention = GpuAttention(*where, splits=splits_for(rows, groups, self._processors))
         logits = self._transformer(state.whole["tokens"][:rows], attention, None)
-        tokens, log_probs, sampled = self._sample(logits, rows)
+        noise = state.whole["keys"][:rows], state.whole["lengths"][:rows]
+        settings = state.temperatures[:rows], state.is_quiet[:rows]
+        model = self._transformer.vocab_size, self._transformer.softcap
+        tokens, log_probs, sampled = choose(logits, *noise, *settings, self._group, *model)
         names = "tokens", "lengths", "positions", "counts", "failures"
         ops.advance(
             *(*(state.whole[name][:rows] for name in names), state.history, *state.log_probs),
             *(tokens, log_probs, sampled),
             *(*(state.whole[name][:rows] for name in ("ends", "no_stop_before")), state.stops[:rows]),
         )
-
-    def _sample(self, logits: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens and their log-probabilities, ``[rows]`` each."""
-        state, transformer = self._state, self._transformer
-        width = logits.shape[1]
-        first = self._group.rank() * width
-        num_real = max(0, min(width, transformer.vocab_size - first))
-        parts = ops.num_parts(width)
-        terms = logits.new_empty(4, rows, parts, dtype=torch.float32)
-        ids = logits.new_empty(rows, parts, dtype=torch.int32)
-        noise = state.whole["keys"][:rows], state.whole["lengths"][:rows]
-        settings = state.temperatures[:rows], state.is_quiet[:rows]
-        ops.sample_part(terms, ids, logits, *noise, *settings, first, num_real, transformer.softcap)
-        if self._group.size() > 1:
-            terms = gather_over(self._group, terms).permute(1, 2, 0, 3).flatten(2).contiguous()
-            ids = gather_over(self._group, ids).transpose(0, 1).flatten(1).contiguous()
-        tokens = state.whole["tokens"].new_empty(rows)
-        log_probs, sampled = terms.new_empty(rows), terms.new_empty(rows)
-        ops.settle(tokens, log_probs, sampled, terms, ids, state.is_quiet[:rows])
-        return tokens, log_probs, sampled
 
     def _graph(self, rows: int) -> torch.cuda.CUDAGraph:
         """Return the captured step; capture it where there is none, or the weights have moved. Collective: tp."""

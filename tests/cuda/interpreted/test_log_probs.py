@@ -31,7 +31,7 @@ def expected(logits, targets, vocab_size: int, temperature: float, of_log_prob, 
     [(0, 7, 7), (1, 5, 3), (9, 100, 97), (3, 2 * vocab_kernels.BLOCK_COLUMNS + 8, 2 * vocab_kernels.BLOCK_COLUMNS + 1)],
 )
 def test_they_are_those_of_autograd(monkeypatch, group, dtype, tokens, width, vocab_size):
-    monkeypatch.setattr(log_probs, "_uses_kernels", lambda logits: True)
+    monkeypatch.setattr(log_probs, "uses_kernels", lambda logits: True)
     generator = torch.Generator().manual_seed(tokens)
     logits = (4 * torch.randn(tokens, width, generator=generator)).to(dtype).requires_grad_()
     targets = torch.randint(0, vocab_size, (tokens,), generator=generator)
@@ -65,7 +65,7 @@ def test_parts_of_the_vocabulary_on_several_ranks_are_those_of_the_whole(group):
 
 
 def test_a_logit_of_minus_infinity_has_no_part_in_the_entropy(monkeypatch, group):
-    monkeypatch.setattr(log_probs, "_uses_kernels", lambda logits: True)
+    monkeypatch.setattr(log_probs, "uses_kernels", lambda logits: True)
     logits = torch.tensor([[0.0, -torch.inf, 0.0]], requires_grad=True)
     found, entropy = log_probs.vocab_parallel_log_probs(logits, torch.tensor([2]), group=group, vocab_size=3)
     (found + entropy).sum().backward()

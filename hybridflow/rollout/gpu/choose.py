@@ -69,7 +69,7 @@ def choose(
 
 
 def find(logits: Tensor, keys: Tensor, temperatures: Tensor, is_quiet: Tensor, columns: Columns) -> Tensor:
-    """Return this rank's candidates as ``rollout.sampling`` takes them, ``[6, rows]`` fp64; keys are those of tokens."""
+    """Return this rank's candidates as ``rollout.sampling`` takes them, ``[6, rows]`` fp64; keys are of tokens."""
     (best, chosen, largest, total), ids = _parts(logits.contiguous(), keys, None, temperatures, is_quiet, columns)
     place = best.argmax(-1, keepdim=True)
     top = largest.amax(-1, keepdim=True)

@@ -124,8 +124,7 @@ class HostOffload:
                 is_unchanged = False
             if not is_unchanged:
                 self._copies[storage._cdata].copy_(_bytes(storage), non_blocking=True)
-        if any(storage.device.type == "cuda" for storage in storages):
-            torch.cuda.current_stream().synchronize()
+        wait_for_copies(storages)
         away = [(storage, storage.nbytes()) for storage, _ in _storages(self._kept + self._zeroed)]
         freed = release(self._kept + self._zeroed)
         self._away = away
@@ -145,6 +144,12 @@ class HostOffload:
         for storage, _ in _storages(self._kept):
             _bytes(storage).copy_(self._copies[storage._cdata], non_blocking=True)
         self._away = []
+
+
+def wait_for_copies(storages: Iterable[torch.UntypedStorage]) -> None:
+    """Wait until copies that were begun on the storages' devices are done."""
+    if any(storage.device.type == "cuda" for storage in storages):
+        torch.cuda.current_stream().synchronize()
 
 
 def _grow(storages: list[tuple[torch.UntypedStorage, int]], owner: str) -> None:

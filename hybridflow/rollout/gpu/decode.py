@@ -125,6 +125,12 @@ class Decoder:
         return self._graphs[rows]
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait for what was queued on a device."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 class _State:
     """What a step reads and writes on the device, and its counterparts in pinned host memory.
 
@@ -203,8 +209,7 @@ class _State:
         )
         for host, device in pairs:
             host.copy_(device, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        wait_for(self._device)
         whole = dict(zip(_WHOLE, self._host_whole.numpy()[:, : len(chosen)], strict=True))
         step, row = np.nonzero(np.arange(len(self.history))[:, None] < whole["counts"])
         slots, at = chosen[row], arrays["lengths"][chosen][row] + step

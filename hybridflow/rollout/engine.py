@@ -269,6 +269,11 @@ class MegatronEngine:
         """Return whether one call can compute several tokens."""
         return self._runner.can_decode
 
+    @property
+    def can_cut(self) -> bool:
+        """Return whether such a call knows top k, top p and min p."""
+        return self._runner.can_cut
+
     def send_tokens(self, tokens: Tensor) -> list[dist.Work]:
         """Send tokens from the last stage to all others."""
         return [_send(tokens, rank, self.groups.pp) for rank in self._stage_ranks[:-1]]
@@ -548,7 +553,9 @@ class Session:
     def _reserve(self, lane: _Lane, step: Step, most: int) -> int:
         """Return how many steps one call can do, including this one."""
         is_one_token_each = len(step.rows) == len(step.tokens) and not len(step.copies) + len(step.scored)
-        is_plain = lane.sampler.is_plain(step.slots) and not lane.is_watched[step.slots].any()
+        is_plain = (
+            lane.sampler.is_plain(step.slots, with_cuts=self._engine.can_cut) and not lane.is_watched[step.slots].any()
+        )
         if most > 1 and self._engine.can_decode and is_one_token_each and is_plain:
             return lane.scheduler.reserve(most)
         return 1

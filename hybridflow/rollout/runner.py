@@ -28,6 +28,10 @@ class Runner(Protocol):
     def can_decode(self) -> bool:
         """Return whether ``decode`` can be called, once ``prepare`` was."""
 
+    @property
+    def can_cut(self) -> bool:
+        """Return whether ``decode`` knows top k, top p and min p."""
+
     def prepare(self) -> None:
         """Derive from the weights what is not there."""
 
@@ -69,6 +73,11 @@ class PlainRunner:
     def can_decode(self) -> bool:
         """Return whether the whole model is on this rank's CPU."""
         return self._fast is not None and self._groups.tp.size() == self._groups.pp.size() == 1
+
+    @property
+    def can_cut(self) -> bool:
+        """See ``Runner``."""
+        return False
 
     def prepare(self) -> None:
         """See ``Runner``."""

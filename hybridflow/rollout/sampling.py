@@ -93,7 +93,7 @@ _SLOT = np.dtype(
     [
         *((name, np.int64) for name in ("key", "top_k", "num_prompt", "no_stop_before")),
         *((name, np.float32) for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")),
-        *((name, np.uint8) for name in ("is_greedy", "is_penalized", "is_special", "has_bad_texts")),
+        *((name, np.uint8) for name in ("is_greedy", "is_penalized", "is_edited", "is_special", "has_bad_texts")),
     ]
 )
 
@@ -124,24 +124,25 @@ class Sampler:
         )
         # The likeliest token survives every cut.
         is_cut = not params.greedy and bool(params.top_k or params.top_p < 1 or params.min_p)
-        is_edited = must_go_on or bool(params.logit_bias or params.bad_ids or params.bad)
+        is_edited = is_penalized or must_go_on or bool(params.logit_bias or params.bad_ids or params.bad)
         self._slots[slot] = (
             *(key, params.top_k, num_prompt, num_prompt + params.min_new_tokens),
             *(params.temperature, params.top_p, params.min_p),
             *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
-            *(params.greedy, is_penalized, is_penalized or is_cut or is_edited, bool(params.bad)),
+            *(params.greedy, is_penalized, is_edited, is_cut or is_edited, bool(params.bad)),
         )
         self._biases.put(slot, params.logit_bias)
         self._stop_ids.put(slot, [(token,) for token in params.stop_ids] if must_go_on else [])
         self._bad_ids.put(slot, [ids[::-1] for ids in params.bad_ids])
 
-    def is_plain(self, slots: np.ndarray) -> bool:
-        """Return whether some slots need only a temperature, or the likeliest token."""
-        return not self._slots["is_special"][slots].any()
+    def is_plain(self, slots: np.ndarray, *, with_cuts: bool = False) -> bool:
+        """Return whether some slots need only a temperature, or the likeliest token; or, with cuts, these too."""
+        return not self._slots["is_edited" if with_cuts else "is_special"][slots].any()
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays of plain slots that decoding several tokens reads."""
         names = {"keys": "key", "temperatures": "temperature", "greedy": "is_greedy"}
+        names |= {name: name for name in ("top_k", "top_p", "min_p")}
         return {name: np.ascontiguousarray(self._slots[field]) for name, field in names.items()}
 
     def sample(

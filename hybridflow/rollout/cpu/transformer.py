@@ -133,9 +133,10 @@ class CpuTransformer:
         attention = PagedAttention(cache, torch.from_numpy(tables), *places)
         step, _space = self._step(attention, hidden, product)
         failures = np.zeros(len(tables), np.int64)
+        known = {**arrays, "failures": failures}
         slots = Slots(
             *(arrays["tokens"].shape[1], arrays["stops"].shape[1], version),
-            **{name: array.ctypes.data for name, array in {**arrays, "failures": failures}.items()},
+            **{name: known[name].ctypes.data for name, _ in Slots._fields_ if name in known},
         )
         batch = Batch(step, *_addresses(*places, sums, logits))
         self._kernels.hf_decode(

@@ -18,15 +18,16 @@ def _parts(
     temperatures: Tensor,
     is_quiet: Tensor,
     columns: Columns,
+    floors: Tensor | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return each part's terms, ``[4, rows, parts]`` fp32, and candidate, ``[rows, parts]`` int32."""
+    """Return each part's terms, ``[5, rows, parts]`` fp32, and candidate, ``[rows, parts]`` int32."""
     rows, parts = len(logits), ops.num_parts(logits.shape[1])
-    terms = logits.new_empty(4, rows, parts, dtype=torch.float32)
+    terms = logits.new_empty(5, rows, parts, dtype=torch.float32)
     ids = logits.new_empty(rows, parts, dtype=torch.int32)
     if rows:
         where = columns.first, columns.num_real, softcap
-        ops.sample_part(terms, ids, logits, keys, lengths, temperatures, is_quiet, *where)
+        ops.sample_part(terms, ids, logits, keys, lengths, temperatures, is_quiet, floors, *where)
     return terms, ids
 
 
@@ -39,8 +40,9 @@ def choose(
     group: dist.ProcessGroup,
     vocab_size: int,
     softcap: float,
+    cuts: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose one token for each row, without asking the host; 2 launches on one rank.
+    """Choose one token for each row, without asking the host; 2 launches on one rank, 3 with cuts.
 
     Collective: tp.
 
@@ -53,12 +55,18 @@ def choose(
         group: Tensor-parallel ranks.
         vocab_size: True vocabulary.
         softcap: Cap on the logits; 0: none.
+        cuts: Top k, top p and min p, ``[rows]`` each, where this rank has all columns; None: nothing is cut.
 
     Returns:
         As ``rollout.sampling.Sampled``: tokens, log-probabilities, and those of the distribution sampled from.
     """
     columns = Columns(logits.shape[1], group, vocab_size)
-    terms, ids = _parts(logits, keys, lengths, temperatures, is_quiet, columns, softcap)
+    floors = None
+    if cuts is not None:
+        assert group.size() == 1, "edges are found among all columns"
+        floors = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+        ops.find_floors(floors, logits, temperatures, *cuts, columns.num_real, softcap)
+    terms, ids = _parts(logits, keys, lengths, temperatures, is_quiet, columns, floors, softcap)
     if group.size() > 1:
         terms = gather_over(group, terms).permute(1, 2, 0, 3).flatten(2).contiguous()
         ids = gather_over(group, ids).transpose(0, 1).flatten(1).contiguous()
@@ -70,7 +78,7 @@ def choose(
 
 def find(logits: Tensor, keys: Tensor, temperatures: Tensor, is_quiet: Tensor, columns: Columns) -> Tensor:
     """Return this rank's candidates as ``rollout.sampling`` takes them, ``[6, rows]`` fp64; keys are of tokens."""
-    (best, chosen, largest, total), ids = _parts(logits.contiguous(), keys, None, temperatures, is_quiet, columns)
+    (best, chosen, largest, total, _), ids = _parts(logits.contiguous(), keys, None, temperatures, is_quiet, columns)
     place = best.argmax(-1, keepdim=True)
     top = largest.amax(-1, keepdim=True)
     shares = torch.where(total == 0, torch.zeros_like(total), (largest - top).exp())

@@ -19,7 +19,7 @@ from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, splits_for
 from hybridflow.rollout.gpu.choose import choose
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 
-_WHOLE = ("tokens", "lengths", "positions", "keys", "ends", "no_stop_before", "counts", "failures")
+_WHOLE = ("tokens", "lengths", "positions", "keys", "ends", "no_stop_before", "top_k", "counts", "failures")
 """The int64 numbers of each row: the state of its sequence, and what is counted while it is decoded."""
 
 
@@ -92,7 +92,8 @@ class Decoder:
         noise = state.whole["keys"][:rows], state.whole["lengths"][:rows]
         settings = state.temperatures[:rows], state.is_quiet[:rows]
         model = self._transformer.vocab_size, self._transformer.softcap
-        tokens, log_probs, sampled = choose(logits, *noise, *settings, self._group, *model)
+        cuts = (state.whole["top_k"][:rows], *state.shares[:, :rows]) if self._group.size() == 1 else None
+        tokens, log_probs, sampled = choose(logits, *noise, *settings, self._group, *model, cuts)
         names = "tokens", "lengths", "positions", "counts", "failures"
         ops.advance(
             *(*(state.whole[name][:rows] for name in names), state.history, *state.log_probs),
@@ -137,6 +138,7 @@ class _State:
     Attributes:
         whole: Numbers of each row by their names in ``_WHOLE``, ``[rows]`` int64.
         temperatures: ``[rows]`` fp32.
+        shares: Top p and min p, ``[2, rows]`` fp32.
         is_quiet: Rows without noise, ``[rows]`` uint8.
         stops: Stop tokens, ``[rows, stops]`` int32, filled with -1.
         tables: Blocks, ``[rows, blocks]`` int32.
@@ -151,6 +153,7 @@ class _State:
         self._whole, self._host_whole = self._pair(len(_WHOLE), rows, dtype=torch.int64)
         self.whole = dict(zip(_WHOLE, self._whole, strict=True))
         self.temperatures, self._host_temperatures = self._pair(rows, dtype=torch.float32)
+        self.shares, self._host_shares = self._pair(2, rows, dtype=torch.float32)
         self.is_quiet, self._host_is_quiet = self._pair(rows, dtype=torch.uint8)
         self.stops, self._host_stops = self._pair(rows, 4, dtype=torch.int32)
         self.tables, self._host_tables = self._pair(rows, table_width, dtype=torch.int32)
@@ -159,6 +162,7 @@ class _State:
         self.sequences = torch.arange(rows, device=device)
         self.addresses = torch.zeros(layers, 2, dtype=torch.int64, device=device)
         self.temperatures.fill_(1)
+        self.shares[0].fill_(1)
 
     def _pair(self, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return a tensor of zeros on the device, and one in host memory."""
@@ -181,9 +185,11 @@ class _State:
         whole["positions"][num:rows] = -1
         whole["tokens"][:num] = arrays["tokens"][chosen, lengths - 1]
         whole["lengths"][:num], whole["positions"][:num] = lengths, lengths - 1
-        for name in ("keys", "ends", "no_stop_before"):
+        for name in ("keys", "ends", "no_stop_before", "top_k"):
             whole[name][:num] = arrays[name][chosen]
         self._host_temperatures.numpy()[:num] = arrays["temperatures"][chosen]
+        self._host_shares.numpy()[:, num:rows] = [[1], [0]]
+        self._host_shares.numpy()[:, :num] = arrays["top_p"][chosen], arrays["min_p"][chosen]
         self._host_is_quiet.numpy()[:num] = arrays["greedy"][chosen]
         stops = self._host_stops.numpy()
         stops[:num] = -1
@@ -193,6 +199,7 @@ class _State:
         for device, host in (
             (self._whole, self._host_whole),
             (self.temperatures[:num], self._host_temperatures[:num]),
+            (self.shares, self._host_shares),
             (self.is_quiet[:num], self._host_is_quiet[:num]),
             (self.stops[:num], self._host_stops[:num]),
             (self.tables[:num, :width], self._host_tables[:num, :width]),

@@ -145,6 +145,25 @@ def gate(result: Tensor, mixed: Tensor, is_gelu: bool) -> None:
     kernels.gate[(rows, triton.cdiv(inner, 1024))](result, mixed, inner, IS_GELU=is_gelu, BLOCK=1024)
 
 
+@_operator(mutates=("floors",))
+def find_floors(
+    floors: Tensor,
+    logits: Tensor,
+    temperatures: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    num_real: int,
+    softcap: float,
+) -> None:
+    sampling_kernels.find_floors[(len(logits),)](
+        *(floors, logits, temperatures, top_k, top_p, min_p, num_real, logits.shape[1], softcap),
+        HAS_CAP=softcap > 0,
+        BLOCK=PART_COLUMNS,
+        num_warps=8,
+    )
+
+
 @_operator(mutates=("terms", "ids"))
 def sample_part(
     terms: Tensor,
@@ -154,6 +173,7 @@ def sample_part(
     lengths: Tensor | None,
     temperatures: Tensor,
     is_quiet: Tensor,
+    floors: Tensor | None,
     first_id: int,
     num_real: int,
     softcap: float,
@@ -161,10 +181,11 @@ def sample_part(
     rows, parts = ids.shape
     sampling_kernels.sample_part[(rows, parts)](
         *(terms, ids, logits, keys, keys if lengths is None else lengths, temperatures, is_quiet),
-        *(first_id, num_real, logits.shape[1], softcap),
+        *(is_quiet if floors is None else floors, first_id, num_real, logits.shape[1], softcap),
         PARTS=parts,
         HAS_CAP=softcap > 0,
         HAS_LENGTHS=lengths is not None,
+        HAS_FLOORS=floors is not None,
         BLOCK=PART_COLUMNS,
         num_warps=8,
     )

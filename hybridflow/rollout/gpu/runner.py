@@ -55,6 +55,11 @@ class GpuRunner:
         """Return whether a step needs nothing of the host, nor of another stage."""
         return self._decoder is not None
 
+    @property
+    def can_cut(self) -> bool:
+        """Return whether this rank has all columns of the logits, among which the edges are found."""
+        return self._groups.tp.size() == 1
+
     def prepare(self) -> None:
         """Merge adapters anew after a change of weights; all else is read in place."""
         if self._is_stale:

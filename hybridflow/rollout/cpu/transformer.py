@@ -136,7 +136,7 @@ class CpuTransformer:
         known = {**arrays, "failures": failures}
         slots = Slots(
             *(arrays["tokens"].shape[1], arrays["stops"].shape[1], version),
-            **{name: known[name].ctypes.data for name, _ in Slots._fields_ if name in known},
+            **{name: known[name].ctypes.data for name, *_ in Slots._fields_ if name in known},
         )
         batch = Batch(step, *_addresses(*places, sums, logits))
         self._kernels.hf_decode(

@@ -58,7 +58,7 @@ class GpuRunner:
     @property
     def can_cut(self) -> bool:
         """Return whether this rank has all columns of the logits, among which the edges are found."""
-        return self._groups.tp.size() == 1
+        return bool(self._groups.tp.size() == 1)
 
     def prepare(self) -> None:
         """Merge adapters anew after a change of weights; all else is read in place."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -19,6 +20,11 @@ def runs_on_gpu(model: Transformer) -> bool:
     head, config = cache_shape(model)[1], model.config
     is_turned_whole = 2 * len(model.rotary_pos_emb.inv_freq) == head
     return is_turned_whole and head <= 256 and config.num_query_groups >= config.tensor_model_parallel_size
+
+
+def _can_be_captured(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether a graph can hold the messages of a group: those of NCCL, or none."""
+    return group.size() == 1 or group._get_backend(device).name() == "nccl"
 
 
 class GpuRunner:
@@ -40,7 +46,7 @@ class GpuRunner:
         self._transformer = GpuTransformer(model, groups.tp, vocab_size)
         self._is_stale = False
         self._decoder: Decoder | None = None
-        if self._transformer.is_capturable and groups.pp.size() == 1:
+        if self._transformer.is_capturable and groups.pp.size() == 1 and _can_be_captured(groups.tp, self._device):
             self._decoder = Decoder(
                 self._transformer,
                 groups.tp,

@@ -24,17 +24,16 @@ class Endpoint:
     """Servers that are asked in turn, over connections that stay open. Any thread may ask.
 
     Args:
-        urls: Of all of them.
-        auth_env: Environment variable with the token to show; None: they ask for none.
-        key: Of the section that names them, for messages.
+        settings: Their section of the recipe.
+        key: Of that section, for messages.
         timeout_s: Longest time of a try.
 
     Raises:
         ConfigError: The variable holds no token.
     """
 
-    def __init__(self, urls: Sequence[str], auth_env: str | None, *, key: str, timeout_s: float) -> None:
-        self._lines = Lines(urls, token_of(auth_env, f"{key}.auth_env"))
+    def __init__(self, settings: RewardServiceConfig | JudgeSettings, key: str, timeout_s: float) -> None:
+        self._lines = Lines(settings.urls, token_of(settings.auth_env, f"{key}.auth_env"))
         self._timeout_s = timeout_s
         self._turns = itertools.count()
 
@@ -142,8 +141,3 @@ def _said(answer: Any) -> str:
     if not isinstance(text, str):
         raise Unscored(f"answered {str(answer)[:200]!r}; expected a chat completion with a text")
     return text
-
-
-def service_endpoint(settings: RewardServiceConfig | JudgeSettings, key: str, timeout_s: float) -> Endpoint:
-    """Return the servers that a section names. Raises ConfigError: the token is not there."""
-    return Endpoint(settings.urls, settings.auth_env, key=key, timeout_s=timeout_s)

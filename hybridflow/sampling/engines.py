@@ -136,8 +136,8 @@ def make_server_engine(
         )
         api = OpenAi(model=model, is_vllm=is_vllm, log_probs=settings.log_probs, tokenizer=tokenizer)
     return HttpEngine(
-        lines,
-        api,
+        lines=lines,
+        api=api,
         seed=seed,
         vocab_size=vocab_size,
         max_in_flight=settings.max_in_flight,

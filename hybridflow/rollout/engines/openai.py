@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import EngineError
@@ -20,33 +21,30 @@ from hybridflow.rollout.engines.wire import BadAnswer, Lines, Refused
 from hybridflow.rollout.request import Request
 
 _NEUTRAL = {"min_new_tokens": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "with_prompt_log_probs": False}
-"""What only vLLM can be asked for, and the values that ask for nothing."""
+"""Parameters that only vLLM knows, and the values that ask for nothing."""
 
 _TOKEN_ID = re.compile(r"token_id:([0-9]{1,18})")
 
 
+@dataclass(frozen=True, kw_only=True)
 class OpenAi:
     """See ``http_engine.Api``.
 
     A server that is not vLLM gives text: its tokens are those of the tokenizer, where their number is right; and where
     it stopped, the end of sequence is put behind, with an unknown log-probability if it told none.
 
-    Args:
+    Attributes:
         model: The server's name for the model.
         is_vllm: Whether it takes vLLM's additions.
         log_probs: Distribution of its log-probabilities.
         tokenizer: The model's own; None: a server that is not vLLM is refused.
     """
 
-    path = "/v1/completions"
-
-    def __init__(
-        self, *, model: str, is_vllm: bool, log_probs: LogProbsKind, tokenizer: Tokenizer | None = None
-    ) -> None:
-        self.model = model
-        self.is_vllm = is_vllm
-        self._log_probs = log_probs
-        self._tokenizer = tokenizer
+    path: ClassVar[str] = "/v1/completions"
+    model: str
+    is_vllm: bool
+    log_probs: LogProbsKind
+    tokenizer: Tokenizer | None = None
 
     def refusal(self, request: Request) -> str | None:
         """See ``Api``."""
@@ -59,7 +57,7 @@ class OpenAi:
                     return f"{name}={getattr(params, name)}: OpenAI's interface does not know it, and this is not vLLM"
             if params.stop:
                 return "stop: OpenAI's interface does not tell the tokens of what stopped it, and this is not vLLM"
-            if self._tokenizer is None:
+            if self.tokenizer is None:
                 return "the server tells no token ids, and there is no tokenizer to find them by; serve with vLLM"
         return bias_refusal(params)
 
@@ -117,7 +115,7 @@ class OpenAi:
             tokens=_ids(told.get("tokens")) if tokens is None else tokens,
             log_probs=told.get("token_logprobs"),
             finish=finish,
-            kind=self._log_probs,
+            kind=self.log_probs,
             prompt_log_probs=_prompt_log_probs(request, choice) if request.params.with_prompt_log_probs else None,
         )
 
@@ -125,8 +123,8 @@ class OpenAi:
         text, log_probs = choice.get("text"), told.get("token_logprobs")
         if not isinstance(text, str) or not isinstance(log_probs, list):
             raise BadAnswer("text, token_logprobs: found none, expected both")
-        assert self._tokenizer is not None, "refused before"
-        tokens = self._tokenizer.encode(text)
+        assert self.tokenizer is not None, "refused before"
+        tokens = self.tokenizer.encode(text)
         is_ended = finish == "stop" and len(request.params.stop_ids) > 0
         if is_ended:
             tokens.append(request.params.stop_ids[0])
@@ -134,9 +132,9 @@ class OpenAi:
         if len(log_probs) != len(tokens) - lacks_last:
             raise BadAnswer(
                 f"found {len(log_probs)} log-probabilities for a text of {len(tokens)} tokens of "
-                f"{self._tokenizer.path}; is it the model's tokenizer? vLLM tells the ids themselves"
+                f"{self.tokenizer.path}; is it the model's tokenizer? vLLM tells the ids themselves"
             )
-        return Answer(tokens=tokens, log_probs=log_probs, finish=finish, kind=self._log_probs, lacks_last=lacks_last)
+        return Answer(tokens=tokens, log_probs=log_probs, finish=finish, kind=self.log_probs, lacks_last=lacks_last)
 
 
 def find_model(

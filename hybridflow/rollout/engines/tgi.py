@@ -19,7 +19,7 @@ _UNKNOWN = {
     "bad_ids": (),
     "bad": (),
 }
-"""What it cannot be asked for, and the values that ask for nothing."""
+"""Parameters that it does not know, and the values that ask for nothing."""
 
 _FINISH: dict[str, Literal["stop", "length"]] = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 

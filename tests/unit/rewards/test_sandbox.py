@@ -835,10 +835,9 @@ def test_one_failure_that_passes_leaves_no_program_unprotected(monkeypatch):
     def late(*arguments, **keywords):
         if failures:
             raise failures.pop()
-        return run(*arguments, **keywords)
+        return run_confined(*arguments, **keywords)
 
-    run = sandbox._run
-    monkeypatch.setattr(sandbox, "_run", late)
+    monkeypatch.setattr(sandbox, "run_confined", late)
     monkeypatch.setattr(sandbox, "_BETWEEN_TRIES_S", 0.0)
     # Not the one that is cached for all tests.
     monkeypatch.setattr(sandbox, "find_bubblewrap", lambda: Bubblewrap(path=None))

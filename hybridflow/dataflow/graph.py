@@ -23,7 +23,7 @@ SCORED = ("scores", "costs", "baselines")
 
 
 class _Chain:
-    """What ``>>`` joins into a flow."""
+    """Part that ``>>`` joins into a flow."""
 
     def __rshift__(self, other: Node | Repeat | Flow) -> Flow:
         return Flow(elements=(*_elements(self), *_elements(other)))

@@ -52,7 +52,7 @@ class Deadlines:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What was found on all nodes, on rank 0.
+    """Findings on all nodes, on rank 0.
 
     Attributes:
         reports: Of the nodes that answered, in the order of their ranks.

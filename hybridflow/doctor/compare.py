@@ -29,7 +29,7 @@ SPEEDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """What one node told.
+    """Report of one node.
 
     Attributes:
         host: Its name.

@@ -74,7 +74,7 @@ def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What a probe of writing measured.
+    """Measurements of a probe of writing.
 
     Attributes:
         bytes_per_s: Of one large file, synced.

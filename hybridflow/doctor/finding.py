@@ -10,7 +10,7 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was found.
+    """Result of one check.
 
     Attributes:
         area: Which part of the report it belongs to.

@@ -24,7 +24,7 @@ _NEAR_SHARE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the command line asks for.
+    """Request of the command line.
 
     Attributes:
         recipe: A YAML file, or the name of a shipped recipe.

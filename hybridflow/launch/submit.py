@@ -76,7 +76,7 @@ def _remedy(said: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """What Slurm says of a job.
+    """State of a job, as Slurm tells it.
 
     Attributes:
         state: Slurm's word, such as ``RUNNING``.

@@ -226,7 +226,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 class _Values:
-    """What a file may hold or not, by key and type; numbers are finite and of a sane size."""
+    """Values that a file may hold or not, by key and type; numbers are finite and of a sane size."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values

@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What pieces of work of one kind and name took beside time, on one rank.
+    """Cost beside time of pieces of work of one kind and name, on one rank.
 
     Attributes:
         kind: As of a span.

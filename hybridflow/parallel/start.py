@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID")
 
 _MPIRUN_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
-"""What mpirun sets, and srun does not: of Open MPI, and of MPICH and its kin."""
+"""Variables that mpirun sets, and srun does not: of Open MPI, and of MPICH and its kin."""
 
 _FIRST_PORT = 20000
 _PORTS_PER_JOB = 16

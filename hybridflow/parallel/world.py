@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hybridflow.parallel.watch import Watch
 
 _FOUND = "hybridflow/found"
-"""What rank 0 found when the ranks met."""
+"""Key of what rank 0 found when the ranks met."""
 
 _AFTER_RANK_0_S = 10.0
 """So much longer than its own deadline a rank waits for what rank 0 says about the ranks that did not come."""

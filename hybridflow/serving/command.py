@@ -49,6 +49,21 @@ exit status: 0 asked to end by SIGTERM or SIGINT, 2 an error in what was asked f
 """
 
 
+_SAMPLING_NUMBERS: tuple[tuple[str, Callable[[str], float], str, int | None, str], ...] = (
+    ("-n", int, "N", None, "samples of each prompt (default: 1)"),
+    ("--max-new-tokens", int, "N", 256, "longest response in tokens (default: 256)"),
+    ("--min-new-tokens", int, "N", None, "shortest response in tokens (default: 0)"),
+    ("--temperature", float, "X", None, "divide the logits by X; 0: greedy (default: 1)"),
+    ("--top-k", int, "K", None, "keep the K likeliest tokens (default: 0, all)"),
+    ("--top-p", float, "P", None, "keep the likeliest tokens that together reach P (default: 1, all)"),
+    ("--min-p", float, "P", None, "keep tokens at least P times as likely as the likeliest (default: 0, all)"),
+    ("--repetition-penalty", float, "X", None, "divide logits of tokens in prompt and response by X (default: 1)"),
+    ("--presence-penalty", float, "X", None, "subtract X from logits of sampled tokens (default: 0)"),
+    ("--frequency-penalty", float, "X", None, "subtract X for each time that a token was sampled (default: 0)"),
+)
+"""Option, type, its name in the help, default, help."""
+
+
 def add_serving(commands: Any) -> None:
     """Add both sub-commands to those of a parser."""
     _add_generate(commands)
@@ -83,37 +98,8 @@ def _add_generate(commands: Any) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling, for prompts without their own parameters")
-    group.add_argument("-n", type=int, metavar="N", help="samples of each prompt (default: 1)")
-    group.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="longest response in tokens (default: 256)"
-    )
-    group.add_argument("--min-new-tokens", type=int, metavar="N", help="shortest response in tokens (default: 0)")
-    group.add_argument("--temperature", type=float, metavar="X", help="divide the logits by X; 0: greedy (default: 1)")
-    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default: 0, all)")
-    group.add_argument(
-        "--top-p", type=float, metavar="P", help="keep the likeliest tokens that together reach P (default: 1, all)"
-    )
-    group.add_argument(
-        "--min-p",
-        type=float,
-        metavar="P",
-        help="keep tokens at least P times as likely as the likeliest (default: 0, all)",
-    )
-    group.add_argument(
-        "--repetition-penalty",
-        type=float,
-        metavar="X",
-        help="divide logits of tokens in prompt and response by X (default: 1)",
-    )
-    group.add_argument(
-        "--presence-penalty", type=float, metavar="X", help="subtract X from logits of sampled tokens (default: 0)"
-    )
-    group.add_argument(
-        "--frequency-penalty",
-        type=float,
-        metavar="X",
-        help="subtract X for each time that a token was sampled (default: 0)",
-    )
+    for flag, kind, metavar, default, text in _SAMPLING_NUMBERS:
+        group.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
     group.add_argument("--greedy", action="store_true", default=None, help="take the likeliest token")
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end a response at TEXT; repeat for several texts"

@@ -31,6 +31,16 @@ class Finding:
         return self if is_fine else replace(self, verdict=verdict, remedy=remedy)
 
 
+def problem(area: str, name: str, value: str, remedy: str) -> Finding:
+    """Return a finding that stops a run or slows it down."""
+    return Finding(area=area, name=name, value=value, verdict=PROBLEM, remedy=remedy)
+
+
+def note(area: str, name: str, value: str, remedy: str) -> Finding:
+    """Return a finding that is worth knowing."""
+    return Finding(area=area, name=name, value=value, verdict=NOTE, remedy=remedy)
+
+
 def worst(findings: Iterable[Finding]) -> str:
     """Return the worst verdict among them; ``"ok"`` of none."""
     found = {finding.verdict for finding in findings}

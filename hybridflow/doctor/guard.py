@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from hybridflow.doctor.finding import NOTE, PROBLEM, Finding
+from hybridflow.doctor.finding import NOTE, Finding, problem
 
 Check = Callable[[], Sequence[Finding]]
 
@@ -42,10 +42,9 @@ def _run(area: str, check: Check, results: dict[str, Sequence[Finding]]) -> None
 
 
 def _silent(area: str, deadline_s: float) -> Finding:
-    return Finding(
-        area=area,
-        name="check",
-        value=f"no answer within {deadline_s:g} s",
-        verdict=PROBLEM,
-        remedy="something hangs: a file server, a driver or a daemon; try by hand what this area looks at",
+    return problem(
+        area,
+        "check",
+        f"no answer within {deadline_s:g} s",
+        "something hangs: a file server, a driver or a daemon; try by hand what this area looks at",
     )

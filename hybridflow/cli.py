@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -115,14 +116,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hybridflow {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    # For commands without a recipe.
+    parser.set_defaults(recipe=None, overrides=())
+    raw = functools.partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=raw)
     train = commands.add_parser(
         "train",
         help="run a recipe",
         description="Run a recipe. Without a launcher, start the recipe's ranks on this machine; under torchrun, "
         "mpirun or srun, join the ranks that are there.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_recipe(train)
     train.add_argument("--resume", action="store_true", help="resume from the run's latest checkpoint, if there is one")
@@ -152,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_reshard(reshard)
-    reshard.set_defaults(run=_plan_reshard, recipe=None, overrides=())
+    reshard.set_defaults(run=_plan_reshard)
     add_serving(commands)
     add_launch(commands)
     add_convert(commands)

@@ -45,7 +45,6 @@ def add_launch(commands: Any) -> None:
         description="Check that a recipe fits nodes, memory and time limit, and start it. "
         "The command imports no torch.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     kinds = launch.add_subparsers(required=True, metavar="WHERE")
     slurm = kinds.add_parser(

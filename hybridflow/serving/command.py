@@ -78,7 +78,6 @@ def _add_generate(commands: Any) -> None:
         "torchrun, mpirun or srun, join the ranks that are there. Finished samples are kept in OUT.parts, and the same "
         "command continues from there.",
         epilog=_GENERATE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_model(generate)
     generate.add_argument(
@@ -93,7 +92,7 @@ def _add_generate(commands: Any) -> None:
     generate.add_argument("--strict", action="store_true", help="stop if a prompt cannot be answered")
     generate.add_argument("--dry-run", action="store_true", help="check everything, print what would be done, and stop")
     _add_sampling(generate)
-    generate.set_defaults(run=_generate, recipe=None, overrides=())
+    generate.set_defaults(run=_generate)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +119,6 @@ def _add_serve(commands: Any) -> None:
         "told otherwise. Requests join and leave the running batch at any token. It takes pip install "
         "'hybridflow[serve]'.",
         epilog=_SERVE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_model(serve)
     serve.add_argument("--name", metavar="NAME", help="what clients call the model (default: its directory's name)")
@@ -141,7 +139,7 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument(
         "--grace-s", type=float, default=30.0, metavar="S", help="for what runs, when asked to end (default: 30)"
     )
-    serve.set_defaults(run=_serve, recipe=None, overrides=())
+    serve.set_defaults(run=_serve)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

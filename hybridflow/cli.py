@@ -21,7 +21,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import DONE, REQUEUE, exit_status
-from hybridflow.launch.command import add_launch, add_recipe, add_slurm_options, batch_file, request_of, train_here
+from hybridflow.launch.command import add_launch, add_recipe, add_slurm_options, batch_file, train_here
 from hybridflow.observe.status_command import add_status
 from hybridflow.parallel.rank import run_rank
 from hybridflow.parallel.signals import CaughtSignals
@@ -213,7 +213,7 @@ def _plan_job(arguments: argparse.Namespace) -> int:
     _print_plan(recipe)
     if arguments.script:
         # Last, so that what does not fit can be looked up above.
-        print(f"\nbatch file\n{batch_file(request_of(arguments))}", end="")
+        print(f"\nbatch file\n{batch_file(arguments)}", end="")
     return 0
 
 
@@ -360,12 +360,4 @@ def _train_rank(recipe: Recipe, start: Start, signals: CaughtSignals, *, resume:
 
         return lambda world: DONE if train(recipe, world, resume=resume) else REQUEUE
 
-    cluster = recipe.cluster
-    return run_rank(
-        start,
-        signals,
-        load,
-        deadline_s=cluster.deadline_s,
-        start_deadline_s=cluster.start_deadline_s,
-        dead_after_s=cluster.dead_after_s,
-    )
+    return run_rank(start, signals, load, recipe.cluster)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridflow.config.metrics import check_prometheus
+from hybridflow.config.metrics import WandbConfig, check_prometheus
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError
 from hybridflow.observe.files import replace_file
@@ -103,27 +103,16 @@ class WandbExporter:
     A run that is gone on with is the same run there. Steps that are made once more are not sent again.
 
     Args:
-        project: Where the run is filed.
-        run: Its name.
+        settings: Section of the recipe.
+        run: Name of the run.
         run_dir: Gets ``wandb/``.
-        entity: Owner of the project; None: the user's own.
-        offline: Whether nothing is sent.
         is_resumed: Whether the run has been there before.
 
     Raises:
         ConfigError: ``wandb`` is missing.
     """
 
-    def __init__(
-        self,
-        project: str,
-        run: str,
-        run_dir: Path,
-        *,
-        entity: str | None = None,
-        offline: bool = False,
-        is_resumed: bool = False,
-    ) -> None:
+    def __init__(self, settings: WandbConfig, run: str, run_dir: Path, *, is_resumed: bool = False) -> None:
         self._wandb = _import("wandb", extra="wandb")
         folder = run_dir / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
@@ -131,13 +120,13 @@ class WandbExporter:
         if not is_resumed or not named.is_file():
             replace_file(named, secrets.token_hex(8).encode())
         self._settings = {
-            "project": project,
-            "entity": entity,
+            "project": settings.project,
+            "entity": settings.entity,
             "name": run,
             "dir": str(run_dir),
             "id": named.read_text(encoding="utf-8"),
             "resume": "allow",
-            "mode": "offline" if offline else "online",
+            "mode": "offline" if settings.offline else "online",
         }
         self._run: Any = None
 
@@ -259,10 +248,7 @@ def open_outlets(recipe: Recipe, run_dir: Path, *, is_resumed: bool) -> list[Out
         )
         exporters.append(("Prometheus", exporter))
     if (wandb := asked.wandb) is not None:
-        made = WandbExporter(
-            wandb.project, recipe.title, run_dir, entity=wandb.entity, offline=wandb.offline, is_resumed=is_resumed
-        )
-        exporters.append(("Weights & Biases", made))
+        exporters.append(("Weights & Biases", WandbExporter(wandb, recipe.title, run_dir, is_resumed=is_resumed)))
     for name in asked.callbacks:
         function = find_plugin(name, {}, key="metrics.callbacks", kind="function")
         if not callable(function):

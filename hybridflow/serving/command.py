@@ -238,15 +238,7 @@ def _start(
                 is_asked_by_interrupt=is_server,
             )
         os.environ.setdefault("OMP_NUM_THREADS", str(arguments.threads))
-    cluster = ClusterConfig()
-    return run_rank(
-        start,
-        CaughtSignals() if signals is None else signals,
-        load,
-        deadline_s=cluster.deadline_s,
-        start_deadline_s=cluster.start_deadline_s,
-        dead_after_s=cluster.dead_after_s,
-    )
+    return run_rank(start, CaughtSignals() if signals is None else signals, load, ClusterConfig())
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hybridflow.errors import DataError, EngineError
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.user_model import ask_logits, said
-from hybridflow.rollout.engines.answers import unfinished
+from hybridflow.rollout.engines.answers import failed, unfinished
 from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, SamplingParams, length_refusal
 from hybridflow.rollout.sampling import FAILURES, Sampler, sequence_key
 
@@ -258,15 +258,7 @@ class UserEngine:
 
     def _response(self, request: Request, sampled: Generated | str) -> Response:
         if isinstance(sampled, str):
-            none = torch.zeros(0)
-            return Response(
-                tokens=none.long(),
-                log_probs=none,
-                sampled_log_probs=none,
-                versions=none.int(),
-                finish="failed",
-                error=sampled,
-            )
+            return failed(request, sampled)
         tokens, log_probs, sampled_log_probs = sampled
         is_stop = len(tokens) > 0 and int(tokens[-1]) in request.params.stop_ids
         return Response(

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from prometheus_client.parser import text_string_to_metric_families
 
+from hybridflow.config.metrics import WandbConfig
 from hybridflow.errors import ConfigError
 from hybridflow.observe import exporters
 from hybridflow.observe.exporters import (
@@ -101,7 +102,7 @@ def test_the_node_exporter_finds_a_whole_file(tmp_path):
 
 def test_weights_and_biases_has_the_steps_offline_and_knows_a_run_again(tmp_path):
     for first, is_resumed in ((1, False), (3, True)):
-        exporter = WandbExporter("tests", "one", tmp_path, offline=True, is_resumed=is_resumed)
+        exporter = WandbExporter(WandbConfig(project="tests", offline=True), "one", tmp_path, is_resumed=is_resumed)
         for step in (first, first + 1):
             exporter.export(step, METRICS)
         exporter.close()
@@ -114,7 +115,7 @@ def test_without_a_key_nobody_is_asked_for_one(tmp_path, monkeypatch):
     for name, value in (("WANDB_API_KEY", ""), ("HOME", str(tmp_path)), ("NETRC", str(tmp_path / "netrc"))):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("WANDB_API_KEY")
-    exporter = WandbExporter("tests", "one", tmp_path)
+    exporter = WandbExporter(WandbConfig(project="tests"), "one", tmp_path)
     with pytest.raises(ConfigError, match="WANDB_API_KEY"):
         exporter.export(1, METRICS)
 

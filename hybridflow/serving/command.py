@@ -49,7 +49,10 @@ exit status: 0 asked to end by SIGTERM or SIGINT, 2 an error in what was asked f
 """
 
 
-_SAMPLING_NUMBERS: tuple[tuple[str, Callable[[str], float], str, int | None, str], ...] = (
+_Options = tuple[tuple[str, Callable[[str], object], str | None, object, str], ...]
+"""Option, its type, the name of its value, default, help."""
+
+_SAMPLING_NUMBERS: _Options = (
     ("-n", int, "N", None, "samples of each prompt (default: 1)"),
     ("--max-new-tokens", int, "N", 256, "longest response in tokens (default: 256)"),
     ("--min-new-tokens", int, "N", None, "shortest response in tokens (default: 0)"),
@@ -61,7 +64,32 @@ _SAMPLING_NUMBERS: tuple[tuple[str, Callable[[str], float], str, int | None, str
     ("--presence-penalty", float, "X", None, "subtract X from logits of sampled tokens (default: 0)"),
     ("--frequency-penalty", float, "X", None, "subtract X for each time that a token was sampled (default: 0)"),
 )
-"""Option, type, its name in the help, default, help."""
+
+_MODEL: _Options = (
+    ("--ranks", int, "N", 1, "ranks to start on this machine (default: 1)"),
+    ("--threads", int, "N", 1, "CPU threads of each rank (default: 1)"),
+    ("--layout", str, "LAYOUT", None, "such as tp2.pp1.dp2 (default: each rank has the whole model)"),
+    ("--max-context", int, "N", None, "longest sequence in tokens (default: the model's)"),
+    ("--max-concurrent", int, "N", 64, "sequences decoded together (default: 64)"),
+    (
+        "--cache-memory",
+        float,
+        "X",
+        0.5,
+        "memory of each rank's key-value cache: bytes, or below 1 a share of the free memory (default: 0.5)",
+    ),
+)
+
+_SERVER: _Options = (
+    ("--name", str, "NAME", None, "what clients call the model (default: its directory's name)"),
+    ("--host", str, None, "127.0.0.1", "address to listen on (default: 127.0.0.1); another needs --token-env"),
+    ("--port", int, None, 8000, "0 for a free one (default: 8000)"),
+    ("--token-env", str, "VARIABLE", None, "environment variable with the token that clients must send"),
+    ("--seed", int, "N", None, "of the noise (default: another at each start)"),
+    ("--max-waiting", int, "N", 1024, "samples taken up at a time (default: 1024)"),
+    ("--request-s", float, "S", 600.0, "a request may take so long (default: 600)"),
+    ("--grace-s", float, "S", 30.0, "for what runs, when asked to end (default: 30)"),
+)
 
 
 def add_serving(commands: Any) -> None:
@@ -97,8 +125,7 @@ def _add_generate(commands: Any) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling, for prompts without their own parameters")
-    for flag, kind, metavar, default, text in _SAMPLING_NUMBERS:
-        group.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
+    _add_options(group, _SAMPLING_NUMBERS)
     group.add_argument("--greedy", action="store_true", default=None, help="take the likeliest token")
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end a response at TEXT; repeat for several texts"
@@ -121,24 +148,7 @@ def _add_serve(commands: Any) -> None:
         epilog=_SERVE_EXAMPLES,
     )
     _add_model(serve)
-    serve.add_argument("--name", metavar="NAME", help="what clients call the model (default: its directory's name)")
-    serve.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1); another needs --token-env"
-    )
-    serve.add_argument("--port", type=int, default=8000, help="0 for a free one (default: 8000)")
-    serve.add_argument(
-        "--token-env", metavar="VARIABLE", help="environment variable with the token that clients must send"
-    )
-    serve.add_argument("--seed", type=int, metavar="N", help="of the noise (default: another at each start)")
-    serve.add_argument(
-        "--max-waiting", type=int, default=1024, metavar="N", help="samples taken up at a time (default: 1024)"
-    )
-    serve.add_argument(
-        "--request-s", type=float, default=600.0, metavar="S", help="a request may take so long (default: 600)"
-    )
-    serve.add_argument(
-        "--grace-s", type=float, default=30.0, metavar="S", help="for what runs, when asked to end (default: 30)"
-    )
+    _add_options(serve, _SERVER)
     serve.set_defaults(run=_serve)
 
 
@@ -154,24 +164,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", type=Path, metavar="PATH", help="tokenizer (default: that of the model's directory)"
     )
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="number format (default: the model's)")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks to start on this machine (default: 1)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of each rank (default: 1)")
-    parser.add_argument(
-        "--layout", metavar="LAYOUT", help="such as tp2.pp1.dp2 (default: each rank has the whole model)"
-    )
-    parser.add_argument(
-        "--max-context", type=int, metavar="N", help="longest sequence in tokens (default: the model's)"
-    )
-    parser.add_argument(
-        "--max-concurrent", type=int, default=64, metavar="N", help="sequences decoded together (default: 64)"
-    )
-    parser.add_argument(
-        "--cache-memory",
-        type=float,
-        default=0.5,
-        metavar="X",
-        help="memory of each rank's key-value cache: bytes, or below 1 a share of the free memory (default: 0.5)",
-    )
+    _add_options(parser, _MODEL)
+
+
+def _add_options(group: argparse._ActionsContainer, options: _Options) -> None:
+    for flag, kind, metavar, default, text in options:
+        group.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
 
 
 def _generate(arguments: argparse.Namespace) -> int:

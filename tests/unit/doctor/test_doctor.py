@@ -1,8 +1,6 @@
 """The doctor's parsers, on outputs of real programs and on broken ones; its verdicts; the command on this machine."""
 
 import json
-import random
-import statistics
 import sys
 import time
 from dataclasses import asdict, replace
@@ -498,13 +496,6 @@ def test_findings_of_nodes_are_told_once_or_with_their_nodes():
 def test_reports_go_through_json_unchanged():
     one = node("n1", gpus=({"matmul": 1.0, "memory": 2.0},), findings=(Finding(area="a", name="b", value="c"),))
     assert compare.report_from_dict(json.loads(json.dumps(asdict(one)))) == one
-
-
-def test_median_shares_against_numpy_free_arithmetic():
-    prompt_index = random.Random(1)
-    nodes = [node(f"n{place}", speeds={"matmul": prompt_index.uniform(1, 2)}) for place in range(9)]
-    middle = statistics.median([each.speeds["matmul"] for each in nodes])
-    assert compare.ratios(nodes, "matmul") == {each.host: each.speeds["matmul"] / middle for each in nodes}
 
 
 # ---- the report and the command

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -34,16 +33,11 @@ from hybridflow.parallel.world import World
 from hybridflow.recipe.load import load_recipe
 from hybridflow.trainer.record import Record
 from hybridflow.trainer.step_metrics import Share
+from tests.e2e.commands import free_port
 from tests.support.waiting import wait_until
 
 GATEWAY = shutil.which("prometheus-pushgateway")
 METRICS = {"reward/mean": 0.5, "time/step_s": 2.0, "kl/ref": math.nan}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def gauges(text: str) -> dict[tuple[str, str], float]:

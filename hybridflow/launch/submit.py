@@ -53,7 +53,9 @@ def submit(batch: Path) -> str:
         ) from None
     if done.returncode != 0:
         said = " ".join(done.stderr.replace("sbatch: ", "").split())
-        raise ConfigError(f"Slurm refuses the job: {said}; {_remedy(said)}")
+        remedies = [remedy for word, remedy in _REMEDIES.items() if word in said.lower()]
+        remedies.append("change the site settings or the command accordingly")
+        raise ConfigError(f"Slurm refuses the job: {said}; {remedies[0]}")
     # The name of the cluster may follow.
     return done.stdout.strip().partition(";")[0]
 
@@ -65,13 +67,6 @@ _REMEDIES = {
     "time limit": "give a shorter --time (`sinfo -o '%P %l'` shows the limits)",
     "node": "ask for what a node has: gpus_per_node, gpu_type, cpus_per_task, ranks_per_node, memory (`sinfo -Nel`)",
 }
-
-
-def _remedy(said: str) -> str:
-    return next(
-        (remedy for word, remedy in _REMEDIES.items() if word in said.lower()),
-        "change the site settings or the command accordingly",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

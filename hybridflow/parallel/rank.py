@@ -49,7 +49,6 @@ def run_rank(
     silence_libraries()
     from hybridflow.parallel.failure import lost_contact, tell_once
     from hybridflow.parallel.process import allow_many_files
-    from hybridflow.parallel.watch import Watch
     from hybridflow.parallel.world import join_world, open_store
 
     work = load()
@@ -60,14 +59,7 @@ def run_rank(
             come_s = cluster.start_deadline_s
             store = open_store(start, start_deadline_s=come_s)
             world = join_world(start, store, deadline_s=cluster.deadline_s, start_deadline_s=come_s)
-            world.watch = watch = Watch(
-                world.new_store("watch"),
-                rank=start.rank,
-                size=start.size,
-                address=start.address,
-                dead_after_s=cluster.dead_after_s,
-                signals=signals,
-            )
+            watch = world.begin_watch(start, cluster.dead_after_s, signals)
             status = work(world)
             with current_activity("the end of the job"):
                 world.close()

@@ -22,6 +22,7 @@ from hybridflow.parallel.start import Start
 
 if TYPE_CHECKING:
     from hybridflow.parallel.mpi import MpiLink
+    from hybridflow.parallel.signals import CaughtSignals
     from hybridflow.parallel.watch import Watch
 
 _FOUND = "hybridflow/found"
@@ -133,6 +134,20 @@ class World:
             name: Equal names see equal keys.
         """
         return dist.PrefixStore(f"hybridflow/{name}", self.store.clone())  # type: ignore[attr-defined]
+
+    def begin_watch(self, start: Start, dead_after_s: float, signals: CaughtSignals | None) -> Watch:
+        """Begin the watch over all ranks, see ``watch.Watch``. Collective: all ranks."""
+        from hybridflow.parallel.watch import Watch
+
+        self.watch = Watch(
+            self.new_store("watch"),
+            rank=self.rank,
+            size=self.size,
+            address=start.address,
+            dead_after_s=dead_after_s,
+            signals=signals,
+        )
+        return self.watch
 
     def close(self) -> None:
         """Leave the job in order."""

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import EngineError
 from hybridflow.rollout.engines.answers import (
@@ -137,25 +138,23 @@ class OpenAi:
         return Answer(tokens=tokens, log_probs=log_probs, finish=finish, kind=self.log_probs, lacks_last=lacks_last)
 
 
-def find_model(
-    lines: Lines, model: str | None, *, retries: int, timeout_s: float, deadline_s: float
-) -> tuple[str, bool]:
+def find_model(lines: Lines, settings: SamplingEngineConfig) -> tuple[str, bool]:
     """Return the servers' name for the model, and whether the servers are vLLM's.
 
     Raises:
         EngineError: They do not answer, have no such model, or several and none is named.
     """
     try:
-        url, answer = ask_once(lines, "GET", "/v1/models", retries=retries, timeout_s=timeout_s, deadline_s=deadline_s)
+        url, answer = ask_once(lines, "/v1/models", settings)
     except Refused as error:
         raise EngineError(f"{error}; look at rollout.engine.urls and auth_env") from None
     listed = answer.get("data") if isinstance(answer, dict) else None
     models = {each["id"]: each for each in listed or [] if isinstance(each, dict) and isinstance(each.get("id"), str)}
     if not models:
         raise EngineError(f"{url}/v1/models: found no model; is that an OpenAI-compatible server?")
-    if model is None and len(models) > 1:
+    if settings.model is None and len(models) > 1:
         raise EngineError(f"{url}: found models {', '.join(models)}; name one of them in rollout.engine.model")
-    chosen = next(iter(models)) if model is None else model
+    chosen = next(iter(models)) if settings.model is None else settings.model
     if chosen not in models:
         raise EngineError(f"{url}: rollout.engine.model={chosen!r}: found {', '.join(models)}; name one of them")
     return chosen, models[chosen].get("owned_by") == "vllm"

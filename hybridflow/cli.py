@@ -119,7 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     # For commands without a recipe.
     parser.set_defaults(recipe=None, overrides=())
     raw = functools.partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=raw)
+    # A function that makes parsers does as well as a class.
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=raw)  # type: ignore[call-overload]
     train = commands.add_parser(
         "train",
         help="run a recipe",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.data.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class OpenAi:
         tokenizer: The model's own; None: a server that is not vLLM is refused.
     """
 
-    path: ClassVar[str] = "/v1/completions"
+    path = "/v1/completions"
     model: str
     is_vllm: bool
     log_probs: LogProbsKind

@@ -149,10 +149,8 @@ def _ask(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
         raise ApiError(400, "stop and bad_words are texts, and the model has no tokenizer; use stop_token_ids")
     with_log_probs, echo = _with_log_probs(fields, is_chat=is_chat), _flag(fields, "echo")
     is_streamed = _flag(fields, "stream")
-    if echo and is_streamed:
-        raise ApiError(400, "echo cannot be streamed; leave one of them out")
-    if with_log_probs and is_streamed:
-        raise ApiError(400, "logprobs cannot be streamed; leave one of them out")
+    if is_streamed and (echo or with_log_probs):
+        raise ApiError(400, f"{'echo' if echo else 'logprobs'} cannot be streamed; leave one of them out")
     if echo and with_log_probs:
         options["with_prompt_log_probs"] = True
     return Ask(

@@ -128,14 +128,6 @@ def test_batch_files_are_as_recorded(name):
     assert found == path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_batch_files_are_bash_and_end_with_the_body(name):
-    text = render_batch(JOBS[name])
-    assert text.endswith(JOBS[name].body)
-    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def printed_by(batch, folder):
     """What the body of a batch file sees: its arguments, the container's words, srun's options, and PYTHONPATH."""
     body = 'printf "%s\\0" "$PYTHONPATH" "${modules[@]}" -- "$@" -- "${container[@]}" -- "${srun_options[@]}"\n'

@@ -54,21 +54,19 @@ def add_commands(commands: Any) -> None:
         description="Print format, family, settings, layout, progress and tensors of a checkpoint of any format, a "
         "step of a run, or a run. Read only headers.",
         epilog=_INSPECT_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     inspect.add_argument("path", type=Path, metavar="PATH", help="checkpoint, step, or directory of a run")
     inspect.add_argument("--verify", action="store_true", help="read everything, and check hashes if there are any")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor, including the optimizer's")
     inspect.add_argument("--base", type=Path, metavar="DIR", help="base model of an adapter whose base is not found")
     inspect.add_argument("--json", action="store_true", help="print JSON")
-    inspect.set_defaults(run=functools.partial(_run, _inspect), recipe=None, overrides=())
+    inspect.set_defaults(run=functools.partial(_run, _inspect))
     diff = commands.add_parser(
         "diff",
         help="compare two checkpoints",
         description="Compare two checkpoints of any formats and layouts tensor by tensor, bit for bit, in bounded "
         "memory. Print the worst tensors with max|a - b|, absolute and relative to the largest magnitude in either.",
         epilog=_DIFF_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     diff.add_argument("one", type=Path, metavar="A", help="checkpoint")
     diff.add_argument("other", type=Path, metavar="B", help="other checkpoint")
@@ -80,7 +78,7 @@ def add_commands(commands: Any) -> None:
     )
     diff.add_argument("--base", type=Path, metavar="DIR", help="base model of adapters whose base is not found")
     diff.add_argument("--json", action="store_true", help="print JSON")
-    diff.set_defaults(run=functools.partial(_run, _diff), recipe=None, overrides=())
+    diff.set_defaults(run=functools.partial(_run, _diff))
 
 
 def _run(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,7 @@ def plan_transfers(
     return transfers
 
 
+@dataclass(frozen=True)
 class Mover:
     """Executes moves.
 
@@ -103,10 +105,9 @@ class Mover:
         chunk: Samples of a mini-batch, each of which is balanced over the replicas.
     """
 
-    def __init__(self, world: World, meshes: Mapping[str, DeviceMesh], chunk: int) -> None:
-        self.world = world
-        self.meshes = meshes
-        self.chunk = chunk
+    world: World
+    meshes: Mapping[str, DeviceMesh]
+    chunk: int
 
     def move(self, move: Move, source: Batch | None, destination: Batch | None) -> Batch | None:
         """Bring columns to every rank of the destination. Collective: the ranks of both meshes.

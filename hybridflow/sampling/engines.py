@@ -127,24 +127,9 @@ def make_server_engine(
     if settings.kind == "tgi":
         api = Tgi(tokenizer)
     else:
-        model, is_vllm = find_model(
-            lines,
-            settings.model,
-            retries=settings.retries,
-            timeout_s=min(settings.read_timeout_s, 60.0),
-            deadline_s=settings.deadline_s,
-        )
+        model, is_vllm = find_model(lines, settings)
         api = OpenAi(model=model, is_vllm=is_vllm, log_probs=settings.log_probs, tokenizer=tokenizer)
-    return HttpEngine(
-        lines,
-        api,
-        seed=seed,
-        vocab_size=vocab_size,
-        max_in_flight=settings.max_in_flight,
-        retries=settings.retries,
-        read_timeout_s=settings.read_timeout_s,
-        deadline_s=settings.deadline_s,
-    )
+    return HttpEngine(lines=lines, api=api, settings=settings, seed=seed, vocab_size=vocab_size)
 
 
 def _cache_bytes(job: Job) -> int:

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from tests.e2e.commands import fork_ranks
-from tests.unit.rollout.test_http_engine import Server, ok
+from tests.unit.rollout.test_http_engine import ok
 
 SECRET = "s3cr3t-t0ken"
 RECIPE = """
@@ -42,15 +42,6 @@ def train(folder, url, *overrides):
     return fork_ranks(["train", "recipe.yaml", f"rollout.engine.urls=['{url}']", *overrides], folder, hook=hook)
 
 
-@pytest.fixture
-def serve():
-    servers = []
-    yield lambda answer: servers.append(Server(answer)) or servers[-1]
-    for server in servers:
-        server.close()
-
-
-@pytest.mark.slow
 def test_training_and_validation_on_what_a_server_samples(tmp_path, serve):
     server = serve(sampled)
     done = train(tmp_path, server.url, "rollout.engine.off_policy=true")

@@ -43,7 +43,6 @@ LIGHT = [
         "parallel.start",
         "parallel.signals",
         "parallel.scontrol",
-        "parallel.job_end",
         "parallel.links",
         "parallel.cause",
         "parallel.process",

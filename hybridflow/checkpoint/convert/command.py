@@ -57,10 +57,9 @@ def add_convert(commands: Any) -> None:
         "complete or absent. After an interruption the same command continues. Under srun, mpirun or torchrun each "
         "rank writes its own files.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
-    parser.set_defaults(run=run, recipe=None, overrides=())
+    parser.set_defaults(run=run)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from hybridflow.observe.metrics import read_metrics
 from hybridflow.observe.starts import read_starts
 from hybridflow.observe.status import RunStatus, read_status
 from hybridflow.trainer.trainer import Trainer
-from tests.e2e.commands import fork_ranks, write_recipe
+from tests.e2e.commands import fork_ranks, run_well, write_recipe
 
 RUN = ["train", "tiny.yaml", "trainer.steps=4", "trainer.save_every=2"]
 PROFILE = ["profile.steps=[2, 9]", "profile.ranks=[1]"]
@@ -43,8 +43,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunStatus, Run
     assert killed.codes == (-9, -9), killed.err
     written_s = json.loads((run_dir / "status.json").read_text())["time_s"]
     at_once, later = (read_status(run_dir, written_s + age_s) for age_s in (1, 61))
-    done = fork_ranks([*RUN, "--resume"], folder)
-    assert done.codes == (0, 0), done.err
+    run_well([*RUN, "--resume"], folder)
     return run_dir, at_once, later, killed.err
 
 

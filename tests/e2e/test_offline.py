@@ -10,7 +10,7 @@ import transformers
 from hybridflow import cli
 from hybridflow.data.pieces import PieceTokenizer
 from hybridflow.recipe.load import load_recipe
-from tests.e2e.commands import fork_ranks, lasting_metrics
+from tests.e2e.commands import lasting_metrics, run_well
 
 RECIPE = """
 name: tiny
@@ -45,8 +45,7 @@ def test_it_trains_and_goes_on_bit_for_bit(name, tmp_path):
     whole.mkdir()
     (whole / "tiny.yaml").write_text(RECIPE)
     argv = ["train", "tiny.yaml", f"algorithm={name}", *RUNS[name]]
-    done = fork_ranks(argv, whole)
-    assert set(done.codes) == {0} and done.err == "", done.err
+    run_well(argv, whole)
     rows = lasting_metrics(whole / "run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["actor/loss"] != 0 and row["actor/grad_norm"] > 0 for row in rows)
@@ -57,8 +56,7 @@ def test_it_trains_and_goes_on_bit_for_bit(name, tmp_path):
     shutil.copytree(whole, folder)
     shutil.rmtree(folder / "run/checkpoints/step_000004")
     (folder / "run/checkpoints/latest").write_text("step_000002\n")
-    done = fork_ranks([*argv, "--resume"], folder)
-    assert set(done.codes) == {0} and done.err == "", done.err
+    done = run_well([*argv, "--resume"], folder)
     assert "resumed from run/checkpoints/step_000002" in done.out and "warm start" not in done.out
     assert lasting_metrics(folder / "run") == rows
     assert len(weights(whole)) >= 2 and weights(folder) == weights(whole)

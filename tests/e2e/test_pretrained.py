@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.e2e.commands import fork_ranks, lasting_metrics, run_command, write_recipe
+from tests.e2e.commands import fork_ranks, lasting_metrics, run_command, run_well, write_recipe
 
 transformers = pytest.importorskip("transformers")
 from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
@@ -39,13 +39,11 @@ def folder(tmp_path):
 
 @pytest.mark.slow
 def test_train_and_resume(folder):
-    done = fork_ranks(["train", "tiny.yaml", "run_dir=whole"], folder)
-    assert done.codes == (0, 0) and done.err == "", done.err
+    run_well(["train", "tiny.yaml", "run_dir=whole"], folder)
     rows = lasting_metrics(folder / "whole")
     assert len(rows) == 2 and rows[1]["actor/grad_norm"] > 0
     for argv in (["trainer.steps=1"], ["--resume"]):
-        done = fork_ranks(["train", "tiny.yaml", *argv], folder)
-        assert done.codes == (0, 0) and done.err == "", done.err
+        run_well(["train", "tiny.yaml", *argv], folder)
     assert lasting_metrics(folder / "run") == rows
 
 

@@ -13,7 +13,6 @@ import pytest
 
 # All that the blocks import: ranks are forked from this process.
 import hybridflow
-from hybridflow.api.world import use_world
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -51,7 +50,6 @@ def run_blocks(world, page: str, folder: str, models: str) -> list[str]:
     world.coordinator(tuple(range(world.size))).barrier("the models")
     os.chdir(place)
     sys.path.insert(0, str(place))
-    use_world(world)
     printed = []
     for number, text in enumerate(blocks(page)):
         out = io.StringIO()

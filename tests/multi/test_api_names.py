@@ -21,10 +21,9 @@ from hybridflow import (
 )
 from hybridflow.api.hybrid_actor import HybridActor
 from hybridflow.api.settings import finish_recipe, recipe_values
-from hybridflow.api.world import use_world
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import LoRAConfig
-from hybridflow.errors import ConfigError, HybridflowError
+from hybridflow.errors import ConfigError
 from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -159,26 +158,18 @@ def folder(tmp_path: Path) -> Path:
 
 
 def trained(world, folder: str):
-    use_world(world)
     place = Path(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(place / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "tokenizer")
     config = {"run_dir": str(place / "run"), "max_new_tokens": 16, "group_size": 8, "lr": 1e-4}
-    try:
-        actor = Actor(model=model, tokenizer=tokenizer)
-        with GRPOTrainer(config, actor_model=actor, reward=lambda prompt, response, answer: len(response)) as trainer:
-            rollout = trainer.rollout(["1+1=", "2+3="])
-            trainer.update(rollout)
-            trainer.save_checkpoint(place / "out")
-            batch = rollout.batch
-            lengths = batch.columns["prompt_lengths"].tolist()
-            return [
-                row[length:].tolist() for row, length in zip(batch.columns["tokens"].to_list(), lengths, strict=True)
-            ]
-    except HybridflowError as error:
-        return str(error)
-    finally:
-        use_world(None)
+    actor = Actor(model=model, tokenizer=tokenizer)
+    with GRPOTrainer(config, actor_model=actor, reward=lambda prompt, response, answer: len(response)) as trainer:
+        rollout = trainer.rollout(["1+1=", "2+3="])
+        trainer.update(rollout)
+        trainer.save_checkpoint(place / "out")
+    columns = rollout.batch.columns
+    lengths = columns["prompt_lengths"].tolist()
+    return [row[length:].tolist() for row, length in zip(columns["tokens"].to_list(), lengths, strict=True)]
 
 
 def test_ends_are_aligned(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,9 @@ from torch.nn.functional import logsigmoid
 
 from hybridflow.api.names import LoraConfig
 from hybridflow.api.offline import DPOTrainer, KTOTrainer, OfflineTrainer, RewardTrainer, SFTTrainer
-from hybridflow.api.world import use_world
 from hybridflow.data.provider import DataProvider
 from hybridflow.errors import CheckpointError, ConfigError, DataError
+from tests.support.complaints import complaint
 from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -45,16 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def scenario(world, name: str, folder: str, *args: Any):
-    use_world(world)
-    try:
-        return globals()[name](Path(folder), world.size, *args)
-    finally:
-        use_world(None)
-
-
-def run(name: str, size: int, folder: Path, *args: Any):
-    return run_ranks(scenario, size, name, str(folder), *args)
+def run(program: Any, size: int, folder: Path):
+    return run_ranks(lambda world: program(folder, world.size), size)
 
 
 def tokens(folder: Path, prompt: str, response: str) -> tuple[list[int], list[int]]:
@@ -107,17 +100,13 @@ def preferences(folder: Path, size: int):
         learning_rate=LR,
         output_dir=out,
     )
-    try:
-        trainer.train(output_dir=out)
-    except CheckpointError as error:
-        return metrics, str(error)
-    return metrics, ""
+    return metrics, complaint(lambda: trainer.train(output_dir=out), CheckpointError)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="datasets is not installed")
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_dpo(folder: Path, size: int) -> None:
-    ranks = run("preferences", size, folder)
+    ranks = run(preferences, size, folder)
     policy, reference = load(folder / "policy"), load(folder / "reference").requires_grad_(False)
 
     def loss() -> torch.Tensor:
@@ -156,7 +145,7 @@ def sft_loss(model: Any, folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sft(folder: Path, size: int) -> None:
-    ranks = run("solutions", size, folder)
+    ranks = run(solutions, size, folder)
     model = load(folder / "policy")
     expected = steps_of(model, lambda: sft_loss(model, folder))
     for metrics in ranks:
@@ -177,7 +166,7 @@ def others(folder: Path, size: int):
 
 def test_others(folder: Path) -> None:
     """The step on one rank and on two is the same, and what comes of a scorer's training is one."""
-    (one,), two = run("others", 1, folder), run("others", 2, folder)
+    (one,), two = run(others, 1, folder), run(others, 2, folder)
     assert len(one) == 3 + STEPS and two == [pytest.approx(one, abs=1e-5)] * 2
     # Nothing is ahead of anything yet, and half of the responses are wanted.
     assert one[0] == pytest.approx(0.5, abs=1e-6)
@@ -200,7 +189,7 @@ def resumed(folder: Path, size: int):
 
 
 def test_resumed(folder: Path) -> None:
-    ((straight, rest),) = run("resumed", 1, folder)
+    ((straight, rest),) = run(resumed, 1, folder)
     assert len(straight) == 4 and rest == straight[2:]
 
 
@@ -218,7 +207,7 @@ def provided(folder: Path, size: int):
 
 
 def test_provided(folder: Path) -> None:
-    ((rows, files),) = run("provided", 1, folder)
+    ((rows, files),) = run(provided, 1, folder)
     assert len(rows) == 2 and files == pytest.approx(rows, abs=1e-6)
 
 
@@ -241,11 +230,8 @@ def refusals(folder: Path, size: int):
         (DPOTrainer, PAIRS, {"critic_lr": 1.0}),
         (DPOTrainer, PAIRS, {"too_long": "cut"}),
     ):
-        try:
-            kind(folder / "policy", dataset=rows, **more).train(run_dir=str(folder / f"refused-{len(found)}"))
-            found.append("")
-        except (ConfigError, DataError) as error:
-            found.append(str(error))
+        run_dir, trainer = str(folder / f"refused-{len(found)}"), partial(kind, folder / "policy", dataset=rows, **more)
+        found.append(complaint(lambda make=trainer, run_dir=run_dir: make().train(run_dir=run_dir)))
     kept = DPOTrainer(folder / "policy", dataset=[*PAIRS, LONG], too_long="drop")
     return found, len(kept.train(max_steps=2, run_dir=str(folder / "kept")))
 
@@ -287,16 +273,13 @@ ARGUMENTS: list[tuple[type[Exception], dict[str, Any], dict[str, Any], str]] = [
 def told(folder: Path, size: int):
     found = []
     for kind, settings, arguments, _ in ARGUMENTS:
-        try:
-            DPOTrainer(folder / "policy", **{"dataset": PAIRS, **settings}).train(**arguments)
-            found.append("")
-        except kind as error:
-            found.append(str(error))
+        trainer = partial(DPOTrainer, folder / "policy", **{"dataset": PAIRS, **settings})
+        found.append(complaint(lambda make=trainer, arguments=arguments: make().train(**arguments), kind))
     return found
 
 
 def test_arguments_that_say_nothing_are_refused(folder: Path) -> None:
-    (found,) = run("told", 1, folder)
+    (found,) = run(told, 1, folder)
     for message, (_, _, _, words) in zip(found, ARGUMENTS, strict=True):
         assert words in message
 
@@ -306,12 +289,10 @@ def again(folder: Path, size: int):
     trainer = SFTTrainer(folder / "policy", dataset=SOLUTIONS, seed=4)
     how: dict[str, Any] = {"per_device_train_batch_size": 4 // size, "learning_rate": LR, "run_dir": run_dir}
     first = trainer.train(max_steps=1, **how)
-    refused = []
-    for more in ({"run_dir": run_dir + "-other"}, {"run_dir": run_dir + "-other", "resume": True}, {}):
-        try:
-            trainer.train(max_steps=STEPS, **{**how, **more})
-        except ConfigError as error:
-            refused.append(str(error))
+    refused = [
+        complaint(lambda more=more: trainer.train(max_steps=STEPS, **{**how, **more}), ConfigError)
+        for more in ({"run_dir": run_dir + "-other"}, {"run_dir": run_dir + "-other", "resume": True}, {})
+    ]
     rest = trainer.train(max_steps=STEPS, resume=True, **how)
     return [step["loss"] for step in (*first, *rest)], refused
 
@@ -319,7 +300,7 @@ def again(folder: Path, size: int):
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_second_training_goes_on_or_is_refused(folder: Path, size: int) -> None:
     """Without ``output_dir``, too, there is what it goes on from."""
-    ranks = run("again", size, folder)
+    ranks = run(again, size, folder)
     model = load(folder / "policy")
     expected = steps_of(model, lambda: sft_loss(model, folder))
     for losses, refused in ranks:
@@ -328,7 +309,7 @@ def test_a_second_training_goes_on_or_is_refused(folder: Path, size: int) -> Non
 
 
 def test_refusals(folder: Path) -> None:
-    ((found, num_steps),) = run("refusals", 1, folder)
+    ((found, num_steps),) = run(refusals, 1, folder)
     expected = (
         *("dataset[0]: no column 'rejected'", "dataset[0]: prompt is empty", "same text", "apply_chat_template"),
         *("dataset[1]", "none of 1 rows", "no rows", "no dataset", "found str", "label is 1", "critic_lr", "'cut'"),

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hybridflow import Actor, DataPipeline, Reward, RLTrainer
-from hybridflow.api.world import use_world
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.parallel.world import World
 from hybridflow.rewards.functions import batched
@@ -51,7 +50,6 @@ def pipeline(folder: Path, rewards: list[Any], run_dir: str, **more: Any) -> Dat
 
 
 def trained(world: World, folder: Path) -> list[float]:
-    use_world(world)
     size = world.size
     trainer = RLTrainer(pipeline(folder, ["exact_match", "length", ten, hundred], f"run-{size}", num_epochs=2))
     out = folder / f"out-{size}"

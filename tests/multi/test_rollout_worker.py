@@ -12,9 +12,9 @@ from hybridflow.api.device_mesh import DeviceMesh
 from hybridflow.api.roles import Actor
 from hybridflow.api.rollout_worker import RolloutWorker
 from hybridflow.api.trainers import GRPOTrainer
-from hybridflow.api.world import use_world
-from hybridflow.errors import ConfigError, DataError, HybridflowError
+from hybridflow.errors import ConfigError, DataError
 from hybridflow.parallel.world import World
+from tests.support.complaints import complaint
 from tests.support.ranks import run_ranks
 from tests.support.user_models import TinyActor
 
@@ -49,7 +49,6 @@ def greedy_of(folder: Path) -> list[list[int]]:
 
 
 def worked(world: World, folder: Path, options: dict[str, Any], kind: str) -> Any:
-    use_world(world)
     one, two = (
         transformers.LlamaForCausalLM.from_pretrained(folder / f"model-{seed}")
         if kind == "memory"
@@ -90,7 +89,6 @@ def test_every_kind_and_layout_generates_what_transformers_does_and_follows_new_
 
 def followed(world: World, folder: Path) -> Any:
     """What the worker finds likeliest after a trainer has learned, and what a worker of its saved weights finds."""
-    use_world(world)
     path = str(folder / "model-1")
     config = {
         "rollout_batch_size": 8,
@@ -118,7 +116,6 @@ def test_a_worker_takes_a_trainers_weights_from_its_layout(folder):
 
 
 def own(world: World, folder: Path) -> Any:
-    use_world(world)
     actor, other = TinyActor(vocab_size=45, seed=1), TinyActor(vocab_size=45, seed=2)
     worker = RolloutWorker(actor, tokenizer=str(folder / "model-1"))
     found = worker.generate([[3, 4], [5]], max_new_tokens=4, do_sample=False)
@@ -143,7 +140,6 @@ def test_a_class_of_ones_own_generates_too(folder):
 
 
 def drawn(world: World, folder: Path) -> Any:
-    use_world(world)
     path = str(folder / "model-1")
     worker = RolloutWorker(path)
     how: dict[str, Any] = {"max_new_tokens": 8, "num_samples": 2}
@@ -152,10 +148,7 @@ def drawn(world: World, folder: Path) -> Any:
     worker.update_weights(path)
     calls.append(worker.generate(PROMPTS, **how))
     assert all([each.prompt for each in found] == [0, 0, 1, 1, 2, 2] for found in calls)
-    try:
-        worker.generate([[3], [3] * 70], max_new_tokens=6)
-    except DataError as error:
-        assert "prompt 1:" in str(error)
+    assert "prompt 1:" in complaint(lambda: worker.generate([[3], [3] * 70], max_new_tokens=6), DataError)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token
     rows = tokenizer(PROMPTS, padding=True, add_special_tokens=False, return_tensors="pt")
@@ -173,7 +166,6 @@ def test_noise_is_of_each_call_but_for_a_seed_and_padded_ids_are_prompts(folder)
 
 
 def refusals(world: World, folder: Path) -> list[str]:
-    use_world(world)
     path = str(folder / "model-1")
     bare = RolloutWorker(transformers.LlamaForCausalLM.from_pretrained(path))
     cases: list[tuple[type[Exception], Any]] = [
@@ -187,13 +179,7 @@ def refusals(world: World, folder: Path) -> list[str]:
         (DataError, lambda: bare.generate({"prompt": "1+1="})),
         (DataError, lambda: bare.generate({"input_ids": [[3, 4]], "attention_mask": [[0, 0]]})),
     ]
-    found = []
-    for kind, call in cases:
-        try:
-            call()
-        except HybridflowError as error:
-            found.append(str(error) if isinstance(error, kind) else f"{type(error).__name__}: {error}")
-    return found
+    return [complaint(call, kind) for kind, call in cases]
 
 
 def other_shape() -> Any:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hybridflow.api.algorithms import BaseAlgorithm
 from hybridflow.api.trainers import OnlineTrainer
-from hybridflow.api.world import use_world
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.world import World
+from tests.support.complaints import complaint
 from tests.support.ranks import run_ranks
 
 MODEL = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 32, "num_attention_heads": 2, "max_context": 16}
@@ -65,16 +65,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refusals(world: World, folder: Path) -> list[str]:
-    use_world(world)
     found = []
     for index, (kind, _) in enumerate(REFUSED):
         config = {**SETTINGS, "model": MODEL, "run_dir": str(folder / f"{world.size}-{index}")}
         trainer = OnlineTrainer(config, algorithm=kind(), reward="length", tokenizer=str(folder / "tokenizer.model"))
-        try:
-            trainer.step(PROMPTS)
-            found.append("")
-        except ConfigError as error:
-            found.append(str(error))
+        found.append(complaint(lambda trainer=trainer: trainer.step(PROMPTS), ConfigError))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.recipe.checks import check_recipe
+from hybridflow.recipe.load import recipe_from_dict
+from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import JobPlan, plan_job
 from tests.multi.models import TINY, VOCAB, samples
 
@@ -99,8 +102,7 @@ def tiny_recipe(
 
 def make_job(world: World, recipe: Recipe) -> tuple[Job, JobPlan]:
     """The job of a recipe on the ranks that are there, without data: roles are called with batches made by hand."""
-    plan = plan_job(recipe)
-    world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
+    plan = _plan(world, recipe)
     job = Job(
         world=world,
         recipe=recipe,
@@ -110,6 +112,19 @@ def make_job(world: World, recipe: Recipe) -> tuple[Job, JobPlan]:
         held_out=(),
     )
     return job, plan
+
+
+def open_with_data(world: World, values: dict[str, Any]) -> tuple[Job, JobPlan]:
+    """The job of a recipe's values on the ranks that are there, with its data and tokenizer."""
+    recipe = recipe_from_dict(values)
+    plan = _plan(world, recipe)
+    return open_job(recipe, world, plan), plan
+
+
+def _plan(world: World, recipe: Recipe) -> JobPlan:
+    plan = plan_job(recipe)
+    world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
+    return plan
 
 
 def draw(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sysconfig
@@ -19,26 +18,15 @@ from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.rollout.request import Request, SamplingParams
 from hybridflow.sampling.engines import make_server_engine
+from tests.support.vllm_environment import NEEDED, PYTHON, ROOT, environ, printed_by
 
 pytest.importorskip("transformers")
 from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-vllm/bin/python"
-IS_THERE = (ROOT / ".venv-vllm/.installed").is_file()
 TOLERANCE = 1e-4
 PROMPTS = [[3, 4, 5, 6], [7], [20, 21, 22, 23, 24, 25, 26, 27, 28]]
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.skipif(not IS_THERE, reason="needs vLLM in .venv-vllm: ./tests/support/vllm.sh, or run.sh --all"),
-]
-
-
-def environ(*folders: Path) -> dict[str, str]:
-    settings = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+pytestmark = NEEDED
 
 
 @pytest.fixture(scope="module")
@@ -143,17 +131,8 @@ def test_a_real_server(served, monkeypatch):
 
 def told_by(script: str, *arguments: Path, packages: Path, folder: Path) -> dict:
     """What a program of vLLM's environment prints at its end; it finds packages there, and works in the folder."""
-    done = subprocess.run(
-        [PYTHON, ROOT / "tests/e2e" / script, *arguments],
-        env=environ(packages),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [PYTHON, ROOT / "tests/e2e" / script, *arguments]
+    return json.loads(printed_by(command, packages, folder=folder).splitlines()[-1])
 
 
 def test_pushed_weights(tmp_path):
@@ -228,16 +207,7 @@ def test_the_actor_and_vllm_in_one_process(trained, tmp_path):
     extra = both_environments(tmp_path)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     (tmp_path / "rewards.py").write_text(REWARDS)
-    done = subprocess.run(
-        [PYTHON, "-m", "hybridflow", "train", "recipe.yaml", *trained],
-        env=environ(extra),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    printed_by([PYTHON, "-m", "hybridflow", "train", "recipe.yaml", *trained], extra, folder=tmp_path)
     steps = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
     assert len(steps) == 3
     for step in steps:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +11,12 @@ import torch
 from hybridflow.checkpoint.formats.registry import Options
 from hybridflow.layout.parallel_layout import ParallelLayout
 from tests.support.conversions import write_as
+from tests.support.vllm_environment import NEEDED, PYTHON, ROOT, printed_by
 
 transformers = pytest.importorskip("transformers")
 from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-vllm/bin/python"
-IS_THERE = (ROOT / ".venv-vllm/.installed").is_file()
+pytestmark = NEEDED
 # The CPU attention of vLLM knows no smaller heads.
 SHAPE: dict[str, Any] = dict(hidden_size=128, intermediate_size=96, head_dim=32)
 MODELS = {
@@ -46,9 +42,6 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :].tolist()
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.skipif(not IS_THERE, reason="needs vLLM in .venv-vllm: ./tests/support/vllm.sh, or run.sh --all")
 @pytest.mark.parametrize("family", MODELS)
 def test_vllm_generates_from_an_export(tmp_path, family):
     model = write_model(tmp_path / "first", family, seed=4, **MODELS[family])
@@ -56,19 +49,8 @@ def test_vllm_generates_from_an_export(tmp_path, family):
     write_as("megatron", tmp_path / "first", tmp_path / "ours", Options(layout=ParallelLayout(tp=2, pp=2)))
     write_as("hf", tmp_path / "ours", tmp_path / "export", Options(max_shard_bytes=100_000))
     assert len(list((tmp_path / "export").glob("model-*.safetensors"))) > 2
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [PYTHON, ROOT / "tests/e2e/vllm_generate.py", tmp_path / "export", str(NUM_TOKENS), json.dumps(PROMPTS)]
-    done = subprocess.run(
-        command,
-        env={**environ, "HF_HUB_OFFLINE": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(printed_by(command, folder=tmp_path).splitlines()[-1])
     expected = [greedy(model, prompt) for prompt in PROMPTS]
     assert sum(map(len, expected)) >= NUM_TOKENS, "too many near ties to tell anything"
     for tokens, right in zip(found["tokens"], expected, strict=True):

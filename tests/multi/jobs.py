@@ -20,6 +20,7 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.families.model import ModelConfig
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models.specs import logical_parameters
 from hybridflow.models.weights import local_shards
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
@@ -138,6 +139,31 @@ def add_noise(placed: PlacedModel, spec, rank: int, *, seed: int, std: float = 0
     shapes = {tensor.name: tensor.shape for tensor in spec.tensors}
     for name, (local, part) in local_shards(placed.transformer, spec, placed.mesh, rank).items():
         local[inner_of(part)] += std * draw(seed, name, shapes[name])[outer_of(part)]
+
+
+def watch(role: Any, rank: int) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    """Keep gradients and parts before each of a role's optimizer steps, and its metrics after each update."""
+    make_step, make_update = role.trainable.step, role.update
+    gradients: list[dict[str, Any]] = []
+    metrics: list[dict[str, float]] = []
+
+    def kept_step() -> float:
+        parameters = logical_parameters(role.model.transformer)
+        shards = local_shards(role.model.transformer, role.spec, role.model.mesh, rank)
+        gradients.append(
+            {
+                name: (parameters[name].main_grad.view(part.local_shape)[inner_of(part)].clone().numpy(), part)
+                for name, (_, part) in shards.items()
+            }
+        )
+        return make_step()
+
+    def kept_update(batch: Batch, decided: Any) -> None:
+        make_update(batch, decided)
+        metrics.append(dict(role.metrics))
+
+    role.trainable.step, role.update = kept_step, kept_update
+    return gradients, metrics
 
 
 def inner_of(part) -> tuple[slice, ...]:

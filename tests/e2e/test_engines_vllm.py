@@ -18,6 +18,7 @@ from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.rollout.request import Request, SamplingParams
 from hybridflow.sampling.engines import make_server_engine
+from tests.support.plain_models import token_log_probs
 from tests.support.vllm_environment import NEEDED, PYTHON, ROOT, environ, printed_by
 
 pytest.importorskip("transformers")
@@ -69,8 +70,7 @@ def _wait(url: str, server: subprocess.Popen, log: Path) -> None:
 def scores(model, tokens: list[int], temperature: float) -> torch.Tensor:
     """Log-probability of each token but the first."""
     with torch.no_grad():
-        table = (model(torch.tensor([tokens])).logits[0, :-1] / temperature).log_softmax(-1)
-    return table.gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+        return token_log_probs(model(torch.tensor([tokens])).logits[0], torch.tensor(tokens), temperature)
 
 
 def test_a_real_server(served, monkeypatch):

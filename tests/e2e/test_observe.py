@@ -67,21 +67,6 @@ def test_status_of_a_killed_run_and_of_one_that_is_done(seen: Any):
     assert done.accuracy == json.loads((run_dir / "summary.json").read_text())["accuracy_after_rl"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_cause_of_a_failure_is_told(tmp_path: Path, rank: int):
-    def kill(own: int) -> None:
-        if own == rank:
-            kill_in_step(1)
-
-    write_recipe(tmp_path)
-    done = fork_ranks(RUN, tmp_path, hook=kill)
-    assert done.codes[rank] == -9 and done.codes[1 - rank] == 1, done.err
-    status = read_status(tmp_path / "run")
-    assert (status.state, status.step) == ("failed", 0)
-    assert status.cause is not None and status.cause.startswith(f"rank {rank} on "), status.cause
-    assert status.logs == str(tmp_path / "run" / "logs" / "0001")
-
-
 def test_metrics_count_restarts(seen: Any):
     run_dir = seen[0]
     rows = read_metrics(run_dir)

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from hybridflow.checkpoint.formats.registry import Options
 from hybridflow.layout.parallel_layout import ParallelLayout
 from tests.support.conversions import write_as
+from tests.support.plain_models import greedy
 from tests.support.vllm_environment import NEEDED, PYTHON, ROOT, printed_by
 
 transformers = pytest.importorskip("transformers")
@@ -26,20 +26,6 @@ MODELS = {
 }
 NUM_TOKENS = 16
 PROMPTS = [[3, 4, 5, 6], [7], [20, 21, 22, 23, 24, 25, 26, 27, 28]]
-NEAR_TIE = 1e-3
-"""Logits closer than this may be the other way round in another order of summation."""
-
-
-def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    """The likeliest tokens one after the other, up to where two are as good as equal."""
-    tokens = torch.tensor(prompt)
-    for _ in range(NUM_TOKENS):
-        with torch.no_grad():
-            best = model(tokens[None]).logits[0, -1].topk(2)
-        if best.values[0] - best.values[1] < NEAR_TIE:
-            break
-        tokens = torch.cat([tokens, best.indices[:1]])
-    return tokens[len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -51,7 +37,7 @@ def test_vllm_generates_from_an_export(tmp_path, family):
     assert len(list((tmp_path / "export").glob("model-*.safetensors"))) > 2
     command = [PYTHON, ROOT / "tests/e2e/vllm_generate.py", tmp_path / "export", str(NUM_TOKENS), json.dumps(PROMPTS)]
     found = json.loads(printed_by(command, folder=tmp_path).splitlines()[-1])
-    expected = [greedy(model, prompt) for prompt in PROMPTS]
+    expected = [greedy(lambda ids: model(ids).logits, prompt, NUM_TOKENS, None)[0] for prompt in PROMPTS]
     assert sum(map(len, expected)) >= NUM_TOKENS, "too many near ties to tell anything"
     for tokens, right in zip(found["tokens"], expected, strict=True):
         assert len(tokens) == NUM_TOKENS and tokens[: len(right)] == right

@@ -18,13 +18,11 @@ from hybridflow import (
     PPO,
     Actor,
     BaseAlgorithm,
-    Critic,
     DataPipeline,
     GRPOTrainer,
     PPOTrainer,
     Reward,
     RewardModel,
-    RLTrainer,
     find_world,
     node,
 )
@@ -335,24 +333,6 @@ def test_own_algorithm(folder: Path, size: int) -> None:
         for name in ("reward/mean", "actor/loss", "actor/grad_norm"):
             assert [step[name] for step in own] == pytest.approx([step[name] for step in theirs], rel=1e-5, abs=1e-7)
         assert all(step["actor/grad_norm"] > 0 for step in own)
-
-
-def a_pipeline(folder: Path):
-    pipeline = DataPipeline(
-        actors=[actor(folder)],
-        reward_models=[digits, lambda prompt, response, answer: 1.0],
-        critics=[Critic()],
-        rollout_config={"max_length": 4},
-        train_config={"num_epochs": 2, "batch_size": 8, "run_dir": str(folder / "run")},
-        data=PROMPTS,
-    )
-    return RLTrainer(pipeline=pipeline).run()
-
-
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_pipeline(folder: Path, size: int) -> None:
-    found = run(a_pipeline, size, folder)
-    assert len(found[0]) == 4 and all(step["reward/mean"] >= 1 for step in found[0])
 
 
 def wrong_batches(folder: Path):

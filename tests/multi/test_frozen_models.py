@@ -194,20 +194,6 @@ def test_functions_score_on_ranks_without_a_model(folder):
     check_alike(record(recipe(folder, "apart", "safe-rlhf", 4, actor=actor, **critics, **placed)), expected)
 
 
-def has_one(prompt: str, response: str, answer: str) -> float:
-    """Of which many groups have three times the same."""
-    return float("1" in response)
-
-
-def test_dynamic_sampling_asks_functions_on_ranks_without_a_model(folder):
-    common: dict[str, Any] = dict(rollout={"group_size": 3}, kl={"coef": 0.1}, dynamic_sampling={"max_tries": 20})
-    reward = {"function": f"{__name__}:has_one"}
-    expected = record(recipe(folder, "filled", "dapo", **common, reward=reward))
-    assert all(0 < row["reward/mean"] < 1 and row["actor/grad_norm"] > 0 for row in expected[0])
-    apart = dict(actor={"ranks": [0, 1], "update": {"tp": 2}}, reward={**reward, "ranks": [3, 2]})
-    check_alike(record(recipe(folder, "filled-apart", "dapo", 4, **common, **apart)), expected)
-
-
 def asked(world: World, distill: dict[str, Any], safe: dict[str, Any]) -> dict[str, Any]:
     """What frozen models say of some sequences, and the bytes of weights that they have before, and after."""
     found: dict[str, Any] = {}

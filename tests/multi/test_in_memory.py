@@ -38,6 +38,7 @@ from tests.multi.jobs import make_batch, make_job, tiny_recipe
 from tests.multi.models import TINY, VOCAB, place
 from tests.support.complaints import complaint
 from tests.support.megatron_models import make_config
+from tests.support.plain_models import token_log_probs
 from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -102,8 +103,7 @@ def expected_log_probs(logits_of: Any) -> torch.Tensor:
     rows = []
     for tokens, prompt in responses(make_batch()):
         with torch.no_grad():
-            told = (logits_of(tokens[None])[0, :, :VOCAB] / TEMPERATURE).log_softmax(-1)
-        rows.append(told[prompt - 1 : -1].gather(1, tokens[prompt:, None])[:, 0])
+            rows.append(token_log_probs(logits_of(tokens[None])[0, :, :VOCAB], tokens, TEMPERATURE)[prompt - 1 :])
     return torch.cat(rows)
 
 

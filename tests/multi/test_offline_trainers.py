@@ -19,6 +19,7 @@ from hybridflow.api.offline import DPOTrainer, KTOTrainer, OfflineTrainer, Rewar
 from hybridflow.data.provider import DataProvider
 from hybridflow.errors import CheckpointError, ConfigError, DataError
 from tests.support.complaints import complaint
+from tests.support.plain_models import token_log_probs
 from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -57,8 +58,8 @@ def tokens(folder: Path, prompt: str, response: str) -> tuple[list[int], list[in
 
 
 def log_prob(model: Any, prompt: list[int], response: list[int]) -> torch.Tensor:
-    logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).sum()
+    row = torch.tensor(prompt + response)
+    return token_log_probs(model(input_ids=row[None]).logits[0], row)[len(prompt) - 1 :].sum()
 
 
 def load(path: Path) -> Any:

@@ -15,6 +15,7 @@ from hybridflow.api.trainers import GRPOTrainer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.parallel.world import World
 from tests.support.complaints import complaint
+from tests.support.plain_models import greedy
 from tests.support.ranks import run_ranks
 from tests.support.user_models import TinyActor
 
@@ -37,15 +38,8 @@ def greedy_of(folder: Path) -> list[list[int]]:
     """What transformers finds likeliest, as far as the first end of sequence."""
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    found = []
-    for prompt in PROMPTS:
-        known = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        rows: list[int] = []
-        while len(rows) < 6 and 0 not in rows:
-            with torch.no_grad():
-                rows.append(int(model(torch.tensor([known + rows])).logits[0, -1].argmax()))
-        found.append(rows)
-    return found
+    prompts = tokenizer(PROMPTS, add_special_tokens=False)["input_ids"]
+    return [greedy(lambda ids: model(ids).logits, prompt, 6, 0)[0] for prompt in prompts]
 
 
 def worked(world: World, folder: Path, options: dict[str, Any], kind: str) -> Any:
@@ -125,16 +119,8 @@ def own(world: World, folder: Path) -> Any:
 
 
 def test_a_class_of_ones_own_generates_too(folder):
-    wanted = []
-    for seed in (1, 2):
-        actor, rows = TinyActor(vocab_size=45, seed=seed), []
-        for prompt in ([3, 4], [5]):
-            known = list(prompt)
-            while len(known) - len(prompt) < 4 and 0 not in known[len(prompt) :]:
-                with torch.no_grad():
-                    known.append(int(actor(torch.tensor([known]))[0, -1].argmax()))
-            rows.append(known[len(prompt) :])
-        wanted.append(rows)
+    actors = [TinyActor(vocab_size=45, seed=seed) for seed in (1, 2)]
+    wanted = [[greedy(actor, prompt, 4, 0)[0] for prompt in ([3, 4], [5])] for actor in actors]
     for found in run_ranks(own, 2, folder):
         assert found == wanted
 

@@ -26,6 +26,7 @@ from hybridflow.trainer.trainer import Trainer, train
 from tests.multi.jobs import open_with_data
 from tests.support.complaints import complaint
 from tests.support.conversions import write_as
+from tests.support.plain_models import token_log_probs
 from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -124,8 +125,7 @@ def their_log_probs(path: Path, adapter: Path | None = None) -> numpy.ndarray:
     found = []
     for row, prompt in zip(*sequences(), strict=True):
         with torch.no_grad():
-            log_probs = model(row[None]).logits[0, :-1].log_softmax(-1)
-        found.append(log_probs.gather(1, row[1:, None])[prompt - 1 :, 0])
+            found.append(token_log_probs(model(row[None]).logits[0], row)[prompt - 1 :])
     return torch.cat(found).numpy()
 
 

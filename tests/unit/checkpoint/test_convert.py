@@ -283,10 +283,10 @@ def test_rank_that_is_killed_ends_the_others_in_time(source, tmp_path, lost):
             if index == lost and key == "t04":
                 os.kill(os.getpid(), signal.SIGKILL)
             # The others would go on for long.
-            time.sleep(0 if index == lost else 1.0)
+            time.sleep(0 if index == lost else 0.5)
 
         return lambda: run_plain(
-            source, out, place=Place(rank=index, size=3, deadline_s=3), num_files=4, before_write=slowly
+            source, out, place=Place(rank=index, size=3, deadline_s=1.5), num_files=4, before_write=slowly
         )
 
     began = time.monotonic()

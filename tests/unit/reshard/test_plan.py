@@ -158,9 +158,7 @@ def every_layout(size: int) -> list[str]:
     ("tied", "size"),
     [
         *((tied, 4) for tied in (False, True)),
-        pytest.param(False, 8, marks=pytest.mark.slow),
-        (True, 8),
-        *(pytest.param(tied, 16, marks=pytest.mark.slow) for tied in (False, True)),
+        *(pytest.param(tied, size, marks=pytest.mark.slow) for size in (8, 16) for tied in (False, True)),
     ],
 )
 def test_every_pair_of_layouts(size: int, tied: bool) -> None:

@@ -167,9 +167,9 @@ MODELS = {
 @pytest.mark.parametrize(
     "algorithm, names, model",
     [
-        ("ppo", ("two", "overlapping"), "plain"),
+        ("ppo", ("overlapping",), "plain"),
         ("grpo", ("strided", "reference apart"), "plain"),
-        pytest.param("ppo", ("colocated", "split"), "plain", marks=pytest.mark.slow),
+        pytest.param("ppo", ("two", "colocated", "split"), "plain", marks=pytest.mark.slow),
         pytest.param("grpo", ("four",), "plain", marks=pytest.mark.slow),
         pytest.param("ppo", ("overlapping",), "capped", marks=pytest.mark.slow),
         pytest.param("ppo", ("overlapping",), "mixture", marks=pytest.mark.slow),

@@ -155,10 +155,14 @@ def there_and_back(world: World, pairs: list[tuple[Mesh, Mesh]], transport: str)
         assert stats.received_bytes == stats.limit_bytes or world.size > world.ranks_per_node
 
 
+QUICK = (("torch", 8, 4), ("shared", 8, 4), ("auto", 2, 4), ("auto", 2, 8))
+"""Each transport on the nodes for which it is, and both at once."""
+
+
 @pytest.mark.parametrize(
     ("transport", "ranks_per_node", "size"),
     [
-        pytest.param(*case, marks=[pytest.mark.slow] * (case[2] == 8 and case[:2] != ("auto", 2)))
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK))
         for case in itertools.product(("torch", "shared", "auto"), (2, 8), (4, 8))
     ],
 )

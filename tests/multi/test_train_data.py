@@ -119,7 +119,7 @@ def test_a_spool_is_waited_for_and_gone_on_with(tmp_path, rows):
     assert sorted(path.name for path in (spool / "taken").iterdir()) == ["a.jsonl", "b.jsonl"]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_topic_is_waited_for_and_gone_on_with(tmp_path, rows, broker, size):
     train, held_out = rows
     write_recipe(tmp_path)
@@ -168,7 +168,7 @@ def provided(world, folder: str, source: str) -> list[dict[str, float]]:
         return trainer.train(5)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_provider_is_what_a_program_trains_on(tmp_path, size):
     train_tokenizer(["0123456789+="], path=tmp_path / "tokenizer.model", vocab_size=32)
     of_list = run_ranks(provided, size, str(tmp_path), "list")

@@ -93,11 +93,6 @@ def raises(prompt, response, answer):
         raise ValueError(f"no unit in {prompt}")
     return 1.0
 
-def exits(prompt, response, answer):
-    if prompt == open("one_prompt").read():
-        sys.exit(0)
-    return 1.0
-
 def nan(prompt, response, answer):
     return float("nan")
 
@@ -145,13 +140,11 @@ ALL_IN_ONE_STEP = ["trainer.global_batch_size=400", "trainer.mini_batch_size=nul
     ("function", "says"),
     [
         ("rewards:raises", ["'rewards:raises' on data/train.jsonl:18 with response", "ValueError: no unit in"]),
-        ("rewards:exits", ["'rewards:exits' on data/train.jsonl:18 with response", "SystemExit: 0"]),
         ("rewards:nan", ["'rewards:nan' on data/held_out.jsonl:", "returned nan; expected a finite number"]),
         (
             "rewards:no",
             ["reward.function='rewards:no'", "has no attribute 'no'", "give one of exact_match, length, regex"],
         ),
-        ("nowhere:no", ["reward.function='nowhere:no'", "No module named 'nowhere'"]),
     ],
 )
 def test_bad_reward_names_the_sample(rewards, function, says):

@@ -45,12 +45,6 @@ def trained(folder: Path, rows, file_format: str, *settings: str, num_ranks: int
     return learned(folder)
 
 
-def test_the_format_of_the_files_changes_nothing(tmp_path, rows):
-    expected = trained(tmp_path / "jsonl", rows, "jsonl")
-    assert len(expected) == 2 and all(step.keys() == expected[0].keys() != set() for step in expected)
-    assert trained(tmp_path / "parquet", rows, "parquet") == expected
-
-
 def test_a_mixture_goes_on_at_another_number_of_ranks_where_it_was(tmp_path, rows):
     train, held_out = rows
     one, other = write_rows(tmp_path / "one", train[:40], "parquet"), write_rows(tmp_path / "other", train[40:], "hdf5")

@@ -1,10 +1,16 @@
-"""What a call complains of, for ranks that tell the test."""
+"""What a call complains of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from hybridflow.errors import HybridflowError
+
+
+def complains(call: Callable[[], object], words: Iterable[str], kind: type[Exception] = HybridflowError) -> None:
+    """Check that a call raises an error whose message has all the words."""
+    message = complaint(call, kind)
+    assert message and all(each in message for each in words), (message, words)
 
 
 def complaint(call: Callable[[], object], kind: type[Exception] | tuple[type[Exception], ...] = HybridflowError) -> str:

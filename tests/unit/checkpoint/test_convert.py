@@ -117,7 +117,7 @@ def test_killed_at_any_moment_nothing_complete_is_redone(source, tmp_path, monke
         before = {(part.file, part.key) for part in read_journals(folder)} if folder.exists() else set()
         log.write_text("")
         children = [fork(attempt(rank)) for rank in range(num_ranks)]
-        if kills < 8:
+        if kills < 5:
             time.sleep(chance.uniform(0.02, 0.35))
             for child in children:
                 os.kill(child, signal.SIGKILL)

@@ -24,7 +24,8 @@ from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.sections import read_section, to_dict
-from tests.support.kafka_broker import OPTIONS, free_port, write
+from tests.e2e.commands import free_port
+from tests.support.kafka_broker import OPTIONS, write
 
 SHAPE = Shape(data=DataConfig(kafka=KafkaConfig(servers=("here:1",), topic="t"), held_out="none"), kind="problems")
 SKIP = replace(SHAPE, data=replace(SHAPE.data, on_bad_row="skip"))
@@ -113,7 +114,7 @@ def long_topic(broker):
 
 
 @given(turns=st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=5), st.sampled_from(KILLS)), max_size=6))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_wherever_it_is_killed_each_message_comes_once_and_in_order(broker, long_topic, turns):
     """Each turn writes some messages, begins anew and takes, until it is killed at one of its places."""
     topic, written = long_topic

@@ -22,19 +22,7 @@ from hybridflow.dataflow.schedule import (
 )
 from hybridflow.errors import GraphError
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.layout.parallel_layout import ParallelLayout
-
-
-def mesh(name: str, layout: str, ranks: range | tuple[int, ...]) -> DeviceMesh:
-    return DeviceMesh(name=name, layout=ParallelLayout.parse(layout), ranks=tuple(ranks), ranks_per_node=8)
-
-
-def node(name: str, place: str, reads: str = "", writes: str = "", **options) -> Node:
-    role, call = name.split(".")
-    return Node(
-        name=name, role=role, call=call, mesh=place, reads=tuple(reads.split()), writes=tuple(writes.split()), **options
-    )
-
+from tests.support.flows import mesh, node
 
 COLOCATED = {
     "rollout": mesh("rollout", "dp4", range(4)),

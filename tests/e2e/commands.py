@@ -131,6 +131,34 @@ def run_well(argv: Sequence[str], folder: Path, **how: Any) -> Done:
     return done
 
 
+def kill_in_step(step: int) -> None:
+    """The rank that calls this dies at the end of a step, before it is noted."""
+    from hybridflow.trainer.trainer import Trainer
+
+    finish_step = Trainer.finish_step
+
+    def finish(self: Trainer, batch: Any, decided: Any) -> None:
+        if decided["train_step"]["step"] == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        finish_step(self, batch, decided)
+
+    Trainer.finish_step = finish  # type: ignore[method-assign]
+
+
+def kill_when_logged(part: str) -> None:
+    """The rank that calls this dies when responses are in a log of this part of a name."""
+    from hybridflow.data.rollout_log import LogWriter
+
+    add = LogWriter.add
+
+    def add_or_die(self: LogWriter, responses: Any) -> None:
+        add(self, responses)
+        if part in str(self._path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    LogWriter.add = add_or_die  # type: ignore[method-assign]
+
+
 _OF_A_ROLLOUT = [f"rollout/{name}" for name in ("reused", "continued", "claimed", "prefill_share", "preempted")]
 """What depends on which replica was quicker, and on what was there before."""
 

@@ -18,11 +18,9 @@ from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.rollout.request import Request, SamplingParams
 from hybridflow.sampling.engines import make_server_engine
+from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.plain_models import token_log_probs
 from tests.support.vllm_environment import NEEDED, PYTHON, ROOT, environ, printed_by
-
-pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 TOLERANCE = 1e-4
 PROMPTS = [[3, 4, 5, 6], [7], [20, 21, 22, 23, 24, 25, 26, 27, 28]]

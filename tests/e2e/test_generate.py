@@ -7,17 +7,16 @@ import signal
 import pytest
 import tokenizers
 import torch
+import transformers
 
 import hybridflow.serving.serve  # noqa: F401  # what ranks import, imported once, before they are forked
 from hybridflow.exit_status import DONE, FAILURE, REQUEST, REQUEUE, TARGET
 from hybridflow.serving import batch
 from hybridflow.serving.results import ResultLog
 from tests.e2e.commands import Done, fork_ranks
+from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.plain_models import greedy, token_log_probs
 from tests.support.waiting import wait_until
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 NUM_PROMPTS = 12
 ARGUMENTS = [

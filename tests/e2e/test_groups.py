@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import h5py
 import pytest
 
-from hybridflow.data.rollout_log import LogWriter, list_logs
+from hybridflow.data.rollout_log import list_logs
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.reward import Reward
 from hybridflow.rollout import engine
 from hybridflow.sampling.groups import Groups
 from hybridflow.trainer.stopping import Stopping
-from tests.e2e.commands import REWARDS, Done, fork_ranks, lasting_metrics, run_well, write_recipe
+from tests.e2e.commands import REWARDS, Done, fork_ranks, kill_when_logged, lasting_metrics, run_well, write_recipe
 from tests.e2e.test_resume import reused
 
 GROUP_SIZE = 2
@@ -80,14 +78,8 @@ def noting(rank: int) -> None:
 def kill_in_the_second_rollout(rank: int) -> None:
     """Rank 1 dies in the first step that has a second rollout, when responses of it are in its log."""
     noting(rank)
-    add = LogWriter.add
-
-    def add_or_die(self, responses):
-        add(self, responses)
-        if rank == 1 and "part-00002" in str(self._path):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    LogWriter.add = add_or_die
+    if rank == 1:
+        kill_when_logged("part-00002")
 
 
 def stop_in_the_second_rollout(rank: int) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,10 @@ import pytest
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.observe.starts import read_starts
 from hybridflow.observe.status import RunStatus, read_status
-from hybridflow.trainer.trainer import Trainer
-from tests.e2e.commands import fork_ranks, run_well, write_recipe
+from tests.e2e.commands import fork_ranks, kill_in_step, run_well, write_recipe
 
 RUN = ["train", "tiny.yaml", "trainer.steps=4", "trainer.save_every=2"]
 PROFILE = ["profile.steps=[2, 9]", "profile.ranks=[1]"]
-
-
-def kill_in_step(step: int) -> None:
-    """The rank that calls this dies at the end of a step, before it is noted."""
-    finish_step = Trainer.finish_step
-
-    def finish(self: Trainer, batch: Any, decided: Any) -> None:
-        if decided["train_step"]["step"] == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        finish_step(self, batch, decided)
-
-    Trainer.finish_step = finish  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")

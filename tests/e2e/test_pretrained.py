@@ -5,9 +5,7 @@ import json
 import pytest
 
 from tests.e2e.commands import fork_ranks, lasting_metrics, run_command, run_well, write_recipe
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
+from tests.support.hf_models import write_model, write_tokenizer
 
 OF_DIRECTORY = ["model={path: policy, max_context: 32}", "warm_start=null", "trainer.save_every=1"]
 RUN = ["train", "tiny.yaml", *OF_DIRECTORY, "actor.update={pp: 2}", "actor.rollout={tp: 2}"]

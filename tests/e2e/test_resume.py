@@ -10,8 +10,7 @@ import pytest
 
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.trainer.checkpoints import Checkpoints
-from hybridflow.trainer.trainer import Trainer
-from tests.e2e.commands import fork_ranks, lasting_metrics, run_well, write_recipe
+from tests.e2e.commands import fork_ranks, kill_in_step, lasting_metrics, run_well, write_recipe
 
 RUN = ["train", "tiny.yaml", "trainer.steps=4", "trainer.save_every=2", "trainer.validate_every=3"]
 RUN += ["actor.optimizer.schedule=cosine", "actor.optimizer.min_lr=1e-3"]
@@ -48,14 +47,8 @@ def prompts(folder, num_ranks):
 
 def kill_in_step_4(rank):
     """Rank 1 dies after step 3 was recorded, before step 4 is."""
-    finish_step = Trainer.finish_step
-
-    def finish(self, batch, decided):
-        if rank == 1 and decided["train_step"]["step"] == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        finish_step(self, batch, decided)
-
-    Trainer.finish_step = finish
+    if rank == 1:
+        kill_in_step(4)
 
 
 def kill_while_writing_step_4(rank):

@@ -1,21 +1,19 @@
 """Finished responses survive a kill in the midst of a rollout; and the archive holds what was sampled, once."""
 
 import json
-import os
 import shutil
-import signal
 
 import h5py
 import numpy as np
 import pytest
 
 from hybridflow.cli import main
-from hybridflow.data.rollout_log import FINISHES, LogWriter, list_logs, read_log
+from hybridflow.data.rollout_log import FINISHES, list_logs, read_log
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.roles.actor import Actor
 from hybridflow.rollout import engine
 from hybridflow.rollout.engine import MegatronEngine
-from tests.e2e.commands import fork_ranks, lasting_metrics, run_well, write_recipe
+from tests.e2e.commands import fork_ranks, kill_when_logged, lasting_metrics, run_well, write_recipe
 from tests.e2e.test_resume import reused, weights
 
 RUN = [
@@ -52,14 +50,9 @@ def noting(rank):
 def kill_in_the_rollout_of_step_4(rank):
     """Rank 1 dies in step 4 when the first of its responses are in its log."""
     noting(rank)
-    add, engine.LOOK_STEPS = LogWriter.add, 4
-
-    def add_or_die(self, responses):
-        add(self, responses)
-        if rank == 1 and "step-000004" in str(self._path):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    LogWriter.add = add_or_die
+    engine.LOOK_STEPS = 4
+    if rank == 1:
+        kill_when_logged("step-000004")
 
 
 def sampled(folder):
@@ -210,14 +203,8 @@ def first(tmp_path_factory):
     """Without a warm start: a run in one go, and one that was killed in its second step, before any checkpoint."""
 
     def kill(rank):
-        add = LogWriter.add
-
-        def add_or_die(self, responses):
-            if rank == 1 and "step-000002" in str(self._path):
-                os.kill(os.getpid(), signal.SIGKILL)
-            add(self, responses)
-
-        LogWriter.add = add_or_die
+        if rank == 1:
+            kill_when_logged("step-000002")
 
     whole, killed = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("killed")
     for folder, hook in ((whole, noting), (killed, kill)):

@@ -13,16 +13,15 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
+import transformers
 
 import hybridflow.serving.serve  # noqa: F401  # what ranks import, imported once, before they are forked
 from hybridflow.exit_status import DONE, REQUEST
 from hybridflow.serving.desk import Desk
 from tests.e2e.commands import fork_ranks
+from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.plain_models import greedy, token_log_probs
 from tests.support.waiting import wait_until
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 ARGUMENTS = ["serve", "--model", "model", "--port", "0", "--max-concurrent", "4", "--seed", "5"]
 JSON = {"Content-Type": "application/json"}

@@ -10,11 +10,9 @@ import pytest
 from hybridflow.checkpoint.formats.registry import Options
 from hybridflow.layout.parallel_layout import ParallelLayout
 from tests.support.conversions import write_as
+from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.plain_models import greedy
 from tests.support.vllm_environment import NEEDED, PYTHON, ROOT, printed_by
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 pytestmark = NEEDED
 # The CPU attention of vLLM knows no smaller heads.

@@ -13,10 +13,8 @@ import pytest
 
 # All that the blocks import: ranks are forked from this process.
 import hybridflow
+from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.ranks import run_ranks
-
-pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("api.md", "extend.md")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 
 from hybridflow import (
     Actor,
@@ -23,10 +24,8 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.errors import ConfigError
 from tests.support.complaints import complains
+from tests.support.hf_models import END, write_model, write_tokenizer
 from tests.support.ranks import run_ranks
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import END, write_model, write_tokenizer  # noqa: E402
 
 MODEL = {
     "num_layers": 2,

@@ -20,11 +20,9 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.world import World
 from hybridflow.recipe.meshes import role_meshes
 from tests.support.complaints import complaint
+from tests.support.hf_models import write_tokenizer
 from tests.support.ranks import run_ranks
 from tests.support.user_models import TinyActor, TinyCritic
-
-pytest.importorskip("tokenizers")
-from tests.support.hf_models import write_tokenizer  # noqa: E402
 
 
 def groups_of(tp: int, pp: int, dp: int) -> list[dict[str, list[int]]]:

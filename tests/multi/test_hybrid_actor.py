@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn.functional import cross_entropy
 
 from hybridflow.api.hybrid_actor import HybridActor
 from hybridflow.errors import CheckpointError, ConfigError, DataError
 from tests.support.complaints import complaint
+from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.ranks import run_ranks
 from tests.support.user_models import TinyActor
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 IDS = torch.tensor([[7, 12, 33, 9, 21, 5], [8, 31, 4, 2, 2, 2], [11, 6, 19, 27, 40, 2]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0]])

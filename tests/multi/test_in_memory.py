@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -37,12 +38,10 @@ from hybridflow.testing import check_actor
 from tests.multi.jobs import make_batch, make_job, tiny_recipe
 from tests.multi.models import TINY, VOCAB, place
 from tests.support.complaints import complaint
+from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.megatron_models import make_config
 from tests.support.plain_models import token_log_probs
 from tests.support.ranks import run_ranks
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 LAYOUTS = [ParallelLayout(), ParallelLayout(tp=2, pp=2)]
 MIXTURE = {"num_experts_per_tok": 2}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -34,8 +35,6 @@ from tests.multi.jobs import inner_of, outer_of
 from tests.multi.models import place
 from tests.support.plain_models import token_log_probs
 from tests.support.ranks import run_ranks
-
-transformers = pytest.importorskip("transformers")
 
 VOCAB = 29
 LENGTHS = (12, 19, 3, 15)

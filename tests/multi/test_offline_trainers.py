@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn.functional import logsigmoid
 
 from hybridflow.api.names import LoraConfig
@@ -19,11 +20,9 @@ from hybridflow.api.offline import DPOTrainer, KTOTrainer, OfflineTrainer, Rewar
 from hybridflow.data.provider import DataProvider
 from hybridflow.errors import CheckpointError, ConfigError, DataError
 from tests.support.complaints import complaint
+from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.plain_models import token_log_probs
 from tests.support.ranks import run_ranks
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 PAIRS = [
     {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 7), "margin": 0.5 * b}

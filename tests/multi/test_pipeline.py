@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from hybridflow import Actor, DataPipeline, Reward, RLTrainer
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.parallel.world import World
 from hybridflow.rewards.functions import batched
+from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.ranks import run_ranks
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(2) for b in range(2)]
 

@@ -30,10 +30,8 @@ from hybridflow.parallel.world import World
 from hybridflow.placement.pretrained import from_pretrained
 from hybridflow.roles.reward_model import last_tokens
 from tests.support.conversions import write_as
+from tests.support.hf_models import write_model
 from tests.support.ranks import run_ranks
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model  # noqa: E402
 
 VOCAB = 45
 PAD = 2

@@ -168,10 +168,16 @@ def convert(world: World, source_dtype: torch.dtype, target_dtype: torch.dtype, 
     assert stats.received_bytes == stats.limit_bytes
 
 
-@pytest.mark.parametrize("transport", [pytest.param("torch", marks=pytest.mark.slow), "shared"])
+DTYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+
+
 @pytest.mark.parametrize(
-    ("source_dtype", "target_dtype"),
-    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    ("source_dtype", "target_dtype", "transport"),
+    [
+        (*DTYPES[0], "torch"),
+        *((*dtypes, "shared") for dtypes in DTYPES),
+        *(pytest.param(*dtypes, "torch", marks=pytest.mark.slow) for dtypes in DTYPES[1:]),
+    ],
 )
 def test_dtypes_are_converted_on_the_way(source_dtype: torch.dtype, target_dtype: torch.dtype, transport: str) -> None:
     run_ranks(convert, 4, source_dtype, target_dtype, transport)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from hybridflow.api.device_mesh import DeviceMesh
 from hybridflow.api.roles import Actor
@@ -15,12 +16,10 @@ from hybridflow.api.trainers import GRPOTrainer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.parallel.world import World
 from tests.support.complaints import complaint
+from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.plain_models import greedy
 from tests.support.ranks import run_ranks
 from tests.support.user_models import TinyActor
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 PROMPTS = ["1+1=", "12+20=", "3+"]
 

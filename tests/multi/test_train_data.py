@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("pyarrow")
-
 from hybridflow import Actor, GRPOTrainer
 from hybridflow.config.data import ArithmeticConfig
 from hybridflow.data import problems as problems_module

@@ -10,6 +10,7 @@ import numpy
 import peft
 import pytest
 import torch
+import transformers
 
 from hybridflow import cli
 from hybridflow.checkpoint.formats.registry import Options
@@ -26,11 +27,9 @@ from hybridflow.trainer.trainer import Trainer, train
 from tests.multi.jobs import open_with_data
 from tests.support.complaints import complaint
 from tests.support.conversions import write_as
+from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.plain_models import token_log_probs
 from tests.support.ranks import run_ranks
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 
 def recipe(folder: Path, algorithm: str, name: str = "run", **changes: Any) -> dict[str, Any]:

@@ -23,11 +23,9 @@ from hybridflow.rollout.engines.user_engine import UserEngine
 from hybridflow.rollout.request import Request, SamplingParams, expand
 from tests.multi.models import place
 from tests.support.complaints import complaint
+from tests.support.hf_models import write_tokenizer
 from tests.support.ranks import run_ranks
 from tests.support.user_models import SamplingActor, TinyActor, TinyCritic, fill
-
-pytest.importorskip("tokenizers")
-from tests.support.hf_models import write_tokenizer  # noqa: E402
 
 VOCAB = 45
 PROMPTS = ["1+1=", "2+2=", "3+4=", "10+5="]

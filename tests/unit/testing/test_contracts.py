@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from hybridflow.errors import ContractError
@@ -286,9 +287,6 @@ def test_a_check_leaves_gradients_and_weights_as_they_were():
     check_actor(actor)
     assert torch.equal(actor.head.weight.grad, torch.ones_like(actor.head.weight))
     assert all(torch.equal(each, before[name]) for name, each in actor.state_dict().items())
-
-
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture

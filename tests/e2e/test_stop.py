@@ -19,7 +19,7 @@ from hybridflow.roles.actor import Actor
 from hybridflow.rollout.engine import MegatronEngine, Session
 from hybridflow.trainer import stopping
 from hybridflow.trainer.stopping import Stopping
-from tests.e2e.commands import fork_ranks, lasting_metrics, run_well, write_recipe
+from tests.e2e.commands import RECIPE, fork_ranks, lasting_metrics, run_well, write_recipe
 from tests.support.waiting import wait_until
 
 RUN = ["train", "tiny.yaml", "trainer.steps=4"]
@@ -155,9 +155,7 @@ fallbacks:
 
 
 def test_with_fewer_ranks_the_fallback_goes_on(tmp_path, unbroken):
-    write_recipe(tmp_path)
-    with (tmp_path / "tiny.yaml").open("a") as file:
-        file.write(FALLBACK)
+    write_recipe(tmp_path, RECIPE + FALLBACK)
     stopped = fork_ranks(RUN, tmp_path, hook=asking("sample", 3, signal.SIGUSR1))
     assert stopped.codes == (REQUEUE, REQUEUE), stopped.err
     run_well([*RUN, "--resume"], tmp_path, num_ranks=1)
@@ -168,17 +166,13 @@ def test_with_fewer_ranks_the_fallback_goes_on(tmp_path, unbroken):
 
 
 def test_ranks_that_no_layout_uses_leave_when_the_job_is_over(tmp_path):
-    write_recipe(tmp_path)
-    with (tmp_path / "tiny.yaml").open("a") as file:
-        file.write(FALLBACK)
+    write_recipe(tmp_path, RECIPE + FALLBACK)
     run_well([*RUN, "trainer.steps=1"], tmp_path, num_ranks=3)
     assert read_starts(tmp_path / "run")[0].ranks == 2
 
 
 def test_of_two_ranks_one_stands_by_while_the_other_trains(tmp_path):
-    write_recipe(tmp_path)
-    with (tmp_path / "tiny.yaml").open("a") as file:
-        file.write(FALLBACK)
+    write_recipe(tmp_path, RECIPE + FALLBACK)
     one = ["cluster.ranks=1", "actor.update={}", "actor.rollout={}"]
     run_well([*RUN, *one, "trainer.steps=1"], tmp_path)
     assert read_starts(tmp_path / "run")[0].ranks == 1

@@ -337,24 +337,20 @@ def test_own_algorithm(folder: Path, size: int) -> None:
 
 def wrong_batches(folder: Path):
     trainer = PPOTrainer(settings(folder, rollout_batch_size=4), actor_model=actor(folder), reward=digits)
-    return {part: complaint(lambda batch=batch: trainer.rollout(batch), DataError) for part, batch in WRONG.items()}
-
-
-WRONG = {
-    "3 prompts": PROMPTS[:3],
-    "no prompt": [],
-    "prompts[0]": [{"answer": "1"}],
-    "input_ids of shape [4]": torch.zeros(4),
-    "at most 12": ["1+1=" * 10] * 4,
-    "expected texts": 7,
-    "'answer' is 1": {"prompt": ["1"] * 4, "answer": [1] * 4},
-}
+    for words, batch in {
+        "3 prompts": PROMPTS[:3],
+        "no prompt": [],
+        "prompts[0]": [{"answer": "1"}],
+        "input_ids of shape [4]": torch.zeros(4),
+        "at most 12": ["1+1=" * 10] * 4,
+        "expected texts": 7,
+        "'answer' is 1": {"prompt": ["1"] * 4, "answer": [1] * 4},
+    }.items():
+        complains(lambda batch=batch: trainer.rollout(batch), [words], DataError)
 
 
 def test_wrong_batches(folder: Path) -> None:
-    (messages,) = run(wrong_batches, 1, folder)
-    for part, message in messages.items():
-        assert part in message
+    run(wrong_batches, 1, folder)
 
 
 @pytest.mark.parametrize(

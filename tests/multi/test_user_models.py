@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from hybridflow.parallel.world import World
 from hybridflow.rollout.engines.user_engine import UserEngine
 from hybridflow.rollout.request import Request, SamplingParams, expand
 from tests.multi.models import place
-from tests.support.complaints import complaint
+from tests.support.complaints import complains, complaint
 from tests.support.hf_models import write_tokenizer
 from tests.support.ranks import run_ranks
 from tests.support.user_models import SamplingActor, TinyActor, TinyCritic, fill
@@ -260,25 +259,21 @@ def test_a_generate_that_gives_what_cannot_be_right_is_told_of():
 
 
 REFUSED: dict[str, tuple[type[Exception], Any, dict[str, Any]]] = {
-    r"actor\.update\.tp=2: a class of your own is not cut": (LayoutError, GRPOTrainer, {"actor": {"tp_size": 2}}),
-    r"actor\.lora: cannot be had": (ConfigError, GRPOTrainer, {"lora_rank": 4}),
-    r"rollout\.stop: cannot be had": (ConfigError, GRPOTrainer, {"rollout": {"stop": ["x"]}}),
-    r"actor\.reshard_every: cannot be had": (ConfigError, GRPOTrainer, {"hybrid_engine": {"resharding_interval": 2}}),
-    r"rollout\.partial_rollouts: cannot be had": (ConfigError, GRPOTrainer, {"rollout": {"partial_rollouts": True}}),
+    "actor.update.tp=2: a class of your own is not cut": (LayoutError, GRPOTrainer, {"actor": {"tp_size": 2}}),
+    "actor.lora: cannot be had": (ConfigError, GRPOTrainer, {"lora_rank": 4}),
+    "rollout.stop: cannot be had": (ConfigError, GRPOTrainer, {"rollout": {"stop": ["x"]}}),
+    "actor.reshard_every: cannot be had": (ConfigError, GRPOTrainer, {"hybrid_engine": {"resharding_interval": 2}}),
+    "rollout.partial_rollouts: cannot be had": (ConfigError, GRPOTrainer, {"rollout": {"partial_rollouts": True}}),
     "critic: would begin as a copy": (ConfigError, PPOTrainer, {"group_size": 1, "rollout_batch_size": 4}),
 }
 
 
-def refusals(world: World, folder: Path) -> dict[str, str]:
+def refusals(world: World, folder: Path) -> None:
     given = {"actor_model": TinyActor(vocab_size=VOCAB), "reward": ones, "tokenizer": str(folder)}
-    found = {}
-    for index, (name, (kind, trainer, other)) in enumerate(REFUSED.items()):
+    for index, (words, (kind, trainer, other)) in enumerate(REFUSED.items()):
         config = {**copy.deepcopy(SETTINGS), "run_dir": str(folder / f"refused-{index}"), **other}
-        found[name] = complaint(lambda make=trainer, config=config: make(config, **given).step(PROMPTS), kind)
-    return found
+        complains(lambda make=trainer, config=config: make(config, **given).step(PROMPTS), [words], kind)
 
 
 def test_what_it_cannot_do_is_refused_by_key(folder):
-    found = run_ranks(refusals, 2, folder)[0]
-    for name, message in found.items():
-        assert re.search(name, message), message
+    run_ranks(refusals, 2, folder)

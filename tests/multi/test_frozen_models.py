@@ -22,6 +22,7 @@ from hybridflow.roles.teacher import Teacher
 from tests.multi.jobs import open_with_data
 from tests.multi.test_placement import OF_THE_MACHINE
 from tests.multi.test_train_pretrained import batch, lines, run, sequences
+from tests.multi.test_train_pretrained import recipe as of_directories
 from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.ranks import run_ranks
 
@@ -43,26 +44,20 @@ def folder(tmp_path_factory):
 
 def recipe(folder: Path, name: str, algorithm: str, ranks: int = 1, **changes: Any) -> dict[str, Any]:
     """Two steps of two mini-batches; sections of ``changes`` go over those here, key by key."""
-    made: dict[str, Any] = {
-        "name": name,
-        "algorithm": algorithm,
-        "seed": 3,
-        "run_dir": str(folder / name),
-        "cluster": {"ranks": ranks},
-        "model": {"path": str(folder / "actor"), "max_context": 24, "dtype": "fp32"},
-        "data": {
-            "train": str(folder / "train.jsonl"),
-            "held_out": str(folder / "held_out.jsonl"),
-            "arithmetic": {"num_train": 40, "num_held_out": 6, "max_operand": 20},
-        },
-        "actor": {"update": {"dp": ranks}, "optimizer": OPTIMIZER},
-        "rollout": {"max_new_tokens": 5, "temperature": 0.8},
-        "trainer": {"steps": 2, "global_batch_size": 12, "mini_batch_size": 6, "micro_batch_tokens": 64},
-    }
+    made = of_directories(
+        folder,
+        algorithm,
+        name,
+        seed=3,
+        cluster={"ranks": ranks},
+        model={"path": str(folder / "actor"), "max_context": 24, "dtype": "fp32"},
+        actor={"update": {"dp": ranks}, "optimizer": OPTIMIZER},
+        rollout={"max_new_tokens": 5, "temperature": 0.8},
+        trainer={"steps": 2, "global_batch_size": 12, "mini_batch_size": 6, "micro_batch_tokens": 64},
+    )
     scorer = {"max_context": 24, "dtype": "fp32"}
     if algorithm == "distill":
         made["teacher"] = {"model": {"path": str(folder / "teacher"), **scorer}, "top_k": TOP_K}
-        made["reward"] = {"function": "tests.multi.test_placement:share_of_ones"}
     elif algorithm == "safe-rlhf":
         made["reward"] = {"model": {"path": str(folder / "score"), **scorer}}
         made["cost"] = {"model": {"path": str(folder / "price"), **scorer}}

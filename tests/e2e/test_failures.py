@@ -203,7 +203,7 @@ def test_rank_that_is_killed_ends_the_others(folder, monkeypatch, victim):
     assert status.cause is not None and status.cause.startswith(f"rank {victim} on "), status.cause
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_rank_that_is_stopped_ends_the_others(folder, monkeypatch, victim):
     monkeypatch.setenv("VICTIM", str(victim))
     stop = in_the_middle_of_an_update(lambda: os.kill(os.getpid(), signal.SIGSTOP))

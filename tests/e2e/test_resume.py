@@ -200,7 +200,9 @@ def fill_the_disk_in_step(step):
     return hook
 
 
-@pytest.mark.parametrize("step", [2, 4], ids=["within", "at the end"])
+@pytest.mark.parametrize(
+    "step", [pytest.param(2, id="within", marks=pytest.mark.slow), pytest.param(4, id="at the end")]
+)
 def test_a_checkpoint_that_cannot_be_written_ends_the_job(step, tmp_path):
     write(tmp_path)
     argv = [*GRPO, f"trainer.save_every={step - 1}"]

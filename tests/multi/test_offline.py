@@ -299,7 +299,7 @@ def cases_of(size: int) -> list[Case]:
     layouts = {
         1: ["tp1.pp1.dp1"],
         2: ["tp2.pp1.dp1", "tp1.pp2.dp1", "tp1.pp1.dp2"],
-        4: ["tp2.pp2.dp1", "tp1.pp2.dp2", "tp1.pp1.dp4"],
+        4: ["tp2.pp2.dp1", "tp1.pp2.dp2"],
     }[size]
     return [
         Case(name=name, layout=ParallelLayout.parse(layout), micro_batch_tokens=40 if place % 2 == size % 2 else 4096)

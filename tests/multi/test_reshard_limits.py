@@ -213,7 +213,7 @@ def die(world: World, is_large: bool, transport: str, at_once: bool) -> tuple[st
     return str(caught.value), took_s
 
 
-@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("is_large", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("transport", ["torch", "shared"])
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_killed_rank_is_named_and_the_source_intact(is_large: bool, transport: str, at_once: bool) -> None:

@@ -278,7 +278,7 @@ def plain_requests() -> list[Request]:
             params=SamplingParams(max_new_tokens=12, **kinds[number % 5]),
             prompt_index=number,
         )
-        for number in range(20)
+        for number in range(14)
     ]
 
 
@@ -301,7 +301,7 @@ def test_a_damaged_embedding_fails_those_that_have_the_token_and_no_other(layout
                     assert got.error == f"token {place}: its logits are not finite; look for damaged weights"
                 else:
                     assert expected == tokens and np.abs(got.log_probs - whole.log_probs).max() <= 1e-5
-            assert 3 <= num_failed <= 17
+            assert 3 <= num_failed <= 11
 
 
 def refused(world):

@@ -41,9 +41,7 @@ def weights(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("ipo", "kto"))) for name in RUNS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in RUNS])
 def test_it_trains_and_goes_on_bit_for_bit(name, tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "resumed"
     whole.mkdir()

@@ -31,6 +31,7 @@ def train(folder, url, *overrides):
     return fork_ranks(["train", "tiny.yaml", f"rollout.engine.urls=['{url}']", *overrides], folder, hook=hook)
 
 
+@pytest.mark.slow
 def test_training_and_validation_on_what_a_server_samples(tmp_path, serve):
     server = serve(sampled)
     done = train(tmp_path, server.url, "rollout.engine.off_policy=true")

@@ -27,8 +27,8 @@ def train(folder, url, *overrides):
         os.environ["ENGINE_TOKEN"] = SECRET
 
     write_recipe(folder)
-    overrides = ("warm_start=null", SAMPLED, *overrides)
-    return fork_ranks(["train", "tiny.yaml", f"rollout.engine.urls=['{url}']", *overrides], folder, hook=hook)
+    argv = ["train", "tiny.yaml", "warm_start=null", SAMPLED, f"rollout.engine.urls=['{url}']", *overrides]
+    return fork_ranks(argv, folder, hook=hook)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.models.weights import local_shards
+from tests.multi.jobs import inner_of, outer_of
 from tests.support.checkpoint_formats import (
     SMALL,
     MemorySource,
@@ -122,22 +123,14 @@ def build(world, model, layout):
     return built, local_shards(built, model_spec(shape), mesh, world.rank)
 
 
-def halves(part):
-    """Where the true values lie in a rank's tensor, and in the whole one; padding is behind."""
-    inner = tuple(slice(0, stop - start) for start, stop in part.box)
-    return inner, tuple(slice(start, stop) for start, stop in part.box)
-
-
 def fill(shards, values):
     for name, (local, part) in shards.items():
-        inner, outer = halves(part)
-        local[inner] = values[name][outer]
+        local[inner_of(part)] = values[name][outer_of(part)]
 
 
 def assert_holds(shards, values):
     for name, (local, part) in shards.items():
-        inner, outer = halves(part)
-        assert torch.equal(bits(local[inner]), bits(values[name][outer])), name
+        assert torch.equal(bits(local[inner_of(part)]), bits(values[name][outer_of(part)])), name
 
 
 def saving_in_tests():

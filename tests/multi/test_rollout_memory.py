@@ -63,8 +63,8 @@ def assert_equal(found, expected):
 
 def within_budget(world, layouts: list[ParallelLayout]):
     """For each layout, of too many requests for the budget: their texts, unlimited too; the cache; who lost room."""
-    # 10 + 36 tokens take three blocks of 16.
-    requests = make_requests(5, 6, 10, SamplingParams(max_new_tokens=36, stop_ids=(2,)))
+    # 10 + 24 tokens take three blocks of 16.
+    requests = make_requests(5, 6, 10, SamplingParams(max_new_tokens=24, stop_ids=(2,)))
     found = []
     for layout in layouts:
         model, _, groups, _ = make_model(world, layout)
@@ -98,7 +98,7 @@ def test_ten_times_more_than_fits_is_generated_within_the_budget():
     lasts = run_ranks(within_budget, 2, layouts)[-1]
     for found in (alone, *lasts):
         assert len(found["small"]) == 10 * NUM_FITTING
-        assert {len(tokens) for tokens, _, _ in found["small"].values()} > {36}
+        assert {len(tokens) for tokens, _, _ in found["small"].values()} > {24}
         assert_equal(found["small"], found["large"])
         assert_equal(found["small"], alone["large"])
         assert found["bytes"][0] == found["bytes"][1]

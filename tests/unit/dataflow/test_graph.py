@@ -4,19 +4,11 @@ import pytest
 
 from hybridflow.dataflow.graph import Flow, Node, repeat
 from hybridflow.errors import GraphError
+from tests.support import flows
 
 
-def node(name: str, reads: str = "", writes: str = "", *, source: bool = False, mesh: str = "m") -> Node:
-    role, call = name.split(".")
-    return Node(
-        name=name,
-        role=role,
-        call=call,
-        mesh=mesh,
-        reads=tuple(reads.split()),
-        writes=tuple(writes.split()),
-        source=source,
-    )
+def node(name: str, reads: str = "", writes: str = "", *, source: bool = False) -> Node:
+    return flows.node(name, "m", reads, writes, source=source)
 
 
 SAMPLE = node("actor.sample", writes="tokens", source=True)

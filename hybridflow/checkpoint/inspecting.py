@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.checkpoint import manifest
-from hybridflow.checkpoint.manifest import WEIGHT, Progress, TensorEntry, check_files, num_bytes, read_manifest
+from hybridflow.checkpoint.manifest import WEIGHT, Progress, TensorEntry, check_files, read_manifest
 from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import ADAPTER_CONFIG, CONFIG, FOLDER, read_json
 from hybridflow.families.model import ModelConfig
@@ -89,7 +89,7 @@ class Contents:
             "layout": self.layout,
             "model": to_dict(self.model),
             "num_parameters": self.num_parameters,
-            "weight_bytes": num_bytes(self.weights.values()),
+            "weight_bytes": sum(entry.num_bytes for entry in self.weights.values()),
             "dtypes": dtypes(self.weights.values()),
             "progress": None if self.progress is None else self.progress._asdict(),
             "written_by": dict(self.written_by),
@@ -301,7 +301,7 @@ def verified(found: Contents, *, base: Path | None, progress: Callable[[int, int
     from hybridflow.checkpoint.tensor_file import bytes_of
     from hybridflow.reshard.spec import ITEM_BYTES, num_elements
 
-    total = sum(num_bytes(tensors.values()) for tensors in found.tensors.values())
+    total = sum(entry.num_bytes for tensors in found.tensors.values() for entry in tensors.values())
     done = 0
     if (found.path / manifest.NAME).is_file():
         for piece in ModelDir(found.path).verify():
@@ -315,7 +315,7 @@ def verified(found: Contents, *, base: Path | None, progress: Callable[[int, int
                 # It may be a view of a file of which nothing has been read yet.
                 zlib.crc32(bytes_of(values))
             source.release()
-            done += num_bytes([entry])
+            done += entry.num_bytes
             progress(done, total)
     nothing = f"every tensor was read; {found.format} has no hashes, so that only the structure is known to be right"
     words = _CHECKED.get(found.format, nothing)
@@ -326,7 +326,7 @@ def dtypes(entries: Iterable[TensorEntry]) -> dict[str, int]:
     """Return number format -> bytes, the most first."""
     found: dict[str, int] = {}
     for entry in entries:
-        found[entry.dtype] = found.get(entry.dtype, 0) + num_bytes([entry])
+        found[entry.dtype] = found.get(entry.dtype, 0) + entry.num_bytes
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 

@@ -11,8 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint.manifest import NAME, Manifest, Piece, check_files, piece_key, read_manifest, to_json
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES, Entry, TensorFile, TensorFileWriter
+from hybridflow.checkpoint.manifest import (
+    NAME,
+    Manifest,
+    Piece,
+    TensorEntry,
+    check_files,
+    piece_key,
+    read_manifest,
+    to_json,
+)
+from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, TensorFile, TensorFileWriter, entry_of
 from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.families.assets import FOLDER
 from hybridflow.observe.files import replace_file
@@ -117,13 +126,13 @@ class ModelDir:
             self._files[name].release()
         self._used.clear()
 
-    def _entry(self, kind: str, tensor: str) -> Entry:
+    def _entry(self, kind: str, tensor: str) -> TensorEntry:
         entries = self.manifest.tensors.get(kind, {})
         if tensor not in entries:
             raise CheckpointError(
                 f"{self.path / NAME}: has no {kind} {tensor}, which was expected; is it of another model?"
             )
-        return Entry(*entries[tensor])
+        return entries[tensor]
 
     def _values(self, piece: Piece) -> Tensor:
         """Return a piece, its hash checked once."""
@@ -143,7 +152,7 @@ class ModelDir:
         if name not in self._files:
             file = TensorFile(self.path / name)
             expected = {
-                piece.key: Entry(
+                piece.key: TensorEntry(
                     self._entry(piece.kind, piece.tensor).dtype, tuple(stop - start for start, stop in piece.box)
                 )
                 for piece in self._by_file[name]
@@ -180,7 +189,7 @@ def write_shares(
     for share in shares:
         keyed[piece_key(share.kind, share.tensor, counts[share.kind, share.tensor])] = share
         counts[share.kind, share.tensor] += 1
-    entries = {key: Entry(DTYPE_NAMES[share.values.dtype], tuple(share.values.shape)) for key, share in keyed.items()}
+    entries = {key: entry_of(share.values) for key, share in keyed.items()}
     pieces: list[Piece] = []
     try:
         writer = TensorFileWriter(path, entries)
@@ -248,5 +257,5 @@ def within(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(inner, outer, strict=True))
 
 
-def _text(entry: Entry | None) -> str:
+def _text(entry: TensorEntry | None) -> str:
     return "no such tensor" if entry is None else f"{entry.dtype} {list(entry.shape)}"

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.checkpoint.formats.registry import Options
 from hybridflow.layout.parallel_layout import ParallelLayout
-from tests.support.conversions import write_as
+from tests.support.conversions import convert
 
 transformers = pytest.importorskip("transformers")
 from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
@@ -53,8 +52,8 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 def test_vllm_generates_from_an_export(tmp_path, family):
     model = write_model(tmp_path / "first", family, seed=4, **MODELS[family])
     write_tokenizer(tmp_path / "first")
-    write_as("megatron", tmp_path / "first", tmp_path / "ours", Options(layout=ParallelLayout(tp=2, pp=2)))
-    write_as("hf", tmp_path / "ours", tmp_path / "export", Options(max_shard_bytes=100_000))
+    convert(tmp_path / "first", "megatron", tmp_path / "ours", layout=ParallelLayout(tp=2, pp=2))
+    convert(tmp_path / "ours", "hf", tmp_path / "export", max_shard_bytes=100_000)
     assert len(list((tmp_path / "export").glob("model-*.safetensors"))) > 2
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [PYTHON, ROOT / "tests/e2e/vllm_generate.py", tmp_path / "export", str(NUM_TOKENS), json.dumps(PROMPTS)]

@@ -34,8 +34,8 @@ from tests.support.checkpoint_formats import (
     bits,
     in_bf16,
     logical_values,
-    write_target,
 )
+from tests.support.conversions import convert
 from tests.support.megatron_models import make_config
 from tests.support.ranks import run_ranks
 
@@ -226,7 +226,7 @@ def test_what_we_write_is_loaded_by_megatron_in_other_layouts(tmp_path):
         source = MemorySource(model)
         out = tmp_path / name
         # Small files, so that there are several.
-        write_target(source, make_target("megatron-dist", source, Options(max_shard_bytes=9000)), out)
+        convert(source, "megatron-dist", out, max_shard_bytes=9000)
         folders[name] = str(out / "release")
         assert len(list((out / "release").glob("*.distcp"))) > 2
         again = open_source(out)

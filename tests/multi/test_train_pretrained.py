@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hybridflow import cli
-from hybridflow.checkpoint.formats.registry import Options
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.parallel.megatron import rank_sets
@@ -24,7 +23,7 @@ from hybridflow.trainer.plan import plan_job
 from hybridflow.trainer.record import Record
 from hybridflow.trainer.stopping import Stopping
 from hybridflow.trainer.trainer import Trainer, train
-from tests.support.conversions import write_as
+from tests.support.conversions import convert
 from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -164,7 +163,7 @@ def test_the_trained_actor_is_exported_and_trained_on(folder):
     """Its checkpoint has family, settings and tokenizer: ``transformers`` and the next run begin where it ended."""
     run_ranks(run, 2, recipe(folder, "grpo"))
     trained = folder / "run/checkpoints/step_000002/actor"
-    write_as("hf", trained, folder / "export", Options())
+    convert(trained, "hf", folder / "export")
     config = json.loads((folder / "export/config.json").read_text())
     assert config["model_type"] == "qwen2" and config["architectures"] == ["Qwen2ForCausalLM"]
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

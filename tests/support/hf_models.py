@@ -55,10 +55,15 @@ def write_model(
         shape["num_labels"] = 1
     config = getattr(transformers, f"{family}Config")(**{**shape, **changes})
     model = getattr(transformers, f"{family}{kind}")(config)
+    randomize(model, seed, 0.2)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def randomize(model: torch.nn.Module, seed: int, scale: float) -> None:
+    """Give every weight a random value; norms and biases around 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            centre = 1.0 if parameter.dim() == 1 else 0.0
-            parameter.copy_(centre + 0.2 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(folder)
-    return model.eval()
+            centre = float(parameter.dim() == 1)
+            parameter.copy_(centre + scale * torch.randn(parameter.shape, generator=generator))

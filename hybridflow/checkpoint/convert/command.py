@@ -312,7 +312,7 @@ def _mapping(source: Source, target: Target) -> str:
 
 def _rows(source: Source, target: Target) -> Iterator[tuple[str, list[str], list[dict[str, Any]]]]:
     """Yield logical name, the source's names of its parts, and where they go."""
-    from hybridflow.checkpoint.formats.source import NamesParts
+    from hybridflow.checkpoint.formats.huggingface import HuggingFaceSource
 
     for name in source.tensors:
         places = []
@@ -320,7 +320,7 @@ def _rows(source: Source, target: Target) -> Iterator[tuple[str, list[str], list
             entry = target.files[file][key]
             at = {"dtype": entry.dtype, "shape": list(entry.shape), "bytes": entry.num_bytes}
             places.append({"file": file, "key": key, **at})
-        yield name, source.names(name) if isinstance(source, NamesParts) else [name], places
+        yield name, source.names(name) if isinstance(source, HuggingFaceSource) else [name], places
 
 
 def _total_bytes(target: Target) -> int:

@@ -302,14 +302,15 @@ def _write_together(job: _Job, files: Sequence[str], output: Output, monitor: Mo
     wanted = set(files)
     for tensor in job.source.tensors:
         monitor.check()
-        places = [(file, key) for file, key in job.target.places(tensor) if file in wanted and key in output.left[file]]
-        if not places:
+        places = job.target.places(tensor)
+        missing = [(file, key) for file, key in places if file in wanted and key in output.left[file]]
+        if not missing:
             continue
-        dtype = TORCH_DTYPES[job.target.files[places[0][0]][places[0][1]].dtype]
+        dtype = TORCH_DTYPES[job.target.files[missing[0][0]][missing[0][1]].dtype]
         output.make_room(math.prod(job.source.tensors[tensor].shape) * dtype.itemsize)
         values = cast(tensor, job.source.read(tensor), dtype)
-        for file, key, part in job.target.parts(tensor, values, {file for file, _ in places}):
-            if (file, key) in places:
+        for (file, key), part in zip(places, job.target.parts(tensor, values), strict=True):
+            if (file, key) in missing:
                 output.put(file, key, part)
             # Not held while the next one is made.
             del part

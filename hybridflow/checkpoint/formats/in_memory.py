@@ -15,7 +15,8 @@ from torch import Tensor
 from hybridflow.checkpoint.formats.huggingface import HuggingFaceSource
 from hybridflow.checkpoint.formats.in_memory_megatron import MegatronSource, read_megatron
 from hybridflow.checkpoint.formats.source import Source
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, Entry
+from hybridflow.checkpoint.manifest import TensorEntry
+from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
 from hybridflow.errors import ConfigError
 from hybridflow.families.assets import CONFIG
 from hybridflow.families.config_json import Described, read_config
@@ -158,7 +159,7 @@ class _InMemory:
             if tensor.dtype not in DTYPE_NAMES:
                 expected = ", ".join(map(str, DTYPE_NAMES))
                 raise ConfigError(f"{path}: {name} is {tensor.dtype}; expected one of {expected}: convert the model")
-        self.entries = {name: Entry(DTYPE_NAMES[each.dtype], tuple(each.shape)) for name, each in tensors.items()}
+        self.entries = {name: TensorEntry(DTYPE_NAMES[each.dtype], tuple(each.shape)) for name, each in tensors.items()}
 
     def read(self, key: str) -> Tensor:
         """Read a tensor in host memory, not to be written."""

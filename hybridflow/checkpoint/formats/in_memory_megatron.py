@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 
 from hybridflow.checkpoint.formats.megatron_args import MEGATRON_SETTINGS
 from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
+from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, entry_of
 from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig, RotaryScaling, check_model
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -36,7 +36,6 @@ _COMPUTED: dict[str, tuple[object, ...]] = {
 }
 """Settings of a ``TransformerConfig`` and the values that are computed here; a version may lack some of them."""
 
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _WHERE = "GPTModel"
 _REMEDY = "save it as a checkpoint that hybridflow reads (docs/checkpoints.md) and name its directory"
 
@@ -63,7 +62,7 @@ def read_megatron(given: GPTModel, *, vocab_size: int | None = None) -> ModelCon
         "rotary_percent": (given.rotary_percent, (1, 1.0)),
         "vp_stage": (given.vp_stage, (None,)),
         "config.expert_model_parallel_size": (config.expert_model_parallel_size, (None, 1)),
-        "config.params_dtype": (config.params_dtype, tuple(_DTYPES)),
+        "config.params_dtype": (config.params_dtype, tuple(DTYPE_NAMES)),
     }
     for name, (value, allowed) in found.items():
         if value not in allowed:
@@ -99,7 +98,7 @@ def read_megatron(given: GPTModel, *, vocab_size: int | None = None) -> ModelCon
         attention_scale=config.softmax_scale,
         window=_window(config.window_size),
         init_std=config.init_method_std,
-        dtype=_DTYPES[config.params_dtype],  # type: ignore[arg-type]
+        dtype=DTYPE_NAMES[config.params_dtype],
         **experts,
     )
     model = _with_rotary(model, given)
@@ -180,9 +179,7 @@ class MegatronSource:
             spec.name: whole[spec.name] if spec.padded_to is None else whole[spec.name][: self.model.vocab_size]
             for spec in specs
         }
-        self.tensors: Mapping[str, TensorEntry] = {
-            name: TensorEntry(DTYPE_NAMES[each.dtype], tuple(each.shape)) for name, each in self._tensors.items()
-        }
+        self.tensors: Mapping[str, TensorEntry] = {name: entry_of(each) for name, each in self._tensors.items()}
 
     def read(self, tensor: str) -> Tensor:
         """See ``Source``."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.huggingface import parts_of
-from hybridflow.checkpoint.formats.source import Source
+from hybridflow.checkpoint.formats.source import Source, num_blocks, spec_of_model
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
 from hybridflow.errors import CheckpointError, ConfigError
@@ -35,7 +35,6 @@ from hybridflow.families.config_json import Described, describe
 from hybridflow.families.family import Form
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.adapters import FACTOR
-from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
 
 HEAD = "value_head.weight"
@@ -242,14 +241,12 @@ def linear_modules(described: Described) -> list[Module]:
 
 def _base_spec(model: ModelConfig, has_value_head: bool) -> ModelSpec:
     """Return the tensors of a model without an adapter. Its settings may come with no tensors that bound them."""
-    assert model.vocab_size is not None, "a checkpoint's settings have a vocabulary"
-    count = model.num_layers * (1 if model.num_experts is None else model.num_experts)
-    if count > _MOST_BLOCKS:
+    if num_blocks(model) > _MOST_BLOCKS:
         raise ConfigError(
             f"num_layers={model.num_layers} num_experts={model.num_experts}: expected at most {_MOST_BLOCKS} together; "
             "give the settings that belong to the adapter"
         )
-    return model_spec(shape_of(model, model.vocab_size), has_value_head=has_value_head)
+    return spec_of_model(model, has_value_head=has_value_head)
 
 
 def is_adapter(source: Source) -> bool:
@@ -436,16 +433,7 @@ def settings_of(adapter: Source) -> LoraSettings:
     text = adapter.assets().get(ADAPTER_CONFIG)
     if text is None:
         raise CheckpointError(f"{adapter.path}: holds no {ADAPTER_CONFIG}; expected a LoRA adapter")
-    return parse_settings(text, where=str(adapter.path / ADAPTER_CONFIG))
-
-
-def parse_settings(text: bytes, *, where: str) -> LoraSettings:
-    """Parse the settings of an ``adapter_config.json``.
-
-    Raises:
-        CheckpointError: It is no JSON.
-        ConfigError: As ``read_settings``.
-    """
+    where = str(adapter.path / ADAPTER_CONFIG)
     return read_settings(parse_json(text, where), where=where)
 
 

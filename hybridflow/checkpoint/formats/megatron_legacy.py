@@ -20,13 +20,13 @@ from torch import Tensor
 
 from hybridflow.checkpoint.formats.megatron_args import layout_of, read_args, to_model
 from hybridflow.checkpoint.formats.megatron_dist import LATEST, find_iteration
+from hybridflow.checkpoint.formats.source import num_blocks, spec_of_model
 from hybridflow.checkpoint.formats.unpickle import MappedFile, StoredTensor, TorchArchive
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.assets import identity_of
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import TensorSpec
 
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -174,11 +174,11 @@ class MegatronLegacySource:
     def _check_names(self) -> dict[str, TensorSpec]:
         """Check that all expected tensors are there on every tensor parallel rank, and no others."""
         model = self.model
-        if model.vocab_size is None or model.num_layers * (model.num_experts or 1) > len(self._held):
+        if model.vocab_size is None or num_blocks(model) > len(self._held):
             raise CheckpointError(
                 f"{self._folder}: holds {len(self._held)} tensors, too few for its args, or these have no vocabulary"
             )
-        specs = {spec.name: spec for spec in model_spec(shape_of(model, model.vocab_size)).tensors}
+        specs = {spec.name: spec for spec in spec_of_model(model).tensors}
         for name in [*specs, *self._held]:
             held = self._held.get(name, {})
             if name not in specs:

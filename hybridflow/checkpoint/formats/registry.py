@@ -8,13 +8,8 @@ from typing import NamedTuple
 
 from hybridflow.checkpoint.formats import lora
 from hybridflow.checkpoint.formats.hdf5 import MASTER, HDF5Source, HDF5Target, is_hdf5
-from hybridflow.checkpoint.formats.huggingface import MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
-from hybridflow.checkpoint.formats.megatron_dist import (
-    MAX_FILE_BYTES,
-    MegatronDistSource,
-    MegatronDistTarget,
-    is_torch_dist,
-)
+from hybridflow.checkpoint.formats.huggingface import HuggingFaceSource, HuggingFaceTarget
+from hybridflow.checkpoint.formats.megatron_dist import MegatronDistSource, MegatronDistTarget, is_torch_dist
 from hybridflow.checkpoint.formats.megatron_legacy import MegatronLegacySource, is_legacy
 from hybridflow.checkpoint.formats.peft_dir import PeftSource, PeftTarget, base_of, is_peft
 from hybridflow.checkpoint.formats.sharded import ShardedSource, ShardedTarget, find_base, find_model
@@ -60,30 +55,11 @@ class Writable(NamedTuple):
 
     Attributes:
         options: The ``Options`` that it takes.
-        make: Gives the target.
+        make: Gives the target of a source and those of the options that were given, by name.
     """
 
     options: tuple[str, ...]
-    make: Callable[[Source, Options], Target]
-
-
-def _to_hf(source: Source, options: Options) -> Target:
-    max_bytes = MAX_SHARD_BYTES if options.max_shard_bytes is None else options.max_shard_bytes
-    return HuggingFaceTarget(source, dtype=options.dtype, max_shard_bytes=max_bytes)
-
-
-def _to_megatron(source: Source, options: Options) -> Target:
-    layout = ParallelLayout() if options.layout is None else options.layout
-    return ShardedTarget(source, layout, dtype=options.dtype)
-
-
-def _to_hdf5(source: Source, options: Options) -> Target:
-    return HDF5Target(source, layout=options.layout, dtype=options.dtype)
-
-
-def _to_megatron_dist(source: Source, options: Options) -> Target:
-    max_bytes = MAX_FILE_BYTES if options.max_shard_bytes is None else options.max_shard_bytes
-    return MegatronDistTarget(source, dtype=options.dtype, max_file_bytes=max_bytes)
+    make: Callable[..., Target]
 
 
 # The first that lies at a path is taken, so the narrower stand first.
@@ -98,11 +74,11 @@ READABLE: dict[str, Readable] = {
 OF_ADAPTERS = ("megatron", "peft")
 
 WRITABLE: dict[str, Writable] = {
-    "megatron": Writable(("dtype", "layout"), _to_megatron),
-    "hf": Writable(("dtype", "max_shard_bytes"), _to_hf),
-    "hdf5": Writable(("dtype", "layout"), _to_hdf5),
-    "peft": Writable(("dtype",), lambda source, options: PeftTarget(source, options.dtype)),
-    "megatron-dist": Writable(("dtype", "max_shard_bytes"), _to_megatron_dist),
+    "megatron": Writable(("dtype", "layout"), ShardedTarget),
+    "hf": Writable(("dtype", "max_shard_bytes"), HuggingFaceTarget),
+    "hdf5": Writable(("dtype", "layout"), HDF5Target),
+    "peft": Writable(("dtype",), PeftTarget),
+    "megatron-dist": Writable(("dtype", "max_shard_bytes"), MegatronDistTarget),
 }
 
 
@@ -206,8 +182,9 @@ def make_target(format: str, source: Source, options: Options) -> Target:
             f"{' or '.join(OF_ADAPTERS)}, or merge it into its base"
         )
     writable = WRITABLE[format]
-    for name, value in options._asdict().items():
-        if value is not None and name not in writable.options:
+    given = {name: value for name, value in options._asdict().items() if value is not None}
+    for name, value in given.items():
+        if name not in writable.options:
             takers = ", ".join(other for other, taker in WRITABLE.items() if name in taker.options)
             raise ConfigError(f"{name}={value}: format {format} has no such option; leave it out, or write {takers}")
-    return writable.make(source, options)
+    return writable.make(source, **given)

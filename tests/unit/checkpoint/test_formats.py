@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import struct
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,8 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import flat_boxes
-from tests.support.checkpoint_cases import convert, edit_json, make_model, same_bits, save, tensors_of, write
+from tests.support.checkpoint_cases import edit_json, make_model, same_bits, save, tensors_of
+from tests.support.conversions import convert
 
 pytest.importorskip("transformers")
 
@@ -217,20 +217,12 @@ def test_tables_of_frequencies_are_no_weights(saved, tmp_path):
     assert same_bits(tensors_of(convert(path, "hf", tmp_path / "again")), tensors_of(saved / "single"))
 
 
-def cast(source, dtype):
-    """A source whose tensors are turned when they are read, as a converter does."""
-    return SimpleNamespace(
-        tensors=source.tensors, read=lambda name: source.read(name).to(dtype), release=source.release
-    )
-
-
 def test_the_dtype_is_changed_on_the_way(saved, tmp_path):
     source = open_source(saved / "single")
     target = make_target("hf", source, Options(dtype="bf16"))
     assert {entry.dtype for entries in target.files.values() for entry in entries.values()} == {"bf16"}
     for format, dtype in (("hf", torch.bfloat16), ("megatron", torch.float16)):
-        target = make_target(format, source, Options(dtype=DTYPE_NAMES[dtype]))
-        out = write(cast(source, dtype), target, tmp_path / format)
+        out = convert(source, format, tmp_path / format, dtype=DTYPE_NAMES[dtype])
         assert {tensor.dtype for tensor in tensors_of(out).values()} == {dtype}
     assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == "bfloat16"
     assert {entry.dtype for entry in open_source(tmp_path / "megatron").tensors.values()} == {"fp16"}

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.checkpoint.formats.hdf5 import HDF5Source
-from hybridflow.checkpoint.formats.registry import Options, make_target, open_source
+from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.errors import CheckpointError, LayoutError
 from hybridflow.layout.parallel_layout import ParallelLayout
-from tests.support.checkpoint_formats import SMALL, MemorySource, assert_same, in_bf16, write_target
+from tests.support.checkpoint_formats import SMALL, MemorySource, assert_same, in_bf16
+from tests.support.conversions import convert
 
 MIXTURE = replace(SMALL, num_experts=4, qkv_bias=False, qk_norm=True, dtype="bf16")
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
@@ -28,10 +29,8 @@ QKV_PATH = "/weights/decoder/layers/1/self_attention/linear_qkv/weight"
 
 def written(tmp_path, model=SMALL, layout=None, dtype=None, **other):
     source = MemorySource(model, **other)
-    options = Options(layout=None if layout is None else ParallelLayout.parse(layout), dtype=dtype)
-    out = tmp_path / ("out" if layout else "out.h5")
-    write_target(source, make_target("hdf5", source, options), out)
-    return source, out
+    cut = None if layout is None else ParallelLayout.parse(layout)
+    return source, convert(source, "hdf5", tmp_path / ("out" if layout else "out.h5"), layout=cut, dtype=dtype)
 
 
 @pytest.mark.parametrize("layout", [None, "tp1", "tp2.pp2", "tp2.dp2.ep2.etp1"])
@@ -84,7 +83,7 @@ def test_every_bfloat16_is_the_float32_that_torch_says(tmp_path_factory, pattern
     name = "decoder.final_layernorm.weight"
     source.values[name] = bits.repeat(16)[:16].view(torch.bfloat16)
     out = tmp_path_factory.mktemp("patterns") / "out.h5"
-    write_target(source, make_target("hdf5", source, Options()), out)
+    convert(source, "hdf5", out)
     assert torch.equal(open_source(out).read(name).view(torch.int16), source.values[name].view(torch.int16))
     with h5py.File(out) as file:
         found = file["weights/" + name.replace(".", "/")][()]
@@ -266,7 +265,7 @@ def write_into_little_room(path, sender):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     source = MemorySource(replace(SMALL, vocab_size=70_001))
     try:
-        write_target(source, make_target("hdf5", source, Options()), path)
+        convert(source, "hdf5", path)
     except OSError as error:
         sender.send(str(error))
     os._exit(0)

@@ -20,7 +20,7 @@ from hybridflow.reshard.report import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hybridflow.checkpoint.differences import Compared, Differences, Readable
+    from hybridflow.checkpoint.differences import Compared, Differences
     from hybridflow.checkpoint.inspecting import Contents
 
 _WORST = 10
@@ -109,16 +109,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from hybridflow.checkpoint.differences import compare, differing_settings
+    from hybridflow.checkpoint.differences import AllKinds, compare, differing_settings
     from hybridflow.checkpoint.formats.registry import open_source
 
     one, other = (open_source(path, base=arguments.base) for path in (arguments.one, arguments.other))
     settings = differing_settings(one, other)
-    pair: tuple[Readable, Readable] = one, other
-    if arguments.optimizer:
-        from hybridflow.checkpoint.differences import AllKinds
-
-        pair = AllKinds(one.path), AllKinds(other.path)
+    pair = (AllKinds(one.path), AllKinds(other.path)) if arguments.optimizer else (one, other)
     found = compare(*pair, settings, _Progress("compared", "{:,}".format))
     if arguments.json:
         print_out(json.dumps({"one": str(one.path), "other": str(other.path), **found.to_dict()}, indent=1))

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.reshard.spec import DType
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -128,6 +128,45 @@ class TensorFile:
                 f"{self.path}: {key} is of dtype {name}; expected one of {', '.join(_OWN_DTYPES)}: convert it first"
             )
         return _OWN_DTYPES[name]
+
+
+class HeldTensors:
+    """Tensors that a program has in memory, as ``TensorFile`` has those of a file.
+
+    Raises:
+        ConfigError: One of them is not there, cut over ranks, or of a dtype unknown here.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        self.path = path
+        self._tensors = tensors
+        for name, tensor in tensors.items():
+            if tensor.device.type == "meta":
+                raise ConfigError(f"{path}: {name} is on the meta device, without values; load the weights first")
+            if hasattr(tensor, "full_tensor"):
+                raise ConfigError(
+                    f"{path}: {name} is cut over ranks by torch.distributed; give the model before it is sharded, or "
+                    "save_pretrained it and name the directory"
+                )
+            if tensor.dtype not in DTYPE_NAMES:
+                expected = ", ".join(map(str, DTYPE_NAMES))
+                raise ConfigError(f"{path}: {name} is {tensor.dtype}; expected one of {expected}: convert the model")
+        self.entries = {name: entry_of(each) for name, each in tensors.items()}
+
+    def read(self, key: str) -> Tensor:
+        """Read a tensor in host memory, not to be written."""
+        return self._tensors[key].detach().cpu()
+
+    def read_stacked(self, keys: Sequence[str]) -> Tensor | None:
+        """Return None: the tensors lie apart."""
+        return None
+
+    def sha256(self, key: str) -> str:
+        """Return the sha256 of a tensor's bytes."""
+        return hashlib.sha256(bytes_of(self.read(key))).hexdigest()
+
+    def release(self) -> None:
+        """Do nothing: the program keeps the tensors."""
 
 
 class TensorFileWriter:

@@ -156,7 +156,7 @@ def convert(
             raise
         except BaseException as error:
             with contextlib.suppress(OSError):
-                ranks.tell_failure(str(error), exit_status(error))
+                ranks.tell("failure", {"rank": ranks.rank, "message": str(error), "status": exit_status(error)})
             raise
 
 
@@ -256,7 +256,7 @@ def _run(job: _Job, ranks: Ranks) -> Summary | None:
             # Rank 0 removes the folder once it is told: nothing more is written there.
             monitor.stop()
         with as_write_errors(job.folder):
-            ranks.tell_done(monitor.own())
+            ranks.tell(f"done-{ranks.rank}", monitor.own())
         if job.place.rank:
             return None
         peak = max([each["peak"] for each in _wait_for_all(ranks, monitor)] + [monitor.own()["peak"]])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from hybridflow.checkpoint.formats.forms import from_logical, part_shapes, to_lo
 from hybridflow.checkpoint.formats.source import Source, num_blocks, spec_of_model
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
-from hybridflow.checkpoint.tensor_file import TensorFile, TensorFileWriter
+from hybridflow.checkpoint.tensor_file import HeldTensors, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import ASSETS, CONFIG, identity_of, parse_json, read_assets, read_json
 from hybridflow.families.config_json import Described, describe, read_config, update_config
@@ -67,37 +67,6 @@ def parts_of(described: Described) -> dict[str, Parts]:
     return found
 
 
-class Tensors(Protocol):
-    """Tensors under Hugging Face's names, as ``TensorFile`` has them.
-
-    Attributes:
-        path: Where they are, for messages.
-    """
-
-    path: Path
-
-    @property
-    def entries(self) -> Mapping[str, TensorEntry]:
-        """Return what is there, by name."""
-        ...
-
-    def read(self, key: str) -> Tensor:
-        """Read a tensor, in host memory, not to be written."""
-        ...
-
-    def read_stacked(self, keys: Sequence[str]) -> Tensor | None:
-        """Read tensors of one shape as one ``[keys, …]`` where that is no copy; else None."""
-        ...
-
-    def sha256(self, key: str) -> str:
-        """Return the sha256 of a tensor's bytes."""
-        ...
-
-    def release(self) -> None:
-        """Give back the memory of what was read."""
-        ...
-
-
 class HuggingFaceSource:
     """A directory of Hugging Face, see ``source.Source``.
 
@@ -115,7 +84,7 @@ class HuggingFaceSource:
         values = read_json(path / CONFIG)
         self._take(path, values, _open_files(path))
 
-    def _take(self, path: Path, values: Mapping[str, Any], files: Mapping[str, Tensors]) -> None:
+    def _take(self, path: Path, values: Mapping[str, Any], files: Mapping[str, TensorFile | HeldTensors]) -> None:
         """Hold tensors, wherever they are, against the settings that go with them."""
         self.path = path
         self._files = files

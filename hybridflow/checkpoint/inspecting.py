@@ -9,10 +9,11 @@ import math
 import re
 import textwrap
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridflow.checkpoint import manifest
 from hybridflow.checkpoint.manifest import WEIGHT, Progress, TensorEntry, check_files, read_manifest
@@ -22,9 +23,6 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import format_ranks
 from hybridflow.reshard.report import format_bytes
 from hybridflow.sections import to_dict
-
-if TYPE_CHECKING:
-    from hybridflow.checkpoint.formats.source import Source
 
 _SAID = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "base_model_name_or_path")
 _CHECKED = {
@@ -149,25 +147,23 @@ class Collection:
 Looked = Contents | Damaged | Collection
 
 
-def look(path: Path, *, base: Path | None = None, verify: Callable[[Contents], Contents] | None = None) -> Looked:
+def look(path: Path, *, base: Path | None, verify: Callable[[Contents], Contents]) -> Looked:
     """Look at a path: one model's checkpoint in any format, a step of a run, its checkpoints, or the run.
 
     Args:
         path: Where.
         base: Base of an adapter that does not name a directory of its own.
-        verify: Reads everything, see ``verified``; None: headers alone are read.
+        verify: Told the contents of each model; gives them back, or reads everything, see ``verified``.
 
     Raises:
         CheckpointError: It is nothing that is known here; or it is one model's, and damaged.
         ConfigError: It is of a family or has a feature that is not known here.
     """
-    found = _contents(path, base) if (path / manifest.NAME).is_file() else _collection(path, verify)
-    if found is None:
-        found = _contents(path, base)
-    return verify(found) if isinstance(found, Contents) and verify is not None else found
+    found = None if (path / manifest.NAME).is_file() else _collection(path, verify)
+    return verify(_contents(path, base)) if found is None else found
 
 
-def _collection(path: Path, verify: Callable[[Contents], Contents] | None) -> Collection | None:
+def _collection(path: Path, verify: Callable[[Contents], Contents]) -> Collection | None:
     """Return the checkpoints in a directory of a run; None where it is none."""
     if (path / CONFIG).is_file():
         return None
@@ -182,7 +178,7 @@ def _collection(path: Path, verify: Callable[[Contents], Contents] | None) -> Co
         if _STEP.fullmatch(name):
             members[name] = _tried(folder / name, lambda path: _step(path, verify))
         elif (folder / name / manifest.NAME).is_file() and not name.endswith(_INCOMPLETE):
-            members[name] = _tried(folder / name, lambda path: _model(path, verify))
+            members[name] = _tried(folder / name, lambda path: verify(model_directory(path)))
     latest = folder / "latest"
     if not members and not latest.is_file():
         return None
@@ -194,7 +190,7 @@ def _collection(path: Path, verify: Callable[[Contents], Contents] | None) -> Co
     )
 
 
-def _step(path: Path, verify: Callable[[Contents], Contents] | None) -> Collection:
+def _step(path: Path, verify: Callable[[Contents], Contents]) -> Collection:
     """Return the roles that a step has of its own; those that it shares with other steps must be there.
 
     Raises:
@@ -211,16 +207,11 @@ def _step(path: Path, verify: Callable[[Contents], Contents] | None) -> Collecti
         found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "no such file"
         if found != expected:
             raise CheckpointError(f"{file}: found {found}, expected sha256 {expected}; restore it from a copy")
-        return _model(folder, verify if folder.parent == path else None)
+        return verify(model_directory(folder)) if folder.parent == path else model_directory(folder)
 
     found = {role: _tried(folder, functools.partial(role_of, sha256)) for role, (folder, sha256) in roles.items()}
     own = {role: each for role, each in found.items() if each.path.parent == path or isinstance(each, Damaged)}
     return Collection(path=path, latest=None, members=own)
-
-
-def _model(path: Path, verify: Callable[[Contents], Contents] | None) -> Contents:
-    found = model_directory(path)
-    return found if verify is None else verify(found)
 
 
 def _tried(path: Path, read: Callable[[Path], Contents | Collection]) -> Looked:
@@ -236,7 +227,18 @@ def _contents(path: Path, base: Path | None) -> Contents:
         return model_directory(path)
     from hybridflow.checkpoint.formats.registry import open_source
 
-    return source_contents(open_source(path, base=base))
+    source = open_source(path, base=base)
+    return Contents(
+        path=source.path,
+        format=source.format,
+        family=source.family,
+        model=source.model,
+        has_value_head=source.has_value_head,
+        layout=source.layout,
+        tensors={WEIGHT: source.tensors},
+        files=_files(source.path),
+        adapter=read_json(source.path / ADAPTER_CONFIG) if source.format == "peft" else None,
+    )
 
 
 def model_directory(path: Path) -> Contents:
@@ -260,21 +262,6 @@ def model_directory(path: Path) -> Contents:
         progress=found.progress,
         written_by=found.written_by,
         adapter=read_json(adapter) if adapter.is_file() else None,
-    )
-
-
-def source_contents(source: Source) -> Contents:
-    """Return the contents of a checkpoint in any other format."""
-    return Contents(
-        path=source.path,
-        format=source.format,
-        family=source.family,
-        model=source.model,
-        has_value_head=source.has_value_head,
-        layout=source.layout,
-        tensors={WEIGHT: source.tensors},
-        files=_files(source.path),
-        adapter=read_json(source.path / ADAPTER_CONFIG) if source.format == "peft" else None,
     )
 
 
@@ -318,16 +305,15 @@ def verified(found: Contents, *, base: Path | None, progress: Callable[[int, int
             done += entry.num_bytes
             progress(done, total)
     nothing = f"every tensor was read; {found.format} has no hashes, so that only the structure is known to be right"
-    words = _CHECKED.get(found.format, nothing)
-    return dataclasses.replace(found, verified=words)
+    return dataclasses.replace(found, verified=_CHECKED.get(found.format, nothing))
 
 
 def dtypes(entries: Iterable[TensorEntry]) -> dict[str, int]:
     """Return number format -> bytes, the most first."""
-    found: dict[str, int] = {}
+    found = Counter[str]()
     for entry in entries:
-        found[entry.dtype] = found.get(entry.dtype, 0) + entry.num_bytes
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        found[entry.dtype] += entry.num_bytes
+    return dict(found.most_common())
 
 
 def is_damaged(found: Looked) -> bool:

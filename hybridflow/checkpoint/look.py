@@ -98,9 +98,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from hybridflow.checkpoint.inspecting import as_text, is_damaged, look, verified
 
     def verify(found: Contents) -> Contents:
-        return verified(found, base=arguments.base, progress=_Progress(f"{found.path}: checked", format_bytes))
+        progress = _Progress(f"{found.path}: checked", format_bytes)
+        return verified(found, base=arguments.base, progress=progress) if arguments.verify else found
 
-    found = look(arguments.path, base=arguments.base, verify=verify if arguments.verify else None)
+    found = look(arguments.path, base=arguments.base, verify=verify)
     if arguments.json:
         print_out(json.dumps(found.to_dict(), indent=1))
     else:

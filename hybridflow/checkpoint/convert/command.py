@@ -129,9 +129,10 @@ def _run(arguments: argparse.Namespace, start: Start) -> int:
         summary = convert(source, target, arguments.out, what=what, place=place, restart=arguments.restart, show=show)
     finally:
         show.end()
-    if summary is not None:
-        as_json = arguments.json
-        print_out(_as_json(arguments, source, target, summary) if as_json else _table(arguments, source, summary))
+    if summary is not None and arguments.json:
+        print_out(_as_json(arguments, source, target, summary))
+    elif summary is not None:
+        print_out(_table(arguments, source, summary))
     elif not arguments.quiet and start.rank >= len(target.files):
         print(f"hybridflow: rank {start.rank}: {len(target.files)} file(s) need no more ranks", file=sys.stderr)
     return 0
@@ -210,16 +211,12 @@ def _explain(error: Exception, rank: int) -> int:
         time.sleep(_AFTER_PEER_S)
         return error.status
     status = exit_status(error)
-    if status == FAILURE and not _is_explained(error):
+    # An OSError names its file.
+    if status == FAILURE and not isinstance(error, (HybridflowError, OSError)):
         traceback.print_exception(error)
         error = RuntimeError("failed, see above; this is an error of hybridflow's own")
     print(f"hybridflow: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
     return status
-
-
-def _is_explained(error: Exception) -> bool:
-    # An OSError names its file.
-    return isinstance(error, (HybridflowError, OSError))
 
 
 class _Show:
@@ -269,8 +266,9 @@ def _as_json(arguments: argparse.Namespace, source: Source, target: Target, summ
         },
     }
     if summary is None:
-        rows = [{"tensor": name, "from": names, "to": list(places)} for name, names, places in _rows(source, target)]
-        return json.dumps({**head, "bytes": _total_bytes(target), "tensors": rows}, indent=2)
+        rows = [{"tensor": name, "from": names, "to": to} for name, names, to in _rows(source, target)]
+        num_bytes = sum(at["bytes"] for row in rows for at in row["to"])
+        return json.dumps({**head, "bytes": num_bytes, "tensors": rows}, indent=2)
     done = {
         "num_tensors": summary.num_tensors,
         "num_cast": summary.num_cast,
@@ -301,12 +299,13 @@ def _table(arguments: argparse.Namespace, source: Source, summary: Summary) -> s
 
 def _mapping(source: Source, target: Target) -> str:
     """Show which tensors of the source make which of the target, for a person."""
-    lines = []
+    lines, num_bytes = [], 0
     for name, names, places in _rows(source, target):
+        num_bytes += sum(at["bytes"] for at in places)
         lines.append(name + (f"  <- {', '.join(names)}" if names != [name] else ""))
         lines += [f"    {at['file']}  {at['key']}  {at['dtype']} {at['shape']}  {at['bytes']} B" for at in places]
-    total = format_bytes(_total_bytes(target))
-    lines.append(f"{len(source.tensors)} tensors, {total} in {len(target.files)} file(s); nothing was written")
+    told = f"{len(source.tensors)} tensors, {format_bytes(num_bytes)} in {len(target.files)} file(s)"
+    lines.append(f"{told}; nothing was written")
     return "\n".join(lines)
 
 
@@ -321,7 +320,3 @@ def _rows(source: Source, target: Target) -> Iterator[tuple[str, list[str], list
             at = {"dtype": entry.dtype, "shape": list(entry.shape), "bytes": entry.num_bytes}
             places.append({"file": file, "key": key, **at})
         yield name, source.names(name) if isinstance(source, HuggingFaceSource) else [name], places
-
-
-def _total_bytes(target: Target) -> int:
-    return sum(entry.num_bytes for entries in target.files.values() for entry in entries.values())

@@ -101,11 +101,11 @@ class Ranks:
                 found[worker] = progress
         return found
 
-    def done(self) -> dict[int, dict[str, int]] | None:
-        """Return what the other ranks left, by rank; None before all of them have written their files."""
-        found = {worker: self._get(f"done-{worker}") for worker in self._others}
-        done = {worker: result for worker, result in found.items() if result is not None}
-        return done if len(done) == len(self._others) else None
+    def done(self) -> list[dict[str, int]] | None:
+        """Return what the other ranks left; None before all of them have written their files."""
+        found = [self._get(f"done-{worker}") for worker in self._others]
+        done = [result for result in found if result is not None]
+        return done if len(done) == len(found) else None
 
     def _call(self) -> str:
         """Name the attempt, and wait for the answers. For rank 0."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hybridflow.checkpoint.differences import Compared, Differences
+    from hybridflow.checkpoint.formats.source import Source
     from hybridflow.checkpoint.inspecting import Contents
 
 _WORST = 10
@@ -115,7 +116,9 @@ def _diff(arguments: argparse.Namespace) -> int:
 
     one, other = (open_source(path, base=arguments.base) for path in (arguments.one, arguments.other))
     settings = differing_settings(one, other)
-    pair = (AllKinds(one.path), AllKinds(other.path)) if arguments.optimizer else (one, other)
+    pair: tuple[Source | AllKinds, Source | AllKinds] = one, other
+    if arguments.optimizer:
+        pair = AllKinds(one.path), AllKinds(other.path)
     found = compare(*pair, settings, _Progress("compared", "{:,}".format))
     if arguments.json:
         print_out(json.dumps({"one": str(one.path), "other": str(other.path), **found.to_dict()}, indent=1))

@@ -58,36 +58,31 @@ def preferences_of(row: Row, place: str, data: DataConfig, *, is_paired: bool) -
     return tuple(replace(example, responses=(judged,)) for judged in example.responses)
 
 
-def encode_responses(
-    examples: Sequence[Example], tokenizer: Tokenizer, *, max_context: int
-) -> tuple[tuple[Response, ...], ...]:
-    """Encode the responses of each example, the better one first.
+def encode_responses(example: Example, tokenizer: Tokenizer, *, max_context: int) -> tuple[Response, ...]:
+    """Encode the responses of an example, the better one first.
 
     Args:
-        examples: Preferences.
+        example: A preference; any other has none.
         tokenizer: Gives the tokens.
         max_context: Longest sequence in tokens.
 
     Raises:
         DataError: Prompt and response together exceed ``max_context``; names the file and line.
     """
-    encoded = []
-    for example in examples:
-        prompt = prompt_tokens(example, tokenizer)
-        responses = []
-        for judged in example.responses:
-            tokens = (*tokenizer.encode(judged.text), tokenizer.eos_id)
-            check_length(example, len(prompt), "response", len(tokens), max_context=max_context)
-            responses.append(Response(prompt, tokens, judged.is_wanted, example.margin))
-        encoded.append(tuple(responses))
-    return tuple(encoded)
+    prompt = prompt_tokens(example, tokenizer)
+    responses = []
+    for judged in example.responses:
+        tokens = (*tokenizer.encode(judged.text), tokenizer.eos_id)
+        check_length(example, len(prompt), "response", len(tokens), max_context=max_context)
+        responses.append(Response(prompt, tokens, judged.is_wanted, example.margin))
+    return tuple(responses)
 
 
 def pairs_of(encoded: Sequence[tuple[Response, ...]], path: str | Path) -> tuple[tuple[Response, Response], ...]:
     """Pair each wanted response with an unwanted one for validation, in the order of the file.
 
     Args:
-        encoded: From ``encode_responses``: two of each example, or one.
+        encoded: From ``encode_responses``, of each example: two, or one.
         path: The file, for messages.
 
     Raises:

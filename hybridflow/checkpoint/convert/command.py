@@ -266,8 +266,9 @@ def _as_json(arguments: argparse.Namespace, source: Source, target: Target, summ
         },
     }
     if summary is None:
-        rows = [{"tensor": name, "from": names, "to": to} for name, names, to in _rows(source, target)]
-        num_bytes = sum(at["bytes"] for row in rows for at in row["to"])
+        found = list(_rows(source, target))
+        num_bytes = sum(at["bytes"] for _, _, places in found for at in places)
+        rows = [{"tensor": name, "from": names, "to": places} for name, names, places in found]
         return json.dumps({**head, "bytes": num_bytes, "tensors": rows}, indent=2)
     done = {
         "num_tensors": summary.num_tensors,

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from hybridflow.config.data import DataConfig, KafkaConfig
 from hybridflow.data import kafka as kafka_module
 from hybridflow.data import live
-from hybridflow.data.kafka import KafkaTaker, open_kafka, topic_rows
+from hybridflow.data.kafka import KafkaTaker, topic_rows
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.problems import StoredProblems
+from hybridflow.data.queues import open_queue
 from hybridflow.data.shaping import Shape
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.errors import ConfigError, DataError
@@ -344,7 +345,7 @@ def test_all_that_read_have_the_failure_of_who_takes(broker, tmp_path):
     write(broker.server, kafka.topic, [*rows(0, 1), (0, b"{")])
     train_tokenizer(["0123456789"], path=tmp_path / "tokenizer.model", vocab_size=64)
     tokenizer = open_tokenizer(tmp_path / "tokenizer.model")
-    lead = open_kafka(kafka, SHAPE, tokenizer, tmp_path)
+    lead = open_queue(kafka, SHAPE, tokenizer, tmp_path)
     other = StoredProblems(topic_rows(tmp_path / "kafka", kafka), SHAPE, tokenizer)
     assert lead.sha256 == other.sha256
     for problems in (lead, other):

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from hybridflow.config.data import DataConfig, SpoolConfig
 from hybridflow.data import live
 from hybridflow.data.pieces import train_tokenizer
+from hybridflow.data.queues import open_queue
 from hybridflow.data.shaping import Shape
-from hybridflow.data.spool import SpoolTaker, open_spool, spooled
+from hybridflow.data.spool import SpoolTaker, spooled
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.recipe.load import recipe_from_dict
 from tests.support.ranks import run_ranks
@@ -161,7 +162,7 @@ def prompts_of(world, spool, folder, tokenizer):
 
     everyone = world.coordinator(tuple(range(world.size)))
     settings_ = SpoolConfig(path=spool, deadline_s=20.0, poll_s=0.05)
-    problems = open_spool(settings_, SHAPE, open_tokenizer(tokenizer), Path(folder), everyone=everyone)
+    problems = open_queue(settings_, SHAPE, open_tokenizer(tokenizer), Path(folder), everyone=everyone)
     if world.rank == 1:
         for number in range(4):
             put(Path(spool), f"{number}.jsonl", 2 * number, 2 * number + 1)

@@ -15,7 +15,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hybridflow import cli
 from hybridflow.checkpoint.formats import lora
 from hybridflow.checkpoint.formats.lora import read_settings
 from hybridflow.checkpoint.formats.registry import Options, make_target, open_merged, open_source
@@ -358,18 +357,6 @@ def test_pickled_adapter_is_not_read(tmp_path):
         open_source(tmp_path / "adapter")
 
 
-def test_settings_of_a_cut_adapter_are_guarded(tmp_path):
-    prepare("all", tmp_path)
-    folder = convert(tmp_path / "adapter", "megatron", tmp_path / "m")
-    path = folder / "assets/adapter_config.json"
-    path.write_text(path.read_text().replace('"r": 4', '"r": 5'))
-    with pytest.raises(CheckpointError, match="adapter_config.json: found other bytes than were written"):
-        open_source(folder)
-    path.unlink()
-    with pytest.raises(CheckpointError, match="adapter_config.json: found no such file"):
-        open_source(folder)
-
-
 def test_more_layers_than_any_model_has_are_refused_before_they_are_listed(tmp_path):
     prepare("all", tmp_path)
     folder = convert(tmp_path / "adapter", "megatron", tmp_path / "m")
@@ -382,51 +369,6 @@ def test_more_layers_than_any_model_has_are_refused_before_they_are_listed(tmp_p
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 10**9}))
     with pytest.raises(HybridflowError, match="num_hidden_layers=1000000000"):
         open_source(tmp_path / "adapter")
-
-
-def test_commands_take_adapters_there_and_back(tmp_path, capsys):
-    model, tensors = prepare("fused", tmp_path)
-    steps = [
-        ("convert", "adapter", "cut", "--to", "megatron", "--layout", "tp2.pp2"),
-        ("convert", "cut", "back", "--to", "peft"),
-        ("diff", "adapter", "back"),
-        ("convert", "base", "merged", "--to", "hf", "--merge-lora", "cut"),
-        ("convert", "base", "merged-cut", "--to", "megatron", "--layout", "tp2", "--merge-lora", "back"),
-        ("diff", "merged", "merged-cut"),
-    ]
-    for command, *words in steps:
-        paths = [
-            str(tmp_path / word) if (tmp_path / word).exists() or at == 1 else word for at, word in enumerate(words)
-        ]
-        assert cli.main([command, *paths]) == 0, capsys.readouterr().err
-    found = load_file(tmp_path / "back/adapter_model.safetensors")
-    assert found.keys() == tensors.keys() and all(torch.equal(found[key], tensors[key]) for key in tensors)
-    ours = transformers.Phi3ForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    tokens = torch.arange(20).view(2, 10)
-    with torch.no_grad():
-        expected = updated("fused", model, tensors)(tokens).logits
-        torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-4, atol=1e-4)
-    for refused in (("adapter", "--to", "hf"), ("base", "--to", "peft"), ("adapter", "--to", "hdf5")):
-        path, *rest = refused
-        assert cli.main(["convert", str(tmp_path / path), str(tmp_path / "no"), *rest]) in (2, 3)
-        assert "adapter" in capsys.readouterr().err and not (tmp_path / "no").exists()
-
-
-@pytest.mark.parametrize("way", [("megatron", "--layout", "tp2.pp2"), ("hdf5",)])
-def test_value_heads_travel_both_ways(way, tmp_path, capsys):
-    model = make_model("reward")
-    model.save_pretrained(tmp_path / "hf")
-    there, back = tmp_path / "there", tmp_path / "back"
-    assert cli.main(["convert", str(tmp_path / "hf"), str(there), "--to", *way]) == 0, capsys.readouterr().err
-    source = open_source(there)
-    assert source.has_value_head and torch.equal(source.read("value_head.weight"), model.get_parameter("score.weight"))
-    assert cli.main(["convert", str(there), str(back), "--to", "hf"]) == 0, capsys.readouterr().err
-    assert cli.main(["diff", str(tmp_path / "hf"), str(back)]) == 0
-    assert cli.main(["diff", str(tmp_path / "hf"), str(there)]) == 0
-    ours = transformers.AutoModelForSequenceClassification.from_pretrained(back)
-    assert ours.config.num_labels == 1
-    for name, weight in model.named_parameters():
-        assert torch.equal(ours.get_parameter(name), weight), name
 
 
 def test_peft_merges_to_the_same_weights_and_loads_what_came_back(tmp_path):

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from hybridflow.config.data import DataConfig, DataSourceConfig, SpoolConfig, check_data
 from hybridflow.data.mixture import source_of, whole_weights
-from hybridflow.data.order import permuted
 from hybridflow.data.problems import Order
 from hybridflow.errors import ConfigError
 
@@ -52,13 +51,6 @@ def test_without_weights_all_rows_come_once_in_so_many_draws(sizes, epoch):
     order, total = Order(sizes, [None] * len(sizes), seed=7), sum(sizes)
     found = [order(prompt_index) for prompt_index in range(epoch * total, (epoch + 1) * total)]
     assert sorted(found) == [(source, row) for source, size in enumerate(sizes) for row in range(size)]
-
-
-def test_a_single_source_is_drawn_as_ever():
-    order = Order([9], [None], seed=3)
-    assert [order(prompt_index) for prompt_index in range(27)] == [
-        (0, permuted(prompt_index % 9, size=9, key=(3, prompt_index // 9))) for prompt_index in range(27)
-    ]
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def check_cover(manifest: Manifest, path: Path) -> None:
             boxes[key].append(piece.box)
     for (kind, name), held in boxes.items():
         missing = math.prod(manifest.tensors[kind][name].shape) - sum(map(num_elements, held))
-        twice = _overlap(held)
+        twice = overlap(held)
         if missing or twice is not None:
             what = f"lack {missing} elements" if missing > 0 else f"repeat {abs(missing)} elements"
             if twice is not None:
@@ -266,7 +266,7 @@ def check_cover(manifest: Manifest, path: Path) -> None:
             raise CheckpointError(f"{path}: the pieces of {kind} {name} {what}; restore the directory from a copy")
 
 
-def _overlap(boxes: list[Box]) -> Box | None:
+def overlap(boxes: list[Box]) -> Box | None:
     """Return what two of some boxes, none empty, have in common; None if no two have anything."""
     if len(boxes) < 2 or not boxes[0]:
         return boxes[0] if len(boxes) > 1 else None

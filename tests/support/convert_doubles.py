@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from hybridflow.checkpoint.convert.engine import Place, convert
 from hybridflow.checkpoint.convert.ranks import PeerError
 from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.checkpoint.model_dir import write_text
+from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.checkpoint.tensor_file import TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError
 from hybridflow.exit_status import exit_status
@@ -99,7 +99,7 @@ class RowsTarget:
 
     def finish(self, folder, hashes):
         if not self.is_single_file:
-            write_text(folder / "hashes.json", json.dumps(hashes))
+            write_bytes(folder / "hashes.json", json.dumps(hashes).encode())
 
 
 class _LoggedWriter(TensorFileWriter):

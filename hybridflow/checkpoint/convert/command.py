@@ -24,7 +24,6 @@ from hybridflow.reshard.report import format_bytes, format_seconds
 if TYPE_CHECKING:
     from hybridflow.checkpoint.convert.engine import Summary
     from hybridflow.checkpoint.convert.progress import Progress
-    from hybridflow.checkpoint.formats.registry import Options
     from hybridflow.checkpoint.formats.source import Source, Target
 
 TARGETS = ("hf", "megatron", "hdf5", "megatron-dist", "peft")
@@ -151,6 +150,7 @@ def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, obje
     from hybridflow.checkpoint.formats.sharded import find_base
     from hybridflow.families.config_json import describe
     from hybridflow.families.tables import FAMILIES
+    from hybridflow.layout.parallel_layout import ParallelLayout
 
     wanted = arguments.source_format
     if wanted in READABLE:
@@ -172,24 +172,19 @@ def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, obje
     if arguments.merge_lora is not None:
         arguments.merge_lora = Path(os.path.abspath(arguments.merge_lora))
         source = open_merged(source, arguments.merge_lora)
-    target = make_target(arguments.to, source, _options(arguments))
-    names = ("to", "layout", "dtype", "max_shard_gb", "family", "merge_lora", "base")
-    asked = {name: getattr(arguments, name) for name in names}
-    return source, target, {name: None if value is None else str(value) for name, value in asked.items()}
-
-
-def _options(arguments: argparse.Namespace) -> Options:
-    from hybridflow.checkpoint.formats.registry import Options
-    from hybridflow.layout.parallel_layout import ParallelLayout
-
     shard = arguments.max_shard_gb
     if shard is not None and not 0 < shard < math.inf:
         raise ConfigError(f"--max-shard-gb {shard:g}: expected a number above 0")
-    return Options(
+    target = make_target(
+        arguments.to,
+        source,
         dtype=arguments.dtype,
         layout=None if arguments.layout is None else ParallelLayout.parse(arguments.layout),
         max_shard_bytes=None if shard is None else int(shard * 1e9),
     )
+    names = ("to", "layout", "dtype", "max_shard_gb", "family", "merge_lora", "base")
+    asked = {name: getattr(arguments, name) for name in names}
+    return source, target, {name: None if value is None else str(value) for name, value in asked.items()}
 
 
 def _end(ended: Ended, out: Path) -> NoReturn:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint.formats.sharded import ShardedTarget
 from hybridflow.checkpoint.formats.source import Source, check_shapes
-from hybridflow.checkpoint.manifest import TensorEntry, versions
+from hybridflow.checkpoint.manifest import TensorEntry, overlap, versions
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, bytes_of, entry_of
 from hybridflow.data.hdf5 import h5py
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
@@ -191,7 +192,9 @@ class HDF5Source:
                 if num_elements(box) != source.vspace.get_select_npoints() or source.dset_name != _dataset(name):
                     raise ValueError(f"it is made of {source.dset_name!r} by another selection than a box")
                 shards.append(_Shard(source.file_name, source.dset_name, box, sha256))
-            _check_cover(shards, dataset.shape)
+            boxes = sorted(shard.box for shard in shards)
+            if sum(map(num_elements, boxes)) != math.prod(dataset.shape) or overlap(boxes) is not None:
+                raise ValueError(f"its parts {boxes} do not make {list(dataset.shape)}")
             return shards
 
     def _values(self, shard: _Shard, dtype: DType) -> Tensor:
@@ -582,24 +585,6 @@ def _check_storage(dataset: h5py.Dataset, shape: tuple[int, ...], dtype: DType) 
     num_bytes = TensorEntry(dtype, shape).num_bytes
     if dataset.id.get_storage_size() < num_bytes:
         raise ValueError(f"has {dataset.id.get_storage_size()} bytes, expected {num_bytes}")
-
-
-def _check_cover(shards: list[_Shard], shape: tuple[int, ...]) -> None:
-    """Check that boxes lie side by side along one dim and fill the tensor."""
-    boxes = sorted(shard.box for shard in shards)
-    cut = [dim for dim, size in enumerate(shape) if boxes[0][dim] != (0, size)]
-    dim = cut[0] if cut else 0
-    ends = [0, *(box[dim][1] for box in boxes)]
-    is_whole = (
-        len(cut) <= 1
-        and ends[-1] == shape[dim]
-        and all(
-            box[dim][0] == end and all(span == (0, shape[other]) for other, span in enumerate(box) if other != dim)
-            for box, end in zip(boxes, ends, strict=False)
-        )
-    )
-    if not is_whole:
-        raise ValueError(f"its parts {boxes} do not make {list(shape)}")
 
 
 @contextmanager

@@ -22,20 +22,6 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.spec import DType
 
 
-class Options(NamedTuple):
-    """What may be asked of a target; each format takes some of it.
-
-    Attributes:
-        dtype: Number format to write; None: each tensor's own.
-        layout: How the model is cut; None: it is not.
-        max_shard_bytes: Most bytes of tensors in each file; None: the format's own.
-    """
-
-    dtype: DType | None = None
-    layout: ParallelLayout | None = None
-    max_shard_bytes: int | None = None
-
-
 class Readable(NamedTuple):
     """A format that can be read.
 
@@ -50,18 +36,6 @@ class Readable(NamedTuple):
     open: Callable[[Path], Source]
 
 
-class Writable(NamedTuple):
-    """A format that can be written.
-
-    Attributes:
-        options: The ``Options`` that it takes.
-        make: Gives the target of a source and those of the options that were given, by name.
-    """
-
-    options: tuple[str, ...]
-    make: Callable[..., Target]
-
-
 # The first that lies at a path is taken, so the narrower stand first.
 READABLE: dict[str, Readable] = {
     "megatron": Readable(f"{NAME}, or a run's checkpoint", lambda path: find_model(path) is not None, ShardedSource),
@@ -73,13 +47,15 @@ READABLE: dict[str, Readable] = {
 
 OF_ADAPTERS = ("megatron", "peft")
 
-WRITABLE: dict[str, Writable] = {
-    "megatron": Writable(("dtype", "layout"), ShardedTarget),
-    "hf": Writable(("dtype", "max_shard_bytes"), HuggingFaceTarget),
-    "hdf5": Writable(("dtype", "layout"), HDF5Target),
-    "peft": Writable(("dtype",), PeftTarget),
-    "megatron-dist": Writable(("dtype", "max_shard_bytes"), MegatronDistTarget),
+WRITABLE: dict[str, Callable[..., Target]] = {
+    "megatron": ShardedTarget,
+    "hf": HuggingFaceTarget,
+    "hdf5": HDF5Target,
+    "peft": PeftTarget,
+    "megatron-dist": MegatronDistTarget,
 }
+_TAKERS = {"layout": ("megatron", "hdf5"), "max_shard_bytes": ("hf", "megatron-dist")}
+"""Option -> the formats that take it."""
 
 
 def open_source(path: Path, *, base: Path | None = None) -> Source:
@@ -166,8 +142,22 @@ def open_merged(base: Source, adapter: Path) -> Source:
     return lora.MergedSource(base, found)
 
 
-def make_target(format: str, source: Source, options: Options) -> Target:
+def make_target(
+    format: str,
+    source: Source,
+    *,
+    dtype: DType | None = None,
+    layout: ParallelLayout | None = None,
+    max_shard_bytes: int | None = None,
+) -> Target:
     """Make the target to which a checkpoint is written.
+
+    Args:
+        format: One of ``WRITABLE``.
+        source: The checkpoint.
+        dtype: Number format to write; None: each tensor's own.
+        layout: How the model is cut; None: it is not.
+        max_shard_bytes: Most bytes of tensors in each file; None: the format's own.
 
     Raises:
         ConfigError: The format is unknown, cannot be written or takes no such option, or has no place for the model.
@@ -181,10 +171,10 @@ def make_target(format: str, source: Source, options: Options) -> Target:
             f"{source.path}: is a LoRA adapter, which format {format} has no place for; write "
             f"{' or '.join(OF_ADAPTERS)}, or merge it into its base"
         )
-    writable = WRITABLE[format]
-    given = {name: value for name, value in options._asdict().items() if value is not None}
-    for name, value in given.items():
-        if name not in writable.options:
-            takers = ", ".join(other for other, taker in WRITABLE.items() if name in taker.options)
-            raise ConfigError(f"{name}={value}: format {format} has no such option; leave it out, or write {takers}")
-    return writable.make(source, **given)
+    options = {"dtype": dtype, "layout": layout, "max_shard_bytes": max_shard_bytes}
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, takers in _TAKERS.items():
+        if name in given and format not in takers:
+            told = f"{name}={given[name]}: format {format} has no such option"
+            raise ConfigError(f"{told}; leave it out, or write {', '.join(takers)}")
+    return WRITABLE[format](source, **given)

@@ -17,7 +17,7 @@ from torch import nn
 
 from hybridflow.checkpoint.formats import lora
 from hybridflow.checkpoint.formats.lora import read_settings
-from hybridflow.checkpoint.formats.registry import Options, make_target, open_merged, open_source
+from hybridflow.checkpoint.formats.registry import make_target, open_merged, open_source
 from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.checkpoint.model_dir import ModelDir, write_manifest
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
@@ -318,9 +318,9 @@ def test_what_is_no_adapter_or_no_base_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match="is a LoRA adapter, which format hf has no place for; write megatron or peft"
     ):
-        make_target("hf", adapter, Options())
+        make_target("hf", adapter)
     with pytest.raises(HybridflowError, match="expected a LoRA adapter"):
-        make_target("peft", base, Options())
+        make_target("peft", base)
 
 
 def test_adapter_without_its_base_at_hand_asks_for_it(tmp_path):

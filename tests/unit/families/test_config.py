@@ -428,6 +428,64 @@ def test_what_is_not_computed_or_malformed_is_refused_by_name(case):
         read_config(values, where="config.json")
 
 
+LEAST = ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
+LEAST += ["vocab_size", "moe_intermediate_size"]
+
+
+def full(name):
+    """Every key as the family's class in ``transformers`` writes it."""
+    transformers = pytest.importorskip("transformers")
+    make = getattr(transformers, FAMILIES[name].causal.replace("ForCausalLM", "Config"))
+    return {**make().to_dict(), "architectures": [FAMILIES[name].causal]}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_left_out_has_the_default_of_transformers(name):
+    values = full(name)
+    least = {"model_type": name, **{key: values[key] for key in LEAST if key in values}}
+    written, left_out = (read_config(each, where="config.json").model for each in (values, least))
+    assert replace(written, head_dim=written.head_size) == replace(left_out, head_dim=left_out.head_size)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padding_that_is_left_out_is_that_of_transformers(name):
+    """It decides which token a reward is read from."""
+    assert FAMILIES[name].defaults.get("pad_token_id") == full(name).get("pad_token_id")
+
+
+def test_null_is_an_answer():
+    caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": None}
+    model = read_config({**full("gemma2"), **caps}, where="config.json").model
+    assert (model.attention_softcap, model.logit_softcap, model.window, model.window_layers) == (None,) * 4
+    assert read_config({**full("mistral"), "sliding_window": None}, where="config.json").model.window is None
+
+
+def test_the_published_and_the_written_name_of_the_number_of_experts():
+    values = full("qwen3_moe")
+    values.pop("num_local_experts")
+    for key in ("num_experts", "num_local_experts"):
+        assert read_config({**values, key: 96}, where="config.json").model.num_experts == 96
+
+
+ROTARY = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+REFUSED_ROTARY = {
+    "mscale": ({**ROTARY, "mscale": 0.7}, "mscale=0.7 is not computed"),
+    "truncate": ({**ROTARY, "truncate": False}, "truncate=False is not computed"),
+    "nested": ({"full_attention": ROTARY, "rope_type": "yarn"}, "full_attention={"),
+    "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, "rope_type='dynamic' is not computed"),
+    "partial": ({**ROTARY, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not computed"),
+    "betas": ({**ROTARY, "beta_fast": 1.0, "beta_slow": 1.0}, "beta_slow=1.0 is not below"),
+    "divisors": ({**ROTARY, "rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "1 numbers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_ROTARY)
+def test_rotary_embeddings_that_are_not_computed_are_refused_by_name(case):
+    parameters, message = REFUSED_ROTARY[case]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_config({**full("llama"), "rope_parameters": parameters}, where="config.json")
+
+
 def test_the_docs_name_every_family_and_what_it_refuses():
     page = (Path(__file__).parents[3] / "docs/families.md").read_text()
     for family in FAMILIES.values():

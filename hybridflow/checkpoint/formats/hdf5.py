@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.sharded import ShardedTarget
-from hybridflow.checkpoint.formats.source import Source, check_shapes
+from hybridflow.checkpoint.formats.source import Source, Target, check_shapes
 from hybridflow.checkpoint.manifest import TensorEntry, overlap, versions
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, bytes_of, entry_of
 from hybridflow.data.hdf5 import h5py
@@ -73,7 +73,7 @@ class _Shard(NamedTuple):
     sha256: str
 
 
-class HDF5Source:
+class HDF5Source(Source):
     """An HDF5 file of ours, or a directory of them, see ``source.Source``.
 
     Checksums of HDF5 and the sha256 of every dataset are compared when it is read.
@@ -90,8 +90,8 @@ class HDF5Source:
         self._files: dict[str, h5py.File] = {}
         with _reading(self._master):
             file = self._open(self._master.name, FORMAT)
-            self.family: str | None = _text(file, "family") or None
-            self.layout: str | None = _text(file, "layout") or None
+            self.family = _text(file, "family") or None
+            self.layout = _text(file, "layout") or None
             self.has_value_head = bool(file.attrs["has_value_head"])
             self.model = read_section(ModelConfig, json.loads(_text(file, "model")), source=f"{self._master}: model")
             datasets = self._datasets(file)
@@ -107,9 +107,6 @@ class HDF5Source:
         for shard in shards:
             found[tuple(slice(*span) for span in shard.box)] = self._values(shard, entry.dtype)
         return found
-
-    def release(self) -> None:
-        """See ``Source``; what was read is memory of the tensors themselves."""
 
     def assets(self) -> dict[str, bytes]:
         """See ``Source``."""
@@ -219,7 +216,7 @@ class HDF5Source:
         return values
 
 
-class HDF5Target:
+class HDF5Target(Target):
     """An HDF5 file, or one for each place of a layout and one that joins them, see ``source.Target``.
 
     Args:

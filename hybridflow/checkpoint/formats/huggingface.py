@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.forms import from_logical, part_shapes, to_logical
-from hybridflow.checkpoint.formats.source import Source, num_blocks, spec_of_model
+from hybridflow.checkpoint.formats.source import Source, Target, num_blocks, spec_of_model
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.checkpoint.tensor_file import HeldTensors, TensorFile, TensorFileWriter
@@ -67,7 +67,7 @@ def parts_of(described: Described) -> dict[str, Parts]:
     return found
 
 
-class HuggingFaceSource:
+class HuggingFaceSource(Source):
     """A directory of Hugging Face, see ``source.Source``.
 
     A stored output layer of a model whose embeddings are tied passes where it is the embedding bit for bit.
@@ -78,7 +78,6 @@ class HuggingFaceSource:
     """
 
     format = "hf"
-    layout: str | None = None
 
     def __init__(self, path: Path) -> None:
         values = read_json(path / CONFIG)
@@ -92,7 +91,7 @@ class HuggingFaceSource:
         described = read_config(values, where=str(path / CONFIG))
         _check_counts(described.model, len(self._where), path)
         self.model, self.has_value_head = described.model, described.has_value_head
-        self.family: str | None = described.family.name
+        self.family = described.family.name
         self._parts = parts_of(described)
         self._output_copy = self._check_names(described)
         self.tensors: Mapping[str, TensorEntry] = {
@@ -178,7 +177,7 @@ class HuggingFaceSource:
             )
 
 
-class HuggingFaceTarget:
+class HuggingFaceTarget(Target):
     """A directory that ``transformers`` and vLLM load, see ``source.Target``.
 
     The ``config.json`` is the one that traveled along, brought up to date, where it describes the model; else it is
@@ -192,9 +191,6 @@ class HuggingFaceTarget:
     Raises:
         ConfigError: No family has such a model.
     """
-
-    is_single_file = False
-    can_go_on = True
 
     def __init__(self, source: Source, *, dtype: DType | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         if max_shard_bytes < 1:

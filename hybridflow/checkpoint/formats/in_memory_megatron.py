@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from hybridflow.checkpoint.formats.megatron_args import MEGATRON_SETTINGS
+from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, entry_of
 from hybridflow.errors import ConfigError
@@ -141,7 +142,7 @@ def _with_rotary(model: ModelConfig, given: GPTModel) -> ModelConfig:
     return model
 
 
-class MegatronSource:
+class MegatronSource(Source):
     """The weights of a ``GPTModel``, see ``source.Source``.
 
     If the model is cut, each rank gathers the parts of all others. It then holds the whole model in host memory while
@@ -158,15 +159,13 @@ class MegatronSource:
     """
 
     format = "megatron-core"
-    family: str | None = None
-    has_value_head = False
 
     def __init__(self, given: GPTModel, *, vocab_size: int | None = None) -> None:
         self.path = Path("<GPTModel in memory>")
         self.model = read_megatron(given, vocab_size=vocab_size)
         groups = given.pg_collection
         tp, pp = groups.tp.size(), groups.pp.size()
-        self.layout: str | None = None if tp == pp == 1 else f"tp{tp}.pp{pp}"
+        self.layout = None if tp == pp == 1 else f"tp{tp}.pp{pp}"
         # Its own padding may be more than a layout of ours would have.
         specs = model_spec(shape_of(self.model, given.vocab_size)).tensors
         held = logical_tensors(given)
@@ -184,13 +183,6 @@ class MegatronSource:
     def read(self, tensor: str) -> Tensor:
         """See ``Source``."""
         return self._tensors[tensor].cpu()
-
-    def release(self) -> None:
-        """Do nothing: gathered tensors stay."""
-
-    def assets(self) -> dict[str, bytes]:
-        """Return None: the model has no files."""
-        return {}
 
     def identity(self) -> str:
         """See ``Source``; of names and shapes alone, since what is in memory has no time."""

@@ -19,7 +19,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -362,7 +361,7 @@ def check_factors(
     return found
 
 
-class MergedSource:
+class MergedSource(Source):
     """A checkpoint with an adapter's updates in its weights: W + scale * B A in fp32, rounded to the weight's dtype.
 
     One tensor at a time, computed when it is read. The attributes are the base's, see ``Source``.
@@ -377,7 +376,7 @@ class MergedSource:
     """
 
     def __init__(self, base: Source, adapter: Source) -> None:
-        self.path: Path = base.path
+        self.path = base.path
         self.format = base.format
         self.family = base.family
         self.model = base.model

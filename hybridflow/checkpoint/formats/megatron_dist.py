@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint.formats.huggingface import MAX_SHARD_BYTES, deal
 from hybridflow.checkpoint.formats.megatron_args import layout_of, padded_vocab_size, read_args, to_args, to_model
-from hybridflow.checkpoint.formats.source import Source, num_blocks, spec_of_model
+from hybridflow.checkpoint.formats.source import Source, Target, num_blocks, spec_of_model
 from hybridflow.checkpoint.formats.torch_archive import ArchivesWriter, object_archive, places
 from hybridflow.checkpoint.formats.unpickle import Inert, MappedFile, TorchArchive, dump, read_pickle
 from hybridflow.checkpoint.manifest import TensorEntry
@@ -117,7 +117,7 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
 
 
-class MegatronDistSource:
+class MegatronDistSource(Source):
     """A ``torch_dist`` checkpoint, see ``source.Source``.
 
     The checksum of every chunk is compared when it is first read. Optimizer states are not read.
@@ -128,8 +128,6 @@ class MegatronDistSource:
     """
 
     format = "megatron-dist"
-    family: str | None = None
-    has_value_head = False
 
     def __init__(self, path: Path) -> None:
         self.path, self._folder = path, find_iteration(path)
@@ -295,7 +293,7 @@ class MegatronDistSource:
             raise CheckpointError(f"{tensor} ({key} of {chunk.file}): {error}") from error
 
 
-class MegatronDistTarget:
+class MegatronDistTarget(Target):
     """A directory that Megatron-LM loads in any layout by ``--load``, see ``source.Target``.
 
     Args:
@@ -306,9 +304,6 @@ class MegatronDistTarget:
     Raises:
         ConfigError: Megatron-LM has no such model.
     """
-
-    is_single_file = False
-    can_go_on = True
 
     def __init__(self, source: Source, *, dtype: DType | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         if source.has_value_head:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint.formats.megatron_args import layout_of, read_args, to_model
 from hybridflow.checkpoint.formats.megatron_dist import LATEST, find_iteration
-from hybridflow.checkpoint.formats.source import num_blocks, spec_of_model
+from hybridflow.checkpoint.formats.source import Source, num_blocks, spec_of_model
 from hybridflow.checkpoint.formats.unpickle import MappedFile, StoredTensor, TorchArchive
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
@@ -49,7 +49,7 @@ class _Held(NamedTuple):
     tensor: StoredTensor
 
 
-class MegatronLegacySource:
+class MegatronLegacySource(Source):
     """A legacy checkpoint of Megatron-LM, see ``source.Source``.
 
     The checksum of every tensor is compared when it is read.
@@ -60,8 +60,6 @@ class MegatronLegacySource:
     """
 
     format = "megatron-legacy"
-    family: str | None = None
-    has_value_head = False
 
     def __init__(self, path: Path) -> None:
         self.path, self._folder = path, find_iteration(path)
@@ -73,7 +71,7 @@ class MegatronLegacySource:
         args = read_args(self._load(file), file)
         self.model = to_model(args, where=f"{file}: args")
         self._layout = _layout(args, file)
-        self.layout: str | None = str(self._layout)
+        self.layout = str(self._layout)
         padded = args.get("padded_vocab_size")
         self._padded = padded if isinstance(padded, int) else None
         self._held = self._find_tensors()
@@ -99,10 +97,6 @@ class MegatronLegacySource:
         """See ``Source``."""
         for file in self._files.values():
             file.release()
-
-    def assets(self) -> dict[str, bytes]:
-        """See ``Source``; there are none."""
-        return {}
 
     def identity(self) -> str:
         """See ``Source``."""

@@ -19,7 +19,7 @@ from hybridflow.checkpoint.formats.lora import (
     linear_modules,
     read_settings,
 )
-from hybridflow.checkpoint.formats.source import Source
+from hybridflow.checkpoint.formats.source import Source, Target
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.checkpoint.tensor_file import TensorFile, TensorFileWriter
@@ -55,7 +55,7 @@ def base_of(path: Path) -> Path:
     return folder
 
 
-class PeftSource:
+class PeftSource(Source):
     """An adapter's directory as a source of logical factors; see ``source.Source``.
 
     Args:
@@ -68,11 +68,10 @@ class PeftSource:
     """
 
     format = "peft"
-    layout: str | None = None
 
     def __init__(self, path: Path, base: Described) -> None:
         self.path = path
-        self.family: str | None = base.family.name
+        self.family = base.family.name
         self.model, self.has_value_head = base.model, base.has_value_head
         settings = _settings(path)
         if not (path / WEIGHTS).is_file():
@@ -120,7 +119,7 @@ class PeftSource:
         return TensorEntry(dtype, factor.logical_shape(shape[1]) if fits and factor.side == "B" else shape)
 
 
-class PeftTarget:
+class PeftTarget(Target):
     """An adapter's directory to be written; see ``source.Target``.
 
     Args:
@@ -131,9 +130,6 @@ class PeftTarget:
         CheckpointError: The source is no adapter, or one of another model.
         ConfigError: Its settings ask for what is not computed, or it does not say the family of its base.
     """
-
-    is_single_file = False
-    can_go_on = True
 
     def __init__(self, source: Source, dtype: DType | None = None) -> None:
         self._assets = {name: data for name, data in source.assets().items() if name in _ASSETS}

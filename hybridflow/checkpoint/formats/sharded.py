@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hybridflow.checkpoint.formats import lora
-from hybridflow.checkpoint.formats.source import Source, check_shapes
+from hybridflow.checkpoint.formats.source import Source, Target, check_shapes
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, TensorEntry, piece_key
 from hybridflow.checkpoint.model_dir import ModelDir, write_assets, write_manifest
 from hybridflow.checkpoint.store import BASE, JOB
@@ -71,7 +71,7 @@ def find_base(adapter: Path) -> Path | None:
     return None if record is None else adapter.parent.parent / record["directory"]
 
 
-class ShardedSource:
+class ShardedSource(Source):
     """The weights of a model directory, see ``source.Source``; every piece's hash is checked when it is read.
 
     Args:
@@ -139,7 +139,7 @@ class _Part(NamedTuple):
     box: Box
 
 
-class ShardedTarget:
+class ShardedTarget(Target):
     """A model directory with a file for each place of a layout that holds weights of its own, see ``source.Target``.
 
     Places are a tensor parallel index and a pipeline stage; in a mixture each block of experts has files beside. What
@@ -158,9 +158,6 @@ class ShardedTarget:
         LayoutError: The layout does not cut the model.
         ReshardError: The same, found at one tensor.
     """
-
-    is_single_file = False
-    can_go_on = True
 
     def __init__(self, source: Source, layout: ParallelLayout = _WHOLE, *, dtype: DType | None = None) -> None:
         _check_cut(source.model, layout)

@@ -30,10 +30,10 @@ class Source(Protocol):
 
     path: Path
     format: str
-    family: str | None
+    family: str | None = None
     model: ModelConfig
-    has_value_head: bool
-    layout: str | None
+    has_value_head: bool = False
+    layout: str | None = None
     tensors: Mapping[str, TensorEntry]
 
     def read(self, tensor: str) -> Tensor:
@@ -45,12 +45,15 @@ class Source(Protocol):
         ...
 
     def release(self) -> None:
-        """Give back the memory of what was read."""
-        ...
+        """Give back the memory of what was read; here, where that is memory of its own, nothing."""
+        return None
 
     def assets(self) -> dict[str, bytes]:
-        """Return small files that travel along, by name: ``config.json``, ``generation_config.json``, the tokenizer."""
-        ...
+        """Return small files that travel along, by name: ``config.json``, ``generation_config.json``, the tokenizer.
+
+        Here: there are none.
+        """
+        return {}
 
     def identity(self) -> str:
         """Return a sha256 of the files' names, sizes and times, which differs when the source was changed meanwhile."""
@@ -86,8 +89,8 @@ class Target(Protocol):
     """
 
     files: Mapping[str, Mapping[str, TensorEntry]]
-    is_single_file: bool
-    can_go_on: bool
+    is_single_file: bool = False
+    can_go_on: bool = True
 
     def places(self, tensor: str) -> list[tuple[str, str]]:
         """Return file and key of every part of a logical tensor."""

@@ -131,39 +131,33 @@ def _preference(row: Row, place: str, data: DataConfig, *, is_paired: bool) -> E
                 f"{place}: has field {data.completion_field!r} and {strangers[0]!r}; a row is one response or a pair, "
                 "remove one of the two"
             )
-        text, is_wanted = text_of(row, data.completion_field, place), _wanted(row, data.wanted_field, place)
-        return Example(
-            prompt=prompt,
-            answer=text if is_wanted else "",
-            solution=solution,
-            responses=(Judged(text, is_wanted),),
-            place=place,
-            row=row,
-        )
-    if not is_paired and data.chosen_field not in row:
+        text, is_wanted = text_of(row, data.completion_field, place), row.get(data.wanted_field)
+        if not isinstance(is_wanted, bool):
+            raise DataError(
+                f"{place}: field {data.wanted_field!r}: expected true or false, found {is_wanted!r:.60}; set it to one "
+                "of them"
+            )
+        answer, margin = text if is_wanted else "", 0.0
+        responses: tuple[Judged, ...] = (Judged(text, is_wanted),)
+    elif not is_paired and data.chosen_field not in row:
         raise DataError(
             f"{place}: neither field {data.completion_field!r} nor {data.chosen_field!r}; found {sorted(row)}; add "
             "one, or set data.*_field to its name here"
         )
-    chosen, rejected = (text_of(row, name, place) for name in (data.chosen_field, data.rejected_field))
-    if chosen == rejected:
-        raise DataError(
-            f"{place}: fields {data.chosen_field!r} and {data.rejected_field!r} are the same text; a pair teaches by "
-            "what differs, remove the row"
-        )
+    else:
+        answer, rejected = (text_of(row, name, place) for name in (data.chosen_field, data.rejected_field))
+        if answer == rejected:
+            raise DataError(
+                f"{place}: fields {data.chosen_field!r} and {data.rejected_field!r} are the same text; a pair teaches "
+                "by what differs, remove the row"
+            )
+        responses, margin = (Judged(answer, True), Judged(rejected, False)), margin_of(row, data.margin_field, place)
     return Example(
         prompt=prompt,
-        answer=chosen,
+        answer=answer,
         solution=solution,
-        responses=(Judged(chosen, True), Judged(rejected, False)),
-        margin=margin_of(row, data.margin_field, place),
+        responses=responses,
+        margin=margin,
         place=place,
         row=row,
     )
-
-
-def _wanted(row: Row, name: str, place: str) -> bool:
-    found = row.get(name)
-    if not isinstance(found, bool):
-        raise DataError(f"{place}: field {name!r}: expected true or false, found {found!r:.60}; set it to one of them")
-    return found

@@ -275,13 +275,9 @@ def adapter_spec(source: Source) -> ModelSpec:
 
 
 def _factor_spec(name: str, entry: TensorEntry, weight: TensorSpec, *, is_a: bool) -> TensorSpec:
-    cuts_columns = weight.tp_dim == len(weight.shape) - 1
-    cuts_rows = weight.tp_dim is not None and not cuts_columns
-    tp_dim = None
-    if is_a and cuts_columns:
-        tp_dim = 1
-    elif not is_a and cuts_rows:
-        tp_dim = len(entry.shape) - 2
+    tp_dim, cuts_columns = None, weight.tp_dim == len(weight.shape) - 1
+    if weight.tp_dim is not None and is_a == cuts_columns:
+        tp_dim = 1 if is_a else len(entry.shape) - 2
     return TensorSpec(
         name=name,
         shape=entry.shape,

@@ -463,7 +463,7 @@ def _join(aside: Path, final: Path, plan: dict[str, Any], shape: Shape) -> None:
     facts = {
         "format": FORMAT,
         "title": plan["title"],
-        # Of a single piece that of its rows as JSON.
+        # That of its rows as JSON where one piece has them all, else that of the list of the pieces'.
         "sha256": digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest(),
         "num_read": sum(piece["num_read"] for piece in pieces),
         "num_bad": bad.total(),

@@ -150,7 +150,7 @@ def prepare(
     if plan["aside"] is not None:
         aside = Path(plan["aside"])
         try:
-            _work(aside, plan["num_parts"], everyone, num_workers, source if isinstance(source, Given) else None, say)
+            _work(aside, plan["num_parts"], everyone, source if isinstance(source, Given) else None, say)
             agree(everyone, "rows prepared", lambda: _join(aside, final, plan, shape))
         except DataError:
             if everyone.is_lead:
@@ -215,12 +215,10 @@ def _deal(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:
     return [list(pieces[start:stop]) for start, stop in itertools.pairwise(ends)]
 
 
-def _work(
-    aside: Path, num_parts: int, everyone: Everyone, num_workers: int, given: Given | None, say: Callable[[str], None]
-) -> None:
-    """Have all parts made; each rank its own, while all watch."""
+def _work(aside: Path, num_parts: int, everyone: Everyone, given: Given | None, say: Callable[[str], None]) -> None:
+    """Have all parts made; each rank its own, at most one for each of its processes, while all watch."""
     mine = range(everyone.ranks.index(everyone.rank), num_parts, len(everyone.ranks))
-    crew = _Crew(aside, mine, num_workers, is_inside=num_parts == 1, given=given)
+    crew = _Crew(aside, mine, is_inside=num_parts == 1, given=given)
     begin_s = told_s = time.monotonic()
     pause_s = 0.005
     try:
@@ -242,20 +240,22 @@ def _work(
 
 
 class _Crew:
-    """What makes a rank's parts: processes, or for one small part a thread."""
+    """What makes a rank's parts: a process for each, or for one small part a thread."""
 
-    def __init__(
-        self, aside: Path, parts: Iterable[int], num_workers: int, *, is_inside: bool, given: Given | None
-    ) -> None:
-        self._aside, self._given, self._is_inside = aside, given, is_inside
-        self._waiting, self._num_workers = list(parts), num_workers
-        self._all = tuple(self._waiting)
+    def __init__(self, aside: Path, parts: Sequence[int], *, is_inside: bool, given: Given | None) -> None:
+        self._aside, self._parts, self._given, self._is_inside = aside, parts, given, is_inside
         self._running: dict[int, subprocess.Popen[bytes] | threading.Thread] = {}
+        self._failure: str | None = None
         self._num_rows, self._moved_s = -1, time.monotonic()
+        try:
+            for number in parts:
+                self._running[number] = self._start(number)
+        except OSError as error:
+            self._failure = f"{aside}: no process can be begun there: {error}; lower data.num_workers"
 
     def look(self) -> dict[str, Any]:
-        """Begin what can be begun; how far it is, and what went wrong."""
-        problem = None
+        """Return how far it is, and what went wrong."""
+        problem = self._failure
         for number, worker in list(self._running.items()):
             if isinstance(worker, threading.Thread):
                 worker.join(0.005)
@@ -265,20 +265,12 @@ class _Crew:
             if is_over:
                 self._end(self._running.pop(number))
                 problem = self._problem(number) if problem is None else problem
-        while self._waiting and len(self._running) < self._num_workers:
-            number = self._waiting.pop(0)
-            try:
-                self._running[number] = self._start(number)
-            except OSError as error:
-                problem = f"{self._aside}: no process can be begun there: {error}; lower data.num_workers"
-                break
-        num_rows = sum(rows_written(self._aside / _name(number)) for number in self._all)
+        num_rows = sum(rows_written(self._aside / _name(number)) for number in self._parts)
         if num_rows != self._num_rows:
             self._num_rows, self._moved_s = num_rows, time.monotonic()
         if self._running and time.monotonic() - self._moved_s > _STALLED_S and problem is None:
             problem = f"{self._aside}: no row in {_STALLED_S:g} s; look at the file system, or at who holds the store"
-        is_done = not (self._running or self._waiting)
-        return {"num_rows": num_rows, "is_done": is_done, "problem": problem}
+        return {"num_rows": num_rows, "is_done": not self._running, "problem": problem}
 
     def stop(self) -> None:
         """End what still runs."""

@@ -37,29 +37,6 @@ _ENTRY_BYTES, _BYTES_PER_BYTE = 1024, 8
 """What a row takes in memory, about: its objects, and its texts and tokens for each byte on disk."""
 
 
-class Order:
-    """Which row of which store each prompt index is: each store in epochs of its own, shuffled anew in each.
-
-    Args:
-        sizes: Rows of each store.
-        weights: How often each is drawn from, in proportion; None: as often as it has rows, so that ``sum(sizes)``
-            prompt indices are all the rows.
-        seed: Seed of the order.
-    """
-
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float | None], seed: int) -> None:
-        self._sizes, self._seed = tuple(sizes), seed
-        self.weights = whole_weights([w if w is not None else size for w, size in zip(weights, sizes, strict=True)])
-
-    def __call__(self, prompt_index: int) -> tuple[int, int]:
-        """Return the store and the row of a prompt index, counted from 0 over all epochs."""
-        source, count = source_of(prompt_index, self.weights)
-        epoch, index = divmod(count, self._sizes[source])
-        # Of a single source the order is that of ``prompts.PromptSource``.
-        key = (self._seed, epoch) if len(self._sizes) == 1 else (self._seed, epoch, source)
-        return source, permuted(index, size=self._sizes[source], key=key)
-
-
 class _Drawn(NamedTuple):
     """A row with all that is asked of it."""
 
@@ -70,11 +47,12 @@ class _Drawn(NamedTuple):
 
 
 class Stores:
-    """The rows of stores, as ``Order`` has them.
+    """The rows of stores: each store in epochs of its own, shuffled anew in each.
 
     Args:
         stores: One for each source.
-        weights: Weights of the sources; see ``Order``.
+        weights: How often each is drawn from, in proportion; None: as often as it has rows, so that ``num_rows``
+            prompt indices are all the rows.
         seed: Seed of the order.
 
     Attributes:
@@ -82,21 +60,27 @@ class Stores:
     """
 
     def __init__(self, stores: Sequence[RowStore], weights: Sequence[float | None], seed: int) -> None:
-        self._stores = tuple(stores)
+        self._stores, self._seed = tuple(stores), seed
         self.num_rows = sum(map(len, stores))
-        self._order = Order([len(store) for store in stores], weights, seed)
+        shares = [len(store) if weight is None else weight for weight, store in zip(weights, stores, strict=True)]
+        self._weights = whole_weights(shares)
 
     @functools.cached_property
     def sha256(self) -> str:
         """Return the sha256 of the rows in order and of the weights; with the seed they decide each prompt index."""
         if len(self._stores) == 1:
             return self._stores[0].sha256
-        told = [[store.sha256, weight] for store, weight in zip(self._stores, self._order.weights, strict=True)]
+        told = [[store.sha256, weight] for store, weight in zip(self._stores, self._weights, strict=True)]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
     def place(self, prompt_index: int) -> tuple[int, int]:
-        """Return the store and the row of a prompt index: equal for all prompt indices with the same row."""
-        return self._order(prompt_index)
+        """Return the store and the row of a prompt index, counted from 0: equal for all that have the same row."""
+        source, count = source_of(prompt_index, self._weights)
+        size = len(self._stores[source])
+        epoch, index = divmod(count, size)
+        # Of a single source the order is that of ``prompts.PromptSource``.
+        key = (self._seed, epoch) if len(self._stores) == 1 else (self._seed, epoch, source)
+        return source, permuted(index, size=size, key=key)
 
     def stored(self, place: tuple[int, int]) -> Stored:
         """Return the row at a place."""

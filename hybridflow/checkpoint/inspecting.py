@@ -11,12 +11,12 @@ import textwrap
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint import manifest
-from hybridflow.checkpoint.manifest import WEIGHT, Progress, TensorEntry, check_files, read_manifest
+from hybridflow.checkpoint.manifest import WEIGHT, Manifest, TensorEntry, check_files, read_manifest
 from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import ADAPTER_CONFIG, CONFIG, FOLDER, read_json
 from hybridflow.families.model import ModelConfig
@@ -42,35 +42,23 @@ class Contents:
     Attributes:
         path: Where it is.
         format: What it is called on the command line.
-        family: Hugging Face family; None where that is not known.
-        model: Settings.
-        has_value_head: Whether it gives values instead of logits.
-        layout: In which it was written; None where it is not cut.
-        tensors: Kind -> logical name -> the whole tensor.
+        held: What it holds; of another format than ours without pieces, progress and versions.
         files: Size of each, by its name below ``path``.
-        progress: The optimizer's; None without one.
-        written_by: Versions; none where the format has none.
         adapter: What ``adapter_config.json`` says, of a LoRA adapter; None for a model.
         verified: What was checked of its bytes, in words; None: nothing.
     """
 
     path: Path
     format: str
-    family: str | None
-    model: ModelConfig
-    has_value_head: bool
-    layout: str | None
-    tensors: Mapping[str, Mapping[str, TensorEntry]]
+    held: Manifest
     files: Mapping[str, int]
-    progress: Progress | None = None
-    written_by: Mapping[str, str] = field(default_factory=dict)
     adapter: Mapping[str, Any] | None = None
     verified: str | None = None
 
     @property
     def weights(self) -> Mapping[str, TensorEntry]:
         """Return the weights with which the model computes."""
-        return self.tensors.get(WEIGHT, {})
+        return self.held.tensors.get(WEIGHT, {})
 
     @property
     def num_parameters(self) -> int:
@@ -82,21 +70,21 @@ class Contents:
         return {
             "path": str(self.path),
             "format": self.format,
-            "family": self.family,
-            "has_value_head": self.has_value_head,
-            "layout": self.layout,
-            "model": to_dict(self.model),
+            "family": self.held.family,
+            "has_value_head": self.held.has_value_head,
+            "layout": self.held.layout,
+            "model": to_dict(self.held.model),
             "num_parameters": self.num_parameters,
             "weight_bytes": sum(entry.num_bytes for entry in self.weights.values()),
             "dtypes": dtypes(self.weights.values()),
-            "progress": None if self.progress is None else self.progress._asdict(),
-            "written_by": dict(self.written_by),
+            "progress": None if self.held.progress is None else self.held.progress._asdict(),
+            "written_by": dict(self.held.written_by),
             "adapter": None if self.adapter is None else dict(self.adapter),
             "verified": self.verified,
             "files": dict(self.files),
             "tensors": {
                 kind: {name: {"dtype": entry.dtype, "shape": list(entry.shape)} for name, entry in tensors.items()}
-                for kind, tensors in self.tensors.items()
+                for kind, tensors in self.held.tensors.items()
             },
         }
 
@@ -228,17 +216,18 @@ def _contents(path: Path, base: Path | None) -> Contents:
     from hybridflow.checkpoint.formats.registry import open_source
 
     source = open_source(path, base=base)
-    return Contents(
-        path=source.path,
-        format=source.format,
+    held = Manifest(
         family=source.family,
         model=source.model,
         has_value_head=source.has_value_head,
         layout=source.layout,
         tensors={WEIGHT: source.tensors},
-        files=_files(source.path),
-        adapter=read_json(source.path / ADAPTER_CONFIG) if source.format == "peft" else None,
+        pieces=(),
+        file_bytes={},
+        written_by={},
     )
+    adapter = read_json(source.path / ADAPTER_CONFIG) if source.format == "peft" else None
+    return Contents(path=source.path, format=source.format, held=held, files=_files(source.path), adapter=adapter)
 
 
 def model_directory(path: Path) -> Contents:
@@ -249,20 +238,9 @@ def model_directory(path: Path) -> Contents:
     """
     found = read_manifest(path)
     check_files(path, found)
-    adapter = path / FOLDER / ADAPTER_CONFIG
-    return Contents(
-        path=path,
-        format="megatron",
-        family=found.family,
-        model=found.model,
-        has_value_head=found.has_value_head,
-        layout=found.layout,
-        tensors=found.tensors,
-        files=_files(path),
-        progress=found.progress,
-        written_by=found.written_by,
-        adapter=read_json(adapter) if adapter.is_file() else None,
-    )
+    file = path / FOLDER / ADAPTER_CONFIG
+    adapter = read_json(file) if file.is_file() else None
+    return Contents(path=path, format="megatron", held=found, files=_files(path), adapter=adapter)
 
 
 def _files(path: Path) -> dict[str, int]:
@@ -288,11 +266,11 @@ def verified(found: Contents, *, base: Path | None, progress: Callable[[int, int
     from hybridflow.checkpoint.tensor_file import bytes_of
     from hybridflow.reshard.spec import ITEM_BYTES, num_elements
 
-    total = sum(entry.num_bytes for tensors in found.tensors.values() for entry in tensors.values())
+    total = sum(entry.num_bytes for tensors in found.held.tensors.values() for entry in tensors.values())
     done = 0
     if (found.path / manifest.NAME).is_file():
         for piece in ModelDir(found.path).verify():
-            done += num_elements(piece.box) * ITEM_BYTES[found.tensors[piece.kind][piece.tensor].dtype]
+            done += num_elements(piece.box) * ITEM_BYTES[found.held.tensors[piece.kind][piece.tensor].dtype]
             progress(done, total)
     else:
         source = open_source(found.path, base=base)
@@ -351,7 +329,7 @@ def _overview(found: Collection, indent: str) -> list[str]:
         mark = " (latest)" if name == found.latest else ""
         if isinstance(member, Contents):
             size = format_bytes(sum(member.files.values()))
-            step = "" if member.progress is None else f", {member.progress.num_steps} optimizer steps"
+            step = "" if member.held.progress is None else f", {member.held.progress.num_steps} optimizer steps"
             lines.append(f"{indent}{name}{mark}: {member.num_parameters:,} parameters, {size} in files{step}")
         elif isinstance(member, Damaged):
             lines.append(f"{indent}{name}{mark}: damaged: {member.error}")
@@ -376,28 +354,27 @@ def _newest_by_role(found: Collection) -> dict[str, Contents]:
 
 def _facts(found: Contents) -> str:
     weights = ", ".join(f"{format_bytes(size)} {dtype}" for dtype, size in dtypes(found.weights.values()).items())
-    head = "values" if found.has_value_head else "logits"
+    held = found.held
+    head = "values" if held.has_value_head else "logits"
     rows = {
-        "format": f"{found.format}, {'not cut' if found.layout is None else f'cut by {found.layout}'}",
-        "family": f"{'not known' if found.family is None else found.family}, giving {head}",
+        "format": f"{found.format}, {'not cut' if held.layout is None else f'cut by {held.layout}'}",
+        "family": f"{'not known' if held.family is None else held.family}, giving {head}",
         "weights": f"{found.num_parameters:,} parameters in {len(found.weights)} tensors: {weights}",
     }
-    if found.progress is not None:
-        rows["optimizer"] = (
-            f"{found.progress.num_steps} steps taken, next learning rate {found.progress.learning_rate:g}"
-        )
+    if held.progress is not None:
+        rows["optimizer"] = f"{held.progress.num_steps} steps taken, next learning rate {held.progress.learning_rate:g}"
     if found.adapter is not None:
         rows["adapter"] = "LoRA, " + " ".join(f"{key}={found.adapter[key]}" for key in _SAID if found.adapter.get(key))
-    for kind, tensors in found.tensors.items():
+    for kind, tensors in held.tensors.items():
         if kind != WEIGHT:
             sizes = dtypes(tensors.values()).items()
             rows[kind] = f"{len(tensors)} tensors: " + ", ".join(
                 f"{format_bytes(size)} {dtype}" for dtype, size in sizes
             )
     rows["files"] = f"{len(found.files)}, {format_bytes(sum(found.files.values()))}"
-    if found.written_by:
-        rows["written by"] = ", ".join(f"{name} {version}" for name, version in found.written_by.items())
-    rows["settings"] = " ".join(f"{key}={_short(value)}" for key, value in _settings(found.model).items())
+    if held.written_by:
+        rows["written by"] = ", ".join(f"{name} {version}" for name, version in held.written_by.items())
+    rows["settings"] = " ".join(f"{key}={_short(value)}" for key, value in _settings(held.model).items())
     rows["checked"] = "headers and sizes alone; --verify reads everything" if found.verified is None else found.verified
     lines = []
     for name, text in rows.items():
@@ -424,7 +401,7 @@ def _tree(found: Contents, every_tensor: bool) -> str:
     if every_tensor:
         rows = [
             (name if kind == WEIGHT else f"{kind}:{name}", entry)
-            for kind, tensors in found.tensors.items()
+            for kind, tensors in found.held.tensors.items()
             for name, entry in tensors.items()
         ]
     else:

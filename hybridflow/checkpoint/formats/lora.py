@@ -253,13 +253,15 @@ def is_adapter(source: Source) -> bool:
     return any(FACTOR.fullmatch(name) for name in source.tensors)
 
 
-def adapter_spec(source: Source) -> ModelSpec:
-    """Return how the factors of an adapter are cut: B as the rows of its weight, A as its columns.
+def spec_of(source: Source) -> ModelSpec:
+    """Return how the tensors of a checkpoint are cut; of an adapter B as the rows of its weight, A as its columns.
 
     Raises:
-        CheckpointError: A tensor is no factor of one of the model's weights.
+        CheckpointError: A tensor of an adapter is no factor of one of the model's weights.
     """
     base = _base_spec(source.model, source.has_value_head)
+    if not is_adapter(source):
+        return base
     weights = {spec.name: spec for spec in base.tensors}
     specs = []
     for name, entry in source.tensors.items():
@@ -287,15 +289,6 @@ def _factor_spec(name: str, entry: TensorEntry, weight: TensorSpec, *, is_a: boo
         padded_to=None if tp_dim is None else weight.padded_to,
         expert=weight.expert,
     )
-
-
-def spec_of(source: Source) -> ModelSpec:
-    """Return how the tensors of a checkpoint, a model or an adapter, are cut.
-
-    Raises:
-        CheckpointError: A tensor is no factor of one of the model's weights.
-    """
-    return adapter_spec(source) if is_adapter(source) else _base_spec(source.model, source.has_value_head)
 
 
 def described_of(source: Source) -> Described:

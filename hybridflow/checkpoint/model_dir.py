@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -185,8 +186,7 @@ def write_shares(
     entries = {key: entry_of(share.values) for key, share in keyed.items()}
     pieces: list[Piece] = []
     try:
-        writer = TensorFileWriter(path, entries)
-        try:
+        with contextlib.closing(TensorFileWriter(path, entries)) as writer:
             unsynced = 0
             for key, share in keyed.items():
                 sha256 = writer.write(key, share.values)
@@ -199,8 +199,6 @@ def write_shares(
                 if advance is not None:
                     advance(share.values.nbytes)
             writer.sync()
-        finally:
-            writer.close()
     except OSError as error:
         raise WriteError(
             f"{path}: cannot be written: {error}; make room, and use a file system that all ranks share"

@@ -12,20 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hybridflow.families.tables import FAMILIES
-from tests.support.hf_models import randomize
+from tests.support.hf_models import SIZES, randomize
 
-SIZES: dict[str, Any] = dict(
-    vocab_size=37,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+TOKENS = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 OTHER: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 12},
     "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5},
@@ -45,7 +34,13 @@ def make_model(
     table = FAMILIES[family]
     config = getattr(transformers, table.causal.replace("ForCausalLM", "Config"))
     labels = {"num_labels": 1} if scorer else {}
-    values = {"tie_word_embeddings": table.defaults["tie_word_embeddings"], **SIZES, **OTHER.get(family, {}), **labels}
+    values = {
+        "tie_word_embeddings": table.defaults["tie_word_embeddings"],
+        **SIZES,
+        **TOKENS,
+        **OTHER.get(family, {}),
+        **labels,
+    }
     model = getattr(transformers, table.scorer if scorer else table.causal)(config(**{**values, **other}))
     randomize(model, seed, 0.15)
     return model.to(dtype).eval()

@@ -11,6 +11,14 @@ import torch
 import transformers
 
 END, START, PAD = "<|end|>", "<|start|>", "<|pad|>"
+SIZES: dict[str, Any] = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
 
 
 def write_tokenizer(folder: Path, *, has_start: bool = False, **settings: Any) -> None:
@@ -37,18 +45,7 @@ def write_model(
     folder: Path, family: str = "Llama", kind: str = "ForCausalLM", *, seed: int = 0, **changes: Any
 ) -> torch.nn.Module:
     """A tiny model with every weight random, norms and biases too; returns it in evaluation mode."""
-    shape: dict[str, Any] = dict(
-        vocab_size=45,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        eos_token_id=0,
-        bos_token_id=1,
-        pad_token_id=2,
-    )
+    shape = {**SIZES, "vocab_size": 45, "eos_token_id": 0, "bos_token_id": 1, "pad_token_id": 2}
     if family == "Qwen3":
         shape["head_dim"] = 12
     if kind == "ForSequenceClassification":

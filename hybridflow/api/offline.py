@@ -19,7 +19,7 @@ from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.data.preferences import encode_responses, margin_of
-from hybridflow.data.prompts import Example, Judged, PromptSource, encode_solutions, prompt_tokens
+from hybridflow.data.prompts import Example, Judged, PromptSource, encode_solution, prompt_tokens
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.flows.registry import ALGORITHMS
@@ -208,16 +208,12 @@ class OfflineTrainer:
 
     def _problems(self, tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator) -> ReadProblems:
         context = recipe.model.max_context
-        read: Callable[[list[Example]], Any] = (
-            (lambda each: encode_responses(each, tokenizer, max_context=context))
-            if recipe.traits.has_preferences
-            else (lambda each: encode_solutions(each, tokenizer, max_context=context))
-        )
+        read: Callable[..., Any] = encode_responses if recipe.traits.has_preferences else encode_solution
         examples, found, num_dropped = [], [], 0
         for index, row in enumerate(_rows(self._dataset)):
             example = self._example(row, f"dataset[{index}]")
             try:
-                found += read([example])
+                found.append(read(example, tokenizer, max_context=context))
             except DataError as error:
                 if not self._drops:
                     # Which is the less of the two.

@@ -20,7 +20,8 @@ from hybridflow.reshard.report import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hybridflow.checkpoint.differences import Compared, Differences, Readable
+    from hybridflow.checkpoint.differences import Compared, Differences
+    from hybridflow.checkpoint.formats.source import Source
     from hybridflow.checkpoint.inspecting import Contents
 
 _WORST = 10
@@ -98,9 +99,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from hybridflow.checkpoint.inspecting import as_text, is_damaged, look, verified
 
     def verify(found: Contents) -> Contents:
-        return verified(found, base=arguments.base, progress=_Progress(f"{found.path}: checked", format_bytes))
+        progress = _Progress(f"{found.path}: checked", format_bytes)
+        return verified(found, base=arguments.base, progress=progress) if arguments.verify else found
 
-    found = look(arguments.path, base=arguments.base, verify=verify if arguments.verify else None)
+    found = look(arguments.path, base=arguments.base, verify=verify)
     if arguments.json:
         print_out(json.dumps(found.to_dict(), indent=1))
     else:
@@ -109,15 +111,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from hybridflow.checkpoint.differences import compare, differing_settings
+    from hybridflow.checkpoint.differences import AllKinds, compare, differing_settings
     from hybridflow.checkpoint.formats.registry import open_source
 
     one, other = (open_source(path, base=arguments.base) for path in (arguments.one, arguments.other))
     settings = differing_settings(one, other)
-    pair: tuple[Readable, Readable] = one, other
+    pair: tuple[Source | AllKinds, Source | AllKinds] = one, other
     if arguments.optimizer:
-        from hybridflow.checkpoint.differences import AllKinds
-
         pair = AllKinds(one.path), AllKinds(other.path)
     found = compare(*pair, settings, _Progress("compared", "{:,}".format))
     if arguments.json:

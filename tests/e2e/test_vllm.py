@@ -17,13 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridflow.checkpoint.formats.registry import Options
 from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.rollout.request import Request, SamplingParams
 from hybridflow.sampling.engines import make_server_engine
-from tests.support.conversions import write_as
+from tests.support.conversions import convert
 from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.plain_models import greedy, token_log_probs
 from tests.support.vllm_environment import NEEDED, PYTHON, ROOT, environ, printed_by
@@ -258,8 +257,8 @@ NUM_TOKENS = 16
 def test_vllm_generates_from_an_export(tmp_path, family):
     model = write_model(tmp_path / "first", family, seed=4, **FAMILIES[family])
     write_tokenizer(tmp_path / "first")
-    write_as("megatron", tmp_path / "first", tmp_path / "ours", Options(layout=ParallelLayout(tp=2, pp=2)))
-    write_as("hf", tmp_path / "ours", tmp_path / "export", Options(max_shard_bytes=100_000))
+    convert(tmp_path / "first", "megatron", tmp_path / "ours", layout=ParallelLayout(tp=2, pp=2))
+    convert(tmp_path / "ours", "hf", tmp_path / "export", max_shard_bytes=100_000)
     assert len(list((tmp_path / "export").glob("model-*.safetensors"))) > 2
     command = [PYTHON, ROOT / "tests/e2e/vllm_generate.py", tmp_path / "export", str(NUM_TOKENS), json.dumps(PROMPTS)]
     found = json.loads(printed_by(command, folder=tmp_path).splitlines()[-1])

@@ -20,7 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from hybridflow.checkpoint.formats.megatron_args import to_args, to_model
-from hybridflow.checkpoint.formats.registry import Options, make_target, open_source
+from hybridflow.checkpoint.formats.registry import make_target, open_source
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import RotaryScaling
 from hybridflow.layout.mesh import DeviceMesh
@@ -35,8 +35,8 @@ from tests.support.checkpoint_formats import (
     bits,
     in_bf16,
     logical_values,
-    write_target,
 )
+from tests.support.conversions import convert
 from tests.support.megatron_models import make_config
 from tests.support.ranks import run_ranks
 
@@ -219,7 +219,7 @@ def test_what_we_write_is_loaded_by_megatron_in_other_layouts(tmp_path):
         source = MemorySource(model)
         out = tmp_path / name
         # Small files, so that there are several.
-        write_target(source, make_target("megatron-dist", source, Options(max_shard_bytes=9000)), out)
+        convert(source, "megatron-dist", out, max_shard_bytes=9000)
         folders[name] = str(out / "release")
         assert len(list((out / "release").glob("*.distcp"))) > 2
         again = open_source(out)
@@ -446,10 +446,10 @@ def test_models_that_megatron_has_no_arguments_for():
     for changed in ({"logit_softcap": 30.0}, {"activation": "gelu_tanh"}, {"window": 8, "window_layers": (0,)}):
         source = MemorySource(replace(SMALL, **changed))
         with pytest.raises(ConfigError, match=f"Megatron-LM has no arguments .*{next(reversed(changed))}"):
-            make_target("megatron-dist", source, Options())
+            make_target("megatron-dist", source)
     source = MemorySource(SMALL, has_value_head=True)
     with pytest.raises(ConfigError, match="no value head"):
-        make_target("megatron-dist", source, Options())
+        make_target("megatron-dist", source)
 
 
 @pytest.mark.parametrize(

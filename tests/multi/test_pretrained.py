@@ -20,7 +20,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridflow.checkpoint.formats.registry import Options
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -31,7 +30,7 @@ from hybridflow.parallel.world import World
 from hybridflow.placement.pretrained import from_pretrained
 from hybridflow.roles.reward_model import last_tokens
 from tests.support.complaints import complains
-from tests.support.conversions import write_as
+from tests.support.conversions import convert
 from tests.support.hf_models import write_model
 from tests.support.ranks import run_ranks
 
@@ -81,7 +80,7 @@ def roles_in(world: World, folder: Path, layout: ParallelLayout) -> dict[str, An
 def test_every_role_computes_what_transformers_computes(tmp_path, layout):
     causal = write_model(tmp_path / "causal", "Qwen2", seed=1)
     scorer = write_model(tmp_path / "scorer", "Llama", "ForSequenceClassification", seed=2)
-    write_as("megatron", tmp_path / "causal", tmp_path / "ours", Options(layout=ParallelLayout(pp=2, tp=4)))
+    convert(tmp_path / "causal", "megatron", tmp_path / "ours", layout=ParallelLayout(pp=2, tp=4))
     ranks = run_ranks(roles_in, layout.world_size, tmp_path, layout)
     rows = sequences()
     with torch.no_grad():
@@ -178,7 +177,7 @@ def test_what_is_no_model_for_the_role_is_refused_by_name(tmp_path):
 
 def test_flipped_bit_of_a_model_directory_is_found(tmp_path):
     write_model(tmp_path / "causal")
-    write_as("megatron", tmp_path / "causal", tmp_path / "ours", Options(layout=ParallelLayout(tp=2)))
+    convert(tmp_path / "causal", "megatron", tmp_path / "ours", layout=ParallelLayout(tp=2))
     file = tmp_path / "ours/tp01-pp00.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -239,10 +238,10 @@ def test_reading_takes_the_memory_of_a_tensor_or_two(tmp_path):
     sizes = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, vocab_size=20000)
     write_model(tmp_path / "causal", num_key_value_heads=8, **sizes)
     largest = 20000 * 512 * 4
-    write_as("megatron", tmp_path / "causal", tmp_path / "ours", Options(layout=ParallelLayout(tp=2)))
+    convert(tmp_path / "causal", "megatron", tmp_path / "ours", layout=ParallelLayout(tp=2))
     # The first reading also takes what Python and its libraries keep for the next.
     write_model(tmp_path / "small", num_key_value_heads=8, **{**sizes, "vocab_size": 512})
-    write_as("megatron", tmp_path / "small", tmp_path / "small-ours", Options(layout=ParallelLayout(tp=2)))
+    convert(tmp_path / "small", "megatron", tmp_path / "small-ours", layout=ParallelLayout(tp=2))
     for path, small in (("causal", "small"), ("ours", "small-ours")):
         ((weights, peak),) = run_ranks(bytes_while_reading, 1, tmp_path / path, tmp_path / small)
         assert weights > 5 * largest

@@ -13,7 +13,6 @@ import torch
 import transformers
 
 from hybridflow import cli
-from hybridflow.checkpoint.formats.registry import Options
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.parallel.world import World
@@ -26,7 +25,7 @@ from hybridflow.trainer.stopping import Stopping
 from hybridflow.trainer.trainer import Trainer, train
 from tests.multi.jobs import open_with_data
 from tests.support.complaints import complains
-from tests.support.conversions import write_as
+from tests.support.conversions import convert
 from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.plain_models import token_log_probs
 from tests.support.ranks import run_ranks
@@ -169,7 +168,7 @@ def test_the_trained_actor_is_exported_and_trained_on(folder):
     """Its checkpoint has family, settings and tokenizer: ``transformers`` and the next run begin where it ended."""
     run_ranks(run, 2, recipe(folder, "grpo"))
     trained = folder / "run/checkpoints/step_000002/actor"
-    write_as("hf", trained, folder / "export", Options())
+    convert(trained, "hf", folder / "export")
     config = json.loads((folder / "export/config.json").read_text())
     assert config["model_type"] == "qwen2" and config["architectures"] == ["Qwen2ForCausalLM"]
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

@@ -82,6 +82,7 @@ LIGHT = [
         "data.spool",
         "data.topic",
         "data.kafka",
+        "data.queues",
         "doctor.command",
         "doctor.compare",
         "doctor.rounds",

@@ -323,7 +323,7 @@ def test_no_room_for_what_ranks_tell_each_other(source, tmp_path, monkeypatch):
     def no_room(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Ranks, "tell_done", no_room)
+    monkeypatch.setattr(Ranks, "tell", no_room)
     with pytest.raises(WriteError, match=r"out\.part: cannot be written: No space left on device"):
         run_plain(source, tmp_path / "out")
 

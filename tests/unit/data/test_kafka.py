@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from hybridflow.config.data import DataConfig, KafkaConfig
 from hybridflow.data import kafka as kafka_module
 from hybridflow.data import live
-from hybridflow.data.kafka import KafkaTaker, open_kafka, topic_rows
+from hybridflow.data.kafka import KafkaTaker, topic_rows
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.problems import StoredProblems
+from hybridflow.data.queues import open_queue
 from hybridflow.data.shaping import Shape
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.errors import ConfigError, DataError
@@ -26,6 +27,7 @@ from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.sections import read_section, to_dict
 from tests.e2e.commands import free_port
 from tests.support.kafka_broker import OPTIONS, write
+from tests.support.queues import Killed, kill_at, recipe_values
 
 SHAPE = Shape(data=DataConfig(kafka=KafkaConfig(servers=("here:1",), topic="t"), held_out="none"), kind="problems")
 SKIP = replace(SHAPE, data=replace(SHAPE.data, on_bad_row="skip"))
@@ -100,10 +102,6 @@ def test_of_several_partitions_each_keeps_its_order(broker, tmp_path):
         assert [int(each.place.rpartition("@")[2]) for each in here] == list(range(100))
 
 
-class Killed(BaseException):
-    """In the place of a kill."""
-
-
 KILLS = ("none", "rows", "journal", "torn")
 
 
@@ -130,7 +128,7 @@ def test_wherever_it_is_killed_each_message_comes_once_and_in_order(broker, long
             for partition, name in new:
                 written[partition].append(name)
             with pytest.MonkeyPatch.context() as patch:
-                _kill_at(patch, kill)
+                kill_at(patch, kill)
                 with taking(kafka, folder) as one, contextlib.suppress(Killed):
                     one.take()
             if kill == "torn":
@@ -147,18 +145,6 @@ def test_wherever_it_is_killed_each_message_comes_once_and_in_order(broker, long
         for partition in range(2):
             here = [each.row["prompt"] for each in found if f"[{partition}]" in each.place]
             assert here == written[partition]
-
-
-def _kill_at(patch, kill):
-    def die(*_, **__):
-        raise Killed
-
-    if kill == "rows":
-        patch.setattr(live, "sync_path", die)
-    elif kill == "journal":
-        # It opens the journal to append, and never gets so far.
-        inner = Path.open
-        patch.setattr(Path, "open", lambda self, mode="r", **more: die() if mode == "ab" else inner(self, mode, **more))
 
 
 @pytest.mark.slow
@@ -344,7 +330,7 @@ def test_all_that_read_have_the_failure_of_who_takes(broker, tmp_path):
     write(broker.server, kafka.topic, [*rows(0, 1), (0, b"{")])
     train_tokenizer(["0123456789"], path=tmp_path / "tokenizer.model", vocab_size=64)
     tokenizer = open_tokenizer(tmp_path / "tokenizer.model")
-    lead = open_kafka(kafka, SHAPE, tokenizer, tmp_path)
+    lead = open_queue(kafka, SHAPE, tokenizer, tmp_path)
     other = StoredProblems(topic_rows(tmp_path / "kafka", kafka), SHAPE, tokenizer)
     assert lead.sha256 == other.sha256
     for problems in (lead, other):
@@ -354,19 +340,6 @@ def test_all_that_read_have_the_failure_of_who_takes(broker, tmp_path):
 
 
 KAFKA = {"servers": ["one:9092", "two:9092"], "topic": "prompts"}
-
-
-def recipe_values(**kafka):
-    return {
-        "name": "tiny",
-        "algorithm": "grpo",
-        "model": {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1, "max_context": 8},
-        "data": {"kafka": {**KAFKA, **kafka}, "held_out": "h"},
-        "tokenizer": {"path": "tokenizer.model"},
-        "actor": {"update": {}, "rollout": {}, "optimizer": {"lr": 1e-3}},
-        "rollout": {"max_new_tokens": 2, "group_size": 2},
-        "trainer": {"steps": 1, "global_batch_size": 2},
-    }
 
 
 @pytest.mark.parametrize(
@@ -396,7 +369,7 @@ def recipe_values(**kafka):
 )
 def test_settings_that_are_refused(kafka, says):
     with pytest.raises(ConfigError) as caught:
-        recipe_from_dict(recipe_values(**kafka))
+        recipe_from_dict(recipe_values(kafka={**KAFKA, **kafka}))
     assert says in str(caught.value)
 
 
@@ -409,7 +382,7 @@ def test_settings_that_are_refused(kafka, says):
     ],
 )
 def test_settings_that_do_not_go_with_a_topic(section, key, value, says):
-    values = recipe_values()
+    values = recipe_values(kafka=KAFKA)
     values[section][key] = value
     with pytest.raises(ConfigError) as caught:
         recipe_from_dict(values)
@@ -418,7 +391,7 @@ def test_settings_that_do_not_go_with_a_topic(section, key, value, says):
 
 def test_options_are_text_by_their_dotted_names():
     options = {"security.protocol": "SASL_SSL", "sasl": {"mechanism": "PLAIN"}, "fetch.min.bytes": 5, "x.y": True}
-    recipe = recipe_from_dict(recipe_values(options=options))
+    recipe = recipe_from_dict(recipe_values(kafka={**KAFKA, "options": options}))
     expected = {"security.protocol": "SASL_SSL", "sasl.mechanism": "PLAIN", "fetch.min.bytes": "5", "x.y": "true"}
     assert recipe.data.kafka.options == expected and recipe.data.title == "topic prompts"
     assert read_section(DataConfig, to_dict(recipe.data), source="again") == recipe.data

@@ -142,7 +142,7 @@ class HybridActor:
         self._everyone = self._world.coordinator(plan.meshes["job"].ranks)
         self._role = SteppedActor(self._job)
         assert self._role.model is not None and self._role.trainable is not None, "all ranks are in its mesh"
-        self._role.model.load()
+        self._role.model.load_given()
         load_adapters(self._job, self._role.model)
         self._role.trainable.reload_weights()
         self._role.mark_changed()

@@ -20,7 +20,7 @@ from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.prompts import Example, PromptSource
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
-from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.graph import Step
 from hybridflow.dataflow.run import Scope
 from hybridflow.errors import ConfigError, DataError
@@ -69,9 +69,7 @@ class Rollout:
         batch = self.batch
         if not len(batch):
             return []
-        tokens, lengths = batch.columns["tokens"], batch.columns["prompt_lengths"]
-        assert isinstance(tokens, Ragged) and isinstance(lengths, Tensor), "tokens are ragged, lengths are dense"
-        rows = zip(tokens.to_list(), lengths.tolist(), strict=True)
+        rows = zip(batch.ragged("tokens").to_list(), batch.dense("prompt_lengths").tolist(), strict=True)
         return [self.tokenizer.decode(row[length:].tolist()) for row, length in rows]
 
     @property

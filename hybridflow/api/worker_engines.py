@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from hybridflow.api.trainers import OnlineTrainer
 from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_model, is_model
@@ -21,14 +19,13 @@ from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.user_model import user_model_info
-from hybridflow.models.weights import local_shards
 from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.world import World
 from hybridflow.placement.copy_weights import copy_weights
-from hybridflow.placement.pretrained import Pretrained, from_pretrained, load_pretrained
+from hybridflow.placement.placed_model import part_of
+from hybridflow.placement.pretrained import from_pretrained
 from hybridflow.placement.user_objects import user_class_of
 from hybridflow.reshard.plan import participants
-from hybridflow.reshard.spec import ModelSpec
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.hf_weights import hf_weights
 from hybridflow.rollout.engines.user_engine import UserEngine
@@ -102,25 +99,17 @@ class MegatronWorker:
     def __init__(self, model: Any, world: World, mesh: DeviceMesh, options: Options) -> None:
         source = source_of(model)
         check_cut(source.model, mesh.layout, mesh.name)
-        self._world, self._mesh, self._seed = world, mesh, options.seed
+        self._world = world
         # Once: of a GPTModel that is cut it is brought together from all ranks.
         given = InMemoryModel(source.model, source)
         self._placed = from_pretrained(
             given, world, mesh, max_context=options.max_context, dtype=options.dtype, seed=options.seed
         )
-        model_settings, transformer = self._placed.model, self._placed.transformer
-        assert model_settings.vocab_size is not None, "a source's model has a vocabulary"
-        self.max_context = model_settings.max_context
+        self.max_context = self._placed.model.max_context
         self.engine: MegatronEngine | None = None
-        if transformer is not None and self._placed.groups is not None:
-            self.engine = MegatronEngine(
-                transformer,
-                self._placed.groups,
-                vocab_size=model_settings.vocab_size,
-                seed=options.seed,
-                max_concurrent=options.max_concurrent,
-                ranks_per_node=min(world.ranks_per_node, world.size),
-                tokenizer=options.tokenizer,
+        if world.rank in mesh:
+            self.engine = self._placed.make_engine(
+                seed=options.seed, max_concurrent=options.max_concurrent, tokenizer=options.tokenizer
             )
 
     def load(self, model: Any) -> None:
@@ -128,15 +117,25 @@ class MegatronWorker:
 
         A trainer's actor moves from its layout into this one without a file in between.
         """
-        placed = self._placed
         if isinstance(model, OnlineTrainer):
-            _take_live(model, placed, self._mesh, self._world)
+            self._copy_actor(model)
             return
         source = source_of(model)
-        _check_same(source.model, placed.model)
-        if placed.transformer is not None:
-            where = placed.spec, self._mesh, self._world.rank
-            load_pretrained(source, placed.transformer, *where, seed=self._seed, std=placed.model.init_std)
+        _check_same(source.model, self._placed.model)
+        if self.engine is not None:
+            self._placed.load(source)
+
+    def _copy_actor(self, trainer: OnlineTrainer) -> None:
+        """Fill the worker's weights with those of a trainer's actor. Collective: all ranks."""
+        job, actor = trainer.session().trainer.job, trainer.session().trainer.roles.actor
+        if job.recipe.actor.lora is not None or user_class_of(job, "actor") is not None:
+            raise ConfigError(
+                "update_weights: the trainer's actor has adapters, or is a class of your own; give the directory that "
+                "save_checkpoint writes, or the class itself"
+            )
+        _check_same(job.model_of("actor"), self._placed.model)
+        self._world.make_groups([participants(job.meshes["actor.update"], self._placed.mesh)])
+        copy_weights(self._world, part_of(job, "actor.update", actor.spec, actor.model), self._placed)
 
 
 class VllmWorker:
@@ -180,7 +179,7 @@ class VllmWorker:
 
     def _fill(self, source: Source) -> None:
         _check_same(source.model, self._model)
-        self.engine.load(hf_weights(self._described, _Read(source)))
+        self.engine.load(hf_weights(self._described, source.read))
 
 
 class UserWorker:
@@ -219,64 +218,6 @@ class UserWorker:
             wanted = type(self._module).__name__
             raise ConfigError(f"update_weights: found {type(model).__name__}, expected a {wanted}; give one")
         self._module.load_state_dict(model.state_dict())
-
-
-class _Read(Mapping[str, Tensor]):
-    """The tensors of a source, each read when it is asked for."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._source.read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._source.tensors)
-
-    def __len__(self) -> int:
-        return len(self._source.tensors)
-
-
-class _Live:
-    """This rank's part of the worker's model, as ``copy_weights`` takes a role's.
-
-    Attributes:
-        spec: How its tensors are cut.
-        mesh: Where it is.
-        model: Itself; None on a rank outside the mesh.
-    """
-
-    def __init__(self, spec: ModelSpec, mesh: DeviceMesh, tensors: Mapping[str, Tensor] | None) -> None:
-        self.spec, self.mesh = spec, mesh
-        self.model = None if tensors is None else self
-        self._tensors = tensors
-
-    def tensors(self) -> Mapping[str, Tensor] | None:
-        """Return live weights by logical name."""
-        return self._tensors
-
-    def at_hand(self, *, is_written: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return an empty context: these weights are never offloaded."""
-        return contextlib.nullcontext()
-
-
-def _take_live(trainer: OnlineTrainer, placed: Pretrained, mesh: DeviceMesh, world: World) -> None:
-    """Fill the worker's weights with those of a trainer's actor. Collective: all ranks."""
-    job, actor = trainer.session().trainer.job, trainer.session().trainer.roles.actor
-    if job.recipe.actor.lora is not None or user_class_of(job, "actor") is not None:
-        raise ConfigError(
-            "update_weights: the trainer's actor has adapters, or is a class of your own; give the directory that "
-            "save_checkpoint writes, or the class itself"
-        )
-    _check_same(job.model_of("actor"), placed.model)
-    tensors = None
-    if placed.transformer is not None:
-        shards = local_shards(placed.transformer, placed.spec, mesh, world.rank)
-        tensors = {name: local for name, (local, _) in shards.items()}
-    target = _Live(placed.spec, mesh, tensors)
-    world.make_groups([participants(job.meshes["actor.update"], mesh)])
-    with_worker = replace(job, meshes={**job.meshes, mesh.name: mesh})
-    copy_weights(with_worker, actor, "actor.update", target, mesh.name)
 
 
 def _check_same(found: ModelConfig, model: ModelConfig) -> None:

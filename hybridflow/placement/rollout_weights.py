@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
 from hybridflow.models.adapters import base_spec, factor_spec, is_factor
@@ -56,8 +54,8 @@ class RolloutWeights:
             moved,
             source,
             target,
-            source_tensors=_tensors(update, moved),
-            target_tensors=_tensors(rollout, moved),
+            source_tensors=None if update is None else update.tensors(moved),
+            target_tensors=None if rollout is None else rollout.tensors(moved),
             transport=job.recipe.actor.reshard,
         )
 
@@ -102,8 +100,8 @@ class RolloutWeights:
             self._job.world,
             self._base,
             *self._holdings(self._base),
-            source_tensors=_tensors(self._update, self._base),
-            target_tensors=_tensors(self._rollout, self._base),
+            source_tensors=None if self._update is None else self._update.tensors(self._base),
+            target_tensors=None if self._rollout is None else self._rollout.tensors(self._base),
             # For a copy that is seldom made it does not pay to open the source's memory to the node.
             transport="torch",
         )
@@ -113,10 +111,3 @@ class RolloutWeights:
     def _holdings(self, spec: ModelSpec) -> tuple[WeightHoldings, WeightHoldings]:
         meshes = self._job.meshes
         return WeightHoldings(spec, meshes["actor.update"]), WeightHoldings(spec, meshes["actor.rollout"])
-
-
-def _tensors(model: PlacedModel | None, spec: ModelSpec) -> Mapping[str, Tensor] | None:
-    if model is None:
-        return None
-    held = model.tensors()
-    return {tensor.name: held[tensor.name] for tensor in spec.tensors if tensor.name in held}

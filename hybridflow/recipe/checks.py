@@ -297,7 +297,7 @@ _PREFERENCE_FIELDS = ("chosen_field", "rejected_field", "margin_field", "complet
 
 def _check_mini_batches_of_preferences(recipe: Recipe) -> None:
     batch = recipe.trainer.global_batch_size
-    mini = batch if recipe.trainer.mini_batch_size is None else recipe.trainer.mini_batch_size
+    mini = recipe.trainer.samples_per_update
     for key, size in {"global_batch_size": batch, "mini_batch_size": mini}.items():
         if recipe.traits.is_paired and size % 2:
             raise ConfigError(

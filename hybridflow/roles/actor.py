@@ -16,21 +16,14 @@ from hybridflow.models.lora import merge
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import LossFunction, Trainable, sum_over
 from hybridflow.placement.job import Job
+from hybridflow.placement.loss_mask import mini_batch
 from hybridflow.placement.peft import check_targets
-from hybridflow.placement.placed_model import (
-    column_rows,
-    length_metrics,
-    length_stats,
-    mini_batch,
-    pad_rows,
-    padded,
-    role_spec,
-)
+from hybridflow.placement.placed_model import role_spec
 from hybridflow.placement.rollout_weights import RolloutWeights
 from hybridflow.placement.user_model import UserModel, place_model
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
-from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.advantage import KLCoefficient, length_metrics, length_stats
 from hybridflow.roles.offline_samples import row_stats
 from hybridflow.roles.policy_loss import LOSS_MASK, LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
 from hybridflow.sampling.engines import PushedEngine, make_megatron_engine, make_server_engine, make_user_engine
@@ -86,7 +79,7 @@ class Actor(Role):
             self._offload = self.trainable.offload(f"rank {rank}: optimizer of actor.update")
         self._rollout_is_current = False
         self.num_updates = self._rollout_version = 0
-        self._pushed = PushedEngine(job, self.spec) if engine.kind == "vllm" else None
+        self._pushed = PushedEngine(job) if engine.kind == "vllm" else None
         self.rollouts: Rollouts | None = None
         if rank in rollout and generates:
             self.rollouts = Rollouts(
@@ -220,10 +213,10 @@ class Actor(Role):
         totals = self.model.totals(part)
         if self._job.recipe.correction.reject is None or totals is None:
             return part, totals
-        columns = (padded(part, name) for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
-        mask = part.columns["response_mask"]
-        assert isinstance(mask, Ragged), "masks are a ragged column"
-        part = part.with_columns({LOSS_MASK: Ragged.from_padded(self._policy_loss.keep(*columns), mask.lengths)})
+        names = ("old_log_probs", "rollout_log_probs", "response_mask")
+        kept_tokens = self._policy_loss.keep(*(part.ragged(name).pad(0) for name in names))
+        lengths = part.ragged("response_mask").lengths
+        part = part.with_columns({LOSS_MASK: Ragged.from_padded(kept_tokens, lengths)})
         kept = self.model.totals(part, LOSS_MASK)
         if is_first:
             self._num_sampled += totals.num_tokens
@@ -260,15 +253,11 @@ class Actor(Role):
     def _distance(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
         """Return the micro-batch's share of the KL to the teacher, and the same value for the report."""
         assert self.model is not None, "called outside the update mesh"
-        teacher_columns = [
-            torch.cat([column_rows(part, name)[sample] for sample in micro_batch.samples])
-            for name in ("teacher_log_probs", "teacher_ids")
-            if name in part.columns
-        ]
-        kl = self.model.reverse_kl(output, teacher_columns[0], teacher_columns[1] if len(teacher_columns) > 1 else None)
-        mask = padded(part, "response_mask", micro_batch.samples, output.device)
-        rows = kl.split(micro_batch.response_lengths)  # type: ignore[no-untyped-call]
-        loss = aggregate(pad_rows(rows), mask, "token-mean", totals)
+        here = part.select(torch.tensor(micro_batch.samples))
+        ids = here.ragged("teacher_ids").values if "teacher_ids" in part.columns else None
+        kl = self.model.reverse_kl(output, here.ragged("teacher_log_probs").values, ids)
+        mask = here.ragged("response_mask").pad(0).to(output.device)
+        loss = aggregate(micro_batch.pad(kl), mask, "token-mean", totals)
         return loss, loss.detach()[None]
 
     def imitate(self, batch: Batch, decided: Mapping[str, Any]) -> None:
@@ -393,12 +382,10 @@ class Actor(Role):
     ) -> tuple[Tensor, Any]:
         """Return the micro-batch's share of the loss, and its shares of the reported sums."""
         assert self.model is not None, "called outside the update mesh"
-        log_probs, entropy = (
-            pad_rows(each.split(micro_batch.response_lengths))  # type: ignore[no-untyped-call]
-            for each in self.model.log_probs(output, micro_batch)
-        )
+        log_probs, entropy = (micro_batch.pad(each) for each in self.model.log_probs(output, micro_batch))
+        samples = torch.tensor(micro_batch.samples)
         columns = {
-            name: padded(part, name, micro_batch.samples, output.device)
+            name: part.ragged(name).select(samples).pad(0).to(output.device)
             for name in _LOSS_COLUMNS
             if name in part.columns
         }

@@ -15,7 +15,8 @@ from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
 from hybridflow.placement.job import Job
-from hybridflow.placement.placed_model import mini_batch, pad_rows, padded, role_spec
+from hybridflow.placement.loss_mask import mini_batch
+from hybridflow.placement.placed_model import role_spec
 from hybridflow.placement.user_model import place_model
 
 COLUMNS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
@@ -79,9 +80,9 @@ class Critic(Role):
             self.metrics |= dict(zip(METRICS[self._role], (loss, clipped, grad_norm), strict=True))
 
     def _loss(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
-        values = pad_rows(output[:, 0].float().split(micro_batch.response_lengths))  # type: ignore[no-untyped-call]
+        values, samples = micro_batch.pad(output[:, 0].float()), torch.tensor(micro_batch.samples)
         mask, old, returns = (
-            padded(part, name, micro_batch.samples, output.device)
+            part.ragged(name).select(samples).pad(0).to(output.device)
             for name in ("response_mask", self._values, self._returns)
         )
         per_token = value_loss(values, old, returns, value_clip=self._settings.value_clip)

@@ -16,7 +16,6 @@ from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
-from hybridflow.placement.placed_model import column_rows
 from hybridflow.rewards.kinds import make_kind
 from hybridflow.rewards.runners import InPlace
 from hybridflow.rewards.sample import Sample
@@ -107,14 +106,13 @@ class Reward(Role):
 
     def _scores(self, batch: Batch, example_of: Callable[[int], Example]) -> torch.Tensor:
         if self._scorer is None:
-            return _dense(batch, "environment_rewards")
-        prompt_indices = _dense(batch, "prompt_indices").tolist()
-        prompt_lengths = _dense(batch, "prompt_lengths").tolist()
-        responses = [
-            sequence[length:] for sequence, length in zip(column_rows(batch, "tokens"), prompt_lengths, strict=True)
-        ]
+            return batch.dense("environment_rewards")
+        prompt_indices = batch.dense("prompt_indices").tolist()
+        prompt_lengths = batch.dense("prompt_lengths").tolist()
+        sequences = batch.ragged("tokens").to_list()
+        responses = [sequence[length:] for sequence, length in zip(sequences, prompt_lengths, strict=True)]
         if "response_mask" in batch.columns:
-            masks = column_rows(batch, "response_mask")
+            masks = batch.ragged("response_mask").to_list()
             responses = [_last_turn(*each) for each in zip(responses, masks, strict=True)]
         samples = [
             self._sample(example_of(prompt_index), response.tolist())
@@ -156,12 +154,6 @@ def _check_no_policy(settings: Settings, role: str) -> None:
     for name in REWARD_POLICY:
         if getattr(settings, name) != getattr(Settings(), name):
             raise ConfigError(f"{role}.{name}: the environment's rewards are sums of its own; remove the key")
-
-
-def _dense(batch: Batch, name: str) -> torch.Tensor:
-    column = batch.columns[name]
-    assert isinstance(column, torch.Tensor), f"{name} is a dense column"
-    return column
 
 
 def _last_turn(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -105,8 +105,7 @@ class SteppedActor(Actor):
             log_probs = self._model.log_probs(output, part)[0] * labelled.counts(part.samples).to(output.device)
             local_losses.append(-log_probs.sum() / count)
             if self._tells:
-                rows = log_probs.detach().split(part.response_lengths)  # type: ignore[no-untyped-call]
-                for row, values in zip(part.samples, rows, strict=True):
+                for row, values in zip(part.samples, part.by_response(log_probs.detach()), strict=True):
                     all_log_probs[row, : len(values)] = values
 
         self._pass(labelled, take, has_gradient=has_gradient)

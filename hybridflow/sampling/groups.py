@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.dataflow.schedule import Move
@@ -75,8 +74,8 @@ class Groups(Role, ABC):
         """Take in a rollout with its ``scores``."""
         if self._job.recipe.rollout.archive and self._is_telling:
             size = self._job.recipe.rollout.group_size
-            prompt_indices = _dense(batch, "prompt_indices").tolist()
-            scores = _dense(batch, "scores").tolist()
+            prompt_indices = batch.dense("prompt_indices").tolist()
+            scores = batch.dense("scores").tolist()
             # A greedy response stands behind its group.
             indices = [
                 number - prompt_index * size
@@ -89,7 +88,7 @@ class Groups(Role, ABC):
         """Return the step's batch, a source. Whole groups go to the replicas in turn. Collective: the rollout mesh."""
         own = Batch.concat([self._finished(each) for each in self._rollouts])
         chosen = torch.tensor(self._prompt_indices, dtype=torch.int64)
-        own = own.select(torch.isin(_dense(own, "prompt_indices"), chosen).nonzero()[:, 0])
+        own = own.select(torch.isin(own.dense("prompt_indices"), chosen).nonzero()[:, 0])
         self._rollouts = []
         if self._mesh.layout.dp == 1:
             return own
@@ -132,7 +131,7 @@ class Groups(Role, ABC):
         if not self._is_telling:
             return []
         rollout = self._rollouts[-1]
-        prompt_indices, scores = _dense(rollout, "prompt_indices"), _dense(rollout, "scores").double()
+        prompt_indices, scores = rollout.dense("prompt_indices"), rollout.dense("scores").double()
         scored = zip(prompt_indices.tolist(), scores.tolist(), strict=True)
         return [(prompt_index, score) for prompt_index, score in scored if not math.isnan(score)]
 
@@ -215,15 +214,13 @@ class GreedyBaselines(Groups):
         """Shape the scores of a greedy rollout like the scores that they are compared with."""
         if not decided["fill"]["is_greedy"]:
             return batch
-        mask = batch.columns["response_mask"]
-        assert isinstance(mask, Ragged), "response_mask is a ragged column"
-        scores = shaped(self._job.recipe, _dense(batch, "scores"), mask.lengths)
+        scores = shaped(self._job.recipe, batch.dense("scores"), batch.ragged("response_mask").lengths)
         return batch.with_columns({"scores": scores})
 
     def _finished(self, rollout: Batch) -> Batch:
         # Of a step that is left there may be none; of a greedy response that has no score neither.
         baselines = [
-            self._baselines.get(prompt_index, math.nan) for prompt_index in _dense(rollout, "prompt_indices").tolist()
+            self._baselines.get(prompt_index, math.nan) for prompt_index in rollout.dense("prompt_indices").tolist()
         ]
         return rollout.with_columns({"baselines": torch.tensor(baselines, dtype=torch.float32)})
 
@@ -233,12 +230,6 @@ def make_groups(job: Job) -> Groups | None:
     kinds = {"dapo": InformativeGroups, "remax": GreedyBaselines}
     kind = kinds.get(job.recipe.algorithm)
     return None if kind is None else kind(job)
-
-
-def _dense(batch: Batch, name: str) -> Tensor:
-    column = batch.columns[name]
-    assert isinstance(column, Tensor), f"{name} is a dense column"
-    return column
 
 
 def _informative(shares: list[Scores]) -> list[int]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.errors import DataError
@@ -91,6 +89,4 @@ def asked(decided: Mapping[str, Any]) -> dict[str, Any]:
 
 def _behind(batch: Batch, step: int) -> list[int]:
     """Return how many updates each sample's weights are behind those of the step's beginning."""
-    versions = batch.columns["versions"]
-    assert isinstance(versions, Tensor), "versions is a dense column"
-    return [step - 1 - version for version in versions.tolist()]
+    return [step - 1 - version for version in batch.dense("versions").tolist()]

@@ -12,7 +12,6 @@ from hybridflow.dataflow.run import Replicated
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
-from hybridflow.placement.placed_model import mini_batch_size
 from hybridflow.sampling.groups import Scores, Turn
 from hybridflow.trainer.ahead import WORKING_AHEAD
 from hybridflow.trainer.progress import Progress
@@ -130,7 +129,7 @@ class Decisions:
 
     def _mini_batches(self) -> Iterator[dict[str, int] | None]:
         """Yield the mini-batches of one training step, then the end of the loop, and so on for ever."""
-        num_mini_batches = self._recipe.trainer.global_batch_size // mini_batch_size(self._job)
+        num_mini_batches = self._recipe.trainer.global_batch_size // self._recipe.trainer.samples_per_update
         while True:
             for epoch in range(self._recipe.loss.epochs):
                 for index in range(num_mini_batches):

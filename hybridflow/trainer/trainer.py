@@ -26,7 +26,6 @@ from hybridflow.observe.rank_log import open_rank_log
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
-from hybridflow.placement.placed_model import mini_batch_size
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.critic import Critic
@@ -173,7 +172,7 @@ class Trainer(Role):
         self._step_metrics: dict[str, float] = {}
         self._checkpoints = checkpoints.Checkpoints(job, self.roles.by_name, start)
         self._everyone = job.world.coordinator(plan.meshes["job"].ranks)
-        self._mover = Mover(job.world, plan.meshes, chunk=mini_batch_size(job))
+        self._mover = Mover(job.world, plan.meshes, chunk=job.recipe.trainer.samples_per_update)
         self._rollouts = RolloutLog(job, start.token, start.fingerprint, self._start)
         rollouts, rollout = self.roles.actor.rollouts, plan.meshes["actor.rollout"]
         if rollouts is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -125,8 +125,7 @@ class ModelOnMesh:
         self._offload = HostOffload(self.transformer.parameters(), owner=owner)
         self._offload.offload()
 
-    @contextlib.contextmanager
-    def at_hand(self, *, is_written: bool = False) -> Iterator[None]:
+    def at_hand(self, *, is_written: bool = False) -> contextlib.AbstractContextManager[None]:
         """Bring the weights to the device for the duration, also for a model that is kept in host memory.
 
         Args:
@@ -135,14 +134,7 @@ class ModelOnMesh:
         Raises:
             ReshardError: The device has no room.
         """
-        is_away = self._offload is not None and self._offload.is_away
-        if self._offload is not None:
-            self._offload.restore()
-        try:
-            yield
-        finally:
-            if self._offload is not None and is_away:
-                self._offload.offload(is_unchanged=not is_written)
+        return contextlib.nullcontext() if self._offload is None else self._offload.at_hand(is_written=is_written)
 
     @torch.no_grad()
     def load(self, source: Source, spec: ModelSpec | None = None) -> None:

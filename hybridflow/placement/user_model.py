@@ -23,16 +23,20 @@ from hybridflow.reshard.spec import ModelSpec
 
 def place_model(
     job: Job, mesh: DeviceMesh, spec: ModelSpec, *, has_value_head: bool = False, is_filled_later: bool = False
-) -> PlacedModel:
+) -> PlacedModel | None:
     """Place this rank's part of a role's model, see ``PlacedModel``: a user's own module where one was given.
+
+    None: this rank is not in the mesh.
 
     Args:
         job: The job.
-        mesh: One of the role's meshes, with this rank.
+        mesh: One of the role's meshes.
         spec: From ``placed_model.role_spec``.
         has_value_head: Values instead of logits.
         is_filled_later: Its weights are written before it is used.
     """
+    if job.world.rank not in mesh:
+        return None
     kind = PlacedModel if user_class_of(job, role_of(mesh.name)) is None else UserModel
     return kind(job, mesh, spec, has_value_head=has_value_head, is_filled_later=is_filled_later)
 
@@ -51,13 +55,11 @@ def place_frozen(job: Job, role: str, spec: ModelSpec, *, has_value_head: bool =
     Raises:
         ConfigError: What was given is not what the recipe asks for.
     """
-    mesh = job.meshes[role]
-    if job.world.rank not in mesh:
-        return None
-    model = place_model(job, mesh, spec, has_value_head=has_value_head)
-    model.load_given()
-    if getattr(job.recipe, role).offload:
-        model.keep_in_host_memory()
+    model = place_model(job, job.meshes[role], spec, has_value_head=has_value_head)
+    if model is not None:
+        model.load_given()
+        if getattr(job.recipe, role).offload:
+            model.keep_in_host_memory()
     return model
 
 

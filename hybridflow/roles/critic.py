@@ -47,8 +47,7 @@ class Critic(Role):
         self._job = job
         self._role = role
         self._values, self._returns = COLUMNS[role]
-        mesh = job.meshes[role]
-        self.model = place_model(job, mesh, self.spec, has_value_head=True) if job.world.rank in mesh else None
+        self.model = place_model(job, job.meshes[role], self.spec, has_value_head=True)
         self.trainable: Trainable | None = None
         if self.model is not None:
             self.trainable = self.model.make_trainable(self._settings.optimizer)

@@ -14,7 +14,6 @@ from hybridflow.dataflow.role import NodeCall
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import mini_batch
-from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.placement.user_objects import user_class_of
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
@@ -57,7 +56,7 @@ class OfflineActor(Actor):
         Accuracy is the share of pairs in which the wanted response has the larger number; a tie counts half. Margin is
         the mean difference, times ``preference.beta`` except for a scorer. Collective: the update mesh.
         """
-        model = self._placed()
+        model = self._placed
 
         def compute(output: Tensor, micro_batch: MicroBatch) -> Tensor:
             chosen, rejected = self._numbers(output, micro_batch, batch).view(-1, 2).unbind(1)
@@ -70,7 +69,7 @@ class OfflineActor(Actor):
 
     def _update_solutions(self, part: Batch) -> None:
         """Update on solutions: token mean of the cross-entropy."""
-        model = self._placed()
+        model = self._placed
         masks, totals = part.ragged("response_mask").to_list(), model.totals(part)
         assert totals is not None, "every solution has an end of sequence to imitate"
         sequences, prompt_lengths = part.ragged("tokens").to_list(), part.dense("prompt_lengths").tolist()
@@ -98,8 +97,8 @@ class OfflineActor(Actor):
             return share, torch.cat([share.detach()[None].double(), ahead])
 
         kept, grad_norm = self._step(self._micro_batches(part), loss)
-        if self._placed().is_output_rank:
-            share, accuracy, margin, count = self._placed().add_up(kept, 4)
+        if self._placed.is_output_rank:
+            share, accuracy, margin, count = self._placed.add_up(kept, 4)
             self.metrics |= {
                 "actor/loss": share,
                 "actor/grad_norm": grad_norm,
@@ -130,9 +129,9 @@ class OfflineActor(Actor):
             return share, torch.stack([share.detach(), *sums]).double()
 
         kept, grad_norm = self._step(self._micro_batches(part), loss)
-        if not self._placed().is_output_rank:
+        if not self._placed.is_output_rank:
             return
-        share, of_wanted, num_wanted, of_others = self._placed().add_up(kept, 4)
+        share, of_wanted, num_wanted, of_others = self._placed.add_up(kept, 4)
         self.metrics |= {"actor/loss": share, "actor/grad_norm": grad_norm, "preference/z_ref": float(z_ref)}
         if 0 < num_wanted < size:
             self.metrics["preference/margin"] = of_wanted / num_wanted - of_others / (size - num_wanted)
@@ -144,7 +143,7 @@ class OfflineActor(Actor):
 
         The result is a scalar. Ranks that hold no outputs get 0, which they do not use. Collective: the update mesh.
         """
-        model = self._placed()
+        model = self._placed
         column = model.per_token(mismatched(part), lambda output, each: model.log_probs(output, each)[0])
         if column is None:
             return torch.zeros(())
@@ -156,7 +155,7 @@ class OfflineActor(Actor):
         """Return one number per response, ``[samples of the micro-batch]``: its score, log-probability or log-ratio."""
         if self._job.recipe.traits.is_scorer:
             return output[:, 0].float()
-        log_probs, _ = self._placed().log_probs(output, micro_batch)
+        log_probs, _ = self._placed.log_probs(output, micro_batch)
         if "ref_log_probs" in part.columns:
             reference = part.ragged("ref_log_probs").select(torch.tensor(micro_batch.samples))
             log_probs = log_probs - reference.values.to(log_probs.device)
@@ -165,16 +164,12 @@ class OfflineActor(Actor):
     def _micro_batches(self, part: Batch) -> list[MicroBatch]:
         preset = self._job.recipe.traits
         is_single = "wanted" in part.columns
-        parts = self._placed().micro_batches(part, 1 if is_single else 2)
+        parts = self._placed.micro_batches(part, 1 if is_single else 2)
         return [last_tokens(each, self._pad_id) for each in parts] if preset.is_scorer else parts
 
     @property
     def _scale(self) -> float:
         return 1.0 if self._job.recipe.traits.is_scorer else self._job.recipe.preference.beta
-
-    def _placed(self) -> PlacedModel:
-        assert self.model is not None, "called outside the update mesh"
-        return self.model
 
 
 def _ahead(chosen: Tensor, rejected: Tensor, scale: float) -> Tensor:

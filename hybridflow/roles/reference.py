@@ -30,11 +30,10 @@ class Reference(Role):
         super().__init__()
         self.spec = role_spec(job, "reference")
         self.is_base = reference_is_base(job.recipe, job.meshes)
-        mesh = job.meshes["reference"]
         self.model: PlacedModel | None = None if actor is None else actor.model
         if self.is_base:
             return
-        self.model = place_model(job, mesh, self.spec) if job.world.rank in mesh else None
+        self.model = place_model(job, job.meshes["reference"], self.spec)
         if self.model is not None and job.recipe.actor.lora is not None:
             # megatron-core multiplies with frozen weights by another function, which rounds otherwise.
             self.model.transformer.requires_grad_(False)

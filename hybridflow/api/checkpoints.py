@@ -63,9 +63,6 @@ def check_free(path: Path, world: World) -> None:
 
 def _on_the_first(write: Callable[[], None], path: Path, world: World) -> None:
     """Write on the lowest rank; all learn how it went."""
-    ranks = tuple(range(world.size))
-    world.make_groups([ranks])
-    everyone = world.coordinator(ranks)
     problem, kind = "", ""
     if world.rank == 0:
         try:
@@ -80,6 +77,6 @@ def _on_the_first(write: Callable[[], None], path: Path, world: World) -> None:
                 f"{path}: cannot be written: {error}; make room there, or choose another place",
                 "WriteError",
             )
-    problem, kind = everyone.decide("the checkpoint", [problem, kind])
+    problem, kind = world.everyone().decide("the checkpoint", [problem, kind])
     if problem:
         raise {"CheckpointError": CheckpointError, "WriteError": WriteError}[kind](problem)

@@ -125,7 +125,6 @@ class Session:
         self.trainer = make_trainer(self.recipe, self._world, resume=resume, step=step, open_job=self._open)
         self.trainer.begin()
         self._next_prompt_index = self.trainer.progress.next_prompt_index
-        self._everyone = self._world.coordinator(self.trainer.job.meshes["job"].ranks)
         self._has_warned = False
 
     @property
@@ -155,7 +154,7 @@ class Session:
                     f"{self.recipe.trainer.global_batch_size} over {self.recipe.samples_per_prompt} samples of each): "
                     "give so many, or set rollout_batch_size"
                 )
-            check_same(given, self._everyone)
+            check_same(given, self._world.everyone())
             self._check_answers([each.example for each in given])
             problems.add(given, self._next_prompt_index)
         elif isinstance(problems, Feed):
@@ -262,8 +261,7 @@ class Session:
                 f"algorithm={recipe.algorithm} samples more than once in a step; give a data_provider, from which it "
                 "prompts, in the place of batches"
             )
-        everyone = world.coordinator(plan.meshes["job"].ranks)
-        problems = Feed(tokenizer, room) if make is None else make(tokenizer, recipe, everyone)
+        problems = Feed(tokenizer, room) if make is None else make(tokenizer, recipe, world.everyone())
         if isinstance(problems, ReadProblems):
             self._check_answers(problems.source.examples)
         job = Job(
@@ -305,11 +303,9 @@ def problems_of(prompts: Any) -> MakeProblems:
 
 def _new_run_dir(world: World, namespace: str | None) -> str:
     """Return a directory that does not exist yet, the same on all ranks."""
-    everyone = tuple(range(world.size))
-    world.make_groups([everyone])
     folder = Path("runs") / ("python" if namespace is None else namespace)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    return str(folder / world.coordinator(everyone).decide("run_dir", name if world.rank == 0 else None))
+    return str(folder / world.everyone().decide("run_dir", name if world.rank == 0 else None))
 
 
 def _tokenizer_place(tokenizer: Any, run_dir: str, world: World) -> str:
@@ -327,13 +323,11 @@ def _tokenizer_place(tokenizer: Any, run_dir: str, world: World) -> str:
             "(AutoTokenizer.from_pretrained(…, use_fast=True))"
         )
     folder = Path(run_dir) / _TOKENIZER
-    everyone = tuple(range(world.size))
-    world.make_groups([everyone])
     if world.rank == 0:
         aside = folder.with_name(f"{_TOKENIZER}.tmp")
         for left in (aside, folder):
             shutil.rmtree(left, ignore_errors=True)
         tokenizer.save_pretrained(aside)
         aside.rename(folder)
-    world.coordinator(everyone).barrier("the tokenizer")
+    world.everyone().barrier("the tokenizer")
     return str(folder)

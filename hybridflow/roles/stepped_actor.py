@@ -66,9 +66,8 @@ class SteppedActor(Actor):
         assert self.trainable is not None, "its mesh has all ranks"
         self._trainable = self.trainable
         self._has_gradients = False
-        place = self._placed.mesh.coordinate(job.world.rank)
-        self._dp = place.dp
-        self._tells = place.tp == 0 and self._placed.is_output_rank
+        self._dp = self._placed.mesh.coordinate(job.world.rank).dp
+        self._tells = self._placed.mesh.speaks(job.world.rank)
         self._everyone = job.world.group(self._placed.mesh.ranks)
 
     @property

@@ -72,7 +72,7 @@ class Groups(Role, ABC):
 
     def keep(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Take in a rollout with its ``scores``."""
-        if self._job.recipe.rollout.archive and self._is_telling:
+        if self._job.recipe.rollout.archive and self._mesh.speaks(self._job.world.rank):
             size = self._job.recipe.rollout.group_size
             prompt_indices = batch.dense("prompt_indices").tolist()
             scores = batch.dense("scores").tolist()
@@ -114,12 +114,6 @@ class Groups(Role, ABC):
         """Return a rollout with all columns of the batch."""
         return rollout
 
-    @property
-    def _is_telling(self) -> bool:
-        """Return whether this rank reports its replica's samples."""
-        rank = self._job.world.rank
-        return rank in self._mesh and self._mesh.output_ranks(self._mesh.coordinate(rank).dp)[0] == rank
-
     def _begin(self) -> None:
         self._rollouts, self._prompt_indices = [], []
 
@@ -128,7 +122,7 @@ class Groups(Role, ABC):
 
         Whether a sample is learned from is decided elsewhere.
         """
-        if not self._is_telling:
+        if not self._mesh.speaks(self._job.world.rank):
             return []
         rollout = self._rollouts[-1]
         prompt_indices, scores = rollout.dense("prompt_indices"), rollout.dense("scores").double()

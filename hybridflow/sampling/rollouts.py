@@ -87,7 +87,6 @@ class Rollouts:
         self._has_versions = job.recipe.trainer.max_staleness > 0
         self._mesh = job.meshes["actor.rollout"]
         self._place = self._mesh.coordinate(job.world.rank)
-        self._is_telling = self._mesh.output_ranks(self._place.dp)[0] == job.world.rank
         model = job.model_of("actor.rollout")
         assert model.vocab_size is not None, "a job's models have a vocabulary"
         self._flops = model_flops(model, vocab_size=model.vocab_size)
@@ -352,7 +351,7 @@ class Rollouts:
 
     def _tell(self, pairs: Pairs) -> None:
         """Report how long each response took, and whether it was cut."""
-        if not self._is_telling:
+        if not self._mesh.speaks(self._job.world.rank):
             return
         sample_stats = {
             "latency_s": [got.latency_s for _, got in pairs],

@@ -123,14 +123,13 @@ def place_model(arguments: argparse.Namespace, world: World) -> Placed:
     )
     tokenizer = find_tokenizer(arguments)
     placed = from_pretrained(arguments.model, world, mesh, max_context=model.max_context, dtype=model.dtype)
-    everyone = world.coordinator(mesh.ranks)
+    everyone = world.everyone()
     engine = placed.make_engine(
         seed=everyone.decide("seed", secrets.randbits(62) if arguments.seed is None else arguments.seed),
         max_concurrent=arguments.max_concurrent,
         cache_memory=arguments.cache_memory,
         tokenizer=tokenizer,
     )
-    place = mesh.coordinate(world.rank)
     return Placed(
         model=model,
         mesh=mesh,
@@ -138,7 +137,7 @@ def place_model(arguments: argparse.Namespace, world: World) -> Placed:
         tokenizer=tokenizer,
         replica=world.coordinator(mesh.group_of(world.rank, "tp", "pp")),
         everyone=everyone,
-        is_reporter=place.tp == 0 and place.pp == layout.pp - 1,
+        is_reporter=mesh.speaks(world.rank),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -102,18 +103,16 @@ class RLOO(BaseAlgorithm):
 
 def _with_user_advantages(flow: Flow) -> Flow:
     user_advantages = nodes.advantages("user_algorithm")
-    return Flow(
-        elements=tuple(
-            user_advantages if isinstance(each, Node) and each.role == "advantage" else each for each in flow.elements
-        )
-    )
+    return _each_node(flow, lambda node: user_advantages if node.role == "advantage" else node)
 
 
 def _reading(flow: Flow, scores: str) -> Flow:
     """Return the flow in which what reads the scores reads another column in their place."""
-    changed = []
-    for each in flow.elements:
-        if isinstance(each, Node) and "scores" in each.reads:
-            each = replace(each, reads=tuple(scores if name == "scores" else name for name in each.reads))
-        changed.append(each)
-    return Flow(elements=tuple(changed))
+    return _each_node(
+        flow,
+        lambda node: replace(node, reads=tuple(scores if name == "scores" else name for name in node.reads)),
+    )
+
+
+def _each_node(flow: Flow, change: Callable[[Node], Node]) -> Flow:
+    return Flow(elements=tuple(change(each) if isinstance(each, Node) else each for each in flow.elements))

@@ -128,8 +128,7 @@ class HybridActor:
     def __init__(
         self, model: Any, hybrid_config: Mapping[str, Any] | None = None, *, tokenizer: str | Path | None = None
     ) -> None:
-        section, in_memory = split_model(model)
-        objects = {} if in_memory is None else {"actor": in_memory}
+        section, objects = split_model(model, "actor")
         self._world = find_world()
         self.recipe = _recipe(section, hybrid_config, objects, self._world.size)
         torch.set_num_threads(self.recipe.cluster.threads_per_rank)

@@ -15,7 +15,7 @@ from hybridflow.api.device_mesh import DeviceMesh
 from hybridflow.api.parts import Part
 from hybridflow.api.responses import requests_to, respond
 from hybridflow.api.token_rows import token_rows
-from hybridflow.api.worker_engines import MegatronWorker, Options, UserWorker, VllmWorker, WorkerEngine
+from hybridflow.api.worker_engines import MegatronWorker, Options, UserWorker, VllmWorker
 from hybridflow.api.world import find_world
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, DataError, EngineError
@@ -94,7 +94,7 @@ class RolloutWorker:
         self._version = 0
         self._next_prompt_index = 0
         options = Options(max_context, dtype, max_concurrent, seed, self.tokenizer)
-        self._worker: WorkerEngine
+        self._worker: MegatronWorker | VllmWorker | UserWorker
         if is_user_class(model):
             if engine == "vllm":
                 raise ConfigError("RolloutWorker: engine='vllm' does not run a class of your own; leave it out")

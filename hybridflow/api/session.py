@@ -25,7 +25,6 @@ from hybridflow.dataflow.graph import Step
 from hybridflow.dataflow.run import Scope
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.exit_status import REQUEUE
-from hybridflow.observe.exporters import Exporter
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job, Problems, ReadProblems
@@ -190,10 +189,6 @@ class Session:
             whole = max(1, getattr(self.trainer.job.train, "num_rows", 1) // self.trainer.progress.num_prompts)
             steps = whole - self.step % whole
         return [self.learn(self.rollout()) for _ in range(steps)]
-
-    def add_exporter(self, name: str, exporter: Exporter) -> None:
-        """Send the metrics of each step there too; of rank 0, other ranks ignore it."""
-        self.trainer.add_exporter(name, exporter)
 
     def save(self) -> Path:
         """Save a checkpoint that ``resume`` goes on from. Collective: all ranks. Returns its run directory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from hybridflow.api.algorithms import BaseAlgorithm
 from hybridflow.api.checkpoints import export_actor, keep_checkpoint
@@ -97,7 +97,12 @@ class OnlineTrainer:
                 parts.append(algorithm.critic)
             self.algorithm = algorithm.name
         elif algorithm is not None:
-            self.algorithm = str(algorithm) if isinstance(algorithm, str) else _no_algorithm(algorithm)
+            if not isinstance(algorithm, str):
+                raise ConfigError(
+                    f"algorithm: found {algorithm!r:.80}; give the name of one, such as 'grpo', or an object of a "
+                    "subclass of BaseAlgorithm, such as Mine(lr=1e-5)"
+                )
+            self.algorithm = algorithm
         given = read_config(config)
         if namespace is not None:
             given["namespace"] = namespace
@@ -196,7 +201,7 @@ class OnlineTrainer:
         if self._session is None:
             self._exporters.append((name, found))
         else:
-            self._session.add_exporter(name, found)
+            self._session.trainer.add_exporter(name, found)
 
     def save_checkpoint(self, path: str | Path, save_optimizer: bool = False) -> None:
         """Save what was trained, also after ``close``. Collective: all ranks. Nothing is at ``path`` yet.
@@ -258,7 +263,7 @@ class OnlineTrainer:
                 resume=self._resume,
             )
             for name, exporter in self._exporters:
-                self._session.add_exporter(name, exporter)
+                self._session.trainer.add_exporter(name, exporter)
         return self._session
 
 
@@ -272,13 +277,6 @@ class GRPOTrainer(OnlineTrainer):
     """GRPO: samples are judged against those of their group; see ``OnlineTrainer``."""
 
     algorithm = "grpo"
-
-
-def _no_algorithm(algorithm: object) -> NoReturn:
-    raise ConfigError(
-        f"algorithm: found {algorithm!r:.80}; give the name of one, such as 'grpo', or an object of a subclass of "
-        "BaseAlgorithm, such as Mine(lr=1e-5)"
-    )
 
 
 def as_reward(reward: Any) -> Part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -55,21 +55,6 @@ class Options(NamedTuple):
     tokenizer: Tokenizer | None
 
 
-class WorkerEngine(Protocol):
-    """An engine with a model.
-
-    Attributes:
-        engine: As ``rollout.request.Engine``; None on a rank outside the mesh.
-        max_context: Longest sequence, in tokens.
-    """
-
-    engine: Any
-    max_context: int
-
-    def load(self, model: Any) -> None:
-        """Take other weights of the same shape. Collective: all ranks. Raises ConfigError: it has another shape."""
-
-
 def source_of(model: Any) -> Source:
     """Return the weights of a directory, or of a model in memory.
 
@@ -87,13 +72,17 @@ def source_of(model: Any) -> Source:
 
 
 class MegatronWorker:
-    """Our engine, see ``WorkerEngine``. Collective: all ranks, also those outside the mesh.
+    """Our engine and its model. Collective: all ranks, also those outside the mesh.
 
     Args:
         model: As ``source_of`` takes it.
         world: This rank and the others.
         mesh: Where the model is.
         options: How it generates.
+
+    Attributes:
+        engine: As ``rollout.request.Engine``; None on a rank outside the mesh.
+        max_context: Longest sequence, in tokens.
     """
 
     def __init__(self, model: Any, world: World, mesh: DeviceMesh, options: Options) -> None:
@@ -113,7 +102,7 @@ class MegatronWorker:
             )
 
     def load(self, model: Any) -> None:
-        """See ``WorkerEngine``.
+        """Take other weights of the same shape. Collective: all ranks. Raises ConfigError: it has another shape.
 
         A trainer's actor moves from its layout into this one without a file in between.
         """
@@ -139,7 +128,7 @@ class MegatronWorker:
 
 
 class VllmWorker:
-    """vLLM with the whole model on each rank, see ``WorkerEngine``. Collective: all ranks.
+    """vLLM with the whole model on each rank, see ``MegatronWorker``. Collective: all ranks.
 
     Args:
         model: As ``source_of`` takes it.
@@ -174,7 +163,7 @@ class VllmWorker:
         self._fill(source)
 
     def load(self, model: Any) -> None:
-        """See ``WorkerEngine``."""
+        """See ``MegatronWorker``."""
         self._fill(source_of(model))
 
     def _fill(self, source: Source) -> None:
@@ -183,7 +172,7 @@ class VllmWorker:
 
 
 class UserWorker:
-    """A class of the user's own, whole on each rank, see ``WorkerEngine``.
+    """A class of the user's own, whole on each rank, see ``MegatronWorker``.
 
     Args:
         module: The user's.
@@ -213,7 +202,7 @@ class UserWorker:
             )
 
     def load(self, model: Any) -> None:
-        """See ``WorkerEngine``."""
+        """See ``MegatronWorker``."""
         if not isinstance(model, type(self._module)):
             wanted = type(self._module).__name__
             raise ConfigError(f"update_weights: found {type(model).__name__}, expected a {wanted}; give one")

@@ -104,7 +104,7 @@ class Groups(Role, ABC):
         move = Move(columns=names, source=self._mesh.name, destination=self._mesh.name)
         moved = mover.move(move, own, Batch(torch.tensor(home, dtype=torch.int64), {}))
         assert moved is not None, "called outside the rollout mesh"
-        return Batch(moved.ids, {name: moved.columns[name] for name in names})
+        return moved.only(names)
 
     def _kept(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Return the part of a rollout that is kept."""

@@ -271,7 +271,7 @@ class Rollouts:
         moved = mover.move(Move(columns=names, source=self._mesh.name, destination=self._mesh.name), batch, home)
         if batch is None or moved is None:
             return None
-        return Batch(moved.ids, {name: moved.columns[name] for name in names})
+        return moved.only(names)
 
     def _check_known(self, pairs: Pairs) -> None:
         """Refuse samples whose sampler left out what training needs."""

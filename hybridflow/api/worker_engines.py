@@ -16,7 +16,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.families.config_json import describe
 from hybridflow.families.cut import check_cut
-from hybridflow.families.model import ModelConfig
+from hybridflow.families.model import ModelConfig, differing
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.user_model import user_model_info
 from hybridflow.parallel.megatron import collection
@@ -32,9 +32,6 @@ from hybridflow.rollout.engines.user_engine import UserEngine
 
 _VLLM_CACHE_BYTES = 1 << 29
 """Of vLLM's key-value cache on a CPU."""
-
-_FREE: dict[str, Any] = {"path": None, "max_context": 1, "vocab_divisible_by": 1, "init_std": 1.0, "dtype": "fp32"}
-"""Settings in which a model with other weights may differ from the worker's, as if they were these."""
 
 
 class Options(NamedTuple):
@@ -210,8 +207,7 @@ class UserWorker:
 
 
 def _check_same(found: ModelConfig, model: ModelConfig) -> None:
-    one, other = (replace(each, **_FREE) for each in (found, model))
-    if one != other:
-        different = [name for name in vars(one) if getattr(one, name) != getattr(other, name)]
-        told = ", ".join(f"{name}={getattr(one, name)!r}" for name in different)
+    different = differing(found, model)
+    if different:
+        told = ", ".join(f"{name}={getattr(found, name)!r}" for name in different)
         raise ConfigError(f"update_weights: the model has {told}, which the worker's has not; give one of its shape")

@@ -263,6 +263,12 @@ def _role(values: dict[str, Any], role: str, section: dict[str, Any], num_ranks:
     return section
 
 
+def check_count(value: Any, what: str, *, least: int = 1, more: str = "") -> None:
+    """Refuse what is no number of things. Raises ConfigError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{what}={value!r}, expected an integer of at least {least}{more}")
+
+
 def sizes_of(config: dict[str, Any]) -> dict[str, Any]:
     """Take the sizes of one model out of settings in which they stand without its section.
 

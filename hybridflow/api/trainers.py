@@ -15,7 +15,7 @@ from hybridflow.api.flow import RoleFlow
 from hybridflow.api.parts import Part, objects_of, settings_of_mesh, tokenizer_of
 from hybridflow.api.roles import Actor, Critic, Reward
 from hybridflow.api.session import Rollout, Session, problems_of
-from hybridflow.api.settings import merge, read_config, recipe_values
+from hybridflow.api.settings import check_count, merge, read_config, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.errors import ConfigError, DataError
@@ -175,8 +175,8 @@ class OnlineTrainer:
         Raises:
             ConfigError: It is no number of steps.
         """
-        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
-            raise ConfigError(f"train: steps={steps!r}, expected an integer of at least 0")
+        if steps is not None:
+            check_count(steps, "train: steps", least=0)
         return self.session().run(steps)
 
     def add_metrics_exporter(self, exporter: Exporter | Callable[[int, Mapping[str, float]], None]) -> None:

@@ -21,7 +21,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.user_model import user_model_info
 from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.world import World
-from hybridflow.placement.copy_weights import copy_weights
+from hybridflow.placement.model_on_mesh import copy_weights
 from hybridflow.placement.placed_model import part_of
 from hybridflow.placement.pretrained import from_pretrained
 from hybridflow.placement.user_objects import user_class_of

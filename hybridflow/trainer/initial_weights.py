@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hybridflow.placement.copy_weights import copy_weights
 from hybridflow.placement.job import Job
+from hybridflow.placement.model_on_mesh import copy_weights
 from hybridflow.placement.peft import load_adapters
 from hybridflow.placement.placed_model import part_of
 from hybridflow.trainer.roles import Roles

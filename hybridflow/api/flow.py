@@ -59,23 +59,20 @@ class RoleFlow:
         Raises:
             HybridflowError: Whatever is wrong, with a message for the user.
         """
-        with self._session(prompts, steps, settings) as session:
-            return session.run(steps)
-
-    def _session(self, prompts: Any, steps: int | None, settings: Mapping[str, Any]) -> Session:
         if self.algorithm is None:
             raise ConfigError("this flow learns nothing; end it with the update() of an algorithm, such as PPO()")
         merged = merge([*(part.settings for part in self.parts), settings])
         if steps is not None:
             merged["trainer"] = {"steps": steps, **merged.get("trainer", {})}
         values = recipe_values(merged, algorithm=self.algorithm, num_ranks=find_world().size)
-        return Session(
+        with Session(
             values,
             tokenizer=tokenizer_of(self.parts),
             objects=objects_of(self.parts),
             step=self.step,
             make_problems=problems_of(prompts),
-        )
+        ) as session:
+            return session.run(steps)
 
 
 class _Called(Role):

@@ -17,9 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.api.checkpoints import check_free, export_actor
 from hybridflow.api.feed import Feed
-from hybridflow.api.generation import Generation, generation_of
+from hybridflow.api.generation import generation_of
 from hybridflow.api.names import refuse_mesh
-from hybridflow.api.responses import Told, requests_to, respond
+from hybridflow.api.responses import requests_to, respond
 from hybridflow.api.roles import split_model
 from hybridflow.api.settings import finish_recipe, merge, recipe_values, sizes_of
 from hybridflow.api.token_rows import IGNORED, TokenRows, labelled, token_rows
@@ -208,10 +208,29 @@ class HybridActor:
         """
         rows = self._rows(input_ids, attention_mask)
         asked = generation_of(generation, self._ends, longest_prompt=rows.padded.shape[1])
+        most, context, count = asked.params.max_new_tokens, self.recipe.model.max_context, asked.num_samples
         self.eval()
-        found = self._generate(rows, asked)
+        for index, sequence in enumerate(rows.sequences):
+            if len(sequence) > context - most:
+                raise DataError(
+                    f"input_ids[{index}]: {len(sequence)} tokens and max_new_tokens={most} exceed max_context="
+                    f"{context}; shorten it, or ask for fewer"
+                )
+        # A seed gives the same responses each time, and its absence others.
+        first_prompt_index = self._next_prompt_index if asked.params.seed is None else 0
+        self._next_prompt_index += len(rows.sequences)
+        requests = requests_to(rows.sequences, asked.params, first_prompt_index=first_prompt_index, num_samples=count)
+        assert self._role.rollouts is not None, "all ranks generate"
+        engine, mesh = self._role.rollouts.engine, self._job.meshes["actor.rollout"]
+        try:
+            found = respond(engine, requests, mesh, self._world, group_size=count)
+        except DataError as error:
+            raise DataError(f"generate: {error}") from error
+        problem = next((each.error or "failed" for each in found if each.finish == "failed"), None)
+        if problem is not None:
+            raise DataError(f"generate: {problem}")
         tokens = pad_sequence([each.tokens for each in found], batch_first=True, padding_value=asked.pad_id)
-        whole = torch.cat([rows.padded.repeat_interleave(asked.num_samples, 0), tokens], dim=1)
+        whole = torch.cat([rows.padded.repeat_interleave(count, 0), tokens], dim=1)
         return whole.to(input_ids.device) if isinstance(input_ids, Tensor) else whole
 
     def __call__(
@@ -367,31 +386,6 @@ class HybridActor:
         if not self.training:
             return "loss.backward(): the actor generates at present; call actor.train() before"
         return None
-
-    def _generate(self, rows: TokenRows, asked: Generation) -> list[Told]:
-        """Return the responses to rows, after a check that they have room for them. Collective: all ranks."""
-        most, context = asked.params.max_new_tokens, self.recipe.model.max_context
-        for index, sequence in enumerate(rows.sequences):
-            if len(sequence) > context - most:
-                raise DataError(
-                    f"input_ids[{index}]: {len(sequence)} tokens and max_new_tokens={most} exceed max_context="
-                    f"{context}; shorten it, or ask for fewer"
-                )
-        # A seed gives the same responses each time, and its absence others.
-        first_prompt_index = self._next_prompt_index if asked.params.seed is None else 0
-        self._next_prompt_index += len(rows.sequences)
-        assert self._role.rollouts is not None, "all ranks generate"
-        count = asked.num_samples
-        requests = requests_to(rows.sequences, asked.params, first_prompt_index=first_prompt_index, num_samples=count)
-        engine, mesh = self._role.rollouts.engine, self._job.meshes["actor.rollout"]
-        try:
-            found = respond(engine, requests, mesh, self._world, group_size=count)
-        except DataError as error:
-            raise DataError(f"generate: {error}") from error
-        problem = next((each.error or "failed" for each in found if each.finish == "failed"), None)
-        if problem is not None:
-            raise DataError(f"generate: {problem}")
-        return found
 
 
 class _Refusing(torch.autograd.Function):

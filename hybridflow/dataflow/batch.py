@@ -155,13 +155,13 @@ class Batch:
         return cls(torch.cat([batch.ids for batch in batches]), columns)
 
     def dense(self, name: str) -> Tensor:
-        """Return a dense column, ``[samples, ...]``."""
+        """Return the dense column ``name``, ``[samples, ...]``."""
         column = self.columns[name]
         assert isinstance(column, Tensor), f"column {name} is ragged"
         return column
 
     def ragged(self, name: str) -> Ragged:
-        """Return a ragged column."""
+        """Return the ragged column ``name``."""
         column = self.columns[name]
         assert isinstance(column, Ragged), f"column {name} is dense"
         return column

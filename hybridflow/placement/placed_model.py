@@ -13,8 +13,7 @@ from hybridflow.algorithms.losses import Totals
 from hybridflow.config.roles import OptimizerConfig
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.models.adapters import base_spec, factor_spec, is_factor
-from hybridflow.models.distillation import top_log_probs, vocab_parallel_reverse_kl
+from hybridflow.models.adapters import base_spec, is_factor
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import MicroBatch, first_of_prompt, pack, split_by_tokens
@@ -49,6 +48,9 @@ class PlacedModel(ModelOnMesh):
 
     Its weights are initialized from (seed, tensor name), unless they are to come from elsewhere: ``is_filled_later``,
     ``Job.is_resumed``, or a model that was given or a directory that the recipe names, for ``load_given``.
+
+    Attributes:
+        temperature: The rollout's, by which logits are divided.
     """
 
     groups: ProcessGroupCollection
@@ -68,7 +70,7 @@ class PlacedModel(ModelOnMesh):
         self._role = role_of(mesh.name)
         super().__init__(job.world, mesh, job.model_of(self._role), spec, seed=recipe.seed)
         self.vocab_size = job.vocab_size
-        self._temperature = recipe.rollout.temperature
+        self.temperature = recipe.rollout.temperature
         self._norm_tokens = recipe.loss.norm_tokens or recipe.rollout.max_new_tokens
         self.build(has_value_head=has_value_head, lora=recipe.actor.lora if self._role == "actor" else None)
         if not (is_filled_later or job.is_resumed):
@@ -109,10 +111,6 @@ class PlacedModel(ModelOnMesh):
         with self.at_hand():
             return forward_only(self.megatron_model, self.groups, parts, compute)
 
-    def begin_adapters(self, variant: int) -> None:
-        """Give the adapters initial values: another number, others."""
-        self.initialize({tensor.name for tensor in factor_spec(self.spec).tensors}, variant)
-
     def share_storage(self, other: PlacedModel, names: Collection[str]) -> None:
         """Take another model's storage for some tensors, which are cut alike in both."""
         mine, theirs = logical_tensors(self.transformer), logical_tensors(other.transformer)
@@ -138,7 +136,7 @@ class PlacedModel(ModelOnMesh):
             micro_batch.targets,
             group=self.groups.tp,
             vocab_size=self.vocab_size,
-            temperature=self._temperature,
+            temperature=self.temperature,
         )
 
     def totals(self, part: Batch, mask: str = "response_mask") -> Totals | None:
@@ -160,25 +158,6 @@ class PlacedModel(ModelOnMesh):
         """Sum ``[width]`` shares over micro-batches and data-parallel ranks. Collective: dp, on holders."""
         none = torch.zeros(width, dtype=torch.float64, device=self._world.device)
         return sum_over(self.groups.dp)(torch.stack([none, *(share.double() for share in shares)]).sum(0)).tolist()
-
-    def top_log_probs(self, output: Tensor, top_k: int) -> tuple[Tensor, ...]:
-        """Compute the teacher's log-probabilities for students, at the rollout's temperature; in host memory.
-
-        Returns:
-            As ``models.distillation.top_log_probs``: log-probabilities, and ids unless ``top_k`` is 0.
-        """
-        return top_log_probs(
-            output, top_k, group=self.groups.tp, vocab_size=self.vocab_size, temperature=self._temperature
-        )
-
-    def reverse_kl(self, output: Tensor, teacher: Tensor, ids: Tensor | None) -> Tensor:
-        """Compute the KL to a teacher at each response token, ``[responses]``, at the rollout temperature.
-
-        The result is differentiable.
-        """
-        return vocab_parallel_reverse_kl(
-            output, teacher, ids, group=self.groups.tp, vocab_size=self.vocab_size, temperature=self._temperature
-        )
 
     def per_token(self, batch: Batch, compute: Callable[[Tensor, MicroBatch], Tensor]) -> Ragged | None:
         """Compute one number for each response token, without gradients.

@@ -12,6 +12,8 @@ from torch import Tensor
 from hybridflow.algorithms.losses import Totals, aggregate
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.models.adapters import factor_spec
+from hybridflow.models.distillation import vocab_parallel_reverse_kl
 from hybridflow.models.lora import merge
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import LossFunction, Trainable, sum_over
@@ -248,7 +250,14 @@ class Actor(Role):
         """Return the micro-batch's share of the KL to the teacher, and the same value for the report."""
         here = part.select(torch.tensor(micro_batch.samples))
         ids = here.ragged("teacher_ids").values if "teacher_ids" in part.columns else None
-        kl = self._placed.reverse_kl(output, here.ragged("teacher_log_probs").values, ids)
+        kl = vocab_parallel_reverse_kl(
+            output,
+            here.ragged("teacher_log_probs").values,
+            ids,
+            group=self._placed.groups.tp,
+            vocab_size=self._placed.vocab_size,
+            temperature=self._placed.temperature,
+        )
         mask = here.ragged("response_mask").pad(0).to(output.device)
         loss = aggregate(micro_batch.pad(kl), mask, "token-mean", totals)
         return loss, loss.detach()[None]
@@ -337,7 +346,7 @@ class Actor(Role):
         if self.model is not None and self.trainable is not None:
             with self.optimizer_at_hand():
                 merge(self.model.transformer)
-                self.model.begin_adapters(variant)
+                self.model.initialize({tensor.name for tensor in factor_spec(self.spec).tensors}, variant)
                 self.trainable.reset_optimizer()
                 self.trainable.reload_weights()
         self.mark_changed()

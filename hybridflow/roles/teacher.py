@@ -10,6 +10,7 @@ import torch
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.errors import ConfigError
+from hybridflow.models.distillation import top_log_probs
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import role_spec
 from hybridflow.placement.user_model import place_frozen
@@ -48,7 +49,8 @@ class Teacher(Role):
         """Compute ``teacher_log_probs``, and ``teacher_ids`` unless the whole vocabulary is asked for."""
         assert self.model is not None, "called outside the teacher's mesh"
         model = self.model
-        found = model.rows_per_token(batch, lambda output, part: model.top_log_probs(output, self._top_k))
+        how = {"group": model.groups.tp, "vocab_size": model.vocab_size, "temperature": model.temperature}
+        found = model.rows_per_token(batch, lambda output, part: top_log_probs(output, self._top_k, **how))
         if found is None:
             return None
         columns = {"teacher_log_probs": Ragged.from_list([row[0] for row in found], torch.float32)}

@@ -12,7 +12,7 @@ from hybridflow.api.settings import merge, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.dataflow.batch import Batch, Column
 from hybridflow.dataflow.graph import Node, Step, step
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.errors import ConfigError, GraphError
 from hybridflow.trainer.roles import NODE
 
@@ -78,14 +78,11 @@ class RoleFlow:
 class _Called(Role):
     """A function as a role of its own."""
 
+    call_names = ("call",)
+
     def __init__(self, function: Callable[[Batch], Mapping[str, Column]]) -> None:
         super().__init__()
         self._function = function
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"call": self.call}
 
     def call(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Call the function on the columns that it reads, and return its columns."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.losses import Totals, aggregate
 from hybridflow.dataflow.batch import Batch, Ragged
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.models.adapters import factor_spec
 from hybridflow.models.distillation import vocab_parallel_reverse_kl
 from hybridflow.models.lora import merge
@@ -43,6 +43,8 @@ class Actor(Role):
         trainable: Gradients and optimizer of ``model``.
         rollouts: Samples for it; None on a rank outside the rollout mesh.
     """
+
+    call_names = ("sample", "sample_validation", "log_probs", "update", "distill", "imitate")
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         super().__init__()
@@ -88,18 +90,6 @@ class Actor(Role):
                 job, self._make_engine(), is_output_rank=self._rollout is None or self._rollout.is_output_rank
             )
             self.rollouts.sample_stats = self.sample_stats
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {
-            "sample": self.sample,
-            "sample_validation": self.sample_validation,
-            "log_probs": self.log_probs,
-            "update": self.update,
-            "distill": self.distill,
-            "imitate": self.imitate,
-        }
 
     @property
     def _placed(self) -> PlacedModel:

@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridflow.algorithms.losses import Totals, aggregate, value_loss
 from hybridflow.config.roles import CriticConfig as Settings
 from hybridflow.dataflow.batch import Batch
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
 from hybridflow.placement.job import Job
@@ -40,6 +40,8 @@ class Critic(Role):
         trainable: Gradients and optimizer of ``model``.
     """
 
+    call_names = ("values", "update")
+
     def __init__(self, job: Job, role: str = "critic") -> None:
         self._settings: Settings = getattr(job.recipe, role)
         super().__init__()
@@ -51,11 +53,6 @@ class Critic(Role):
         self.trainable: Trainable | None = None
         if self.model is not None:
             self.trainable = self.model.make_trainable(self._settings.optimizer)
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"values": self.values, "update": self.update}
 
     def values(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Compute ``values``, or ``cost_values``, before the update."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hybridflow.algorithms.preference import bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
 from hybridflow.dataflow.batch import Batch
-from hybridflow.dataflow.role import NodeCall
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import mini_batch
@@ -27,17 +26,14 @@ class OfflineActor(Actor):
     That number is its log-probability less that under the reference, of a scorer its score.
     """
 
+    call_names = (*Actor.call_names, "validate_pairs")
+
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         super().__init__(job, kl_coef)
         # As what it trains will be asked once it is a reward model.
         self._pad_id = (
             padding_of(job, "actor") if job.recipe.traits.is_scorer and user_class_of(job, "actor") is None else None
         )
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {**super().calls, "validate_pairs": self.validate_pairs}
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Take one optimizer step on one mini-batch. Collective: all ranks of the update mesh."""

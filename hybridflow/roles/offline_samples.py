@@ -11,7 +11,7 @@ from hybridflow.data.preferences import Response
 from hybridflow.data.prompts import Solution
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.move import balance
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.placement.job import Job
 
 
@@ -23,20 +23,12 @@ class OfflineSamples(Role):
     other, the better one first, and go to the same replica. Collective: the update mesh.
     """
 
+    call_names = ("solutions", "pairs", "completions", "held_out_pairs")
+
     def __init__(self, job: Job) -> None:
         super().__init__()
         self._job = job
         self._mini_batch = job.recipe.trainer.samples_per_update
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {
-            "solutions": self.solutions,
-            "pairs": self.pairs,
-            "completions": self.completions,
-            "held_out_pairs": self.held_out_pairs,
-        }
 
     def solutions(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Return solutions to imitate: ``response_mask`` is 1 on tokens to be written, 0 on observed ones."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.dataflow.batch import Batch
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.models.lora import adapters_off
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel, role_spec
@@ -26,6 +26,8 @@ class Reference(Role):
         metrics: Always empty; every role has it.
     """
 
+    call_names = ("log_probs", "mismatched_log_probs")
+
     def __init__(self, job: Job, actor: Actor | None = None) -> None:
         super().__init__()
         self.spec = role_spec(job, "reference")
@@ -39,11 +41,6 @@ class Reference(Role):
             self.model.transformer.requires_grad_(False)
         if self.model is not None and job.recipe.reference.offload:
             self.model.keep_in_host_memory()
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"log_probs": self.log_probs, "mismatched_log_probs": self.mismatched_log_probs}
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Compute ``ref_log_probs``."""

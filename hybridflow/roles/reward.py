@@ -12,7 +12,7 @@ from hybridflow.config.rewards import REWARD_POLICY
 from hybridflow.config.rewards import RewardConfig as Settings
 from hybridflow.data.prompts import Example
 from hybridflow.dataflow.batch import Batch
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
@@ -50,6 +50,8 @@ class Reward(Role):
         ConfigError: What scores cannot be found or made.
     """
 
+    call_names = ("score", "score_validation")
+
     def __init__(self, job: Job, role: str = "reward") -> None:
         super().__init__()
         self._job = job
@@ -65,11 +67,6 @@ class Reward(Role):
             node = job.world.rank // mesh.ranks_per_node
             sharing = sum(rank // mesh.ranks_per_node == node for rank in mesh.ranks)
             self._scorer = Scorer(make_kind(settings, role, user_reward, sharing=sharing), settings, role)
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"score": self.score, "score_validation": self.score_validation}
 
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Compute ``scores``, or ``costs``, of responses to training problems; NaN means leave out.

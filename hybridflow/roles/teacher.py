@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hybridflow.dataflow.batch import Batch, Ragged
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.errors import ConfigError
 from hybridflow.models.distillation import top_log_probs
 from hybridflow.placement.job import Job
@@ -27,6 +27,8 @@ class Teacher(Role):
         ConfigError: ``teacher.top_k`` leaves no token beside the likeliest.
     """
 
+    call_names = ("top",)
+
     def __init__(self, job: Job) -> None:
         settings = job.recipe.teacher
         assert settings is not None, "no teacher in the recipe"
@@ -39,11 +41,6 @@ class Teacher(Role):
         self.spec = role_spec(job, "teacher")
         self._top_k = settings.top_k
         self.model = place_frozen(job, "teacher", self.spec)
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"top": self.top}
 
     def top(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Compute ``teacher_log_probs``, and ``teacher_ids`` unless the whole vocabulary is asked for."""

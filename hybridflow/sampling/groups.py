@@ -14,7 +14,7 @@ import torch
 
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.dataflow.schedule import Move
 from hybridflow.errors import DataError
 from hybridflow.placement.job import Job
@@ -39,6 +39,8 @@ class Groups(Role, ABC):
         next_prompt_index: Where the prompts of the next step begin in the data order, once a step's rollouts are done.
     """
 
+    call_names = ("keep", "take")
+
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.scores: list[tuple[int, int, float]] = []
@@ -47,11 +49,6 @@ class Groups(Role, ABC):
         self._mesh = job.meshes["actor.rollout"]
         self._rollouts: list[Batch] = []
         self._prompt_indices: list[int] = []
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"keep": self.keep, "take": self.take}
 
     @property
     def num_samples(self) -> int:

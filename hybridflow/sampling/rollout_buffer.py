@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hybridflow.dataflow.batch import Batch
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.errors import DataError
 from hybridflow.placement.job import Job
 from hybridflow.rollout.buffer import AsyncRolloutBuffer
@@ -25,17 +25,14 @@ class _Waiting(NamedTuple):
 class RolloutBuffer(Role):
     """Keeps batches until their step comes, and sees to it that their weights are not too old then."""
 
+    call_names = ("put", "take")
+
     def __init__(self, job: Job) -> None:
         super().__init__()
         self._job = job
         self._mesh = job.meshes["actor.rollout"]
         self._bound = job.recipe.staleness_bound
         self._buffer = AsyncRolloutBuffer(max_buffers=job.recipe.trainer.max_staleness + 1)
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"put": self.put, "take": self.take}
 
     def put(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Keep the samples of a step that is still to come."""

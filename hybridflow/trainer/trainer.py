@@ -15,7 +15,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.graph import Step
 from hybridflow.dataflow.move import Mover
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.dataflow.run import Executor, Scope
 from hybridflow.dataflow.schedule import Program
 from hybridflow.errors import LayoutError
@@ -153,6 +153,8 @@ class Trainer(Role):
         kl_coef: The weight of the KL to the reference.
     """
 
+    call_names = ("finish_step", "save")
+
     def __init__(
         self, job: Job, plan: JobPlan, start: checkpoints.ResumePoint, stopping: Stopping, record: Record
     ) -> None:
@@ -178,11 +180,6 @@ class Trainer(Role):
         if rollouts is not None:
             replica = job.world.coordinator(rollout.replica(rollout.coordinate(job.world.rank).dp))
             rollouts.log, rollouts.is_stopping = self._rollouts, lambda: stopping.agree(replica)
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"finish_step": self.finish_step, "save": self.save}
 
     def run(self) -> bool:
         """Train: warm start, training steps, and validation before and after; or what is left of it after a resume.

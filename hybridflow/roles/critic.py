@@ -22,10 +22,8 @@ from hybridflow.placement.user_model import place_model
 COLUMNS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
 """Role -> the columns of its values, and of what it learns."""
 
-METRICS = {
-    "critic": ("critic/loss", "critic/clip_share", "critic/grad_norm"),
-    "cost_critic": ("cost_critic/loss", "cost_critic/clip_share", "cost_critic/grad_norm"),
-}
+METRICS = ("loss", "clip_share", "grad_norm")
+"""What is told of an update, as ``critic/loss`` or ``cost_critic/loss``."""
 
 
 class Critic(Role):
@@ -73,7 +71,8 @@ class Critic(Role):
         grad_norm = self.trainable.step()
         if self.model.is_output_rank:
             loss, clipped = self.model.add_up(results, 2)
-            self.metrics |= dict(zip(METRICS[self._role], (loss, clipped, grad_norm), strict=True))
+            names = [f"{self._role}/{name}" for name in METRICS]
+            self.metrics |= zip(names, (loss, clipped, grad_norm), strict=True)
 
     def _loss(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
         values, samples = micro_batch.pad(output[:, 0].float()), torch.tensor(micro_batch.samples)

@@ -26,17 +26,8 @@ from hybridflow.sampling.validation import measure
 SCORES = {"reward": "scores", "cost": "costs"}
 """Role -> the column that it writes."""
 
-METRICS = {
-    "reward": (
-        *("reward/failed", "reward/retried", "reward/cached", "reward/call_s", "reward/call_longest_s"),
-        "reward/idle_stops",
-    ),
-    "cost": (
-        *("cost/failed", "cost/retried", "cost/cached", "cost/call_s", "cost/call_longest_s"),
-        "cost/idle_stops",
-    ),
-}
-"""Role -> what is told of its calls."""
+CALL_METRICS = ("failed", "retried", "cached", "call_s", "call_longest_s", "idle_stops")
+"""What is told of its calls, as ``reward/failed`` or ``cost/failed``."""
 
 
 class Reward(Role):
@@ -132,7 +123,7 @@ class Reward(Role):
         failures = [share.first_failure for share in shares if share.first_failure]
         if failures and sum(share.failed for share in shares) == sum(share.samples for share in shares):
             raise RewardError(f"no sample has a score: {failures[0]}; mend what scores, there is nothing to learn from")
-        names = METRICS[self._role]
+        names = [f"{self._role}/{name}" for name in CALL_METRICS]
         # A step may have several rollouts.
         totals = sum(shares, self._totals if names[0] in self.metrics else Counts())
         self._totals = totals

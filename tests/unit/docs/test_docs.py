@@ -18,7 +18,9 @@ from hybridflow.doctor import command as doctor_command
 from hybridflow.launch.site import load_site
 from hybridflow.observe import status_command
 from hybridflow.recipe.load import load_recipe, recipe_for_ranks, recipe_from_dict
-from hybridflow.trainer.step_metrics import COMPUTING, PHASE_OF
+from hybridflow.roles.critic import COLUMNS, METRICS
+from hybridflow.roles.reward import CALL_METRICS, SCORES
+from hybridflow.trainer.step_metrics import COMPUTING, DISTRIBUTIONS, PHASE_OF
 
 ROOT = Path(__file__).parents[3]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("*.md")}
@@ -152,6 +154,8 @@ def test_table_of_metrics_is_what_the_trainer_writes():
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     written = {text for text in texts if re.fullmatch(r"[a-z_]+/[a-z_0-9]+", text)}
+    written |= {*DISTRIBUTIONS, *(f"{role}/{name}" for role in SCORES for name in CALL_METRICS)}
+    written |= {f"{role}/{name}" for role in COLUMNS for name in METRICS}
     phases = {*PHASE_OF.values(), "reshard"}
     written |= {name for phase in phases for name in (f"time/{phase}_s", f"memory/{phase}_bytes")}
     written |= {name for phase in COMPUTING for name in (f"throughput/{phase}_tokens_per_s", f"mfu/{phase}")}

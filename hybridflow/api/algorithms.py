@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from hybridflow.api.flow import RoleFlow
 from hybridflow.api.parts import Part
 from hybridflow.api.roles import Critic
-from hybridflow.dataflow.graph import Flow, Node, Step
+from hybridflow.dataflow.graph import Flow, Step
 from hybridflow.flows import nodes
 from hybridflow.flows.registry import ALGORITHMS
 
@@ -103,16 +102,12 @@ class RLOO(BaseAlgorithm):
 
 def _with_user_advantages(flow: Flow) -> Flow:
     user_advantages = nodes.advantages("user_algorithm")
-    return _each_node(flow, lambda node: user_advantages if node.role == "advantage" else node)
+    return nodes.each_node(flow, lambda node: user_advantages if node.role == "advantage" else node)
 
 
 def _reading(flow: Flow, scores: str) -> Flow:
     """Return the flow in which what reads the scores reads another column in their place."""
-    return _each_node(
+    return nodes.each_node(
         flow,
         lambda node: replace(node, reads=tuple(scores if name == "scores" else name for name in node.reads)),
     )
-
-
-def _each_node(flow: Flow, change: Callable[[Node], Node]) -> Flow:
-    return Flow(elements=tuple(change(each) if isinstance(each, Node) else each for each in flow.elements))

@@ -73,11 +73,11 @@ class BaseAlgorithm(Part):
         step = ALGORITHMS[self.name].step
         step = Step(experience=step.experience, update=step.update)
         if self.has_user_method("advantages"):
-            step = step.map(_with_user_advantages)
-        if scores != "scores":
-            step = step.map(lambda flow: _reading(flow, scores))
+            own = nodes.advantages("user_algorithm")
+            step = step.map(lambda flow: nodes.each_node(flow, lambda node: own if node.role == "advantage" else node))
         parts = [self, *(() if self.critic is None else (self.critic,))]
         if scores != "scores":
+            step = step.map(lambda flow: _reading(flow, scores))
             parts.append(Part({}, {"scores": scores}))
         return RoleFlow(step=step, parts=tuple(parts), algorithm=self.name)
 
@@ -98,11 +98,6 @@ class RLOO(BaseAlgorithm):
     """RLOO (arXiv 2402.14740); sample in groups."""
 
     name = "rloo"
-
-
-def _with_user_advantages(flow: Flow) -> Flow:
-    user_advantages = nodes.advantages("user_algorithm")
-    return nodes.each_node(flow, lambda node: user_advantages if node.role == "advantage" else node)
 
 
 def _reading(flow: Flow, scores: str) -> Flow:

@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 from hybridflow.api.checkpoints import check_free, export_actor
 from hybridflow.api.feed import Feed
 from hybridflow.api.generation import generation_of
-from hybridflow.api.names import refuse_mesh
 from hybridflow.api.responses import requests_to, respond
 from hybridflow.api.roles import split_model
 from hybridflow.api.settings import finish_recipe, merge, recipe_values, sizes_of
@@ -26,12 +25,11 @@ from hybridflow.api.token_rows import IGNORED, TokenRows, labelled, token_rows
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.config.recipe import Recipe
-from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
+from hybridflow.data.tokenizer import open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.families.assets import ends_in
 from hybridflow.mapping.memory import check_memory
 from hybridflow.parallel.megatron import rank_sets
-from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
 from hybridflow.placement.peft import load_adapters
 from hybridflow.placement.pretrained import assets_of
@@ -39,7 +37,7 @@ from hybridflow.placement.user_objects import check_objects, user_class_of
 from hybridflow.roles.stepped_actor import SteppedActor
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.trainer.checkpoints import Checkpoints, ResumePoint
-from hybridflow.trainer.plan import JobPlan, plan_job
+from hybridflow.trainer.plan import plan_job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +134,20 @@ class HybridActor:
         check_memory(self.recipe, plan.meshes)
         self._world.make_groups([*rank_sets(plan.meshes.values(), self._world.size), *plan.rank_sets()])
         place = tokenizer_in(section["path"]) if tokenizer is None and "path" in section else tokenizer
-        self._job = _job(self.recipe, self._world, plan, None if place is None else open_tokenizer(place), objects)
+        known = None if place is None else open_tokenizer(place)
+        if known is None and self.recipe.model.vocab_size is None:
+            raise ConfigError(
+                "tokenizer: missing; a model without a path has the tokenizer's vocabulary: name its path"
+            )
+        self._job = Job(
+            world=self._world,
+            recipe=self.recipe,
+            meshes=plan.meshes,
+            tokenizer=known,  # type: ignore[arg-type]  # only stop texts need one, which the engine then refuses
+            train=Feed(known, self.recipe.model.max_context),  # type: ignore[arg-type]
+            held_out=(),
+            objects=objects,
+        )
         check_objects(self._job)
         self._everyone = self._world.everyone()
         self._role = SteppedActor(self._job)
@@ -167,7 +178,10 @@ class HybridActor:
 
     def set_device_mesh(self, tp: int = 1, pp: int = 1) -> NoReturn:
         """Refuse ``tp`` and ``pp``: the layout of a loaded model does not change. Raises ConfigError."""
-        refuse_mesh(tp, pp)
+        raise ConfigError(
+            "set_device_mesh: the layout is chosen when the model is read: HybridActor.from_pretrained(path, "
+            f"hybrid_config={{'tp_size': {tp}, 'pp_size': {pp}}})"
+        )
 
     @property
     def training(self) -> bool:
@@ -418,17 +432,3 @@ def _recipe(
             "hybrid_config: temperature is told with each call: generate(…, do_sample=True, temperature=…)"
         )
     return recipe
-
-
-def _job(recipe: Recipe, world: World, plan: JobPlan, tokenizer: Tokenizer | None, objects: Mapping[str, Any]) -> Job:
-    if tokenizer is None and recipe.model.vocab_size is None:
-        raise ConfigError("tokenizer: missing; a model without a path has the tokenizer's vocabulary: name its path")
-    return Job(
-        world=world,
-        recipe=recipe,
-        meshes=plan.meshes,
-        tokenizer=tokenizer,  # type: ignore[arg-type]  # only stop texts need one, which the engine then refuses
-        train=Feed(tokenizer, recipe.model.max_context),  # type: ignore[arg-type]
-        held_out=(),
-        objects=objects,
-    )

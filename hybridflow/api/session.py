@@ -167,7 +167,9 @@ class Session:
         self._next_prompt_index += wanted
         scope = self.trainer.rollout(about)
         # A rollout that was told to stop has not all of its samples.
-        self._stop_if_asked()
+        if self.trainer.stop_if_asked() is not None:
+            # The program can be begun again and goes on, with resume=True: the status says so to who started it.
+            raise SystemExit(REQUEUE)
         return Rollout(about=about, scope=scope, tokenizer=self.trainer.job.tokenizer)
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
@@ -220,11 +222,6 @@ class Session:
                 flush=True,
             )
         self._has_warned = True
-
-    def _stop_if_asked(self) -> None:
-        if self.trainer.stop_if_asked() is not None:
-            # The program can be begun again and goes on, with resume=True: the status says so to who started it.
-            raise SystemExit(REQUEUE)
 
     def _check_answers(self, examples: Sequence[Example]) -> None:
         """Refuse prompts none of which says what is right, where all that is asked of a response is to be that.

@@ -141,10 +141,9 @@ class VllmWorker:
         from hybridflow.rollout.engines.vllm_engine import VllmEngine
 
         source = source_of(model)
-        chosen = {name: getattr(options, name) for name in ("max_context", "dtype")}
-        self._model = replace(
-            source.model, path=None, **{name: value for name, value in chosen.items() if value is not None}
-        )
+        chosen = {"max_context": options.max_context, "dtype": options.dtype}
+        chosen = {name: value for name, value in chosen.items() if value is not None}
+        self._model = replace(source.model, path=None, **chosen)
         assert self._model.vocab_size is not None, "a source's model has a vocabulary"
         self.max_context = self._model.max_context
         self._described = describe(self._model, family=source.family, has_value_head=False)

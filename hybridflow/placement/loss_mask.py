@@ -19,24 +19,19 @@ def loss_mask(batch: Batch) -> Tensor:
     return found
 
 
-def without_dropped(batch: Batch) -> Batch:
-    """Zero the response mask of samples that are left out; losses and their denominators follow the mask."""
-    found = loss_mask(batch)
-    if "response_mask" not in batch.columns or bool(found.all()):
-        return batch
-    mask = batch.ragged("response_mask")
-    return batch.with_columns(
-        {"response_mask": Ragged(mask.values * found.repeat_interleave(mask.lengths), mask.lengths)}
-    )
-
-
 def mini_batch(job: Job, batch: Batch, index: int) -> Batch:
     """Return this rank's samples of a mini-batch: places ``[index * size, (index + 1) * size)`` of the global batch.
 
-    No token of a sample that is left out counts.
+    The response mask of samples that are left out is 0: losses and their denominators follow the mask.
     """
-    size = job.recipe.trainer.samples_per_update
-    return without_dropped(batch.select((batch.dense("order") // size == index).nonzero()[:, 0]))
+    part = batch.select((batch.dense("order") // job.recipe.trainer.samples_per_update == index).nonzero()[:, 0])
+    found = loss_mask(part)
+    if "response_mask" not in part.columns or bool(found.all()):
+        return part
+    mask = part.ragged("response_mask")
+    return part.with_columns(
+        {"response_mask": Ragged(mask.values * found.repeat_interleave(mask.lengths), mask.lengths)}
+    )
 
 
 def spread(part: Batch, batch: Batch, found: Tensor) -> Batch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from hybridflow.models.adapters import base_spec, is_factor
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import MicroBatch, first_of_prompt, pack, split_by_tokens
-from hybridflow.models.specs import logical_tensors
 from hybridflow.models.training import Trainable, forward_only, sum_over
 from hybridflow.models.user_model import Uncut
 from hybridflow.models.weights import describe_model
@@ -110,12 +109,6 @@ class PlacedModel(ModelOnMesh):
         """
         with self.at_hand():
             return forward_only(self.megatron_model, self.groups, parts, compute)
-
-    def share_storage(self, other: PlacedModel, names: Collection[str]) -> None:
-        """Take another model's storage for some tensors, which are cut alike in both."""
-        mine, theirs = logical_tensors(self.transformer), logical_tensors(other.transformer)
-        for name in names:
-            mine[name].data = theirs[name].data
 
     def micro_batches(self, batch: Batch, group_size: int = 1) -> list[MicroBatch]:
         """Split the batch by the recipe's token budget; ``group_size`` consecutive samples stay together."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridflow.models.adapters import base_spec, factor_spec, is_factor
+from hybridflow.models.specs import logical_tensors
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.reshard.execute import Resharder
@@ -44,7 +45,9 @@ class RolloutWeights:
             is_behind = job.recipe.actor.reshard_every > 1
             shared = frozenset[str]() if is_behind else aliases(spec, *self._holdings(spec), job.world.rank)
             if update is not None:
-                rollout.share_storage(update, shared)
+                mine, theirs = logical_tensors(rollout.transformer), logical_tensors(update.transformer)
+                for name in shared:
+                    mine[name].data = theirs[name].data
             own = {name: tensor for name, tensor in rollout.tensors().items() if name not in shared}
             self._own_bytes = sum(tensor.nbytes for tensor in own.values())
             self._own = [tensor for name, tensor in own.items() if is_factor(name) or not self._has_adapters]

@@ -126,10 +126,5 @@ def _cache_bytes(job: Job) -> int:
     per_token = 2 * model.num_layers * model.query_groups * model.head_size * ITEM_BYTES[model.dtype]
     # vLLM deals the cache out in blocks of up to 128 tokens, and keeps one for itself.
     blocks = rollout.max_concurrent * (-(-model.max_context // 128)) + 1
-    most = cache_bytes(rollout.cache_memory, job.world.device, _ranks_per_node(job))
+    most = cache_bytes(rollout.cache_memory, job.world.device, min(job.world.ranks_per_node, job.world.size))
     return min(blocks * 128 * per_token, most)
-
-
-def _ranks_per_node(job: Job) -> int:
-    """Return the number of ranks that share a node's memory."""
-    return min(job.world.ranks_per_node, job.world.size)

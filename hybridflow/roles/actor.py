@@ -44,7 +44,7 @@ class Actor(Role):
         rollouts: Samples for it; None on a rank outside the rollout mesh.
     """
 
-    call_names = ("sample", "sample_validation", "log_probs", "update", "distill", "imitate")
+    call_names: tuple[str, ...] = ("sample", "sample_validation", "log_probs", "update", "distill", "imitate")
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         super().__init__()

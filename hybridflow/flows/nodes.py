@@ -102,12 +102,12 @@ VALIDATION_OF_PAIRS = (
 )
 
 
-def _changed(flow: Flow, change: Callable[[Node], Node | None]) -> Flow:
+def each_node(flow: Flow, change: Callable[[Node], Node | None]) -> Flow:
     """Return the flow with its nodes changed, also inside repeats, and without those whose change is None."""
     elements: list[Node | Repeat] = []
     for element in flow.elements:
         if isinstance(element, Repeat):
-            elements.append(replace(element, body=_changed(element.body, change)))
+            elements.append(replace(element, body=each_node(element.body, change)))
         elif (node := change(element)) is not None:
             elements.append(node)
     return Flow(elements=tuple(elements))
@@ -127,7 +127,7 @@ def without(flow: Flow, column: str, *, role: str | None = None) -> Flow:
         reads, writes = (tuple(name for name in names if name != column) for names in (node.reads, node.writes))
         return replace(node, reads=reads, writes=writes)
 
-    return _changed(flow, change)
+    return each_node(flow, change)
 
 
 def with_drops(step: Step) -> Step:
@@ -138,7 +138,7 @@ def with_drops(step: Step) -> Step:
     def reading(node: Node) -> Node:
         return replace(node, reads=tuple(dict.fromkeys((*node.reads, *found))))
 
-    return replace(step, update=_changed(step.update, reading))
+    return replace(step, update=each_node(step.update, reading))
 
 
 def with_environment(flow: Flow) -> Flow:
@@ -155,4 +155,4 @@ def with_environment(flow: Flow) -> Flow:
             return replace(node, reads=(*node.reads, "response_mask", *rewards))
         return node
 
-    return _changed(flow, change)
+    return each_node(flow, change)

@@ -6,6 +6,7 @@ They go over MPI when MPI started the job, else over gloo.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hybridflow import errors
 from hybridflow.parallel.failure import lost_contact
 
 _FIRST_FRAME_BYTES = 2048
@@ -114,6 +116,24 @@ class Coordinator:
             return value
         payload = json.dumps(value).encode() if self.is_lead else None
         return json.loads(self._messenger.broadcast(payload, name))
+
+    def on_lead(self, name: str, work: Callable[[], Any]) -> Any:
+        """Return on every rank what ``work`` gives on the lead, in JSON; an error there is raised on every rank.
+
+        Raises:
+            HybridflowError: As ``work`` raised it.
+            OSError: The file system refuses.
+        """
+        told = None
+        if self.is_lead:
+            try:
+                told = ["", work()]
+            except (errors.HybridflowError, OSError) as error:
+                told = [type(error).__name__, str(error)]
+        kind, value = self.decide(name, told)
+        if kind:
+            raise getattr(errors, kind, OSError)(value)
+        return value
 
     def gather(self, value: Any, name: str = "gather") -> list[Any]:
         """Return every rank's JSON value, in the order of ``ranks``, on every rank."""

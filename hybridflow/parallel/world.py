@@ -119,6 +119,12 @@ class World:
             self._coordinators[ranks] = Coordinator(self.rank, ranks, messenger)
         return self._coordinators[ranks]
 
+    def everyone(self) -> Coordinator:
+        """Return the coordinator over all ranks; its first use is collective over them."""
+        ranks = tuple(range(self.size))
+        self.make_groups([ranks])
+        return self.coordinator(ranks)
+
     def mpi_link(self, ranks: tuple[int, ...]) -> MpiLink:
         """Return messages over MPI among these ranks, if MPI started the job; the first use is collective over them."""
         if ranks not in self._mpi_links:

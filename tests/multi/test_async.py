@@ -17,7 +17,6 @@ from hybridflow.errors import DataError
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.specs import logical_parameters
 from hybridflow.parallel.world import World
-from hybridflow.placement.placed_model import column_rows
 from hybridflow.roles.actor import Actor
 from hybridflow.rollout import engine
 from hybridflow.sampling.rollout_buffer import RolloutBuffer
@@ -79,7 +78,7 @@ def remember_weights(world: World, made: Recipe, checked: Any) -> list[float]:
                 column = self.model.per_token(batch, lambda output, part: self.model.log_probs(output, part)[0])
                 for name, tensor in kept[step - 1].items():
                     weights[name].copy_(tensor)
-            pairs = zip(column.to_list(), column_rows(batch, "rollout_log_probs"), strict=True)
+            pairs = zip(column.to_list(), batch.ragged("rollout_log_probs").to_list(), strict=True)
             errors.append(max(float((one - other).abs().max()) for one, other in pairs))
         update(self, batch, decided)
 

@@ -88,7 +88,7 @@ def log_probs(world: World, objects: dict[str, Any], layout: ParallelLayout) -> 
     job = job_of(world, objects, layout)
     actor = Actor(job, KLCoefficient(job.recipe))
     assert actor.model is not None
-    actor.model.load()
+    actor.model.load_given()
     found = actor.log_probs(make_batch(), {})
     return None if found is None else found.columns["old_log_probs"].values.numpy()
 
@@ -127,8 +127,8 @@ def other_roles(world: World, actor: Any, scorer: Any, other: Any) -> Any:
     job = job_of(world, objects, ParallelLayout(), "ppo")
     critic, reward, reference = Critic(job), RewardModel(job), Reference(job)
     assert critic.model is not None and reference.model is not None
-    critic.model.load()
-    reference.model.load()
+    critic.model.load_given()
+    reference.model.load_given()
     batch = make_batch()
     return (
         critic.values(batch, {}).columns["values"].values.numpy(),

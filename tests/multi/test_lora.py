@@ -33,13 +33,13 @@ from hybridflow.models.shapes import shape_of
 from hybridflow.models.training import Trainable, forward_only
 from hybridflow.models.weights import describe_model, initialize, local_shards
 from hybridflow.parallel.world import World
+from hybridflow.placement.model_on_mesh import ModelOnMesh
 from hybridflow.placement.placed_model import PlacedModel
-from hybridflow.placement.pretrained import load_pretrained
 from hybridflow.recipe.checks import check_recipe
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.reference import Reference
-from hybridflow.sampling.engines import _Whole
+from hybridflow.sampling.engines import whole_tensors
 from tests.multi.jobs import inner_of, make_batch, make_job, tiny_recipe
 from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, place, samples
 from tests.support.lora_cases import make_adapter
@@ -112,11 +112,11 @@ class Placed:
         assert factor_spec(self.spec).tensors == adapter_spec(shape_of(model, 101), lora).tensors, name
         if self.groups is None:
             return
-        self.model = build_transformer(model, self.layout, self.groups, world.device, vocab_size=101, lora=lora)
-        arguments = self.mesh, world.rank
-        load_pretrained(source, self.model, base_spec(self.spec), *arguments, seed=1, std=0.1)
-        peft_source = PeftSource(adapter, formats.described_of(source))
-        load_pretrained(peft_source, self.model, factor_spec(self.spec), *arguments, seed=1, std=0.1)
+        made = ModelOnMesh(world, self.mesh, model, self.spec)
+        made.build(lora=lora)
+        made.load(source, base_spec(self.spec))
+        made.load(PeftSource(adapter, formats.described_of(source)), factor_spec(self.spec))
+        self.model = made.transformer
 
     def batches(self) -> list[Any]:
         """This replica's samples, in micro-batches of a few."""
@@ -288,7 +288,8 @@ def phases(world: World) -> list[dict[str, Any]]:
         actor.end_step(2)
         kept = log_probs(actor.model)
         # What vLLM would be given, of which each rank here holds a part.
-        given = {name: tensor.clone() for name, tensor in _Whole(actor.model, spec, world.rank).items()}
+        read = whole_tensors(actor.model)
+        given = {name: read(name).clone() for name in actor.model.tensors(spec)}
         actor.end_step(3)
         pushed = all(
             torch.equal(given[name], tensor[inner_of(part)])

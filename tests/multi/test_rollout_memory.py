@@ -152,7 +152,7 @@ def sampled(world, layout: ParallelLayout):
     job, _ = make_job(world, recipe)
     held_out = tuple((None, (1, 5 + row)) for row in range(9))
     actor = Actor(replace(job, train=Problems(), held_out=held_out), KLCoefficient(recipe))
-    drive = actor.rollouts._engine.drive
+    drive = actor.rollouts.engine.drive
 
     def cut_short(requests, *args, more=lambda num_open: (), **rest):
         def cut(requests):
@@ -162,7 +162,7 @@ def sampled(world, layout: ParallelLayout):
 
         return drive(cut(requests), *args, more=lambda num_open: cut(more(num_open)), **rest)
 
-    actor.rollouts._engine.drive = cut_short
+    actor.rollouts.engine.drive = cut_short
     decided = {"train_step": {"step": 1, "first_prompt_index": 0, "num_prompts": 12}}
     steps = [actor.sample(None, decided)]
     # As after each step of training: a replica that takes nothing of the queue writes no number.

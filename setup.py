@@ -50,12 +50,12 @@ setup(
         "megatron-core==0.16.1",
         # Imported by megatron-core, and not declared by it.
         "einops",
-        "psutil",
         # Our own.
         "h5py",
         "matplotlib",
         "mpi4py",
         "numpy",
+        "psutil",
         "pyyaml",
         "safetensors",
         "sentencepiece",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import DONE, REQUEUE, exit_status
-from hybridflow.launch.command import add_launch, add_recipe, add_slurm_options, batch_file, request_of, train_here
+from hybridflow.launch.command import add_launch, add_recipe, add_slurm_options, batch_file, train_here
 from hybridflow.observe.status_command import add_status
 from hybridflow.parallel.rank import run_rank
 from hybridflow.parallel.signals import CaughtSignals
@@ -115,14 +116,17 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hybridflow {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    # For commands without a recipe.
+    parser.set_defaults(recipe=None, overrides=())
+    raw = functools.partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # A function that makes parsers does as well as a class.
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=raw)  # type: ignore[call-overload]
     train = commands.add_parser(
         "train",
         help="run a recipe",
         description="Run a recipe. Without a launcher, start the recipe's ranks on this machine; under torchrun, "
         "mpirun or srun, join the ranks that are there.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_recipe(train)
     train.add_argument("--resume", action="store_true", help="resume from the run's latest checkpoint, if there is one")
@@ -152,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_reshard(reshard)
-    reshard.set_defaults(run=_plan_reshard, recipe=None, overrides=())
+    reshard.set_defaults(run=_plan_reshard)
     add_serving(commands)
     add_launch(commands)
     add_convert(commands)
@@ -210,7 +214,7 @@ def _plan_job(arguments: argparse.Namespace) -> int:
     _print_plan(recipe)
     if arguments.script:
         # Last, so that what does not fit can be looked up above.
-        print(f"\nbatch file\n{batch_file(request_of(arguments))}", end="")
+        print(f"\nbatch file\n{batch_file(arguments)}", end="")
     return 0
 
 
@@ -357,12 +361,4 @@ def _train_rank(recipe: Recipe, start: Start, signals: CaughtSignals, *, resume:
 
         return lambda world: DONE if train(recipe, world, resume=resume) else REQUEUE
 
-    cluster = recipe.cluster
-    return run_rank(
-        start,
-        signals,
-        load,
-        deadline_s=cluster.deadline_s,
-        start_deadline_s=cluster.start_deadline_s,
-        dead_after_s=cluster.dead_after_s,
-    )
+    return run_rank(start, signals, load, recipe.cluster)

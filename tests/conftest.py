@@ -1,10 +1,12 @@
 """Settings of the whole suite."""
 
+import contextlib
 import os
 
 import pytest
 from hypothesis import settings
 
+from tests.support.http_server import Server
 from tests.support.kafka_broker import is_there, running_broker
 
 # Ranks share few cores; also read by what the tests start.
@@ -27,6 +29,13 @@ def pytest_xdist_make_scheduler(config, log):
             return "tests/slurm" if nodeid.startswith("tests/slurm/") else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
+
+
+@pytest.fixture
+def serve():
+    """Starts servers on loopback."""
+    with contextlib.ExitStack() as servers:
+        yield lambda answer, **settings: servers.enter_context(contextlib.closing(Server(answer, **settings)))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridflow.api.flow import RoleFlow
 from hybridflow.api.parts import Part
 from hybridflow.api.roles import Critic
-from hybridflow.dataflow.graph import Flow, Node, Step
+from hybridflow.dataflow.graph import Flow, Step
 from hybridflow.flows import nodes
 from hybridflow.flows.registry import ALGORITHMS
 
@@ -73,11 +73,11 @@ class BaseAlgorithm(Part):
         step = ALGORITHMS[self.name].step
         step = Step(experience=step.experience, update=step.update)
         if self.has_user_method("advantages"):
-            step = step.map(_with_user_advantages)
-        if scores != "scores":
-            step = step.map(lambda flow: _reading(flow, scores))
+            own = nodes.advantages("user_algorithm")
+            step = step.map(lambda flow: nodes.each_node(flow, lambda node: own if node.role == "advantage" else node))
         parts = [self, *(() if self.critic is None else (self.critic,))]
         if scores != "scores":
+            step = step.map(lambda flow: _reading(flow, scores))
             parts.append(Part({}, {"scores": scores}))
         return RoleFlow(step=step, parts=tuple(parts), algorithm=self.name)
 
@@ -100,20 +100,9 @@ class RLOO(BaseAlgorithm):
     name = "rloo"
 
 
-def _with_user_advantages(flow: Flow) -> Flow:
-    user_advantages = nodes.advantages("user_algorithm")
-    return Flow(
-        elements=tuple(
-            user_advantages if isinstance(each, Node) and each.role == "advantage" else each for each in flow.elements
-        )
-    )
-
-
 def _reading(flow: Flow, scores: str) -> Flow:
     """Return the flow in which what reads the scores reads another column in their place."""
-    changed = []
-    for each in flow.elements:
-        if isinstance(each, Node) and "scores" in each.reads:
-            each = replace(each, reads=tuple(scores if name == "scores" else name for name in each.reads))
-        changed.append(each)
-    return Flow(elements=tuple(changed))
+    return nodes.each_node(
+        flow,
+        lambda node: replace(node, reads=tuple(scores if name == "scores" else name for name in node.reads)),
+    )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hybridflow.checkpoint.convert.engine import convert
-from hybridflow.checkpoint.formats.registry import Options, make_target, open_model
+from hybridflow.checkpoint.formats.registry import make_target, open_model
 from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.checkpoint.store import load_latest
 from hybridflow.errors import CheckpointError, WriteError
@@ -34,7 +34,7 @@ def export_actor(run_dir: Path, path: Path, world: World) -> None:
             )
         # Of adapters what they change is in the weights.
         source = open_model(checkpoint.path / "actor")
-        convert(source, make_target("hf", source, Options()), path, what={"to": "hf"})
+        convert(source, make_target("hf", source), path, what={"to": "hf"})
 
     _on_the_first(write, path, world)
 
@@ -63,23 +63,14 @@ def check_free(path: Path, world: World) -> None:
 
 def _on_the_first(write: Callable[[], None], path: Path, world: World) -> None:
     """Write on the lowest rank; all learn how it went."""
-    ranks = tuple(range(world.size))
-    world.make_groups([ranks])
-    everyone = world.coordinator(ranks)
-    problem, kind = "", ""
-    if world.rank == 0:
+
+    def work() -> None:
         try:
             if os.path.lexists(path):
                 raise CheckpointError(f"{path}: is there already; remove it, or choose another place")
             path.parent.mkdir(parents=True, exist_ok=True)
             write()
-        except (CheckpointError, WriteError) as error:
-            problem, kind = str(error), type(error).__name__
         except OSError as error:
-            problem, kind = (
-                f"{path}: cannot be written: {error}; make room there, or choose another place",
-                "WriteError",
-            )
-    problem, kind = everyone.decide("the checkpoint", [problem, kind])
-    if problem:
-        raise {"CheckpointError": CheckpointError, "WriteError": WriteError}[kind](problem)
+            raise WriteError(f"{path}: cannot be written: {error}; make room there, or choose another place") from error
+
+    world.everyone().on_lead("the checkpoint", work)

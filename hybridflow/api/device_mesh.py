@@ -134,10 +134,8 @@ def _grid(world: World, groups: Mapping[str, dist.ProcessGroup]) -> tuple[Parall
             raise ConfigError(
                 f"DeviceMesh: axis {axis!r}; expected {' or '.join(map(repr, _AXES))} (replicas are what is left)"
             )
-    everyone = tuple(range(world.size))
-    world.make_groups([everyone])
     mine = {_AXES[axis]: list(dist.get_process_group_ranks(group)) for axis, group in groups.items()}
-    told: list[Any] = world.coordinator(everyone).gather(mine, "process groups of a mesh")
+    told: list[Any] = world.everyone().gather(mine, "process groups of a mesh")
     return grid_of(told)
 
 

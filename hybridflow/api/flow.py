@@ -12,7 +12,7 @@ from hybridflow.api.settings import merge, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.dataflow.batch import Batch, Column
 from hybridflow.dataflow.graph import Node, Step, step
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.errors import ConfigError, GraphError
 from hybridflow.trainer.roles import NODE
 
@@ -59,36 +59,30 @@ class RoleFlow:
         Raises:
             HybridflowError: Whatever is wrong, with a message for the user.
         """
-        with self._session(prompts, steps, settings) as session:
-            return session.run(steps)
-
-    def _session(self, prompts: Any, steps: int | None, settings: Mapping[str, Any]) -> Session:
         if self.algorithm is None:
             raise ConfigError("this flow learns nothing; end it with the update() of an algorithm, such as PPO()")
         merged = merge([*(part.settings for part in self.parts), settings])
         if steps is not None:
             merged["trainer"] = {"steps": steps, **merged.get("trainer", {})}
         values = recipe_values(merged, algorithm=self.algorithm, num_ranks=find_world().size)
-        return Session(
+        with Session(
             values,
             tokenizer=tokenizer_of(self.parts),
             objects=objects_of(self.parts),
             step=self.step,
             make_problems=problems_of(prompts),
-        )
+        ) as session:
+            return session.run(steps)
 
 
 class _Called(Role):
     """A function as a role of its own."""
 
+    call_names = ("call",)
+
     def __init__(self, function: Callable[[Batch], Mapping[str, Column]]) -> None:
         super().__init__()
         self._function = function
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"call": self.call}
 
     def call(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Call the function on the columns that it reads, and return its columns."""

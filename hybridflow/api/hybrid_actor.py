@@ -13,33 +13,31 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.api.checkpoints import check_free, export_actor
 from hybridflow.api.feed import Feed
-from hybridflow.api.generation import Generation, generation_of
-from hybridflow.api.names import refuse_mesh
+from hybridflow.api.generation import generation_of
+from hybridflow.api.responses import requests_to, respond
 from hybridflow.api.roles import split_model
 from hybridflow.api.settings import finish_recipe, merge, recipe_values, sizes_of
 from hybridflow.api.token_rows import IGNORED, TokenRows, labelled, token_rows
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.config.recipe import Recipe
-from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
+from hybridflow.data.tokenizer import open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.families.assets import ends_in
-from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.mapping.memory import check_memory
 from hybridflow.parallel.megatron import rank_sets
-from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
 from hybridflow.placement.peft import load_adapters
 from hybridflow.placement.pretrained import assets_of
 from hybridflow.placement.user_objects import check_objects, user_class_of
 from hybridflow.roles.stepped_actor import SteppedActor
 from hybridflow.rollout.engine import MegatronEngine
-from hybridflow.rollout.request import Request, Response, expand
 from hybridflow.trainer.checkpoints import Checkpoints, ResumePoint
-from hybridflow.trainer.plan import JobPlan, plan_job
+from hybridflow.trainer.plan import plan_job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +126,7 @@ class HybridActor:
     def __init__(
         self, model: Any, hybrid_config: Mapping[str, Any] | None = None, *, tokenizer: str | Path | None = None
     ) -> None:
-        section, in_memory = split_model(model)
-        objects = {} if in_memory is None else {"actor": in_memory}
+        section, objects = split_model(model, "actor")
         self._world = find_world()
         self.recipe = _recipe(section, hybrid_config, objects, self._world.size)
         torch.set_num_threads(self.recipe.cluster.threads_per_rank)
@@ -137,12 +134,25 @@ class HybridActor:
         check_memory(self.recipe, plan.meshes)
         self._world.make_groups([*rank_sets(plan.meshes.values(), self._world.size), *plan.rank_sets()])
         place = tokenizer_in(section["path"]) if tokenizer is None and "path" in section else tokenizer
-        self._job = _job(self.recipe, self._world, plan, None if place is None else open_tokenizer(place), objects)
+        known = None if place is None else open_tokenizer(place)
+        if known is None and self.recipe.model.vocab_size is None:
+            raise ConfigError(
+                "tokenizer: missing; a model without a path has the tokenizer's vocabulary: name its path"
+            )
+        self._job = Job(
+            world=self._world,
+            recipe=self.recipe,
+            meshes=plan.meshes,
+            tokenizer=known,  # type: ignore[arg-type]  # only stop texts need one, which the engine then refuses
+            train=Feed(known, self.recipe.model.max_context),  # type: ignore[arg-type]
+            held_out=(),
+            objects=objects,
+        )
         check_objects(self._job)
-        self._everyone = self._world.coordinator(plan.meshes["job"].ranks)
+        self._everyone = self._world.everyone()
         self._role = SteppedActor(self._job)
         assert self._role.model is not None and self._role.trainable is not None, "all ranks are in its mesh"
-        self._role.model.load()
+        self._role.model.load_given()
         load_adapters(self._job, self._role.model)
         self._role.trainable.reload_weights()
         self._role.mark_changed()
@@ -168,7 +178,10 @@ class HybridActor:
 
     def set_device_mesh(self, tp: int = 1, pp: int = 1) -> NoReturn:
         """Refuse ``tp`` and ``pp``: the layout of a loaded model does not change. Raises ConfigError."""
-        refuse_mesh(tp, pp)
+        raise ConfigError(
+            "set_device_mesh: the layout is chosen when the model is read: HybridActor.from_pretrained(path, "
+            f"hybrid_config={{'tp_size': {tp}, 'pp_size': {pp}}})"
+        )
 
     @property
     def training(self) -> bool:
@@ -209,11 +222,29 @@ class HybridActor:
         """
         rows = self._rows(input_ids, attention_mask)
         asked = generation_of(generation, self._ends, longest_prompt=rows.padded.shape[1])
+        most, context, count = asked.params.max_new_tokens, self.recipe.model.max_context, asked.num_samples
         self.eval()
-        found = self._generate(rows, asked)
-        lengths, tokens = found[:, 0], found[:, 1:]
-        tokens = tokens.where(torch.arange(tokens.shape[1]) < lengths[:, None], asked.pad_id)
-        whole = torch.cat([rows.padded.repeat_interleave(asked.num_samples, 0), tokens[:, : int(lengths.max())]], dim=1)
+        for index, sequence in enumerate(rows.sequences):
+            if len(sequence) > context - most:
+                raise DataError(
+                    f"input_ids[{index}]: {len(sequence)} tokens and max_new_tokens={most} exceed max_context="
+                    f"{context}; shorten it, or ask for fewer"
+                )
+        # A seed gives the same responses each time, and its absence others.
+        first_prompt_index = self._next_prompt_index if asked.params.seed is None else 0
+        self._next_prompt_index += len(rows.sequences)
+        requests = requests_to(rows.sequences, asked.params, first_prompt_index=first_prompt_index, num_samples=count)
+        assert self._role.rollouts is not None, "all ranks generate"
+        engine, mesh = self._role.rollouts.engine, self._job.meshes["actor.rollout"]
+        try:
+            found = respond(engine, requests, mesh, self._world, group_size=count)
+        except DataError as error:
+            raise DataError(f"generate: {error}") from error
+        problem = next((each.error or "failed" for each in found if each.finish == "failed"), None)
+        if problem is not None:
+            raise DataError(f"generate: {problem}")
+        tokens = pad_sequence([each.tokens for each in found], batch_first=True, padding_value=asked.pad_id)
+        whole = torch.cat([rows.padded.repeat_interleave(count, 0), tokens], dim=1)
         return whole.to(input_ids.device) if isinstance(input_ids, Tensor) else whole
 
     def __call__(
@@ -370,56 +401,6 @@ class HybridActor:
             return "loss.backward(): the actor generates at present; call actor.train() before"
         return None
 
-    def _generate(self, rows: TokenRows, asked: Generation) -> Tensor:
-        """Return each response's length and tokens, ``[responses, 1 + max_new_tokens]``, equal on all ranks."""
-        most, count = asked.params.max_new_tokens, len(rows.sequences)
-        room = self.recipe.model.max_context - most
-        for index, sequence in enumerate(rows.sequences):
-            if len(sequence) > room:
-                raise DataError(
-                    f"input_ids[{index}]: {len(sequence)} tokens and max_new_tokens={most} exceed max_context="
-                    f"{self.recipe.model.max_context}; shorten it, or ask for fewer"
-                )
-        # A seed gives the same responses each time, and its absence others.
-        first_prompt_index = self._next_prompt_index if asked.params.seed is None else 0
-        self._next_prompt_index += count
-        mesh: DeviceMesh = self._job.meshes["actor.rollout"]
-        place, layout = mesh.coordinate(self._world.rank), mesh.layout
-        own = list(range(place.dp, count, layout.dp))
-        requests = [
-            each
-            for row in own
-            for each in expand(
-                Request(prompt=rows.sequences[row], params=asked.params, prompt_index=first_prompt_index + row),
-                asked.num_samples,
-            )
-        ]
-        responses = self._ask(requests)
-        found = torch.zeros(count * asked.num_samples, 1 + most, dtype=torch.int64)
-        if place.tp == 0 and place.pp == layout.pp - 1:
-            numbers = [row * asked.num_samples + index for row in own for index in range(asked.num_samples)]
-            for number, response in zip(numbers, responses, strict=True):
-                found[number, 0] = len(response.tokens)
-                found[number, 1 : 1 + len(response.tokens)] = response.tokens
-        found = found.to(self._world.device)
-        torch.distributed.all_reduce(found, group=self._world.group(mesh.ranks))
-        return found.cpu()
-
-    def _ask(self, requests: list[Request]) -> list[Response]:
-        """Return this replica's responses. Collective: all ranks, which all learn of an error on one."""
-        assert self._role.rollouts is not None, "all ranks generate"
-        responses: list[Response] = []
-        problem = ""
-        try:
-            responses = self._role.rollouts.engine.generate(requests) if requests else []
-            problem = next((each.error or "failed" for each in responses if each.finish == "failed"), "")
-        except DataError as error:
-            problem = str(error)
-        problem = next(filter(None, self._everyone.gather(problem, "responses")), "")
-        if problem:
-            raise DataError(f"generate: {problem}")
-        return responses
-
 
 class _Refusing(torch.autograd.Function):
     """A loss whose ``backward()`` says what to call instead."""
@@ -451,17 +432,3 @@ def _recipe(
             "hybrid_config: temperature is told with each call: generate(…, do_sample=True, temperature=…)"
         )
     return recipe
-
-
-def _job(recipe: Recipe, world: World, plan: JobPlan, tokenizer: Tokenizer | None, objects: Mapping[str, Any]) -> Job:
-    if tokenizer is None and recipe.model.vocab_size is None:
-        raise ConfigError("tokenizer: missing; a model without a path has the tokenizer's vocabulary: name its path")
-    return Job(
-        world=world,
-        recipe=recipe,
-        meshes=plan.meshes,
-        tokenizer=tokenizer,  # type: ignore[arg-type]  # only stop texts need one, which the engine then refuses
-        train=Feed(tokenizer, recipe.model.max_context),  # type: ignore[arg-type]
-        held_out=(),
-        objects=objects,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from hybridflow.api.roles import Actor
 from hybridflow.config.roles import LoRAConfig
@@ -116,12 +116,4 @@ class DataParallelTrainer(_Elsewhere):
         "every trainer is data parallel, by actor={'data_parallel_size': n} or by the number of ranks that the program "
         "is started on, with Megatron's distributed optimizer as its strategy: take PPOTrainer, GRPOTrainer, "
         "DPOTrainer or SFTTrainer"
-    )
-
-
-def refuse_mesh(tp: int, pp: int) -> NoReturn:
-    """Refuse to change the layout of a loaded model. Raises ConfigError."""
-    raise ConfigError(
-        "set_device_mesh: the layout is chosen when the model is read: HybridActor.from_pretrained(path, "
-        f"hybrid_config={{'tp_size': {tp}, 'pp_size': {pp}}})"
     )

@@ -11,7 +11,7 @@ from hybridflow.api.checkpoints import check_free, export_actor
 from hybridflow.api.parts import Part, settings_of_mesh
 from hybridflow.api.roles import Actor
 from hybridflow.api.session import Session
-from hybridflow.api.settings import merge, recipe_values
+from hybridflow.api.settings import check_count, merge, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_info
 from hybridflow.checkpoint.formats.registry import open_model
@@ -19,7 +19,7 @@ from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.data.preferences import encode_responses, margin_of
-from hybridflow.data.prompts import Example, Judged, PromptSource, encode_solutions, prompt_tokens
+from hybridflow.data.prompts import Example, Judged, PromptSource, encode_solution, prompt_tokens
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.flows.registry import ALGORITHMS
@@ -77,10 +77,7 @@ class OfflineTrainer:
         if too_long not in ("error", "drop"):
             raise ConfigError(f"{type(self).__name__}: too_long={too_long!r}; give error or drop")
         _check_dataset(dataset, type(self).__name__)
-        if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
-            raise ConfigError(
-                f"{type(self).__name__}: max_length={max_length!r}, expected an integer of at least 1, in tokens"
-            )
+        check_count(max_length, f"{type(self).__name__}: max_length", more=", in tokens")
         self._actor = model if isinstance(model, Actor) else Actor(model, tokenizer, lora=lora)
         self._tokenizer = self._actor.tokenizer if tokenizer is None else tokenizer
         self._objects = dict(self._actor.objects)
@@ -131,14 +128,13 @@ class OfflineTrainer:
             DataError: A row lacks a column, or is too long; names it.
             CheckpointError: ``output_dir`` is there.
         """
-        self._check_count("per_device_train_batch_size", per_device_train_batch_size)
-        self._check_count("gradient_accumulation_steps", gradient_accumulation_steps)
+        here = f"{type(self).__name__}.train"
+        check_count(per_device_train_batch_size, f"{here}: per_device_train_batch_size")
+        check_count(gradient_accumulation_steps, f"{here}: gradient_accumulation_steps")
         if max_steps is not None:
-            self._check_count("max_steps", max_steps)
+            check_count(max_steps, f"{here}: max_steps")
         elif not isinstance(num_train_epochs, int | float) or not 0 < num_train_epochs < math.inf:
-            raise ConfigError(
-                f"{type(self).__name__}.train: num_train_epochs={num_train_epochs!r}, expected a number above 0"
-            )
+            raise ConfigError(f"{here}: num_train_epochs={num_train_epochs!r}, expected a number above 0")
         if output_dir is not None:
             check_free(Path(output_dir), find_world())
         given = merge([self._actor.settings, self._settings, settings, {"lr": learning_rate}])
@@ -166,10 +162,6 @@ class OfflineTrainer:
             if output_dir is not None:
                 export_actor(session.save(), Path(output_dir), find_world())
         return [{**step, "loss": step["actor/loss"]} for step in metrics]
-
-    def _check_count(self, name: str, value: Any) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{type(self).__name__}.train: {name}={value!r}, expected an integer of at least 1")
 
     def _check_settings(self, values: Mapping[str, Any]) -> None:
         """Refuse settings of what the arguments of ``train`` say."""
@@ -208,16 +200,12 @@ class OfflineTrainer:
 
     def _problems(self, tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator) -> ReadProblems:
         context = recipe.model.max_context
-        read: Callable[[list[Example]], Any] = (
-            (lambda each: encode_responses(each, tokenizer, max_context=context))
-            if recipe.traits.has_preferences
-            else (lambda each: encode_solutions(each, tokenizer, max_context=context))
-        )
+        read: Callable[..., Any] = encode_responses if recipe.traits.has_preferences else encode_solution
         examples, found, num_dropped = [], [], 0
         for index, row in enumerate(_rows(self._dataset)):
             example = self._example(row, f"dataset[{index}]")
             try:
-                found += read([example])
+                found.append(read(example, tokenizer, max_context=context))
             except DataError as error:
                 if not self._drops:
                     # Which is the less of the two.

@@ -9,7 +9,7 @@ from typing import Any
 from hybridflow.api.checkpoints import check_free
 from hybridflow.api.parts import Part
 from hybridflow.api.roles import Actor, Critic, Reward
-from hybridflow.api.settings import merge
+from hybridflow.api.settings import check_count, merge
 from hybridflow.api.trainers import OnlineTrainer, as_reward
 from hybridflow.api.world import find_world
 from hybridflow.errors import ConfigError
@@ -56,11 +56,8 @@ class DataPipeline:
         self.data = data
         self.train_config = dict(train_config or {})
         self.num_epochs = self.train_config.pop("num_epochs", 1)
-        if not isinstance(self.num_epochs, int) or isinstance(self.num_epochs, bool) or self.num_epochs < 1:
-            raise ConfigError(
-                f"DataPipeline: train_config.num_epochs={self.num_epochs!r}, expected an integer of at least 1; give "
-                "how often the prompts are gone through"
-            )
+        remedy = "; give how often the prompts are gone through"
+        check_count(self.num_epochs, "DataPipeline: train_config.num_epochs", more=remedy)
         self.settings = merge([{"rollout": rollout}, self.train_config])
 
 

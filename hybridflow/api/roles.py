@@ -15,17 +15,18 @@ from hybridflow.flows import nodes
 from hybridflow.sections import to_dict
 
 
-def split_model(model: Any) -> tuple[dict[str, Any], Any]:
-    """Split a model into its settings, where it is no object, and the object, where it is one.
+def split_model(model: Any, role: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a role's model into its settings, where it is no object, and the object by role, where it is one.
 
     Args:
         model: Directory of Hugging Face or of ours; settings of a model whose weights are made up; an object: a model
             of transformers, a megatron-core ``GPTModel``, or one of the user's own class.
+        role: Whose it is.
     """
     if isinstance(model, str | Path):
-        return {"path": str(model)}, None
+        return {"path": str(model)}, {}
     if isinstance(model, Mapping):
-        return dict(model), None
+        return dict(model), {}
     from hybridflow.checkpoint.formats.in_memory import in_memory_info
 
     if not in_memory_info({"actor": model}):
@@ -34,7 +35,7 @@ def split_model(model: Any) -> tuple[dict[str, Any], Any]:
             "megatron-core, or a class of your own (docs/extend.md)"
         )
     # What it says of itself the session reads off it.
-    return {}, model
+    return {}, {role: model}
 
 
 class Actor(Part):
@@ -52,14 +53,14 @@ class Actor(Part):
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, *, lora: LoRAConfig | None = None, **settings: Any) -> None:
-        section, in_memory = split_model(model)
+        section, objects = split_model(model, "actor")
         if lora is not None:
             if not isinstance(lora, LoRAConfig):
                 raise ConfigError(
                     f"lora: found {type(lora).__name__}; give LoraConfig(rank=8), which takes PEFT's names too"
                 )
             settings["lora"] = to_dict(lora)
-        super().__init__({"model": section, "actor": settings}, {} if in_memory is None else {"actor": in_memory})
+        super().__init__({"model": section, "actor": settings}, objects)
         self.tokenizer = tokenizer
 
     def set_device_mesh(self, tp: int = 1, pp: int = 1) -> Actor:
@@ -93,10 +94,10 @@ class Critic(Part):
     """
 
     def __init__(self, model: Any = None, **settings: Any) -> None:
-        section, in_memory = split_model(model) if model is not None else ({}, None)
+        section, objects = ({}, {}) if model is None else split_model(model, "critic")
         if section:
             settings["model"] = section
-        super().__init__({"critic": settings}, {} if in_memory is None else {"critic": in_memory})
+        super().__init__({"critic": settings}, objects)
 
 
 class Reward(Part):
@@ -122,11 +123,9 @@ class Reward(Part):
         elif hasattr(model, "scores"):
             objects["reward"] = model
         else:
-            section, in_memory = split_model(model)
-            if in_memory is None:
+            section, objects = split_model(model, "reward")
+            if not objects:
                 settings["model"] = section
-            else:
-                objects["reward"] = in_memory
         super().__init__({"reward": settings}, objects)
 
     def score(self) -> RoleFlow:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from torch import Tensor
 
 from hybridflow.api.device_mesh import DeviceMesh
 from hybridflow.api.parts import Part
+from hybridflow.api.responses import requests_to, respond
 from hybridflow.api.token_rows import token_rows
-from hybridflow.api.worker_engines import MegatronWorker, Options, UserWorker, VllmWorker, WorkerEngine
+from hybridflow.api.worker_engines import MegatronWorker, Options, UserWorker, VllmWorker
 from hybridflow.api.world import find_world
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, DataError, EngineError
@@ -24,7 +24,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.user_model import is_user_class
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
-from hybridflow.rollout.request import Request, Response, SamplingParams, expand, length_refusal
+from hybridflow.rollout.request import Request, SamplingParams, length_refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +90,11 @@ class RolloutWorker:
         self.tokenizer = _tokenizer(model, tokenizer)
         self._world = find_world()
         self._mesh = _mesh(self._world, device_mesh, tensor_parallel_size, pipeline_parallel_size, engine)
-        self._everyone = tuple(range(self._world.size))
-        self._world.make_groups([*rank_sets([self._mesh], self._world.size), self._everyone])
+        self._world.make_groups(rank_sets([self._mesh], self._world.size))
         self._version = 0
         self._next_prompt_index = 0
         options = Options(max_context, dtype, max_concurrent, seed, self.tokenizer)
-        self._worker: WorkerEngine
+        self._worker: MegatronWorker | VllmWorker | UserWorker
         if is_user_class(model):
             if engine == "vllm":
                 raise ConfigError("RolloutWorker: engine='vllm' does not run a class of your own; leave it out")
@@ -155,28 +154,20 @@ class RolloutWorker:
         )
         encoded = self._encoded(prompts)
         first_prompt_index = self._next_prompt_index if seed is None else 0
-        requests = [
-            each
-            for prompt_index, prompt in enumerate(encoded, first_prompt_index)
-            for each in expand(Request(prompt=prompt, params=params, prompt_index=prompt_index), num_samples)
-        ]
+        requests = requests_to(encoded, params, first_prompt_index=first_prompt_index, num_samples=num_samples)
         self._check(requests, first_prompt_index)
         if seed is None:
             self._next_prompt_index += len(encoded)
-        share: list[Any] = []
-        if self._world.rank in self._mesh:
-            place = self._mesh.coordinate(self._world.rank)
-            mine = requests[place.dp :: self._mesh.layout.dp]
-            responses = self._worker.engine.generate(mine)
-            # One rank of each replica tells what it has, and the last stage has the log-probabilities.
-            if place.tp == 0 and place.pp == self._mesh.layout.pp - 1:
-                share = [_told(*each) for each in zip(mine, responses, strict=True)]
-        told: list[Any] = self._world.coordinator(self._everyone).gather(share, "responses")
-        found = sorted((row for each in told for row in each), key=lambda row: (row[0], row[1]))
-        for prompt_index, _, _, _, finish, error in found:
-            if finish == "failed":
-                raise EngineError(f"RolloutWorker.generate: prompt {prompt_index - first_prompt_index}: {error}")
-        return [self._generated(prompt_index - first_prompt_index, *row) for prompt_index, *row in found]
+        responses = []
+        for number, got in enumerate(respond(self._worker.engine, requests, self._mesh, self._world)):
+            prompt = number // num_samples
+            if got.finish == "failed":
+                raise EngineError(f"RolloutWorker.generate: prompt {prompt}: {got.error}")
+            text = None if self.tokenizer is None else self.tokenizer.decode(got.tokens.tolist())
+            responses.append(
+                Generated(prompt=prompt, text=text, tokens=got.tokens, log_probs=got.log_probs, finish=got.finish)
+            )
+        return responses
 
     def update_weights(self, model: Any) -> None:
         """Generate with other weights of the same shape from now on. Collective: all ranks.
@@ -229,23 +220,6 @@ class RolloutWorker:
                 raise DataError(f"prompt {number}: found shape {[*rows[-1].shape]}, expected token ids, at least one")
         return rows
 
-    def _generated(
-        self,
-        prompt_index: int,
-        index: int,
-        tokens: list[int],
-        log_probs: list[float | None],
-        finish: str,
-        error: str | None,
-    ) -> Generated:
-        return Generated(
-            prompt=prompt_index,
-            text=None if self.tokenizer is None else self.tokenizer.decode(tokens),
-            tokens=torch.tensor(tokens, dtype=torch.int64),
-            log_probs=torch.tensor([math.nan if each is None else each for each in log_probs], dtype=torch.float32),
-            finish=finish,
-        )
-
 
 def _of_part(model: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Return the model and tokenizer of an ``Actor``; other models unchanged."""
@@ -286,16 +260,3 @@ def _mesh(world: World, device_mesh: DeviceMesh | None, tp: int, pp: int, engine
     if engine == "vllm" and (layout.tp * layout.pp > 1 or len(ranks) != world.size):
         raise ConfigError("RolloutWorker: engine='vllm' has the whole model on every rank; leave sizes and devices out")
     return geometry.DeviceMesh(name="RolloutWorker", layout=layout, ranks=ranks, ranks_per_node=world.ranks_per_node)
-
-
-def _told(request: Request, response: Response) -> list[Any]:
-    """Return a response as a message."""
-    return [
-        request.prompt_index,
-        request.index,
-        response.tokens.tolist(),
-        # JSON has no other way to say that one is not known.
-        [None if math.isnan(each) else each for each in response.log_probs.tolist()],
-        response.finish,
-        response.error,
-    ]

@@ -20,12 +20,11 @@ from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.prompts import Example, PromptSource
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
-from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.graph import Step
 from hybridflow.dataflow.run import Scope
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.exit_status import REQUEUE
-from hybridflow.observe.exporters import Exporter
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job, Problems, ReadProblems
@@ -69,9 +68,7 @@ class Rollout:
         batch = self.batch
         if not len(batch):
             return []
-        tokens, lengths = batch.columns["tokens"], batch.columns["prompt_lengths"]
-        assert isinstance(tokens, Ragged) and isinstance(lengths, Tensor), "tokens are ragged, lengths are dense"
-        rows = zip(tokens.to_list(), lengths.tolist(), strict=True)
+        rows = zip(batch.ragged("tokens").to_list(), batch.dense("prompt_lengths").tolist(), strict=True)
         return [self.tokenizer.decode(row[length:].tolist()) for row, length in rows]
 
     @property
@@ -127,7 +124,6 @@ class Session:
         self.trainer = make_trainer(self.recipe, self._world, resume=resume, step=step, open_job=self._open)
         self.trainer.begin()
         self._next_prompt_index = self.trainer.progress.next_prompt_index
-        self._everyone = self._world.coordinator(self.trainer.job.meshes["job"].ranks)
         self._has_warned = False
 
     @property
@@ -157,7 +153,7 @@ class Session:
                     f"{self.recipe.trainer.global_batch_size} over {self.recipe.samples_per_prompt} samples of each): "
                     "give so many, or set rollout_batch_size"
                 )
-            check_same(given, self._everyone)
+            check_same(given, self._world.everyone())
             self._check_answers([each.example for each in given])
             problems.add(given, self._next_prompt_index)
         elif isinstance(problems, Feed):
@@ -171,7 +167,9 @@ class Session:
         self._next_prompt_index += wanted
         scope = self.trainer.rollout(about)
         # A rollout that was told to stop has not all of its samples.
-        self._stop_if_asked()
+        if self.trainer.stop_if_asked() is not None:
+            # The program can be begun again and goes on, with resume=True: the status says so to who started it.
+            raise SystemExit(REQUEUE)
         return Rollout(about=about, scope=scope, tokenizer=self.trainer.job.tokenizer)
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
@@ -193,10 +191,6 @@ class Session:
             whole = max(1, getattr(self.trainer.job.train, "num_rows", 1) // self.trainer.progress.num_prompts)
             steps = whole - self.step % whole
         return [self.learn(self.rollout()) for _ in range(steps)]
-
-    def add_exporter(self, name: str, exporter: Exporter) -> None:
-        """Send the metrics of each step there too; of rank 0, other ranks ignore it."""
-        self.trainer.add_exporter(name, exporter)
 
     def save(self) -> Path:
         """Save a checkpoint that ``resume`` goes on from. Collective: all ranks. Returns its run directory."""
@@ -229,11 +223,6 @@ class Session:
             )
         self._has_warned = True
 
-    def _stop_if_asked(self) -> None:
-        if self.trainer.stop_if_asked() is not None:
-            # The program can be begun again and goes on, with resume=True: the status says so to who started it.
-            raise SystemExit(REQUEUE)
-
     def _check_answers(self, examples: Sequence[Example]) -> None:
         """Refuse prompts none of which says what is right, where all that is asked of a response is to be that.
 
@@ -264,8 +253,7 @@ class Session:
                 f"algorithm={recipe.algorithm} samples more than once in a step; give a data_provider, from which it "
                 "prompts, in the place of batches"
             )
-        everyone = world.coordinator(plan.meshes["job"].ranks)
-        problems = Feed(tokenizer, room) if make is None else make(tokenizer, recipe, everyone)
+        problems = Feed(tokenizer, room) if make is None else make(tokenizer, recipe, world.everyone())
         if isinstance(problems, ReadProblems):
             self._check_answers(problems.source.examples)
         job = Job(
@@ -307,11 +295,9 @@ def problems_of(prompts: Any) -> MakeProblems:
 
 def _new_run_dir(world: World, namespace: str | None) -> str:
     """Return a directory that does not exist yet, the same on all ranks."""
-    everyone = tuple(range(world.size))
-    world.make_groups([everyone])
     folder = Path("runs") / ("python" if namespace is None else namespace)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    return str(folder / world.coordinator(everyone).decide("run_dir", name if world.rank == 0 else None))
+    return str(folder / world.everyone().decide("run_dir", name if world.rank == 0 else None))
 
 
 def _tokenizer_place(tokenizer: Any, run_dir: str, world: World) -> str:
@@ -329,13 +315,11 @@ def _tokenizer_place(tokenizer: Any, run_dir: str, world: World) -> str:
             "(AutoTokenizer.from_pretrained(…, use_fast=True))"
         )
     folder = Path(run_dir) / _TOKENIZER
-    everyone = tuple(range(world.size))
-    world.make_groups([everyone])
     if world.rank == 0:
         aside = folder.with_name(f"{_TOKENIZER}.tmp")
         for left in (aside, folder):
             shutil.rmtree(left, ignore_errors=True)
         tokenizer.save_pretrained(aside)
         aside.rename(folder)
-    world.coordinator(everyone).barrier("the tokenizer")
+    world.everyone().barrier("the tokenizer")
     return str(folder)

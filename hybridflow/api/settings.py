@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ _SIZES = {
     "pp_size": "pp",
     "dp_size": "dp",
 }
-_ROLES = ("actor", "critic", "reference", "reward")
+_ENGINE = {"resharding_interval": "actor.reshard_every", "memory_budget_gb": "cluster.memory_budget_gb"}
 _PLACES = {"actor": "update", "critic": "layout", "reference": "layout", "reward": "layout"}
 _NEW_TOKENS = 128
 _DEFAULTS: Mapping[str, Any] = {
@@ -112,14 +112,13 @@ def recipe_values(config: Any, *, algorithm: str, num_ranks: int) -> dict[str, A
         ConfigError: A key is none of these, or says what another one says.
     """
     if algorithm not in ALGORITHMS:
-        near = difflib.get_close_matches(algorithm, list(ALGORITHMS), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ";"
+        hint = _did_you_mean(algorithm, ALGORITHMS)
         raise ConfigError(f"algorithm={algorithm!r}: unknown{hint} there are {', '.join(ALGORITHMS)}")
     given = in_our_words(read_config(config))
     values: dict[str, Any] = {"algorithm": algorithm, "cluster": {"ranks": num_ranks}}
     values["data"] = {"train": "given by the program", "held_out": "given by the program"}
     engine = given.pop("hybrid_engine", {})
-    for role in _ROLES:
+    for role in _PLACES:
         if isinstance(given.get(role), Mapping):
             given[role] = _role(values, role, dict(given[role]), num_ranks)
     top = {field.name for field in fields(Recipe)}
@@ -188,12 +187,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
     Raises:
         ConfigError: It is there already, with another value.
     """
-    *sections, last = key.split(".")
-    place = values
-    for section in sections:
-        place = place.setdefault(section, {})
-        if not isinstance(place, dict):
-            raise ConfigError(f"{key}: {section} is {place!r:.60}, not a section; remove one of the two")
+    place, last = _place(values, key)
     if isinstance(value, Mapping) and isinstance(place.get(last, {}), dict):
         place.setdefault(last, {})
         for name, inner in value.items():
@@ -215,11 +209,30 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _put_under(values: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key unless it is set already."""
+    place, last = _place(values, key)
+    place.setdefault(last, copy.deepcopy(value))
+
+
+def _place(values: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """Return the section of a dotted key, made if it is missing, and the key's name there."""
     *sections, last = key.split(".")
     place = values
     for section in sections:
         place = place.setdefault(section, {})
-    place.setdefault(last, copy.deepcopy(value))
+        if not isinstance(place, dict):
+            raise ConfigError(f"{key}: {section} is {place!r:.60}, not a section; remove one of the two")
+    return place, last
+
+
+def _layout(given: dict[str, Any], num_ranks: int, prefix: str = "") -> dict[str, Any]:
+    """Take the sizes of a layout out of a section, with replicas that fill the ranks; empty: it has none."""
+    sizes = {axis: given.pop(f"{prefix}{key}") for key, axis in _SIZES.items() if f"{prefix}{key}" in given}
+    return {"dp": max(1, num_ranks // (sizes.get("tp", 1) * sizes.get("pp", 1))), **sizes} if sizes else {}
+
+
+def _did_you_mean(key: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(key, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ";"
 
 
 def _role(values: dict[str, Any], role: str, section: dict[str, Any], num_ranks: int) -> dict[str, Any]:
@@ -241,16 +254,19 @@ def _role(values: dict[str, Any], role: str, section: dict[str, Any], num_ranks:
     ranks = None if devices is None else ranks_of(devices, num_ranks, key=f"{role}.devices")
     if ranks is not None:
         section["ranks"] = ranks
-    sizes = {axis: section.pop(key) for key, axis in _SIZES.items() if key in section}
-    place = _PLACES[role]
-    if sizes or (
-        ranks is not None and place not in section and (role != "reward" or name is not None or "model" in section)
-    ):
-        count = num_ranks if ranks is None else len(ranks)
-        model_size = sizes.get("tp", 1) * sizes.get("pp", 1)
-        sizes.setdefault("dp", max(1, count // model_size))
+    count, place = num_ranks if ranks is None else len(ranks), _PLACES[role]
+    sizes, is_model = _layout(section, count), role != "reward" or name is not None or "model" in section
+    if sizes:
         section[place] = {**sizes, **section.get(place, {})}
+    elif ranks is not None and is_model:
+        section.setdefault(place, {"dp": max(1, count)})
     return section
+
+
+def check_count(value: Any, what: str, *, least: int = 1, more: str = "") -> None:
+    """Refuse what is no number of things. Raises ConfigError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{what}={value!r}, expected an integer of at least {least}{more}")
 
 
 def sizes_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -289,33 +305,28 @@ def ranks_of(devices: Any, num_ranks: int, *, key: str) -> list[int]:
 
 
 def _hybrid_engine(values: dict[str, Any], engine: Any, num_ranks: int) -> None:
-    known = {
-        *("enable_resharding", "resharding_interval", "memory_budget_gb"),
-        *(f"rollout_{size}" for size in _SIZES),
-    }
+    known = {"enable_resharding", *_ENGINE, *(f"rollout_{size}" for size in _SIZES)}
     if not isinstance(engine, Mapping):
         raise ConfigError(f"hybrid_engine: found {engine!r:.60}; expected a section with {', '.join(sorted(known))}")
     for key in engine:
         if key in REPLACED:
             raise ConfigError(f"hybrid_engine.{key}: {REPLACED[key]}")
         if key not in known:
-            near = difflib.get_close_matches(str(key), sorted(known), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = _did_you_mean(str(key), sorted(known))
             raise ConfigError(f"hybrid_engine.{key}: unknown key{hint} keys: {', '.join(sorted(known))}")
-    sizes = {axis: engine[f"rollout_{key}"] for key, axis in _SIZES.items() if f"rollout_{key}" in engine}
+    count = len(values.get("actor", {}).get("ranks", ())) or num_ranks
+    sizes = _layout(dict(engine), count, "rollout_")
     if engine.get("enable_resharding", True) is False:
         if sizes:
+            given = {axis: engine[f"rollout_{key}"] for key, axis in _SIZES.items() if f"rollout_{key}" in engine}
             raise ConfigError(
-                f"hybrid_engine: enable_resharding=false, but the rollout has sizes of its own ({sizes}); remove them"
+                f"hybrid_engine: enable_resharding=false, but the rollout has sizes of its own ({given}); remove them"
             )
     elif sizes:
-        count = len(values.get("actor", {}).get("ranks", ())) or num_ranks
-        sizes.setdefault("dp", max(1, count // (sizes.get("tp", 1) * sizes.get("pp", 1))))
         put(values, "actor.rollout", sizes)
-    if "resharding_interval" in engine:
-        put(values, "actor.reshard_every", engine["resharding_interval"])
-    if "memory_budget_gb" in engine:
-        put(values, "cluster.memory_budget_gb", engine["memory_budget_gb"])
+    for key, target in _ENGINE.items():
+        if key in engine:
+            put(values, target, engine[key])
 
 
 def _is_read(key: str, algorithm: str) -> bool:
@@ -327,6 +338,5 @@ def _is_read(key: str, algorithm: str) -> bool:
 def _unknown(key: str, algorithm: str, top: set[str]) -> str:
     if key in SHORT:
         return f"config: {key}: algorithm={algorithm} has no {' or '.join(SHORT[key])}; remove it"
-    near = difflib.get_close_matches(key, [*SHORT, *top], n=1)
-    hint = f"; did you mean {near[0]}?" if near else ";"
+    hint = _did_you_mean(key, [*SHORT, *top])
     return f"config: {key}: unknown key{hint} short names: {', '.join(SHORT)}; sections: {', '.join(sorted(top))}"

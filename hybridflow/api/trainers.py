@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from hybridflow.api.algorithms import BaseAlgorithm
 from hybridflow.api.checkpoints import export_actor, keep_checkpoint
@@ -15,7 +15,7 @@ from hybridflow.api.flow import RoleFlow
 from hybridflow.api.parts import Part, objects_of, settings_of_mesh, tokenizer_of
 from hybridflow.api.roles import Actor, Critic, Reward
 from hybridflow.api.session import Rollout, Session, problems_of
-from hybridflow.api.settings import merge, read_config, recipe_values
+from hybridflow.api.settings import check_count, merge, read_config, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.errors import ConfigError, DataError
@@ -97,7 +97,12 @@ class OnlineTrainer:
                 parts.append(algorithm.critic)
             self.algorithm = algorithm.name
         elif algorithm is not None:
-            self.algorithm = str(algorithm) if isinstance(algorithm, str) else _no_algorithm(algorithm)
+            if not isinstance(algorithm, str):
+                raise ConfigError(
+                    f"algorithm: found {algorithm!r:.80}; give the name of one, such as 'grpo', or an object of a "
+                    "subclass of BaseAlgorithm, such as Mine(lr=1e-5)"
+                )
+            self.algorithm = algorithm
         given = read_config(config)
         if namespace is not None:
             given["namespace"] = namespace
@@ -170,8 +175,8 @@ class OnlineTrainer:
         Raises:
             ConfigError: It is no number of steps.
         """
-        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
-            raise ConfigError(f"train: steps={steps!r}, expected an integer of at least 0")
+        if steps is not None:
+            check_count(steps, "train: steps", least=0)
         return self.session().run(steps)
 
     def add_metrics_exporter(self, exporter: Exporter | Callable[[int, Mapping[str, float]], None]) -> None:
@@ -196,7 +201,7 @@ class OnlineTrainer:
         if self._session is None:
             self._exporters.append((name, found))
         else:
-            self._session.add_exporter(name, found)
+            self._session.trainer.add_exporter(name, found)
 
     def save_checkpoint(self, path: str | Path, save_optimizer: bool = False) -> None:
         """Save what was trained, also after ``close``. Collective: all ranks. Nothing is at ``path`` yet.
@@ -258,7 +263,7 @@ class OnlineTrainer:
                 resume=self._resume,
             )
             for name, exporter in self._exporters:
-                self._session.add_exporter(name, exporter)
+                self._session.trainer.add_exporter(name, exporter)
         return self._session
 
 
@@ -272,13 +277,6 @@ class GRPOTrainer(OnlineTrainer):
     """GRPO: samples are judged against those of their group; see ``OnlineTrainer``."""
 
     algorithm = "grpo"
-
-
-def _no_algorithm(algorithm: object) -> NoReturn:
-    raise ConfigError(
-        f"algorithm: found {algorithm!r:.80}; give the name of one, such as 'grpo', or an object of a subclass of "
-        "BaseAlgorithm, such as Mine(lr=1e-5)"
-    )
 
 
 def as_reward(reward: Any) -> Part:

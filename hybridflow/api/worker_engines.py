@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from hybridflow.api.trainers import OnlineTrainer
 from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_model, is_model
@@ -18,26 +16,22 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.families.config_json import describe
 from hybridflow.families.cut import check_cut
-from hybridflow.families.model import ModelConfig
+from hybridflow.families.model import ModelConfig, differing
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.user_model import user_model_info
-from hybridflow.models.weights import local_shards
 from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.world import World
-from hybridflow.placement.copy_weights import copy_weights
-from hybridflow.placement.pretrained import Pretrained, from_pretrained, load_pretrained
+from hybridflow.placement.model_on_mesh import copy_weights
+from hybridflow.placement.placed_model import part_of
+from hybridflow.placement.pretrained import from_pretrained
 from hybridflow.placement.user_objects import user_class_of
 from hybridflow.reshard.plan import participants
-from hybridflow.reshard.spec import ModelSpec
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.hf_weights import hf_weights
 from hybridflow.rollout.engines.user_engine import UserEngine
 
 _VLLM_CACHE_BYTES = 1 << 29
 """Of vLLM's key-value cache on a CPU."""
-
-_FREE: dict[str, Any] = {"path": None, "max_context": 1, "vocab_divisible_by": 1, "init_std": 1.0, "dtype": "fp32"}
-"""Settings in which a model with other weights may differ from the worker's, as if they were these."""
 
 
 class Options(NamedTuple):
@@ -58,21 +52,6 @@ class Options(NamedTuple):
     tokenizer: Tokenizer | None
 
 
-class WorkerEngine(Protocol):
-    """An engine with a model.
-
-    Attributes:
-        engine: As ``rollout.request.Engine``; None on a rank outside the mesh.
-        max_context: Longest sequence, in tokens.
-    """
-
-    engine: Any
-    max_context: int
-
-    def load(self, model: Any) -> None:
-        """Take other weights of the same shape. Collective: all ranks. Raises ConfigError: it has another shape."""
-
-
 def source_of(model: Any) -> Source:
     """Return the weights of a directory, or of a model in memory.
 
@@ -90,57 +69,63 @@ def source_of(model: Any) -> Source:
 
 
 class MegatronWorker:
-    """Our engine, see ``WorkerEngine``. Collective: all ranks, also those outside the mesh.
+    """Our engine and its model. Collective: all ranks, also those outside the mesh.
 
     Args:
         model: As ``source_of`` takes it.
         world: This rank and the others.
         mesh: Where the model is.
         options: How it generates.
+
+    Attributes:
+        engine: As ``rollout.request.Engine``; None on a rank outside the mesh.
+        max_context: Longest sequence, in tokens.
     """
 
     def __init__(self, model: Any, world: World, mesh: DeviceMesh, options: Options) -> None:
         source = source_of(model)
         check_cut(source.model, mesh.layout, mesh.name)
-        self._world, self._mesh, self._seed = world, mesh, options.seed
+        self._world = world
         # Once: of a GPTModel that is cut it is brought together from all ranks.
         given = InMemoryModel(source.model, source)
         self._placed = from_pretrained(
             given, world, mesh, max_context=options.max_context, dtype=options.dtype, seed=options.seed
         )
-        model_settings, transformer = self._placed.model, self._placed.transformer
-        assert model_settings.vocab_size is not None, "a source's model has a vocabulary"
-        self.max_context = model_settings.max_context
+        self.max_context = self._placed.model.max_context
         self.engine: MegatronEngine | None = None
-        if transformer is not None and self._placed.groups is not None:
-            self.engine = MegatronEngine(
-                transformer,
-                self._placed.groups,
-                vocab_size=model_settings.vocab_size,
-                seed=options.seed,
-                max_concurrent=options.max_concurrent,
-                ranks_per_node=min(world.ranks_per_node, world.size),
-                tokenizer=options.tokenizer,
+        if world.rank in mesh:
+            self.engine = self._placed.make_engine(
+                seed=options.seed, max_concurrent=options.max_concurrent, tokenizer=options.tokenizer
             )
 
     def load(self, model: Any) -> None:
-        """See ``WorkerEngine``.
+        """Take other weights of the same shape. Collective: all ranks. Raises ConfigError: it has another shape.
 
         A trainer's actor moves from its layout into this one without a file in between.
         """
-        placed = self._placed
         if isinstance(model, OnlineTrainer):
-            _take_live(model, placed, self._mesh, self._world)
+            self._copy_actor(model)
             return
         source = source_of(model)
-        _check_same(source.model, placed.model)
-        if placed.transformer is not None:
-            where = placed.spec, self._mesh, self._world.rank
-            load_pretrained(source, placed.transformer, *where, seed=self._seed, std=placed.model.init_std)
+        _check_same(source.model, self._placed.model)
+        if self.engine is not None:
+            self._placed.load(source)
+
+    def _copy_actor(self, trainer: OnlineTrainer) -> None:
+        """Fill the worker's weights with those of a trainer's actor. Collective: all ranks."""
+        job, actor = trainer.session().trainer.job, trainer.session().trainer.roles.actor
+        if job.recipe.actor.lora is not None or user_class_of(job, "actor") is not None:
+            raise ConfigError(
+                "update_weights: the trainer's actor has adapters, or is a class of your own; give the directory that "
+                "save_checkpoint writes, or the class itself"
+            )
+        _check_same(job.model_of("actor"), self._placed.model)
+        self._world.make_groups([participants(job.meshes["actor.update"], self._placed.mesh)])
+        copy_weights(self._world, part_of(job, "actor.update", actor.spec, actor.model), self._placed)
 
 
 class VllmWorker:
-    """vLLM with the whole model on each rank, see ``WorkerEngine``. Collective: all ranks.
+    """vLLM with the whole model on each rank, see ``MegatronWorker``. Collective: all ranks.
 
     Args:
         model: As ``source_of`` takes it.
@@ -156,10 +141,9 @@ class VllmWorker:
         from hybridflow.rollout.engines.vllm_engine import VllmEngine
 
         source = source_of(model)
-        chosen = {name: getattr(options, name) for name in ("max_context", "dtype")}
-        self._model = replace(
-            source.model, path=None, **{name: value for name, value in chosen.items() if value is not None}
-        )
+        chosen = {"max_context": options.max_context, "dtype": options.dtype}
+        chosen = {name: value for name, value in chosen.items() if value is not None}
+        self._model = replace(source.model, path=None, **chosen)
         assert self._model.vocab_size is not None, "a source's model has a vocabulary"
         self.max_context = self._model.max_context
         self._described = describe(self._model, family=source.family, has_value_head=False)
@@ -175,16 +159,16 @@ class VllmWorker:
         self._fill(source)
 
     def load(self, model: Any) -> None:
-        """See ``WorkerEngine``."""
+        """See ``MegatronWorker``."""
         self._fill(source_of(model))
 
     def _fill(self, source: Source) -> None:
         _check_same(source.model, self._model)
-        self.engine.load(hf_weights(self._described, _Read(source)))
+        self.engine.load(hf_weights(self._described, source.read))
 
 
 class UserWorker:
-    """A class of the user's own, whole on each rank, see ``WorkerEngine``.
+    """A class of the user's own, whole on each rank, see ``MegatronWorker``.
 
     Args:
         module: The user's.
@@ -214,74 +198,15 @@ class UserWorker:
             )
 
     def load(self, model: Any) -> None:
-        """See ``WorkerEngine``."""
+        """See ``MegatronWorker``."""
         if not isinstance(model, type(self._module)):
             wanted = type(self._module).__name__
             raise ConfigError(f"update_weights: found {type(model).__name__}, expected a {wanted}; give one")
         self._module.load_state_dict(model.state_dict())
 
 
-class _Read(Mapping[str, Tensor]):
-    """The tensors of a source, each read when it is asked for."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._source.read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._source.tensors)
-
-    def __len__(self) -> int:
-        return len(self._source.tensors)
-
-
-class _Live:
-    """This rank's part of the worker's model, as ``copy_weights`` takes a role's.
-
-    Attributes:
-        spec: How its tensors are cut.
-        mesh: Where it is.
-        model: Itself; None on a rank outside the mesh.
-    """
-
-    def __init__(self, spec: ModelSpec, mesh: DeviceMesh, tensors: Mapping[str, Tensor] | None) -> None:
-        self.spec, self.mesh = spec, mesh
-        self.model = None if tensors is None else self
-        self._tensors = tensors
-
-    def tensors(self) -> Mapping[str, Tensor] | None:
-        """Return live weights by logical name."""
-        return self._tensors
-
-    def at_hand(self, *, is_written: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return an empty context: these weights are never offloaded."""
-        return contextlib.nullcontext()
-
-
-def _take_live(trainer: OnlineTrainer, placed: Pretrained, mesh: DeviceMesh, world: World) -> None:
-    """Fill the worker's weights with those of a trainer's actor. Collective: all ranks."""
-    job, actor = trainer.session().trainer.job, trainer.session().trainer.roles.actor
-    if job.recipe.actor.lora is not None or user_class_of(job, "actor") is not None:
-        raise ConfigError(
-            "update_weights: the trainer's actor has adapters, or is a class of your own; give the directory that "
-            "save_checkpoint writes, or the class itself"
-        )
-    _check_same(job.model_of("actor"), placed.model)
-    tensors = None
-    if placed.transformer is not None:
-        shards = local_shards(placed.transformer, placed.spec, mesh, world.rank)
-        tensors = {name: local for name, (local, _) in shards.items()}
-    target = _Live(placed.spec, mesh, tensors)
-    world.make_groups([participants(job.meshes["actor.update"], mesh)])
-    with_worker = replace(job, meshes={**job.meshes, mesh.name: mesh})
-    copy_weights(with_worker, actor, "actor.update", target, mesh.name)
-
-
 def _check_same(found: ModelConfig, model: ModelConfig) -> None:
-    one, other = (replace(each, **_FREE) for each in (found, model))
-    if one != other:
-        different = [name for name in vars(one) if getattr(one, name) != getattr(other, name)]
-        told = ", ".join(f"{name}={getattr(one, name)!r}" for name in different)
+    different = differing(found, model)
+    if different:
+        told = ", ".join(f"{name}={getattr(found, name)!r}" for name in different)
         raise ConfigError(f"update_weights: the model has {told}, which the worker's has not; give one of its shape")

@@ -18,7 +18,6 @@ from hybridflow.parallel.process import allow_many_files
 from hybridflow.parallel.rank import silence_libraries
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import Start, find_start
-from hybridflow.parallel.watch import Watch
 from hybridflow.parallel.world import World, find_device, join_world, open_store
 
 DEADLINE_S = 1800.0
@@ -61,14 +60,7 @@ def _join(start: Start) -> World:
     store = open_store(start, start_deadline_s=START_DEADLINE_S)
     world = join_world(start, store, deadline_s=DEADLINE_S, start_deadline_s=START_DEADLINE_S)
     if signals is not None:
-        world.watch = Watch(
-            world.new_store("watch"),
-            rank=start.rank,
-            size=start.size,
-            address=start.address,
-            dead_after_s=DEAD_AFTER_S,
-            signals=signals,
-        )
+        world.begin_watch(start, DEAD_AFTER_S, signals)
         sys.excepthook = _fail
     atexit.register(_leave, world, signals)
     return world

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,23 +21,6 @@ from hybridflow.sections import to_dict
 _BLOCK_ELEMENTS = 1 << 20
 _WITHOUT_EFFECT = ("init_std", "dtype")
 _BITS = {2: torch.int16, 4: torch.int32}
-
-
-class Readable(Protocol):
-    """What of a ``Source`` is compared."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
-        """See ``Source``."""
-        ...
-
-    def read(self, tensor: str) -> Tensor:
-        """See ``Source``."""
-        ...
-
-    def release(self) -> None:
-        """See ``Source``."""
-        ...
 
 
 class AllKinds:
@@ -160,8 +143,8 @@ class Differences:
 
 
 def compare(
-    one: Readable,
-    other: Readable,
+    one: Source | AllKinds,
+    other: Source | AllKinds,
     settings: tuple[tuple[str, Any, Any], ...] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Differences:
@@ -205,7 +188,7 @@ def compare(
     )
 
 
-def _compare_tensor(name: str, one: Readable, other: Readable) -> Compared:
+def _compare_tensor(name: str, one: Source | AllKinds, other: Source | AllKinds) -> Compared:
     """Compare one tensor, block by block in fp64, which holds every difference of two fp32 numbers to 53 bits."""
     entries = one.tensors[name], other.tensors[name]
     a, b = one.read(name).reshape(-1), other.read(name).reshape(-1)

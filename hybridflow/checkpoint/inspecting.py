@@ -9,22 +9,20 @@ import math
 import re
 import textwrap
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridflow.checkpoint import manifest
-from hybridflow.checkpoint.manifest import WEIGHT, Progress, TensorEntry, check_files, num_bytes, read_manifest
+from hybridflow.checkpoint.manifest import WEIGHT, Manifest, TensorEntry, check_files, read_manifest
 from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import ADAPTER_CONFIG, CONFIG, FOLDER, read_json
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import format_ranks
 from hybridflow.reshard.report import format_bytes
 from hybridflow.sections import to_dict
-
-if TYPE_CHECKING:
-    from hybridflow.checkpoint.formats.source import Source
 
 _SAID = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "base_model_name_or_path")
 _CHECKED = {
@@ -44,35 +42,23 @@ class Contents:
     Attributes:
         path: Where it is.
         format: What it is called on the command line.
-        family: Hugging Face family; None where that is not known.
-        model: Settings.
-        has_value_head: Whether it gives values instead of logits.
-        layout: In which it was written; None where it is not cut.
-        tensors: Kind -> logical name -> the whole tensor.
+        held: What it holds; of another format than ours without pieces, progress and versions.
         files: Size of each, by its name below ``path``.
-        progress: The optimizer's; None without one.
-        written_by: Versions; none where the format has none.
         adapter: What ``adapter_config.json`` says, of a LoRA adapter; None for a model.
         verified: What was checked of its bytes, in words; None: nothing.
     """
 
     path: Path
     format: str
-    family: str | None
-    model: ModelConfig
-    has_value_head: bool
-    layout: str | None
-    tensors: Mapping[str, Mapping[str, TensorEntry]]
+    held: Manifest
     files: Mapping[str, int]
-    progress: Progress | None = None
-    written_by: Mapping[str, str] = field(default_factory=dict)
     adapter: Mapping[str, Any] | None = None
     verified: str | None = None
 
     @property
     def weights(self) -> Mapping[str, TensorEntry]:
         """Return the weights with which the model computes."""
-        return self.tensors.get(WEIGHT, {})
+        return self.held.tensors.get(WEIGHT, {})
 
     @property
     def num_parameters(self) -> int:
@@ -84,21 +70,21 @@ class Contents:
         return {
             "path": str(self.path),
             "format": self.format,
-            "family": self.family,
-            "has_value_head": self.has_value_head,
-            "layout": self.layout,
-            "model": to_dict(self.model),
+            "family": self.held.family,
+            "has_value_head": self.held.has_value_head,
+            "layout": self.held.layout,
+            "model": to_dict(self.held.model),
             "num_parameters": self.num_parameters,
-            "weight_bytes": num_bytes(self.weights.values()),
+            "weight_bytes": sum(entry.num_bytes for entry in self.weights.values()),
             "dtypes": dtypes(self.weights.values()),
-            "progress": None if self.progress is None else self.progress._asdict(),
-            "written_by": dict(self.written_by),
+            "progress": None if self.held.progress is None else self.held.progress._asdict(),
+            "written_by": dict(self.held.written_by),
             "adapter": None if self.adapter is None else dict(self.adapter),
             "verified": self.verified,
             "files": dict(self.files),
             "tensors": {
                 kind: {name: {"dtype": entry.dtype, "shape": list(entry.shape)} for name, entry in tensors.items()}
-                for kind, tensors in self.tensors.items()
+                for kind, tensors in self.held.tensors.items()
             },
         }
 
@@ -149,25 +135,23 @@ class Collection:
 Looked = Contents | Damaged | Collection
 
 
-def look(path: Path, *, base: Path | None = None, verify: Callable[[Contents], Contents] | None = None) -> Looked:
+def look(path: Path, *, base: Path | None, verify: Callable[[Contents], Contents]) -> Looked:
     """Look at a path: one model's checkpoint in any format, a step of a run, its checkpoints, or the run.
 
     Args:
         path: Where.
         base: Base of an adapter that does not name a directory of its own.
-        verify: Reads everything, see ``verified``; None: headers alone are read.
+        verify: Told the contents of each model; gives them back, or reads everything, see ``verified``.
 
     Raises:
         CheckpointError: It is nothing that is known here; or it is one model's, and damaged.
         ConfigError: It is of a family or has a feature that is not known here.
     """
-    found = _contents(path, base) if (path / manifest.NAME).is_file() else _collection(path, verify)
-    if found is None:
-        found = _contents(path, base)
-    return verify(found) if isinstance(found, Contents) and verify is not None else found
+    found = None if (path / manifest.NAME).is_file() else _collection(path, verify)
+    return verify(_contents(path, base)) if found is None else found
 
 
-def _collection(path: Path, verify: Callable[[Contents], Contents] | None) -> Collection | None:
+def _collection(path: Path, verify: Callable[[Contents], Contents]) -> Collection | None:
     """Return the checkpoints in a directory of a run; None where it is none."""
     if (path / CONFIG).is_file():
         return None
@@ -182,7 +166,7 @@ def _collection(path: Path, verify: Callable[[Contents], Contents] | None) -> Co
         if _STEP.fullmatch(name):
             members[name] = _tried(folder / name, lambda path: _step(path, verify))
         elif (folder / name / manifest.NAME).is_file() and not name.endswith(_INCOMPLETE):
-            members[name] = _tried(folder / name, lambda path: _model(path, verify))
+            members[name] = _tried(folder / name, lambda path: verify(model_directory(path)))
     latest = folder / "latest"
     if not members and not latest.is_file():
         return None
@@ -194,7 +178,7 @@ def _collection(path: Path, verify: Callable[[Contents], Contents] | None) -> Co
     )
 
 
-def _step(path: Path, verify: Callable[[Contents], Contents] | None) -> Collection:
+def _step(path: Path, verify: Callable[[Contents], Contents]) -> Collection:
     """Return the roles that a step has of its own; those that it shares with other steps must be there.
 
     Raises:
@@ -211,16 +195,11 @@ def _step(path: Path, verify: Callable[[Contents], Contents] | None) -> Collecti
         found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "no such file"
         if found != expected:
             raise CheckpointError(f"{file}: found {found}, expected sha256 {expected}; restore it from a copy")
-        return _model(folder, verify if folder.parent == path else None)
+        return verify(model_directory(folder)) if folder.parent == path else model_directory(folder)
 
     found = {role: _tried(folder, functools.partial(role_of, sha256)) for role, (folder, sha256) in roles.items()}
     own = {role: each for role, each in found.items() if each.path.parent == path or isinstance(each, Damaged)}
     return Collection(path=path, latest=None, members=own)
-
-
-def _model(path: Path, verify: Callable[[Contents], Contents] | None) -> Contents:
-    found = model_directory(path)
-    return found if verify is None else verify(found)
 
 
 def _tried(path: Path, read: Callable[[Path], Contents | Collection]) -> Looked:
@@ -236,7 +215,19 @@ def _contents(path: Path, base: Path | None) -> Contents:
         return model_directory(path)
     from hybridflow.checkpoint.formats.registry import open_source
 
-    return source_contents(open_source(path, base=base))
+    source = open_source(path, base=base)
+    held = Manifest(
+        family=source.family,
+        model=source.model,
+        has_value_head=source.has_value_head,
+        layout=source.layout,
+        tensors={WEIGHT: source.tensors},
+        pieces=(),
+        file_bytes={},
+        written_by={},
+    )
+    adapter = read_json(source.path / ADAPTER_CONFIG) if source.format == "peft" else None
+    return Contents(path=source.path, format=source.format, held=held, files=_files(source.path), adapter=adapter)
 
 
 def model_directory(path: Path) -> Contents:
@@ -247,35 +238,9 @@ def model_directory(path: Path) -> Contents:
     """
     found = read_manifest(path)
     check_files(path, found)
-    adapter = path / FOLDER / ADAPTER_CONFIG
-    return Contents(
-        path=path,
-        format="megatron",
-        family=found.family,
-        model=found.model,
-        has_value_head=found.has_value_head,
-        layout=found.layout,
-        tensors=found.tensors,
-        files=_files(path),
-        progress=found.progress,
-        written_by=found.written_by,
-        adapter=read_json(adapter) if adapter.is_file() else None,
-    )
-
-
-def source_contents(source: Source) -> Contents:
-    """Return the contents of a checkpoint in any other format."""
-    return Contents(
-        path=source.path,
-        format=source.format,
-        family=source.family,
-        model=source.model,
-        has_value_head=source.has_value_head,
-        layout=source.layout,
-        tensors={WEIGHT: source.tensors},
-        files=_files(source.path),
-        adapter=read_json(source.path / ADAPTER_CONFIG) if source.format == "peft" else None,
-    )
+    file = path / FOLDER / ADAPTER_CONFIG
+    adapter = read_json(file) if file.is_file() else None
+    return Contents(path=path, format="megatron", held=found, files=_files(path), adapter=adapter)
 
 
 def _files(path: Path) -> dict[str, int]:
@@ -301,11 +266,11 @@ def verified(found: Contents, *, base: Path | None, progress: Callable[[int, int
     from hybridflow.checkpoint.tensor_file import bytes_of
     from hybridflow.reshard.spec import ITEM_BYTES, num_elements
 
-    total = sum(num_bytes(tensors.values()) for tensors in found.tensors.values())
+    total = sum(entry.num_bytes for tensors in found.held.tensors.values() for entry in tensors.values())
     done = 0
     if (found.path / manifest.NAME).is_file():
         for piece in ModelDir(found.path).verify():
-            done += num_elements(piece.box) * ITEM_BYTES[found.tensors[piece.kind][piece.tensor].dtype]
+            done += num_elements(piece.box) * ITEM_BYTES[found.held.tensors[piece.kind][piece.tensor].dtype]
             progress(done, total)
     else:
         source = open_source(found.path, base=base)
@@ -315,19 +280,18 @@ def verified(found: Contents, *, base: Path | None, progress: Callable[[int, int
                 # It may be a view of a file of which nothing has been read yet.
                 zlib.crc32(bytes_of(values))
             source.release()
-            done += num_bytes([entry])
+            done += entry.num_bytes
             progress(done, total)
     nothing = f"every tensor was read; {found.format} has no hashes, so that only the structure is known to be right"
-    words = _CHECKED.get(found.format, nothing)
-    return dataclasses.replace(found, verified=words)
+    return dataclasses.replace(found, verified=_CHECKED.get(found.format, nothing))
 
 
 def dtypes(entries: Iterable[TensorEntry]) -> dict[str, int]:
     """Return number format -> bytes, the most first."""
-    found: dict[str, int] = {}
+    found = Counter[str]()
     for entry in entries:
-        found[entry.dtype] = found.get(entry.dtype, 0) + num_bytes([entry])
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        found[entry.dtype] += entry.num_bytes
+    return dict(found.most_common())
 
 
 def is_damaged(found: Looked) -> bool:
@@ -365,7 +329,7 @@ def _overview(found: Collection, indent: str) -> list[str]:
         mark = " (latest)" if name == found.latest else ""
         if isinstance(member, Contents):
             size = format_bytes(sum(member.files.values()))
-            step = "" if member.progress is None else f", {member.progress.num_steps} optimizer steps"
+            step = "" if member.held.progress is None else f", {member.held.progress.num_steps} optimizer steps"
             lines.append(f"{indent}{name}{mark}: {member.num_parameters:,} parameters, {size} in files{step}")
         elif isinstance(member, Damaged):
             lines.append(f"{indent}{name}{mark}: damaged: {member.error}")
@@ -390,28 +354,27 @@ def _newest_by_role(found: Collection) -> dict[str, Contents]:
 
 def _facts(found: Contents) -> str:
     weights = ", ".join(f"{format_bytes(size)} {dtype}" for dtype, size in dtypes(found.weights.values()).items())
-    head = "values" if found.has_value_head else "logits"
+    held = found.held
+    head = "values" if held.has_value_head else "logits"
     rows = {
-        "format": f"{found.format}, {'not cut' if found.layout is None else f'cut by {found.layout}'}",
-        "family": f"{'not known' if found.family is None else found.family}, giving {head}",
+        "format": f"{found.format}, {'not cut' if held.layout is None else f'cut by {held.layout}'}",
+        "family": f"{'not known' if held.family is None else held.family}, giving {head}",
         "weights": f"{found.num_parameters:,} parameters in {len(found.weights)} tensors: {weights}",
     }
-    if found.progress is not None:
-        rows["optimizer"] = (
-            f"{found.progress.num_steps} steps taken, next learning rate {found.progress.learning_rate:g}"
-        )
+    if held.progress is not None:
+        rows["optimizer"] = f"{held.progress.num_steps} steps taken, next learning rate {held.progress.learning_rate:g}"
     if found.adapter is not None:
         rows["adapter"] = "LoRA, " + " ".join(f"{key}={found.adapter[key]}" for key in _SAID if found.adapter.get(key))
-    for kind, tensors in found.tensors.items():
+    for kind, tensors in held.tensors.items():
         if kind != WEIGHT:
             sizes = dtypes(tensors.values()).items()
             rows[kind] = f"{len(tensors)} tensors: " + ", ".join(
                 f"{format_bytes(size)} {dtype}" for dtype, size in sizes
             )
     rows["files"] = f"{len(found.files)}, {format_bytes(sum(found.files.values()))}"
-    if found.written_by:
-        rows["written by"] = ", ".join(f"{name} {version}" for name, version in found.written_by.items())
-    rows["settings"] = " ".join(f"{key}={_short(value)}" for key, value in _settings(found.model).items())
+    if held.written_by:
+        rows["written by"] = ", ".join(f"{name} {version}" for name, version in held.written_by.items())
+    rows["settings"] = " ".join(f"{key}={_short(value)}" for key, value in _settings(held.model).items())
     rows["checked"] = "headers and sizes alone; --verify reads everything" if found.verified is None else found.verified
     lines = []
     for name, text in rows.items():
@@ -438,7 +401,7 @@ def _tree(found: Contents, every_tensor: bool) -> str:
     if every_tensor:
         rows = [
             (name if kind == WEIGHT else f"{kind}:{name}", entry)
-            for kind, tensors in found.tensors.items()
+            for kind, tensors in found.held.tensors.items()
             for name, entry in tensors.items()
         ]
     else:

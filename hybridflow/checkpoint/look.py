@@ -20,7 +20,8 @@ from hybridflow.reshard.report import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hybridflow.checkpoint.differences import Compared, Differences, Readable
+    from hybridflow.checkpoint.differences import Compared, Differences
+    from hybridflow.checkpoint.formats.source import Source
     from hybridflow.checkpoint.inspecting import Contents
 
 _WORST = 10
@@ -54,21 +55,19 @@ def add_commands(commands: Any) -> None:
         description="Print format, family, settings, layout, progress and tensors of a checkpoint of any format, a "
         "step of a run, or a run. Read only headers.",
         epilog=_INSPECT_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     inspect.add_argument("path", type=Path, metavar="PATH", help="checkpoint, step, or directory of a run")
     inspect.add_argument("--verify", action="store_true", help="read everything, and check hashes if there are any")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor, including the optimizer's")
     inspect.add_argument("--base", type=Path, metavar="DIR", help="base model of an adapter whose base is not found")
     inspect.add_argument("--json", action="store_true", help="print JSON")
-    inspect.set_defaults(run=functools.partial(_run, _inspect), recipe=None, overrides=())
+    inspect.set_defaults(run=functools.partial(_run, _inspect))
     diff = commands.add_parser(
         "diff",
         help="compare two checkpoints",
         description="Compare two checkpoints of any formats and layouts tensor by tensor, bit for bit, in bounded "
         "memory. Print the worst tensors with max|a - b|, absolute and relative to the largest magnitude in either.",
         epilog=_DIFF_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     diff.add_argument("one", type=Path, metavar="A", help="checkpoint")
     diff.add_argument("other", type=Path, metavar="B", help="other checkpoint")
@@ -80,7 +79,7 @@ def add_commands(commands: Any) -> None:
     )
     diff.add_argument("--base", type=Path, metavar="DIR", help="base model of adapters whose base is not found")
     diff.add_argument("--json", action="store_true", help="print JSON")
-    diff.set_defaults(run=functools.partial(_run, _diff), recipe=None, overrides=())
+    diff.set_defaults(run=functools.partial(_run, _diff))
 
 
 def _run(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
@@ -100,9 +99,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from hybridflow.checkpoint.inspecting import as_text, is_damaged, look, verified
 
     def verify(found: Contents) -> Contents:
-        return verified(found, base=arguments.base, progress=_Progress(f"{found.path}: checked", format_bytes))
+        progress = _Progress(f"{found.path}: checked", format_bytes)
+        return verified(found, base=arguments.base, progress=progress) if arguments.verify else found
 
-    found = look(arguments.path, base=arguments.base, verify=verify if arguments.verify else None)
+    found = look(arguments.path, base=arguments.base, verify=verify)
     if arguments.json:
         print_out(json.dumps(found.to_dict(), indent=1))
     else:
@@ -111,15 +111,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from hybridflow.checkpoint.differences import compare, differing_settings
+    from hybridflow.checkpoint.differences import AllKinds, compare, differing_settings
     from hybridflow.checkpoint.formats.registry import open_source
 
     one, other = (open_source(path, base=arguments.base) for path in (arguments.one, arguments.other))
     settings = differing_settings(one, other)
-    pair: tuple[Readable, Readable] = one, other
+    pair: tuple[Source | AllKinds, Source | AllKinds] = one, other
     if arguments.optimizer:
-        from hybridflow.checkpoint.differences import AllKinds
-
         pair = AllKinds(one.path), AllKinds(other.path)
     found = compare(*pair, settings, _Progress("compared", "{:,}".format))
     if arguments.json:

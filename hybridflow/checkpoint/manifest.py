@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -33,15 +33,20 @@ WEIGHT = "weight"
 
 
 class TensorEntry(NamedTuple):
-    """A logical tensor of one kind, whole.
+    """A tensor of a file; or a logical tensor of one kind, whole.
 
     Attributes:
         dtype: Number format.
-        shape: Sizes, in the view of ``reshard.spec``, without padding.
+        shape: Sizes; of a logical tensor in the view of ``reshard.spec``, without padding.
     """
 
     dtype: DType
     shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return its size in a file."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class Piece(NamedTuple):
@@ -253,7 +258,7 @@ def check_cover(manifest: Manifest, path: Path) -> None:
             boxes[key].append(piece.box)
     for (kind, name), held in boxes.items():
         missing = math.prod(manifest.tensors[kind][name].shape) - sum(map(num_elements, held))
-        twice = _overlap(held)
+        twice = overlap(held)
         if missing or twice is not None:
             what = f"lack {missing} elements" if missing > 0 else f"repeat {abs(missing)} elements"
             if twice is not None:
@@ -261,7 +266,7 @@ def check_cover(manifest: Manifest, path: Path) -> None:
             raise CheckpointError(f"{path}: the pieces of {kind} {name} {what}; restore the directory from a copy")
 
 
-def _overlap(boxes: list[Box]) -> Box | None:
+def overlap(boxes: list[Box]) -> Box | None:
     """Return what two of some boxes, none empty, have in common; None if no two have anything."""
     if len(boxes) < 2 or not boxes[0]:
         return boxes[0] if len(boxes) > 1 else None
@@ -289,8 +294,3 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         found = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
         if found != f"{size} bytes":
             raise CheckpointError(f"{file}: found {found}, expected {size} bytes; restore it from a copy")
-
-
-def num_bytes(entries: Iterable[TensorEntry]) -> int:
-    """Return the bytes of some tensors, without padding."""
-    return sum(math.prod(entry.shape) * ITEM_BYTES[entry.dtype] for entry in entries)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -11,8 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint.manifest import NAME, Manifest, Piece, check_files, piece_key, read_manifest, to_json
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES, Entry, TensorFile, TensorFileWriter
+from hybridflow.checkpoint.manifest import (
+    NAME,
+    Manifest,
+    Piece,
+    TensorEntry,
+    check_files,
+    piece_key,
+    read_manifest,
+    to_json,
+)
+from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, TensorFile, TensorFileWriter, entry_of
 from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.families.assets import FOLDER
 from hybridflow.observe.files import replace_file
@@ -82,23 +92,16 @@ class ModelDir:
         return found
 
     def read_into(self, kind: str, tensor: str, box: Box, target: Tensor) -> None:
-        """Copy a box of a tensor into memory of its sizes, on any device, of any dtype.
+        """Copy a box of a tensor, which its pieces cover once, into memory of its sizes, on any device, of any dtype.
 
         Raises:
-            CheckpointError: As ``read``; or the pieces do not cover the box once.
+            CheckpointError: As ``read``.
         """
         self._entry(kind, tensor)
-        left = num_elements(box)
         for piece in self._pieces[kind, tensor]:
             common = intersect(piece.box, box)
-            if num_elements(common) == 0:
-                continue
-            left -= num_elements(common)
-            target[within(common, box)].copy_(self._values(piece)[within(common, piece.box)])
-        if left:
-            raise CheckpointError(
-                f"{self.path / NAME}: the pieces of {kind} {tensor} do not cover {box} once; restore it from a copy"
-            )
+            if num_elements(common) > 0:
+                target[within(common, box)].copy_(self._values(piece)[within(common, piece.box)])
 
     def verify(self) -> Iterable[Piece]:
         """Check every piece, one after the other; gives each once it holds.
@@ -117,13 +120,13 @@ class ModelDir:
             self._files[name].release()
         self._used.clear()
 
-    def _entry(self, kind: str, tensor: str) -> Entry:
+    def _entry(self, kind: str, tensor: str) -> TensorEntry:
         entries = self.manifest.tensors.get(kind, {})
         if tensor not in entries:
             raise CheckpointError(
                 f"{self.path / NAME}: has no {kind} {tensor}, which was expected; is it of another model?"
             )
-        return Entry(*entries[tensor])
+        return entries[tensor]
 
     def _values(self, piece: Piece) -> Tensor:
         """Return a piece, its hash checked once."""
@@ -143,7 +146,7 @@ class ModelDir:
         if name not in self._files:
             file = TensorFile(self.path / name)
             expected = {
-                piece.key: Entry(
+                piece.key: TensorEntry(
                     self._entry(piece.kind, piece.tensor).dtype, tuple(stop - start for start, stop in piece.box)
                 )
                 for piece in self._by_file[name]
@@ -180,11 +183,10 @@ def write_shares(
     for share in shares:
         keyed[piece_key(share.kind, share.tensor, counts[share.kind, share.tensor])] = share
         counts[share.kind, share.tensor] += 1
-    entries = {key: Entry(DTYPE_NAMES[share.values.dtype], tuple(share.values.shape)) for key, share in keyed.items()}
+    entries = {key: entry_of(share.values) for key, share in keyed.items()}
     pieces: list[Piece] = []
     try:
-        writer = TensorFileWriter(path, entries)
-        try:
+        with contextlib.closing(TensorFileWriter(path, entries)) as writer:
             unsynced = 0
             for key, share in keyed.items():
                 sha256 = writer.write(key, share.values)
@@ -197,8 +199,6 @@ def write_shares(
                 if advance is not None:
                     advance(share.values.nbytes)
             writer.sync()
-        finally:
-            writer.close()
     except OSError as error:
         raise WriteError(
             f"{path}: cannot be written: {error}; make room, and use a file system that all ranks share"
@@ -208,12 +208,7 @@ def write_shares(
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write and sync the manifest, the last file of a directory that is then renamed."""
-    write_text(folder / NAME, to_json(manifest))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file of text, see ``write_bytes``."""
-    write_bytes(path, text.encode())
+    write_bytes(folder / NAME, to_json(manifest).encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -248,5 +243,5 @@ def within(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(inner, outer, strict=True))
 
 
-def _text(entry: Entry | None) -> str:
+def _text(entry: TensorEntry | None) -> str:
     return "no such tensor" if entry is None else f"{entry.dtype} {list(entry.shape)}"

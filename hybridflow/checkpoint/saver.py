@@ -18,19 +18,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
-from hybridflow.checkpoint.manifest import (
-    NAME,
-    WEIGHT,
-    Manifest,
-    Piece,
-    Progress,
-    TensorEntry,
-    check_cover,
-)
+from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, Progress, TensorEntry, check_cover
 from hybridflow.checkpoint.model_dir import Share, write_assets, write_manifest, write_shares
 from hybridflow.checkpoint.store import RoleRecord, complete_role, complete_step, role_path
 from hybridflow.errors import CheckpointError, DeadlineError, WriteError
@@ -94,61 +86,15 @@ class Step:
     best: int | None = None
 
 
-class Board(Protocol):
-    """Where the ranks have met, as ``torch.distributed``'s stores are: texts by name, and counters."""
-
-    def set(self, key: str, value: str) -> None:
-        """Put up a text."""
-
-    def get(self, key: str) -> bytes:
-        """Read one that is there."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all of them are there."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Raise a counter, and return it."""
-
-    def delete_key(self, key: str) -> bool:
-        """Take a text down."""
-
-
-class Keys(NamedTuple):
-    """What is put up while a step is written."""
-
-    step: int
-
-    def part(self, role: str, rank: int) -> str:
-        """Return the key of what a rank has written of a role."""
-        return f"{self.step}/{role}/{rank}"
-
-    def role(self, role: str) -> str:
-        """Return the key of a complete role."""
-        return f"{self.step}/{role}"
-
-    @property
-    def bytes(self) -> str:
-        """Return the key of the bytes that all ranks have written."""
-        return f"{self.step}/bytes"
-
-    @property
-    def failed(self) -> str:
-        """Return the key of a rank that cannot write."""
-        return f"{self.step}/failed"
-
-    @property
-    def done(self) -> str:
-        """Return the key of a complete step."""
-        return f"{self.step}/done"
-
-
 class Saver:
     """Writes checkpoints of a run, one after the other, on this rank.
 
     Args:
         run_dir: Directory of the run.
         rank: This one.
-        board: Where the ranks meet; a connection that this saver has for itself.
+        board: Where the ranks meet; a connection that this saver has for itself. While a step is written it has
+            ``STEP/ROLE/RANK``, what a rank has written of a role; ``STEP/ROLE``, a complete role; ``STEP/bytes``, the
+            bytes that all ranks have written; ``STEP/failed``, a rank that cannot write; ``STEP/done``.
         deadline_s: Longest time in which no rank writes anything, while one is waited for.
         keep_last: See ``store.complete_step``.
         keep_every: See ``store.complete_step``.
@@ -162,7 +108,7 @@ class Saver:
         self,
         run_dir: Path,
         rank: int,
-        board: Board,
+        board: dist.Store,
         *,
         deadline_s: float,
         keep_last: int,
@@ -214,8 +160,8 @@ class Saver:
         """
         self._wait(tell)
         if self._last is not None:
-            keys, name = Keys(self._last), f"checkpoint of step {self._last}"
-            self._start(lambda: self._await(keys, [keys.done], name), name)
+            step, name = self._last, f"checkpoint of step {self._last}"
+            self._start(lambda: self._await(step, [f"{step}/done"], name), name)
             self._wait(tell)
             self._last = None
 
@@ -254,27 +200,27 @@ class Saver:
 
     def _write(self, step: Step) -> None:
         """Write this rank's files, and what it leads. In a thread."""
-        begin_s, board, keys = time.monotonic(), self._board, Keys(step.number)
+        begin_s, board, number = time.monotonic(), self._board, step.number
 
         def advance(num_bytes: int) -> None:
-            self._signs = board.add(keys.bytes, num_bytes)
+            self._signs = board.add(f"{number}/bytes", num_bytes)
 
         try:
             for role, part in step.parts.items():
                 record = self._write_part(step, role, part, advance)
-                board.set(keys.part(role, self._rank), json.dumps(record))
+                board.set(f"{number}/{role}/{self._rank}", json.dumps(record))
             for role, part in step.parts.items():
                 if part.ranks[0] == self._rank:
-                    board.set(keys.role(role), json.dumps(self._complete_role(step, role, part)))
+                    board.set(f"{number}/{role}", json.dumps(self._complete_role(step, role, part)))
             if next(iter(step.leads.values())) == self._rank:
                 num_bytes = self._complete(step)
-                board.set(keys.done, "1")
+                board.set(f"{number}/done", "1")
                 self._measured = {"checkpoint/write_s": time.monotonic() - begin_s, "checkpoint/bytes": num_bytes}
         except DeadlineError:
             raise
         except BaseException:
             with contextlib.suppress(dist.DistError):
-                board.set(keys.failed, str(self._rank))
+                board.set(f"{number}/failed", str(self._rank))
             raise
 
     def _write_part(self, step: Step, role: str, part: RolePart, advance: Callable[[int], None]) -> dict[str, Any]:
@@ -292,9 +238,8 @@ class Saver:
 
     def _complete_role(self, step: Step, role: str, part: RolePart) -> RoleRecord:
         """Put together what the ranks of a role have announced. On its lead."""
-        keys = Keys(step.number)
-        announced = [keys.part(role, rank) for rank in part.ranks]
-        self._await(keys, announced, f"{role} of step {step.number}")
+        announced = [f"{step.number}/{role}/{rank}" for rank in part.ranks]
+        self._await(step.number, announced, f"{role} of step {step.number}")
         records = []
         for key in announced:
             records.append(json.loads(self._board.get(key)))
@@ -327,26 +272,26 @@ class Saver:
 
     def _complete(self, step: Step) -> int:
         """Put the roles together. On one of the leads. Returns the bytes that were written."""
-        keys = Keys(step.number)
-        self._await(keys, [keys.role(role) for role in step.leads], f"roles of step {step.number}")
-        written = {role: RoleRecord(*json.loads(self._board.get(keys.role(role)))) for role in step.leads}
+        completed = {role: f"{step.number}/{role}" for role in step.leads}
+        self._await(step.number, [*completed.values()], f"roles of step {step.number}")
+        written = {role: RoleRecord(*json.loads(self._board.get(key))) for role, key in completed.items()}
         roles = {**self._frozen, **written}
         complete_step(self._run_dir, step.number, step.state, roles, best=step.best, **self._keep)
         self._frozen |= {role: record for role, record in written.items() if "/" not in record.directory}
         return sum(record.num_bytes for record in written.values())
 
-    def _await(self, keys: Keys, awaited: list[str], what: str) -> None:
-        """Return when all of some keys are set.
+    def _await(self, step: int, awaited: list[str], what: str) -> None:
+        """Return when all of some keys of a step are set.
 
         Raises:
             DeadlineError: A rank has failed, or nobody wrote anything for as long as the deadline.
         """
         board, since_s = self._board, time.monotonic()
         while not board.check(awaited):
-            if board.check([keys.failed]):
-                rank = board.get(keys.failed).decode()
+            if board.check([f"{step}/failed"]):
+                rank = board.get(f"{step}/failed").decode()
                 raise DeadlineError(f"{what}: rank {rank} could not write its part; see what it says")
-            signs = board.add(keys.bytes, 0)
+            signs = board.add(f"{step}/bytes", 0)
             if signs != self._signs:
                 self._signs, since_s = signs, time.monotonic()
             elif time.monotonic() - since_s > self._deadline_s:

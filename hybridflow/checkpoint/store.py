@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.checkpoint.manifest import NAME, digest, read_digested, versions
-from hybridflow.checkpoint.model_dir import ModelDir, write_text
+from hybridflow.checkpoint.model_dir import ModelDir, write_bytes
 from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.observe.files import sync_path
 
@@ -157,7 +157,7 @@ def complete_step(
     }
     body = json.loads(json.dumps(body))
     tmp.mkdir(parents=True, exist_ok=True)
-    write_text(tmp / JOB, json.dumps({"sha256": digest(body), **body}, indent=1) + "\n")
+    write_bytes(tmp / JOB, (json.dumps({"sha256": digest(body), **body}, indent=1) + "\n").encode())
     try:
         # Renamed just before a kill, or left behind by going on from an older one: as good as unwritten.
         for number in _steps(run_dir):
@@ -171,8 +171,8 @@ def complete_step(
         raise WriteError(f"{tmp}: cannot be renamed to {path.name}: {error}; make room there") from error
     if best is not None and _path(run_dir, best).is_dir():
         # First, so that a kill between the two is mended by the start that makes this step again.
-        write_text(folder / "best", _path(run_dir, best).name + "\n")
-    write_text(folder / "latest", path.name + "\n")
+        write_bytes(folder / "best", f"{_path(run_dir, best).name}\n".encode())
+    write_bytes(folder / "latest", f"{path.name}\n".encode())
     kept = best_step(run_dir)
     for old in _steps(run_dir)[:-keep_last]:
         if old != kept and (keep_every == 0 or old % keep_every):

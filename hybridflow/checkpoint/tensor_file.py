@@ -13,13 +13,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hybridflow.errors import CheckpointError
+from hybridflow.checkpoint.manifest import TensorEntry
+from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.reshard.spec import DType
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,21 +37,9 @@ _ALIGNMENT = 4096
 _OF_THREAD = threading.local()
 
 
-class Entry(NamedTuple):
-    """A tensor of a file.
-
-    Attributes:
-        dtype: Number format.
-        shape: Sizes.
-    """
-
-    dtype: DType
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Return its size in the file."""
-        return math.prod(self.shape) * TORCH_DTYPES[self.dtype].itemsize
+def entry_of(tensor: Tensor) -> TensorEntry:
+    """Return what a tensor is in a file."""
+    return TensorEntry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
 class TensorFile:
@@ -67,13 +55,13 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         try:
             # The library checks the header: sizes, offsets without holes, the file's length.
             with safe_open(path, "pt") as file:
                 for key in file.offset_keys():
                     part = file.get_slice(key)
-                    self.entries[key] = Entry(self._dtype(key, part.get_dtype()), tuple(part.get_shape()))
+                    self.entries[key] = TensorEntry(self._dtype(key, part.get_dtype()), tuple(part.get_shape()))
             with path.open("rb") as handle:
                 (header_bytes,) = struct.unpack("<Q", handle.read(8))
                 # A private map, since torch wants memory that could be written.
@@ -94,12 +82,7 @@ class TensorFile:
         """
         if key not in self.entries:
             raise CheckpointError(f"{self.path}: has no tensor {key}; restore the file from a copy")
-        entry = self.entries[key]
-        dtype = TORCH_DTYPES[entry.dtype]
-        if entry.num_bytes == 0:
-            return torch.empty(entry.shape, dtype=dtype)
-        count = math.prod(entry.shape)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._starts[key]).view(entry.shape)
+        return self._view(self.entries[key], self._starts[key])
 
     def read_stacked(self, keys: Sequence[str]) -> Tensor | None:
         """Read tensors of one shape that are adjacent in the file, as one view ``[keys, …]``.
@@ -112,11 +95,7 @@ class TensorFile:
         entry, first = self.entries[keys[0]], self._starts[keys[0]]
         if [self._starts[key] for key in keys] != [first + index * entry.num_bytes for index in range(len(keys))]:
             return None
-        shape = (len(keys), *entry.shape)
-        if entry.num_bytes == 0:
-            return torch.empty(shape, dtype=TORCH_DTYPES[entry.dtype])
-        count = math.prod(shape)
-        return torch.frombuffer(self._map, dtype=TORCH_DTYPES[entry.dtype], count=count, offset=first).view(shape)
+        return self._view(TensorEntry(entry.dtype, (len(keys), *entry.shape)), first)
 
     def sha256(self, key: str) -> str:
         """Return the sha256 of a tensor's bytes. The memory that was read for it is released as it goes."""
@@ -136,12 +115,58 @@ class TensorFile:
         """Give back the memory of what has been read so far; what is read again comes from the file again."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
+    def _view(self, entry: TensorEntry, start: int) -> Tensor:
+        dtype = TORCH_DTYPES[entry.dtype]
+        if entry.num_bytes == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        count = math.prod(entry.shape)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(entry.shape)
+
     def _dtype(self, key: str, name: str) -> DType:
         if name not in _OWN_DTYPES:
             raise CheckpointError(
                 f"{self.path}: {key} is of dtype {name}; expected one of {', '.join(_OWN_DTYPES)}: convert it first"
             )
         return _OWN_DTYPES[name]
+
+
+class HeldTensors:
+    """Tensors that a program has in memory, as ``TensorFile`` has those of a file.
+
+    Raises:
+        ConfigError: One of them is not there, cut over ranks, or of a dtype unknown here.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        self.path = path
+        self._tensors = tensors
+        for name, tensor in tensors.items():
+            if tensor.device.type == "meta":
+                raise ConfigError(f"{path}: {name} is on the meta device, without values; load the weights first")
+            if hasattr(tensor, "full_tensor"):
+                raise ConfigError(
+                    f"{path}: {name} is cut over ranks by torch.distributed; give the model before it is sharded, or "
+                    "save_pretrained it and name the directory"
+                )
+            if tensor.dtype not in DTYPE_NAMES:
+                expected = ", ".join(map(str, DTYPE_NAMES))
+                raise ConfigError(f"{path}: {name} is {tensor.dtype}; expected one of {expected}: convert the model")
+        self.entries = {name: entry_of(each) for name, each in tensors.items()}
+
+    def read(self, key: str) -> Tensor:
+        """Read a tensor in host memory, not to be written."""
+        return self._tensors[key].detach().cpu()
+
+    def read_stacked(self, keys: Sequence[str]) -> Tensor | None:
+        """Return None: the tensors lie apart."""
+        return None
+
+    def sha256(self, key: str) -> str:
+        """Return the sha256 of a tensor's bytes."""
+        return hashlib.sha256(bytes_of(self.read(key))).hexdigest()
+
+    def release(self) -> None:
+        """Do nothing: the program keeps the tensors."""
 
 
 class TensorFileWriter:
@@ -159,7 +184,9 @@ class TensorFileWriter:
         OSError: The file system refuses.
     """
 
-    def __init__(self, path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, path: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, str] | None = None
+    ) -> None:
         self.path = path
         self._entries = dict(entries)
         header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -183,7 +210,7 @@ class TensorFileWriter:
         self._direct = _open_direct(path)
         # A thread that waits for the disk, if a tensor is larger than the buffer.
         self._writing = ThreadPoolExecutor(1)
-        _write_all(self._file, memoryview(struct.pack("<Q", len(text)) + text), 0)
+        write_all(self._file, memoryview(struct.pack("<Q", len(text)) + text), 0)
 
     def write(self, key: str, tensor: Tensor) -> str:
         """Put a tensor at its place and return the sha256 of its bytes.
@@ -193,8 +220,7 @@ class TensorFileWriter:
             tensor: Tensor of the entry's shape and dtype, in host memory.
         """
         entry = self._entries[key]
-        assert tuple(tensor.shape) == entry.shape, f"{key}: {list(tensor.shape)} is not {list(entry.shape)}"
-        assert tensor.dtype == TORCH_DTYPES[entry.dtype], f"{key}: {tensor.dtype} is not {entry.dtype}"
+        assert entry_of(tensor) == entry, f"{key}: {entry_of(tensor)} is not {entry}"
         digest, place = hashlib.sha256(), self._first + self._starts[key]
         # A buffer stands for the file from a multiple of the alignment on, so that most of it goes as it is. While one
         # is written the other is filled.
@@ -231,17 +257,17 @@ class TensorFileWriter:
         """Write bytes whose place in memory is as far from the alignment as their place in the file."""
         head = min(-place % _ALIGNMENT, len(data))
         body = (len(data) - head) // _ALIGNMENT * _ALIGNMENT if self._direct is not None else 0
-        _write_all(self._file, data[:head], place)
+        write_all(self._file, data[:head], place)
         if body:
             try:
                 assert self._direct is not None
-                _write_all(self._direct, data[head : head + body], place + head)
+                write_all(self._direct, data[head : head + body], place + head)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 # The file system wants another alignment.
                 body = 0
-        _write_all(self._file, data[head + body :], place + head + body)
+        write_all(self._file, data[head + body :], place + head + body)
 
 
 def _pieces_of(tensor: Tensor) -> Iterator[Tensor]:
@@ -265,7 +291,8 @@ def _open_direct(path: Path) -> int | None:
         return None
 
 
-def _write_all(file: int, data: memoryview, place: int) -> None:
+def write_all(file: int, data: memoryview, place: int) -> None:
+    """Write bytes at a place of a file."""
     while data:
         written = os.pwrite(file, data[: 1 << 30], place)
         data, place = data[written:], place + written

@@ -67,8 +67,11 @@ class Shares:
         for kind in STATE:
             if self._trainable.is_distributed:
                 for name, flat in state[kind].items():
-                    if name in self._states:
-                        yield from _flat_shares(kind, name, flat, shards[name][1], ranges[name])
+                    # A range of a parameter as boxes, without padding.
+                    for region in flat_regions(shards[name][1], *ranges[name]) if name in self._states else ():
+                        if num_elements(region.box) > 0:
+                            values = _region(flat, region)[within(region.box, region.box)]
+                            yield Share(kind, name, region.box, values.detach())
             else:
                 local = {name: flat.view(shards[name][1].local_shape) for name, flat in state[kind].items()}
                 yield from self._boxes(kind, self._weights, local, shards)
@@ -98,13 +101,6 @@ class Shares:
         for name, box in boxes:
             if name in local:
                 yield Share(kind, name, box, local[name][within(box, shards[name][1].box)].detach())
-
-
-def _flat_shares(kind: str, name: str, flat: Tensor, part: Shard, kept: tuple[int, int]) -> Iterator[Share]:
-    """Yield a range of a rank's parameter as boxes, without padding."""
-    for region in flat_regions(part, *kept):
-        if num_elements(region.box) > 0:
-            yield Share(kind, name, region.box, _region(flat, region)[within(region.box, region.box)].detach())
 
 
 def _region(flat: Tensor, region: Shard) -> Tensor:

@@ -145,7 +145,7 @@ class Recipe:
         count.
         """
         trainer = self.trainer
-        is_one = self.loss.epochs == 1 and trainer.mini_batch_size in (None, trainer.global_batch_size)
+        is_one = self.loss.epochs == 1 and trainer.samples_per_update == trainer.global_batch_size
         needs_them = (self.kl.coef > 0 and self.kl.place == "reward") or self.correction.reject is not None
         return is_one and not needs_them
 

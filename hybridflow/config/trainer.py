@@ -53,6 +53,11 @@ class TrainerConfig:
     max_staleness: CountOrZero = 0
     max_idle_starts: Count = field(default=3, metadata=MAY_CHANGE)
 
+    @property
+    def samples_per_update(self) -> int:
+        """Return the number of samples of one optimizer step."""
+        return self.global_batch_size if self.mini_batch_size is None else self.mini_batch_size
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:

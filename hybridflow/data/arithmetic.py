@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from hybridflow.config.data import ArithmeticConfig
 from hybridflow.data.order import mixed, permuted
 from hybridflow.errors import DataError
+from hybridflow.observe.files import replace_file
 
 Row = dict[str, str | list[str]]
 
@@ -95,9 +95,7 @@ def ensure_files(
         try:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-                aside.write_text(text, encoding="utf-8")
-                aside.replace(path)
+                replace_file(path, text.encode())
             elif path.read_bytes() != text.encode():
                 raise DataError(
                     f"{path}: is there already, and is not what data.arithmetic describes; "

@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import selectors
-import struct
 import subprocess
 import sys
 import threading
@@ -26,7 +25,6 @@ FILE = "chat_template.jinja"
 _MOST_CHARACTERS = 1 << 20
 _START_S, _RENDER_S = 60.0, 5.0
 _MEMORY_BYTES = 1 << 29
-_LENGTH = struct.Struct("<I")
 _BLOCK_BYTES = 1 << 16
 
 
@@ -136,11 +134,11 @@ class Chat:
         """Send one message, and have one back. Raises OSError, EOFError or TimeoutError."""
         process, end_s = self._process, time.monotonic() + within_s
         assert process is not None and process.stdin is not None and process.stdout is not None
-        left, got = memoryview(_LENGTH.pack(len(payload)) + payload), bytearray()
+        left, got = memoryview(payload + b"\n"), bytearray()
         with selectors.DefaultSelector() as ready:
             ready.register(process.stdin, selectors.EVENT_WRITE)
             ready.register(process.stdout, selectors.EVENT_READ)
-            while len(got) < _LENGTH.size or len(got) < _LENGTH.size + _LENGTH.unpack_from(got)[0]:
+            while not got.endswith(b"\n"):
                 events = ready.select(max(0.0, end_s - time.monotonic()))
                 if not events:
                     raise TimeoutError(f"no answer within {within_s:g} s")
@@ -154,7 +152,7 @@ class Chat:
                     if not block:
                         raise EOFError("its process ended")
                     got += block
-        return bytes(got[_LENGTH.size :])
+        return bytes(got)
 
 
 def read_messages(value: Any, where: str) -> list[dict[str, str]]:

@@ -3,7 +3,7 @@
     python -m hybridflow.data.chat_process MEMORY_BYTES RENDER_S
 
 The first message on its standard input is the template, each further one a conversation; each is answered. A message is
-four bytes that tell its length, and JSON. It ends when its input does.
+a line of JSON. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ import contextlib
 import importlib
 import json
 import resource
-import struct
 import sys
 from typing import Any, BinaryIO
-
-_LENGTH = struct.Struct("<I")
 
 
 def main() -> int:
@@ -96,13 +93,12 @@ def _limit_time(seconds: int) -> None:
 
 
 def _receive(source: BinaryIO) -> Any:
-    head = source.read(_LENGTH.size)
-    return json.loads(source.read(_LENGTH.unpack(head)[0])) if len(head) == _LENGTH.size else None
+    line = source.readline()
+    return json.loads(line) if line.endswith(b"\n") else None
 
 
 def _send(target: BinaryIO, answer: dict[str, Any]) -> None:
-    payload = json.dumps(answer).encode()
-    target.write(_LENGTH.pack(len(payload)) + payload)
+    target.write(json.dumps(answer).encode() + b"\n")
     target.flush()
 
 

@@ -17,15 +17,12 @@ from pathlib import Path
 
 from hybridflow.config.data import KafkaConfig
 from hybridflow.data.live import Journal, Taken, Taker
-from hybridflow.data.prepare import Alone, Everyone, ReadRows, agree
-from hybridflow.data.problems import StoredProblems
+from hybridflow.data.prepare import ReadRows
 from hybridflow.data.rows import HERE, Row, object_of
 from hybridflow.data.shaping import Shape
-from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.data.topic import Message, Topic
 from hybridflow.errors import DataError
 
-FOLDER = "kafka"
 START_S = 60.0
 """Longest wait for the brokers when a run begins: what does not answer then has mostly another address."""
 
@@ -179,34 +176,6 @@ class KafkaTaker(Taker):
             self._add(batch[half:])
         else:
             self._next.update({partition: offset + count for partition, offset, count in runs})
-
-
-def open_kafka(
-    kafka: KafkaConfig,
-    shape: Shape,
-    tokenizer: Tokenizer,
-    folder: Path,
-    *,
-    everyone: Everyone | None = None,
-    say: Callable[[str], None] = print,
-) -> StoredProblems:
-    """Begin to take from a topic, on the lowest rank, and to wait for what it takes. Collective: ``everyone``.
-
-    Args:
-        kafka: The topic, where it is, and its deadlines.
-        shape: What rows have to be.
-        tokenizer: Gives the tokens.
-        folder: Where the run keeps its rows.
-        everyone: The ranks; None: this process alone.
-        say: Told of rows that are left out, and of brokers that are away.
-
-    Raises:
-        DataError: The topic cannot be reached, or cannot be gone on with.
-    """
-    everyone = Alone() if everyone is None else everyone
-    inner = folder / FOLDER
-    agree(everyone, "the topic", lambda: KafkaTaker(kafka, inner, shape, say).start())
-    return StoredProblems(topic_rows(inner, kafka), shape, tokenizer)
 
 
 def _title(kafka: KafkaConfig) -> str:

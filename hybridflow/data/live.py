@@ -40,6 +40,9 @@ Entry = dict[str, Any]
 class Taken:
     """What was taken, by the prompt index: in the order in which it was taken, each row once.
 
+    Attributes:
+        num_rows: None: more may come.
+
     Args:
         folder: Folder of the journal and its parts.
         title: What messages call that from which it is taken.
@@ -48,6 +51,8 @@ class Taken:
         place: Place of a row: the journal's entry, and the row's number in the part.
         deadline_s: Longest wait for a row.
     """
+
+    num_rows: None = None
 
     def __init__(
         self,

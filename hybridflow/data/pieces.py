@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import sentencepiece
 
 from hybridflow.errors import DataError
+from hybridflow.observe.files import replace_file
 
 
 class PieceTokenizer:
@@ -118,7 +118,5 @@ def train_tokenizer(lines: Iterable[str], *, path: str | Path, vocab_size: int) 
         ) from error
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    aside.write_bytes(model.getvalue())
-    aside.replace(target)
+    replace_file(target, model.getvalue())
     return PieceTokenizer(target)

@@ -58,36 +58,31 @@ def preferences_of(row: Row, place: str, data: DataConfig, *, is_paired: bool) -
     return tuple(replace(example, responses=(judged,)) for judged in example.responses)
 
 
-def encode_responses(
-    examples: Sequence[Example], tokenizer: Tokenizer, *, max_context: int
-) -> tuple[tuple[Response, ...], ...]:
-    """Encode the responses of each example, the better one first.
+def encode_responses(example: Example, tokenizer: Tokenizer, *, max_context: int) -> tuple[Response, ...]:
+    """Encode the responses of an example, the better one first.
 
     Args:
-        examples: Preferences.
+        example: A preference; any other has none.
         tokenizer: Gives the tokens.
         max_context: Longest sequence in tokens.
 
     Raises:
         DataError: Prompt and response together exceed ``max_context``; names the file and line.
     """
-    encoded = []
-    for example in examples:
-        prompt = prompt_tokens(example, tokenizer)
-        responses = []
-        for judged in example.responses:
-            tokens = (*tokenizer.encode(judged.text), tokenizer.eos_id)
-            check_length(example, len(prompt), "response", len(tokens), max_context=max_context)
-            responses.append(Response(prompt, tokens, judged.is_wanted, example.margin))
-        encoded.append(tuple(responses))
-    return tuple(encoded)
+    prompt = prompt_tokens(example, tokenizer)
+    responses = []
+    for judged in example.responses:
+        tokens = (*tokenizer.encode(judged.text), tokenizer.eos_id)
+        check_length(example, len(prompt), "response", len(tokens), max_context=max_context)
+        responses.append(Response(prompt, tokens, judged.is_wanted, example.margin))
+    return tuple(responses)
 
 
 def pairs_of(encoded: Sequence[tuple[Response, ...]], path: str | Path) -> tuple[tuple[Response, Response], ...]:
     """Pair each wanted response with an unwanted one for validation, in the order of the file.
 
     Args:
-        encoded: From ``encode_responses``: two of each example, or one.
+        encoded: From ``encode_responses``, of each example: two, or one.
         path: The file, for messages.
 
     Raises:
@@ -136,39 +131,33 @@ def _preference(row: Row, place: str, data: DataConfig, *, is_paired: bool) -> E
                 f"{place}: has field {data.completion_field!r} and {strangers[0]!r}; a row is one response or a pair, "
                 "remove one of the two"
             )
-        text, is_wanted = text_of(row, data.completion_field, place), _wanted(row, data.wanted_field, place)
-        return Example(
-            prompt=prompt,
-            answer=text if is_wanted else "",
-            solution=solution,
-            responses=(Judged(text, is_wanted),),
-            place=place,
-            row=row,
-        )
-    if not is_paired and data.chosen_field not in row:
+        text, is_wanted = text_of(row, data.completion_field, place), row.get(data.wanted_field)
+        if not isinstance(is_wanted, bool):
+            raise DataError(
+                f"{place}: field {data.wanted_field!r}: expected true or false, found {is_wanted!r:.60}; set it to one "
+                "of them"
+            )
+        answer, margin = text if is_wanted else "", 0.0
+        responses: tuple[Judged, ...] = (Judged(text, is_wanted),)
+    elif not is_paired and data.chosen_field not in row:
         raise DataError(
             f"{place}: neither field {data.completion_field!r} nor {data.chosen_field!r}; found {sorted(row)}; add "
             "one, or set data.*_field to its name here"
         )
-    chosen, rejected = (text_of(row, name, place) for name in (data.chosen_field, data.rejected_field))
-    if chosen == rejected:
-        raise DataError(
-            f"{place}: fields {data.chosen_field!r} and {data.rejected_field!r} are the same text; a pair teaches by "
-            "what differs, remove the row"
-        )
+    else:
+        answer, rejected = (text_of(row, name, place) for name in (data.chosen_field, data.rejected_field))
+        if answer == rejected:
+            raise DataError(
+                f"{place}: fields {data.chosen_field!r} and {data.rejected_field!r} are the same text; a pair teaches "
+                "by what differs, remove the row"
+            )
+        responses, margin = (Judged(answer, True), Judged(rejected, False)), margin_of(row, data.margin_field, place)
     return Example(
         prompt=prompt,
-        answer=chosen,
+        answer=answer,
         solution=solution,
-        responses=(Judged(chosen, True), Judged(rejected, False)),
-        margin=margin_of(row, data.margin_field, place),
+        responses=responses,
+        margin=margin,
         place=place,
         row=row,
     )
-
-
-def _wanted(row: Row, name: str, place: str) -> bool:
-    found = row.get(name)
-    if not isinstance(found, bool):
-        raise DataError(f"{place}: field {name!r}: expected true or false, found {found!r:.60}; set it to one of them")
-    return found

@@ -20,21 +20,25 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hybridflow.config.data import DataSourceConfig
 from hybridflow.data.files import File, find_files
 from hybridflow.data.readers import Piece, cut, format_of, place_of, read
 from hybridflow.data.row_store import FORMAT, MANIFEST, RowStore, RowWriter, encode_row, rows_written
 from hybridflow.data.rows import HERE, Row, plain_row
-from hybridflow.data.shaping import Shape, Shaper, shaped_row
+from hybridflow.data.shaping import Shape, Shaper, no_rows, shaped_row
 from hybridflow.data.tokenizer import read_object
 from hybridflow.errors import DataError, HybridflowError
 from hybridflow.observe.files import replace_file, sync_path
 from hybridflow.sections import read_section, to_dict
+
+if TYPE_CHECKING:
+    from hybridflow.parallel.coordinator import Coordinator
 
 _FILES = "files.json"
 _MOST_PARTS = 64
@@ -42,23 +46,6 @@ _SHOWN, _REASONS = 5, 20
 _STALLED_S = 600.0
 _TELL_S = 10.0
 _LEFTOVER_S = 3600.0
-
-
-class Everyone(Protocol):
-    """The ranks that prepare and share a store; ``parallel.coordinator.Coordinator`` is one."""
-
-    rank: int
-    ranks: tuple[int, ...]
-
-    @property
-    def is_lead(self) -> bool:
-        """Return whether this is the first of the ranks."""
-
-    def decide(self, name: str, value: Any) -> Any:
-        """Return the lead's JSON value on every rank."""
-
-    def gather(self, value: Any, name: str = "gather") -> list[Any]:
-        """Return every rank's JSON value, on every rank."""
 
 
 class Alone:
@@ -75,6 +62,10 @@ class Alone:
     def gather(self, value: Any, name: str = "gather") -> list[Any]:
         """Return the value alone."""
         return [value]
+
+
+Everyone: TypeAlias = "Coordinator | Alone"
+"""The ranks that prepare and share a store."""
 
 
 class Given(NamedTuple):
@@ -95,12 +86,14 @@ class ReadRows(NamedTuple):
     """Rows of JSON that were read elsewhere, in the place of files.
 
     Attributes:
-        rows: Each, or what is wrong with it, at ``HERE``.
+        rows: Each, or what is wrong with it, at ``HERE``; read once.
         place: What messages call one, by its number.
+        title: What a store keeps about their origin.
     """
 
-    rows: Sequence[Row | DataError]
+    rows: Iterable[Row | DataError]
     place: Callable[[int], str]
+    title: str = ""
 
 
 def agree(everyone: Everyone, name: str, act: Callable[[], Any]) -> Any:
@@ -157,7 +150,7 @@ def prepare(
     if plan["aside"] is not None:
         aside = Path(plan["aside"])
         try:
-            _work(aside, plan["num_parts"], everyone, num_workers, source if isinstance(source, Given) else None, say)
+            _work(aside, plan["num_parts"], everyone, source if isinstance(source, Given) else None, say)
             agree(everyone, "rows prepared", lambda: _join(aside, final, plan, shape))
         except DataError:
             if everyone.is_lead:
@@ -222,12 +215,10 @@ def _deal(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:
     return [list(pieces[start:stop]) for start, stop in itertools.pairwise(ends)]
 
 
-def _work(
-    aside: Path, num_parts: int, everyone: Everyone, num_workers: int, given: Given | None, say: Callable[[str], None]
-) -> None:
-    """Have all parts made; each rank its own, while all watch."""
+def _work(aside: Path, num_parts: int, everyone: Everyone, given: Given | None, say: Callable[[str], None]) -> None:
+    """Have all parts made; each rank its own, at most one for each of its processes, while all watch."""
     mine = range(everyone.ranks.index(everyone.rank), num_parts, len(everyone.ranks))
-    crew = _Crew(aside, mine, num_workers, is_inside=num_parts == 1, given=given)
+    crew = _Crew(aside, mine, is_inside=num_parts == 1, given=given)
     begin_s = told_s = time.monotonic()
     pause_s = 0.005
     try:
@@ -249,20 +240,22 @@ def _work(
 
 
 class _Crew:
-    """What makes a rank's parts: processes, or for one small part a thread."""
+    """What makes a rank's parts: a process for each, or for one small part a thread."""
 
-    def __init__(
-        self, aside: Path, parts: Iterable[int], num_workers: int, *, is_inside: bool, given: Given | None
-    ) -> None:
-        self._aside, self._given, self._is_inside = aside, given, is_inside
-        self._waiting, self._num_workers = list(parts), num_workers
-        self._all = tuple(self._waiting)
+    def __init__(self, aside: Path, parts: Sequence[int], *, is_inside: bool, given: Given | None) -> None:
+        self._aside, self._parts, self._given, self._is_inside = aside, parts, given, is_inside
         self._running: dict[int, subprocess.Popen[bytes] | threading.Thread] = {}
+        self._failure: str | None = None
         self._num_rows, self._moved_s = -1, time.monotonic()
+        try:
+            for number in parts:
+                self._running[number] = self._start(number)
+        except OSError as error:
+            self._failure = f"{aside}: no process can be begun there: {error}; lower data.num_workers"
 
     def look(self) -> dict[str, Any]:
-        """Begin what can be begun; how far it is, and what went wrong."""
-        problem = None
+        """Return how far it is, and what went wrong."""
+        problem = self._failure
         for number, worker in list(self._running.items()):
             if isinstance(worker, threading.Thread):
                 worker.join(0.005)
@@ -272,20 +265,12 @@ class _Crew:
             if is_over:
                 self._end(self._running.pop(number))
                 problem = self._problem(number) if problem is None else problem
-        while self._waiting and len(self._running) < self._num_workers:
-            number = self._waiting.pop(0)
-            try:
-                self._running[number] = self._start(number)
-            except OSError as error:
-                problem = f"{self._aside}: no process can be begun there: {error}; lower data.num_workers"
-                break
-        num_rows = sum(rows_written(self._aside / _name(number)) for number in self._all)
+        num_rows = sum(rows_written(self._aside / _name(number)) for number in self._parts)
         if num_rows != self._num_rows:
             self._num_rows, self._moved_s = num_rows, time.monotonic()
         if self._running and time.monotonic() - self._moved_s > _STALLED_S and problem is None:
             problem = f"{self._aside}: no row in {_STALLED_S:g} s; look at the file system, or at who holds the store"
-        is_done = not (self._running or self._waiting)
-        return {"num_rows": num_rows, "is_done": is_done, "problem": problem}
+        return {"num_rows": num_rows, "is_done": not self._running, "problem": problem}
 
     def stop(self) -> None:
         """End what still runs."""
@@ -336,7 +321,7 @@ def _name(number: int) -> str:
     return f"part-{number:05d}"
 
 
-def make_part(folder: Path, number: int, shape: Shape, pieces: Sequence[Piece | Given | ReadRows]) -> dict[str, Any]:
+def make_part(folder: Path, number: int, shape: Shape, pieces: Sequence[Piece | ReadRows]) -> dict[str, Any]:
     """Write a part of a store.
 
     Args:
@@ -353,7 +338,21 @@ def make_part(folder: Path, number: int, shape: Shape, pieces: Sequence[Piece | 
         DataError: A piece cannot be read; a row cannot be used, and ``on_bad_row`` is ``error``.
         OSError: The file system refuses.
     """
-    return _Part(shape, folder / _name(number)).write(pieces)
+    part, shaper, stem = _Part(shape), Shaper(shape), folder / _name(number)
+    try:
+        with RowWriter(stem) as writer:
+            told = [part.write(piece, shaper, writer) for piece in pieces]
+    finally:
+        shaper.close()
+    return {
+        "name": stem.name,
+        "num_rows": writer.num_rows,
+        "num_bytes": stem.with_suffix(".rows").stat().st_size,
+        "pieces": told,
+        "bad": part.bad,
+        "shown": part.shown,
+        "num_long": part.num_long,
+    }
 
 
 def _carry_out(aside: Path, number: int, given: Given | None = None) -> None:
@@ -362,99 +361,71 @@ def _carry_out(aside: Path, number: int, given: Given | None = None) -> None:
     try:
         order = json.loads(stem.with_suffix(".order").read_text(encoding="utf-8"))
         shape = read_section(Shape, order["shape"], source=str(stem))
-        pieces = [Piece(*piece) for piece in order["pieces"]]
-        told = make_part(aside, number, shape, pieces if given is None else [given])
+        pieces: list[Piece | ReadRows] = [Piece(*piece) for piece in order["pieces"]]
+        if given is not None:
+            title = given.title
+            pieces = [ReadRows(map(plain_row, given.rows), lambda row: f"{title}: row {row}", title)]
+        told = make_part(aside, number, shape, pieces)
         replace_file(stem.with_suffix(".json"), json.dumps(told).encode())
+        return
     except HybridflowError as error:
-        _say_why(stem, str(error))
+        problem = str(error)
     except OSError as error:
-        _say_why(stem, f"{aside}: cannot be written: {error}; make room, or set data.cache_dir")
+        problem = f"{aside}: cannot be written: {error}; make room, or set data.cache_dir"
     # A thread would print it and be silent to who waits for it.
     except Exception as error:
-        _say_why(stem, f"{stem}: {type(error).__name__}: {error}")
-
-
-def _say_why(stem: Path, problem: str) -> None:
+        problem = f"{stem}: {type(error).__name__}: {error}"
     replace_file(stem.with_suffix(".error"), problem.encode())
 
 
 class _Part:
     """Writes the rows of some pieces, and keeps count of those that are left out."""
 
-    def __init__(self, shape: Shape, stem: Path) -> None:
-        self._shape, self._stem = shape, stem
-        self._bad: dict[str, int] = {}
-        self._shown: list[str] = []
-        self._num_long = 0
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self.bad: dict[str, int] = {}
+        self.shown: list[str] = []
+        self.num_long = 0
 
-    def write(self, pieces: Sequence[Piece | Given | ReadRows]) -> dict[str, Any]:
-        """Write the facts of the part: its pieces, and what was left out."""
-        shaper = Shaper(self._shape)
-        try:
-            with RowWriter(self._stem) as writer:
-                told = [self._piece(piece, shaper, writer) for piece in pieces]
-        finally:
-            shaper.close()
-        return {
-            "name": self._stem.name,
-            "num_rows": writer.num_rows,
-            "num_bytes": self._stem.with_suffix(".rows").stat().st_size,
-            "pieces": told,
-            "bad": self._bad,
-            "shown": self._shown,
-            "num_long": self._num_long,
-        }
-
-    def _piece(self, piece: Piece | Given | ReadRows, shaper: Shaper, writer: RowWriter) -> dict[str, Any]:
+    def write(self, piece: Piece | ReadRows, shaper: Shaper, writer: RowWriter) -> dict[str, Any]:
+        """Write the rows of a piece; return what a store keeps about their origin, and how many there are."""
         digest, before, number = hashlib.sha256(b"["), writer.num_rows, -1
-        if isinstance(piece, Given):
-            rows: Iterable[Row | DataError | None] = (plain_row(row) for row in piece.rows)
-        elif isinstance(piece, ReadRows):
-            rows = piece.rows
+        if isinstance(piece, ReadRows):
+            rows: Iterable[Row | DataError | None] = piece.rows
+            origin = {"path": piece.title, "is_lines": False, "start": 0}
         else:
             rows = read(piece, max_row_bytes=self._shape.data.max_row_bytes)
+            origin = {"path": piece.path, "is_lines": piece.format == "jsonl", "start": piece.start}
         for number, row in enumerate(rows):
             try:
                 prompt_indices = _prompt_indices_of(row, number, shaper)
             except DataError as error:
                 self._leave_out(error, piece, number)
                 continue
-            self._num_long += row is not None and not prompt_indices
+            self.num_long += row is not None and not prompt_indices
             for content, line in prompt_indices:
                 # As json.dumps writes the list of all of them.
                 digest.update(content if writer.num_rows == before else b", " + content)
                 writer.add(line)
         digest.update(b"]")
         return {
-            **_facts_of(piece),
+            **origin,
             "num_read": number + 1,
             "num_rows": writer.num_rows - before,
             "sha256": digest.hexdigest(),
         }
 
-    def _leave_out(self, error: DataError, piece: Piece | Given | ReadRows, number: int) -> None:
+    def _leave_out(self, error: DataError, piece: Piece | ReadRows, number: int) -> None:
         message = str(error)
         is_fatal = self._shape.data.on_bad_row == "error"
-        if is_fatal or len(self._shown) < _SHOWN:
-            self._shown.append(message.replace(HERE, _place_in(piece, number), 1))
+        if is_fatal or len(self.shown) < _SHOWN:
+            place = piece.place(number) if isinstance(piece, ReadRows) else place_of(piece, number)
+            self.shown.append(message.replace(HERE, place, 1))
         if is_fatal:
-            raise DataError(self._shown[-1])
+            raise DataError(self.shown[-1])
         reason = re.sub(r"\d+", "N", message.removeprefix(f"{HERE}: ").partition(";")[0])[:80]
-        reason = reason if reason in self._bad or len(self._bad) < _REASONS else "other reasons"
-        self._bad[reason] = self._bad.get(reason, 0) + 1
-
-
-def _facts_of(piece: Piece | Given | ReadRows) -> dict[str, Any]:
-    """Return what a store keeps about the origin of its rows."""
-    if isinstance(piece, Piece):
-        return {"path": piece.path, "is_lines": piece.format == "jsonl", "start": piece.start}
-    return {"path": piece.title if isinstance(piece, Given) else "", "is_lines": False, "start": 0}
-
-
-def _place_in(piece: Piece | Given | ReadRows, number: int) -> str:
-    if isinstance(piece, Given):
-        return f"{piece.title}: row {number}"
-    return piece.place(number) if isinstance(piece, ReadRows) else place_of(piece, number)
+        reason = reason if reason in self.bad or len(self.bad) < _REASONS else "other reasons"
+        self.bad[reason] = self.bad.get(reason, 0) + 1
 
 
 def _prompt_indices_of(row: Row | DataError | None, number: int, shaper: Shaper) -> list[tuple[bytes, bytes]]:
@@ -479,16 +450,15 @@ def _join(aside: Path, final: Path, plan: dict[str, Any], shape: Shape) -> None:
             raise DataError(f"{path}: was changed while it was read; let nothing write there, and start again")
     parts = [json.loads((aside / f"{_name(number)}.json").read_text()) for number in range(plan["num_parts"])]
     pieces = [piece for part in parts for piece in part.pop("pieces")]
-    bad: dict[str, int] = {}
-    for part in parts:
-        for reason, count in part.pop("bad").items():
-            bad[reason] = bad.get(reason, 0) + count
+    bad = sum((Counter(part.pop("bad")) for part in parts), Counter[str]())
+    digests = [piece["sha256"] for piece in pieces if piece["num_rows"]]
     facts = {
         "format": FORMAT,
         "title": plan["title"],
-        "sha256": _whole_sha256([piece.pop("sha256") for piece in pieces if piece["num_rows"]]),
+        # That of its rows as JSON where one piece has them all, else that of the list of the pieces'.
+        "sha256": digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest(),
         "num_read": sum(piece["num_read"] for piece in pieces),
-        "num_bad": sum(bad.values()),
+        "num_bad": bad.total(),
         "num_long": sum(part.pop("num_long") for part in parts),
         "bad": bad,
         "shown": [message for part in parts for message in part.pop("shown")][:_SHOWN],
@@ -525,11 +495,6 @@ def _numbered(pieces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _whole_sha256(digests: Sequence[str]) -> str:
-    """Return a single piece's sha256, the one of its rows as JSON; of several pieces, the sha256 of their list."""
-    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
-
-
 def _why_empty(facts: dict[str, Any], shape: Shape) -> str:
     title, data = facts["title"], shape.data
     if facts["num_bad"]:
@@ -539,9 +504,7 @@ def _why_empty(facts: dict[str, Any], shape: Shape) -> str:
             f"{title}: the prompts of all its {facts['num_long']} rows are longer than data.max_prompt_tokens="
             f"{data.max_prompt_tokens}; raise it"
         )
-    return (
-        f"{title}: holds no rows; expected one JSON object with {data.prompt_field!r} on each line, or rows of columns"
-    )
+    return f"{no_rows(title, shape)}, or rows of columns"
 
 
 def _tell_left_out(store: RowStore, say: Callable[[str], None]) -> None:

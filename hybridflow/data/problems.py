@@ -13,16 +13,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from hybridflow.config.data import DataConfig, DataSourceConfig
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.chat import chat_template
+from hybridflow.data.live import Taken
 from hybridflow.data.mixture import source_of, whole_weights
 from hybridflow.data.order import permuted
 from hybridflow.data.preferences import Response, encode_responses
 from hybridflow.data.prepare import Everyone, Given, prepare
-from hybridflow.data.prompts import Example, Solution, encode_solutions, prompt_tokens
+from hybridflow.data.prompts import Example, Solution, encode_solution, prompt_tokens
 from hybridflow.data.row_store import RowStore, Stored
 from hybridflow.data.shaping import Shape, examples_of
 from hybridflow.data.tokenizer import Tokenizer
@@ -36,36 +37,6 @@ _ENTRY_BYTES, _BYTES_PER_BYTE = 1024, 8
 """What a row takes in memory, about: its objects, and its texts and tokens for each byte on disk."""
 
 
-class Order:
-    """Which row of which store each prompt index is: each store in epochs of its own, shuffled anew in each.
-
-    Args:
-        sizes: Rows of each store.
-        weights: How often each is drawn from, in proportion; None: as often as it has rows, so that ``sum(sizes)``
-            prompt indices are all the rows.
-        seed: Seed of the order.
-    """
-
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float | None], seed: int) -> None:
-        self._sizes, self._seed = tuple(sizes), seed
-        self.weights = whole_weights([w if w is not None else size for w, size in zip(weights, sizes, strict=True)])
-
-    def __call__(self, prompt_index: int) -> tuple[int, int]:
-        """Return the store and the row of a prompt index, counted from 0 over all epochs."""
-        source, count = source_of(prompt_index, self.weights)
-        epoch, index = divmod(count, self._sizes[source])
-        # Of a single source the order is that of ``prompts.PromptSource``.
-        key = (self._seed, epoch) if len(self._sizes) == 1 else (self._seed, epoch, source)
-        return source, permuted(index, size=self._sizes[source], key=key)
-
-    def sha256(self, stores: Sequence[RowStore]) -> str:
-        """Return the sha256 of the rows in order and of the weights; with the seed they decide each prompt index."""
-        if len(stores) == 1:
-            return stores[0].sha256
-        told = [[store.sha256, weight] for store, weight in zip(stores, self.weights, strict=True)]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
-
-
 class _Drawn(NamedTuple):
     """A row with all that is asked of it."""
 
@@ -75,26 +46,13 @@ class _Drawn(NamedTuple):
     responses: tuple[Response, ...]
 
 
-class Drawable(Protocol):
-    """Rows by the prompt index."""
-
-    @property
-    def sha256(self) -> str:
-        """Return the sha256 of all that decides the prompt of each prompt index."""
-
-    def place(self, prompt_index: int) -> tuple[int, int]:
-        """Return the key of the row of a prompt index: equal for all prompt indices with the same row."""
-
-    def stored(self, place: tuple[int, int]) -> Stored:
-        """Return the row with this key. Raises DataError: it cannot be read."""
-
-
 class Stores:
-    """The rows of stores, as ``Order`` has them.
+    """The rows of stores: each store in epochs of its own, shuffled anew in each.
 
     Args:
         stores: One for each source.
-        weights: Weights of the sources; see ``Order``.
+        weights: How often each is drawn from, in proportion; None: as often as it has rows, so that ``num_rows``
+            prompt indices are all the rows.
         seed: Seed of the order.
 
     Attributes:
@@ -102,18 +60,27 @@ class Stores:
     """
 
     def __init__(self, stores: Sequence[RowStore], weights: Sequence[float | None], seed: int) -> None:
-        self._stores = tuple(stores)
+        self._stores, self._seed = tuple(stores), seed
         self.num_rows = sum(map(len, stores))
-        self._order = Order([len(store) for store in stores], weights, seed)
+        shares = [len(store) if weight is None else weight for weight, store in zip(weights, stores, strict=True)]
+        self._weights = whole_weights(shares)
 
     @functools.cached_property
     def sha256(self) -> str:
         """Return the sha256 of the rows in order and of the weights; with the seed they decide each prompt index."""
-        return self._order.sha256(self._stores)
+        if len(self._stores) == 1:
+            return self._stores[0].sha256
+        told = [[store.sha256, weight] for store, weight in zip(self._stores, self._weights, strict=True)]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
     def place(self, prompt_index: int) -> tuple[int, int]:
-        """Return the store and the row of a prompt index."""
-        return self._order(prompt_index)
+        """Return the store and the row of a prompt index, counted from 0: equal for all that have the same row."""
+        source, count = source_of(prompt_index, self._weights)
+        size = len(self._stores[source])
+        epoch, index = divmod(count, size)
+        # Of a single source the order is that of ``prompts.PromptSource``.
+        key = (self._seed, epoch) if len(self._stores) == 1 else (self._seed, epoch, source)
+        return source, permuted(index, size=size, key=key)
 
     def stored(self, place: tuple[int, int]) -> Stored:
         """Return the row at a place."""
@@ -137,10 +104,10 @@ class StoredProblems:
         tokenizer: Gives the tokens.
     """
 
-    def __init__(self, rows: Drawable, shape: Shape, tokenizer: Tokenizer) -> None:
+    def __init__(self, rows: Stores | Taken, shape: Shape, tokenizer: Tokenizer) -> None:
         self._rows = rows
         self._shape, self._tokenizer = shape, tokenizer
-        self.num_rows: int | None = getattr(rows, "num_rows", None)
+        self.num_rows = rows.num_rows
         # What was read last: a row is asked for several times in a step, and small files stay in memory as a whole.
         self._kept: OrderedDict[tuple[int, int], tuple[_Drawn, int]] = OrderedDict()
         self._kept_bytes = 0
@@ -191,12 +158,11 @@ class StoredProblems:
         # Checked when it was prepared; without a context any length will do.
         context = 2**62 if most is None else most
         is_imitating = self._shape.is_imitating
-        solutions = encode_solutions([example], self._tokenizer, max_context=context) if is_imitating else ()
         return _Drawn(
             example,
             prompt_tokens(example, self._tokenizer),
-            solutions[0] if solutions else None,
-            encode_responses([example], self._tokenizer, max_context=context)[0],
+            encode_solution(example, self._tokenizer, max_context=context) if is_imitating else None,
+            encode_responses(example, self._tokenizer, max_context=context),
         )
 
 

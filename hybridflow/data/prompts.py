@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -130,13 +130,11 @@ def example_of(row: Row, place: str, data: DataConfig) -> Example:
     )
 
 
-def encode_prompts(
-    examples: Sequence[Example], tokenizer: Tokenizer, *, max_new_tokens: int, max_context: int
-) -> tuple[tuple[int, ...], ...]:
-    """Encode each prompt's tokens, after the beginning-of-sequence token where the tokenizer has one.
+def encode_prompt(example: Example, tokenizer: Tokenizer, *, max_new_tokens: int, max_context: int) -> tuple[int, ...]:
+    """Encode a prompt's tokens, after the beginning-of-sequence token where the tokenizer has one.
 
     Args:
-        examples: The problems.
+        example: The problem.
         tokenizer: Gives the tokens.
         max_new_tokens: Longest response in tokens.
         max_context: Longest sequence in tokens.
@@ -144,42 +142,38 @@ def encode_prompts(
     Raises:
         DataError: A prompt leaves no room for the longest response; names its file and line.
     """
-    prompts = tuple(prompt_tokens(example, tokenizer) for example in examples)
-    for example, prompt in zip(examples, prompts, strict=True):
-        if len(prompt) + max_new_tokens > max_context:
-            raise DataError(
-                f"{example.place}: prompt of {len(prompt)} tokens + rollout.max_new_tokens={max_new_tokens} = "
-                f"{len(prompt) + max_new_tokens} exceeds model.max_context={max_context}; shorten the prompt to "
-                f"{max_context - max_new_tokens} tokens, lower max_new_tokens or raise max_context"
-            )
-    return prompts
+    prompt = prompt_tokens(example, tokenizer)
+    if len(prompt) + max_new_tokens > max_context:
+        raise DataError(
+            f"{example.place}: prompt of {len(prompt)} tokens + rollout.max_new_tokens={max_new_tokens} = "
+            f"{len(prompt) + max_new_tokens} exceeds model.max_context={max_context}; shorten the prompt to "
+            f"{max_context - max_new_tokens} tokens, lower max_new_tokens or raise max_context"
+        )
+    return prompt
 
 
-def encode_solutions(examples: Sequence[Example], tokenizer: Tokenizer, *, max_context: int) -> tuple[Solution, ...]:
-    """Encode the warm start's texts: the tokens of each prompt, and of its solution with the end of sequence.
+def encode_solution(example: Example, tokenizer: Tokenizer, *, max_context: int) -> Solution:
+    """Encode the warm start's text: the tokens of a prompt, and of its solution with the end of sequence.
 
     A row without a solution gives its answer. Each text to write in a conversation ends like that.
 
     Args:
-        examples: The problems.
+        example: The problem.
         tokenizer: Gives the tokens.
         max_context: Longest sequence in tokens.
 
     Raises:
         DataError: Prompt and solution together exceed ``max_context``; names the file and line.
     """
-    solutions = []
-    for example in examples:
-        prompt = prompt_tokens(example, tokenizer)
-        tokens: list[int] = []
-        is_written: list[bool] = []
-        for number, text in enumerate(example.turns):
-            part = tokenizer.encode(text) if number % 2 else [*tokenizer.encode(text), tokenizer.eos_id]
-            tokens += part
-            is_written += [number % 2 == 0] * len(part)
-        check_length(example, len(prompt), "solution", len(tokens), max_context=max_context)
-        solutions.append(Solution(prompt, tuple(tokens), tuple(is_written)))
-    return tuple(solutions)
+    prompt = prompt_tokens(example, tokenizer)
+    tokens: list[int] = []
+    is_written: list[bool] = []
+    for number, text in enumerate(example.turns):
+        part = tokenizer.encode(text) if number % 2 else [*tokenizer.encode(text), tokenizer.eos_id]
+        tokens += part
+        is_written += [number % 2 == 0] * len(part)
+    check_length(example, len(prompt), "solution", len(tokens), max_context=max_context)
+    return Solution(prompt, tuple(tokens), tuple(is_written))
 
 
 def check_length(example: Example, num_prompt: int, what: str, num_tokens: int, *, max_context: int) -> None:
@@ -212,10 +206,9 @@ def prompt_of(row: Row, place: str, data: DataConfig) -> str:
 
 def solution_of(row: Row, place: str, data: DataConfig) -> str | tuple[str, ...] | None:
     """Return a row's text or texts to imitate; None: it has none. Raises DataError: it is something else."""
-    return _solution(row, data.solution_field, place) if data.solution_field in row else None
-
-
-def _solution(row: Row, name: str, place: str) -> str | tuple[str, ...]:
+    name = data.solution_field
+    if name not in row:
+        return None
     texts = row[name]
     if not isinstance(texts, list):
         return text_of(row, name, place)

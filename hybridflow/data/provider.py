@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import tempfile
-import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
@@ -23,7 +23,6 @@ from hybridflow.errors import ConfigError, DataError
 from hybridflow.sections import read_section
 
 _DEADLINE_S = 600.0
-_LOOK_S = 0.2
 
 Batch = list[dict[str, Any]]
 
@@ -236,44 +235,21 @@ class _Rows:
 
 def _ahead(turns: Iterator[tuple[Batch, int]], most: int) -> Iterator[tuple[Batch, int]]:
     """Yield the same, read ahead by a thread, which ends when the consumer does."""
-    ready: queue.Queue[tuple[Batch, int] | BaseException | None] = queue.Queue(maxsize=most)
-    is_over = threading.Event()
-
-    def put(item: tuple[Batch, int] | BaseException | None) -> None:
-        while not is_over.is_set():
-            try:
-                ready.put(item, timeout=_LOOK_S)
-                return
-            except queue.Full:
-                continue
-
-    def fetch() -> None:
-        try:
-            for turn in turns:
-                put(turn)
-                if is_over.is_set():
-                    return
-            put(None)
-        # Whatever it is, who waits is to have it.
-        except BaseException as error:
-            put(error)
-
-    thread = threading.Thread(target=fetch, name="DataProvider", daemon=True)
-    thread.start()
+    reader = ThreadPoolExecutor(1, thread_name_prefix="DataProvider")
+    ready = deque(reader.submit(next, turns, None) for _ in range(most))
+    is_stuck = False
     try:
         while True:
-            try:
-                item = ready.get(timeout=_DEADLINE_S)
-            except queue.Empty as error:
-                raise DataError(f"DataProvider: no row within {_DEADLINE_S:g} s; look at the file system") from error
-            if item is None:
+            is_stuck = not wait([ready[0]], timeout=_DEADLINE_S).done
+            if is_stuck:
+                raise DataError(f"DataProvider: no row within {_DEADLINE_S:g} s; look at the file system")
+            turn = ready.popleft().result()
+            if turn is None:
                 return
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+            ready.append(reader.submit(next, turns, None))
+            yield turn
     finally:
-        is_over.set()
-        thread.join(_DEADLINE_S)
+        reader.shutdown(wait=not is_stuck, cancel_futures=True)
 
 
 def _sources(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 from hybridflow.config.data import FileFormat
@@ -59,18 +59,9 @@ def cut(file: File, file_format: FileFormat) -> list[Piece]:
             return [Piece(path, file_format, 0, None)]
         starts = range(0, max(1, file.num_bytes), _PIECE_BYTES)
         return [Piece(path, file_format, start, min(start + _PIECE_BYTES, file.num_bytes)) for start in starts]
-    if file_format == "parquet":
-        from hybridflow.data.parquet import count_rows_of_groups
-
-        stops = _stops(count_rows_of_groups(path))
-    elif file_format == "hdf5":
-        from hybridflow.data.hdf5 import count_rows
-
-        stops = _stops_of(count_rows(path))
-    else:
-        from hybridflow.data.saved import count_saved_rows
-
-        stops = _stops_of(count_saved_rows(path))
+    count, _ = _reader(file_format)
+    counted = count(path)
+    stops = _stops_of(counted) if isinstance(counted, int) else _stops(counted)
     return [Piece(path, file_format, start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
 
@@ -91,21 +82,26 @@ def read(piece: Piece, *, max_row_bytes: int) -> Iterator[Row | DataError | None
         yield from _read_lines(piece, max_row_bytes)
         return
     assert piece.stop is not None, "only compressed files have no known end"
-    rows: Iterable[Mapping[str, Any] | DataError]
-    if piece.format == "parquet":
-        from hybridflow.data.parquet import read_parquet
-
-        rows = read_parquet(piece.path, piece.start, piece.stop)
-    elif piece.format == "hdf5":
-        from hybridflow.data.hdf5 import read_hdf5
-
-        rows = read_hdf5(piece.path, piece.start, piece.stop)
-    else:
-        from hybridflow.data.saved import read_saved
-
-        rows = read_saved(piece.path, piece.start, piece.stop)
-    for row in rows:
+    _, read_rows = _reader(piece.format)
+    for row in read_rows(piece.path, piece.start, piece.stop):
         yield row if isinstance(row, DataError) else plain_row(row)
+
+
+def _reader(
+    file_format: FileFormat,
+) -> tuple[Callable[[str], int | list[int]], Callable[[str, int, int], Iterable[Mapping[str, Any] | DataError]]]:
+    """Return what counts a file's rows, in all or in each group that cannot be cut, and what reads some of them."""
+    if file_format == "parquet":
+        from hybridflow.data.parquet import count_rows_of_groups, read_parquet
+
+        return count_rows_of_groups, read_parquet
+    if file_format == "hdf5":
+        from hybridflow.data.hdf5 import count_rows, read_hdf5
+
+        return count_rows, read_hdf5
+    from hybridflow.data.saved import count_saved_rows, read_saved
+
+    return count_saved_rows, read_saved
 
 
 def place_of(piece: Piece, index: int) -> str:

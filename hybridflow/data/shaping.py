@@ -11,7 +11,7 @@ from hybridflow.config.data import DataConfig, DataSourceConfig
 from hybridflow.data.chat import Chat, read_messages, special_tokens
 from hybridflow.data.files import find_files
 from hybridflow.data.preferences import check_imitable, encode_responses, preferences_of
-from hybridflow.data.prompts import Example, encode_prompts, encode_solutions, example_of, prompt_tokens, text_of
+from hybridflow.data.prompts import Example, encode_prompt, encode_solution, example_of, prompt_tokens, text_of
 from hybridflow.data.readers import cut, format_of, place_of, read
 from hybridflow.data.rows import HERE, Row
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
@@ -142,19 +142,16 @@ class Shaper:
         shape = self._shape
         row, begins = self._rendered(row, place)
         if shape.kind == "rows":
-            is_kept = self._is_kept(row, place, begins)
-            return Shaped(row, begins, (row,)) if is_kept else None
+            if shape.data.max_prompt_tokens is not None:
+                prompt = text_of(row, shape.data.prompt_field, place)
+                if not self._is_short(Example(prompt=prompt, answer="", begins=begins, place=place)):
+                    return None
+            return Shaped(row, begins, (row,))
         examples = examples_of(row, place, begins, shape)
         if not self._is_short(examples[0]):
             return None
         self._check(examples)
         return Shaped(row, begins, tuple(example.content for example in examples))
-
-    def _is_kept(self, row: Row, place: str, begins: bool) -> bool:
-        if self._shape.data.max_prompt_tokens is None:
-            return True
-        prompt = text_of(row, self._shape.data.prompt_field, place)
-        return self._is_short(Example(prompt=prompt, answer="", begins=begins, place=place))
 
     def _is_short(self, example: Example) -> bool:
         most = self._shape.data.max_prompt_tokens
@@ -168,10 +165,11 @@ class Shaper:
         if tokenizer is None or shape.max_context is None:
             return
         context = shape.max_context
-        encode_prompts(examples[:1], tokenizer, max_new_tokens=shape.max_new_tokens, max_context=context)
+        encode_prompt(examples[0], tokenizer, max_new_tokens=shape.max_new_tokens, max_context=context)
         if shape.is_imitating:
-            encode_solutions(examples[:1], tokenizer, max_context=context)
-        encode_responses(examples, tokenizer, max_context=context)
+            encode_solution(examples[0], tokenizer, max_context=context)
+        for example in examples:
+            encode_responses(example, tokenizer, max_context=context)
 
     def _rendered(self, row: Row, place: str) -> tuple[Row, bool]:
         """Return the row with its conversation as text, and whether it has one."""

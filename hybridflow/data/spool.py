@@ -13,16 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hybridflow.config.data import SpoolConfig
 from hybridflow.data.live import Journal, Taken, Taker, text_of
-from hybridflow.data.prepare import Alone, Everyone, agree
-from hybridflow.data.problems import StoredProblems
 from hybridflow.data.readers import Piece
 from hybridflow.data.shaping import Shape
-from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 
-FOLDER = "spool"
 _OWNER, _TAKEN = ".taken-by", "taken"
 
 
@@ -93,34 +88,6 @@ class SpoolTaker(Taker):
                 count += 1
             path.rename(self._spool / _TAKEN / path.name)
         return count
-
-
-def open_spool(
-    spool: SpoolConfig,
-    shape: Shape,
-    tokenizer: Tokenizer,
-    folder: Path,
-    *,
-    everyone: Everyone | None = None,
-    say: Callable[[str], None] = print,
-) -> StoredProblems:
-    """Begin to take from a spool, on the lowest rank, and to wait for what it takes. Collective: ``everyone``.
-
-    Args:
-        spool: The directory and its deadlines.
-        shape: What rows have to be.
-        tokenizer: Gives the tokens.
-        folder: Where the run keeps its rows.
-        everyone: The ranks; None: this process alone.
-        say: Told of rows that are left out.
-
-    Raises:
-        DataError: The directory cannot be used, or another run takes from it.
-    """
-    everyone = Alone() if everyone is None else everyone
-    inner, path = folder / FOLDER, Path(spool.path)
-    agree(everyone, "the spool", lambda: SpoolTaker(path, inner, shape, spool.poll_s, say).start())
-    return StoredProblems(spooled(inner, path, spool.deadline_s), shape, tokenizer)
 
 
 def _own(spool: Path, folder: Path) -> None:

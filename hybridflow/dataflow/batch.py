@@ -154,6 +154,18 @@ class Batch:
         columns = {name: _join(name, [batch.columns[name] for batch in batches]) for name in names}
         return cls(torch.cat([batch.ids for batch in batches]), columns)
 
+    def dense(self, name: str) -> Tensor:
+        """Return the dense column ``name``, ``[samples, ...]``."""
+        column = self.columns[name]
+        assert isinstance(column, Tensor), f"column {name} is ragged"
+        return column
+
+    def ragged(self, name: str) -> Ragged:
+        """Return the ragged column ``name``."""
+        column = self.columns[name]
+        assert isinstance(column, Ragged), f"column {name} is dense"
+        return column
+
     def select(self, index: Tensor) -> Batch:
         """Return the samples at the positions ``index`` ``[chosen]`` int64, in that order, with all columns."""
         columns = {

@@ -83,7 +83,7 @@ def compile_stages(
 
 
 class _Job(NamedTuple):
-    """What does not change during compilation: the meshes, and all ranks of each role."""
+    """Facts that do not change during compilation: the meshes, and all ranks of each role."""
 
     meshes: Mapping[str, DeviceMesh]
     roles: Mapping[str, frozenset[int]]
@@ -91,7 +91,7 @@ class _Job(NamedTuple):
 
 @dataclass(kw_only=True)
 class _State:
-    """What is known at one point of the program.
+    """Knowledge at one point of the program.
 
     Attributes:
         writer: Column -> name of the mesh whose holders wrote it.

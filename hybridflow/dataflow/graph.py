@@ -8,9 +8,8 @@ Edges come from names: a node depends on the nodes that write the columns it rea
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 from hybridflow.errors import GraphError
 
@@ -23,7 +22,7 @@ SCORED = ("scores", "costs", "baselines")
 
 
 class _Chain:
-    """What ``>>`` joins into a flow."""
+    """Part that ``>>`` joins into a flow."""
 
     def __rshift__(self, other: Node | Repeat | Flow) -> Flow:
         return Flow(elements=(*_elements(self), *_elements(other)))
@@ -120,14 +119,6 @@ def repeat(decision: str, flow: Node | Flow, mesh: str) -> Repeat:
     return Repeat(decision=decision, mesh=mesh, body=Flow(elements=_elements(flow)))
 
 
-class Edge(NamedTuple):
-    """Columns that one node writes and another reads."""
-
-    writer: str
-    reader: str
-    columns: tuple[str, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Flow(_Chain):
     """Nodes and repeats in the order in which one rank that had them all would run them."""
@@ -149,41 +140,19 @@ class Flow(_Chain):
         for name in names:
             if names.count(name) > 1:
                 raise GraphError(f"two nodes are called {name!r}; give each its own name")
-        for _ in self._walk({}):
-            pass
+        self._check_columns({})
 
-    def edges(self) -> tuple[Edge, ...]:
-        """Return which node reads whose columns, in the order of the readers. Raises GraphError as ``check`` does."""
-        edges: list[Edge] = []
-        for node, writers in self._walk({}):
-            columns: dict[str, list[str]] = {}
-            for column in node.reads:
-                columns.setdefault(writers[column].name, []).append(column)
-            edges += [Edge(writer, node.name, tuple(names)) for writer, names in columns.items()]
-        return tuple(edges)
-
-    def levels(self) -> tuple[tuple[str, ...], ...]:
-        """Group node names by the longest path to them; the nodes of one level do not wait for each other."""
-        level = {node.name: 0 for node in self.nodes()}
-        for edge in self.edges():
-            level[edge.reader] = max(level[edge.reader], level[edge.writer] + 1)
-        return tuple(
-            tuple(name for name in level if level[name] == depth)
-            for depth in range(max(level.values(), default=-1) + 1)
-        )
-
-    def _walk(self, outer: Mapping[str, Node]) -> Iterator[tuple[Node, Mapping[str, Node]]]:
-        """Yield each node with the writers of the columns that it can see; check on the way."""
+    def _check_columns(self, outer: Mapping[str, Node]) -> None:
+        """Check that each column is written once, before it is read; ``outer`` has the writers outside."""
         writers = dict(outer)
         own_source: Node | None = None
         for element in self.elements:
             if isinstance(element, Repeat):
-                yield from element.body._walk({} if element.has_source else writers)
+                element.body._check_columns({} if element.has_source else writers)
                 continue
             for column in element.reads:
                 if column not in writers:
                     raise GraphError(self._missing(element, column, writers))
-            yield element, writers
             if element.source and own_source is not None:
                 raise GraphError(
                     f"nodes {own_source.name!r} and {element.name!r} are both sources; a flow follows one set of "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,7 @@ def plan_transfers(
     return transfers
 
 
+@dataclass(frozen=True)
 class Mover:
     """Executes moves.
 
@@ -103,10 +105,9 @@ class Mover:
         chunk: Samples of a mini-batch, each of which is balanced over the replicas.
     """
 
-    def __init__(self, world: World, meshes: Mapping[str, DeviceMesh], chunk: int) -> None:
-        self.world = world
-        self.meshes = meshes
-        self.chunk = chunk
+    world: World
+    meshes: Mapping[str, DeviceMesh]
+    chunk: int
 
     def move(self, move: Move, source: Batch | None, destination: Batch | None) -> Batch | None:
         """Bring columns to every rank of the destination. Collective: the ranks of both meshes.
@@ -174,7 +175,7 @@ class Mover:
         """Report what the others need to know of this rank; one rank reports for each replica."""
         source_mesh, destination_mesh = self.meshes[move.source], self.meshes[move.destination]
         report: dict[str, Any] = {"source": None, "destination": None}
-        if _speaks(source_mesh, self.world.rank):
+        if source_mesh.speaks(self.world.rank):
             missing = [name for name in move.columns if source is None or name not in source.columns]
             if source is None or missing:
                 raise GraphError(
@@ -190,7 +191,7 @@ class Mover:
                 "columns": {name: _kind(source.columns[name], lengths) for name in move.columns},
                 "lengths": lengths,
             }
-        if _speaks(destination_mesh, self.world.rank) and destination is not None:
+        if destination_mesh.speaks(self.world.rank) and destination is not None:
             report["destination"] = destination.ids.tolist()
         return report
 
@@ -299,11 +300,6 @@ def _by_id(table: Table) -> tuple[Array, Array]:
     owners = np.repeat(np.arange(len(table)), [len(ids) for ids in table])
     order = np.argsort(samples, kind="stable")
     return samples[order], owners[order]
-
-
-def _speaks(mesh: DeviceMesh, rank: int) -> bool:
-    """Return whether the rank is the first holder of its replica."""
-    return rank in mesh and mesh.output_ranks(mesh.coordinate(rank).dp)[0] == rank
 
 
 def _aligned(num_bytes: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,23 +12,26 @@ NodeCall = Callable[[Batch, Mapping[str, Any]], Batch | None]
 Returns the columns that the node writes on the output ranks of its mesh."""
 
 
-class Role(ABC):
+class Role:
     """One participant of a flow, on this rank.
 
     Attributes:
+        call_names: Methods that nodes may name.
         metrics: Measurements of the last calls, over the global batch; the trainer empties them at each step.
         sample_stats: Numbers of single samples that this rank reports, see ``step_metrics.DISTRIBUTIONS``; emptied
             alike.
     """
+
+    call_names: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
         self.sample_stats: dict[str, list[float]] = {}
 
     @property
-    @abstractmethod
     def calls(self) -> Mapping[str, NodeCall]:
         """Return name -> call, for every node that may name this role."""
+        return {name: getattr(self, name) for name in self.call_names}
 
-    def enter_phase(self, phase: str) -> None:  # noqa: B027  (most roles have one phase)
+    def enter_phase(self, phase: str) -> None:
         """Prepare for a phase. Collective: all ranks on which the role is called."""

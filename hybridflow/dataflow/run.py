@@ -42,6 +42,7 @@ class Replicated:
     take: Callable[[], Any]
 
 
+@dataclass(frozen=True, kw_only=True)
 class Executor:
     """Runs a rank's own schedule, as ``schedule.project`` gives it.
 
@@ -51,7 +52,7 @@ class Executor:
 
     A turn of a loop and the body of a branch see the columns outside, and their own columns end with them.
 
-    Args:
+    Attributes:
         schedule: What this rank does.
         roles: Name -> role.
         decisions: Name -> function that takes the decision; called on the lowest rank of the deciding mesh alone, and
@@ -66,25 +67,16 @@ class Executor:
         GraphError: The schedule names a role, call or decision that is not there.
     """
 
-    def __init__(
-        self,
-        *,
-        schedule: tuple[Instruction, ...],
-        roles: Mapping[str, Role],
-        decisions: Mapping[str, Callable[[], Any] | Replicated],
-        mover: Mover,
-        world: World,
-        meshes: Mapping[str, DeviceMesh],
-        timeline: Timeline,
-    ) -> None:
-        self._schedule = schedule
-        self._roles = roles
-        self._decisions = decisions
-        self._mover = mover
-        self._world = world
-        self._meshes = meshes
-        self._timeline = timeline
-        for instruction in walk(schedule):
+    schedule: tuple[Instruction, ...]
+    roles: Mapping[str, Role]
+    decisions: Mapping[str, Callable[[], Any] | Replicated]
+    mover: Mover
+    world: World
+    meshes: Mapping[str, DeviceMesh]
+    timeline: Timeline
+
+    def __post_init__(self) -> None:
+        for instruction in walk(self.schedule):
             self._check(instruction)
 
     def run(self, scope: Scope | None = None, decided: Mapping[str, Any] | None = None) -> Scope:
@@ -101,25 +93,25 @@ class Executor:
             GraphError: A role's columns are not those of its node.
         """
         held = {} if scope is None else dict(scope)
-        self._run(self._schedule, held, {} if decided is None else decided)
+        self._run(self.schedule, held, {} if decided is None else decided)
         return held
 
     def _run(self, program: tuple[Instruction, ...], scope: Scope, decided: Mapping[str, Any]) -> None:
         for instruction in program:
             match instruction:
                 case Call():
-                    ranks = self._meshes[instruction.mesh].ranks
+                    ranks = self.meshes[instruction.mesh].ranks
                     with (
-                        self._timeline.span("call", instruction.name),
-                        lost_contact(instruction.name, ranks, self._world.deadline_s),
+                        self.timeline.span("call", instruction.name),
+                        lost_contact(instruction.name, ranks, self.world.deadline_s),
                     ):
                         self._call(instruction, scope, decided)
                 case Move():
-                    with self._timeline.span("move", describe(instruction)):
+                    with self.timeline.span("move", describe(instruction)):
                         self._move(instruction, scope)
                 case Phase():
-                    with self._timeline.span("phase", describe(instruction)):
-                        self._roles[instruction.role].enter_phase(instruction.phase)
+                    with self.timeline.span("phase", describe(instruction)):
+                        self.roles[instruction.role].enter_phase(instruction.phase)
                 case Loop():
                     while value := self._decide(instruction):
                         with current_activity(_turn(instruction, value)):
@@ -132,41 +124,41 @@ class Executor:
                     raise AssertionError("a rank's own schedule has no concurrent bodies: project the program first")
 
     def _decide(self, instruction: Loop | Branch) -> Any:
-        decision, ranks = self._decisions[instruction.decision], deciders(instruction, self._meshes)
-        with self._timeline.span("control", instruction.decision):
+        decision, ranks = self.decisions[instruction.decision], deciders(instruction, self.meshes)
+        with self.timeline.span("control", instruction.decision):
             if isinstance(decision, Replicated):
                 return decision.take()
-            value = decision() if self._world.rank == ranks[0] else None
-            return self._world.coordinator(ranks).decide(instruction.decision, value)
+            value = decision() if self.world.rank == ranks[0] else None
+            return self.world.coordinator(ranks).decide(instruction.decision, value)
 
     def _move(self, move: Move, scope: Scope) -> None:
-        source, destination = self._meshes[move.source].key, self._meshes[move.destination].key
-        moved = self._mover.move(move, scope.get(source), scope.get(destination))
+        source, destination = self.meshes[move.source].key, self.meshes[move.destination].key
+        moved = self.mover.move(move, scope.get(source), scope.get(destination))
         if moved is not None:
             held = scope.get(destination)
             is_same = held is not None and torch.equal(held.ids, moved.ids)
             scope[destination] = held.with_columns(moved.columns) if held is not None and is_same else moved
 
     def _call(self, call: Call, scope: Scope, decided: Mapping[str, Any]) -> None:
-        mesh = self._meshes[call.mesh]
+        mesh = self.meshes[call.mesh]
         given = scope.get(mesh.key, Batch.empty()) if call.reads else Batch.empty()
         for column in call.reads:
             if column not in given.columns:
                 raise GraphError(
-                    f"node {call.name!r} reads column {column!r}, which rank {self._world.rank} does not hold on "
+                    f"node {call.name!r} reads column {column!r}, which rank {self.world.rank} does not hold on "
                     f"{call.mesh}; move it there before"
                 )
-        result = self._roles[call.role].calls[call.call](given.only(call.reads), decided)
+        result = self.roles[call.role].calls[call.call](given.only(call.reads), decided)
         if call.source:
             # New samples hide those of before, wherever this rank held them.
             scope.clear()
-        if self._world.rank not in mesh.output_ranks(mesh.coordinate(self._world.rank).dp):
+        if self.world.rank not in mesh.output_ranks(mesh.coordinate(self.world.rank).dp):
             return
         written = () if result is None else tuple(result.columns)
         if set(written) != set(call.writes):
             raise GraphError(
                 f"node {call.name!r} ({call.role}.{call.call}) returned columns {sorted(written)} on rank "
-                f"{self._world.rank}; it declares to write {sorted(call.writes)}: return exactly these"
+                f"{self.world.rank}; it declares to write {sorted(call.writes)}: return exactly these"
             )
         if result is None or not written:
             return
@@ -177,21 +169,21 @@ class Executor:
         else:
             raise GraphError(
                 f"node {call.name!r} ({call.role}.{call.call}) returned other samples than it was given on rank "
-                f"{self._world.rank} ({len(result)} for {len(given)}); return the ids of the batch, in its order"
+                f"{self.world.rank} ({len(result)} for {len(given)}); return the ids of the batch, in its order"
             )
 
     def _check(self, instruction: Instruction) -> None:
         match instruction:
             case Call() | Phase():
-                role = self._roles.get(instruction.role)
+                role = self.roles.get(instruction.role)
                 call = instruction.call if isinstance(instruction, Call) else None
                 if role is None or (call is not None and call not in role.calls):
-                    known = ", ".join(self._roles) or "none"
+                    known = ", ".join(self.roles) or "none"
                     missing = f"{instruction.role}.{call or 'enter_phase'}"
                     raise GraphError(f"{describe(instruction)}: there is no {missing}; the roles are {known}")
             case Loop() | Branch():
-                if instruction.decision not in self._decisions:
-                    known = ", ".join(self._decisions) or "none"
+                if instruction.decision not in self.decisions:
+                    known = ", ".join(self.decisions) or "none"
                     raise GraphError(f"{describe(instruction)}: nothing decides it; the decisions are {known}")
 
 

@@ -52,7 +52,7 @@ class Deadlines:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What was found on all nodes, on rank 0.
+    """Findings on all nodes, on rank 0.
 
     Attributes:
         reports: Of the nodes that answered, in the order of their ranks.
@@ -113,8 +113,9 @@ def look_across(
         speakers, on_gpus = board.get("speakers", 2 * deadlines.report_s)
         talk = speak(board, start.rank, speakers, on_gpus=on_gpus, message_s=deadlines.message_s)
     finally:
-        if start.rank == 0:
-            _hide_token(directory, token)
+        if start.rank == 0 and token:
+            with contextlib.suppress(OSError):
+                (directory / token).unlink()
     if start.rank != 0:
         return board, None
     return board, _allocation(list(reports.values()), hosts, talk, silent)
@@ -165,12 +166,6 @@ def _show_token(directory: Path) -> str:
     except OSError:
         return ""  # the node's own check of the directory says why
     return name
-
-
-def _hide_token(directory: Path, token: str) -> None:
-    if token:
-        with contextlib.suppress(OSError):
-            (directory / token).unlink()
 
 
 def _sees(directory: Path, token: str) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.distributed_c10d import Store
 from hybridflow.errors import DeadlineError
 
 
+@dataclass(frozen=True)
 class Board:
     """Values under names.
 
@@ -21,8 +23,7 @@ class Board:
         store: Where they lie.
     """
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    store: Store
 
     def put(self, name: str, value: Any) -> None:
         """Publish a value under a name."""

@@ -61,7 +61,6 @@ def add_doctor(commands: Any) -> None:
         "problem with its remedy. With --nodes, check and measure every node of the allocation, and name nodes that "
         "are slow, silent or different. Inside a Slurm job, --nodes starts one task on each node.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     doctor.add_argument(
         "directory",
@@ -73,7 +72,7 @@ def add_doctor(commands: Any) -> None:
     )
     doctor.add_argument("--nodes", action="store_true", help="check, measure and compare all nodes of the allocation")
     doctor.add_argument("--json", action="store_true", help="print JSON")
-    doctor.set_defaults(run=run, recipe=None, overrides=())
+    doctor.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding
+from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, note, problem
 
 AREA = "nodes"
 
@@ -29,7 +29,7 @@ SPEEDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """What one node told.
+    """Report of one node.
 
     Attributes:
         host: Its name.
@@ -116,12 +116,11 @@ def slow_pairs(
 ) -> list[Finding]:
     """Return pairs that are slow though neither node is, because of their link, and pairs that do not speak."""
     findings = [
-        Finding(
-            area=AREA,
-            name=f"{one} with {other}",
-            value=f"no messages between them: {why}",
-            verdict=PROBLEM,
-            remedy="each must be reached by its name, and no firewall stand between; GLOO_SOCKET_IFNAME and "
+        problem(
+            AREA,
+            f"{one} with {other}",
+            f"no messages between them: {why}",
+            "each must be reached by its name, and no firewall stand between; GLOO_SOCKET_IFNAME and "
             "NCCL_SOCKET_IFNAME name the interface where nodes have several",
         )
         for (one, other), why in broken.items()
@@ -131,12 +130,11 @@ def slow_pairs(
     middle = statistics.median(pairs.values())
     slow = {host for host, share in ratios(reports, "network").items() if share < SLOW}
     return findings + [
-        Finding(
-            area=AREA,
-            name=f"{one} with {other}",
-            value=f"slow: network {speed / 1e9:.3g} GB/s, {speed / middle:.2f} of the median",
-            verdict=NOTE,
-            remedy="each is fast with others: a link or switch between them; if it stays, tell the site",
+        note(
+            AREA,
+            f"{one} with {other}",
+            f"slow: network {speed / 1e9:.3g} GB/s, {speed / middle:.2f} of the median",
+            "each is fast with others: a link or switch between them; if it stays, tell the site",
         )
         for (one, other), speed in pairs.items()
         if speed < SLOW * middle and not slow & {one, other}
@@ -150,12 +148,11 @@ def silent_nodes(missing: Mapping[str, str]) -> list[Finding]:
         missing: By node, or rank where its node is not known: what it was waited for.
     """
     return [
-        Finding(
-            area=AREA,
-            name=who,
-            value=f"did not answer: {what}",
-            verdict=PROBLEM,
-            remedy=f"see what it says (sinfo -R, its log), and leave it out with --exclude={who}"
+        problem(
+            AREA,
+            who,
+            f"did not answer: {what}",
+            f"see what it says (sinfo -R, its log), and leave it out with --exclude={who}"
             if not who.startswith("rank ")
             else "see what kept it from starting",
         )
@@ -166,13 +163,7 @@ def silent_nodes(missing: Mapping[str, str]) -> list[Finding]:
 def failures(reports: Sequence[NodeReport]) -> list[Finding]:
     """Return the failed checks of nodes that answered."""
     return [
-        Finding(
-            area=AREA,
-            name=report.host,
-            value=error,
-            verdict=PROBLEM,
-            remedy=f"leave it out with --exclude={report.host}, and tell the site",
-        )
+        problem(AREA, report.host, error, f"leave it out with --exclude={report.host}, and tell the site")
         for report in reports
         for error in report.errors
     ]
@@ -187,35 +178,32 @@ def differences(reports: Sequence[NodeReport]) -> list[Finding]:
             usual = Counter(found.values()).most_common(1)[0][0]
             others = "; ".join(f"{host}: {value}" for host, value in found.items() if value != usual)
             findings.append(
-                Finding(
-                    area=AREA,
-                    name=name,
-                    value=f"{usual}, but {others}",
-                    verdict=PROBLEM,
-                    remedy="all nodes need the same: install where all of them see it, or use one container",
+                problem(
+                    AREA,
+                    name,
+                    f"{usual}, but {others}",
+                    "all nodes need the same: install where all of them see it, or use one container",
                 )
             )
     middle = statistics.median([report.clock_s for report in reports]) if reports else 0.0
     for report in reports:
         if abs(report.clock_s - middle) > LATE_S:
             findings.append(
-                Finding(
-                    area=AREA,
-                    name=report.host,
-                    value=f"its clock is {report.clock_s - middle:+.1f} s from the others'",
-                    verdict=NOTE,
-                    remedy="have the site set it (chrony): Slurm's credentials expire, and times in logs mislead",
+                note(
+                    AREA,
+                    report.host,
+                    f"its clock is {report.clock_s - middle:+.1f} s from the others'",
+                    "have the site set it (chrony): Slurm's credentials expire, and times in logs mislead",
                 )
             )
     blind = [report.host for report in reports if not report.sees_directory]
     if blind:
         findings.append(
-            Finding(
-                area=AREA,
-                name="run directory",
-                value=f"what the first node wrote there is not seen on {', '.join(blind)}",
-                verdict=PROBLEM,
-                remedy="choose a run_dir on a file system that all nodes share",
+            problem(
+                AREA,
+                "run directory",
+                f"what the first node wrote there is not seen on {', '.join(blind)}",
+                "choose a run_dir on a file system that all nodes share",
             )
         )
     elif len(reports) > 1:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_bytes
+from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_bytes, problem
+from hybridflow.doctor.host import mounts
 
 AREA = "run directory"
 
@@ -34,47 +36,19 @@ _SLOW_SYNC_S = 0.5
 _FEW_FILES = 10_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mount:
-    """A line of /proc/mounts.
-
-    Attributes:
-        source: Device or server.
-        point: Where it is mounted.
-        kind: Type of the file system.
-        options: Its options.
-    """
-
-    source: str
-    point: str
-    kind: str
-    options: tuple[str, ...]
-
-
-def parse_mounts(text: str) -> list[Mount]:
-    r"""Parse the lines of /proc/mounts, in which a space in a path stands as ``\040``."""
-    mounts = []
-    for line in text.splitlines():
-        words = line.split(" ")
-        if len(words) >= 4:
-            source, point, kind, options = (re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), w) for w in words[:4])
-            mounts.append(Mount(source=source, point=point, kind=kind, options=tuple(options.split(","))))
-    return mounts
-
-
-def mount_of(path: str, mounts: list[Mount]) -> Mount | None:
-    """Return the mount of an absolute path without links: the longest mount point; of equal ones the last."""
+def mount_of(path: str, mounts: Sequence[Any]) -> Any:
+    """Return the mount of an absolute path without links, if any: the longest mount point; of equal ones the last."""
     best = None
     for mount in mounts:
-        inside = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
-        if inside and (best is None or len(mount.point) >= len(best.point)):
+        inside = path == mount.mountpoint or path.startswith(mount.mountpoint.rstrip("/") + "/")
+        if inside and (best is None or len(mount.mountpoint) >= len(best.mountpoint)):
             best = mount
     return best
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What a probe of writing measured.
+    """Measurements of a probe of writing.
 
     Attributes:
         bytes_per_s: Of one large file, synced.
@@ -91,7 +65,7 @@ def check_directory(directory: Path) -> list[Finding]:
     """Check kind, room and speed of the file system of the run directory, or of its nearest parent."""
     real = directory.resolve()
     there = next(path for path in (real, *real.parents) if path.is_dir())
-    mount = mount_of(str(there), parse_mounts(Path("/proc/mounts").read_text(encoding="utf-8", errors="replace")))
+    mount = mount_of(str(there), mounts())
     findings = [mount_finding(str(real), mount)]
     room = os.statvfs(there)
     findings.append(room_finding(room.f_bavail * room.f_frsize, room.f_favail if room.f_files else None))
@@ -99,28 +73,27 @@ def check_directory(directory: Path) -> list[Finding]:
         findings += written_findings(write_probe(there))
     except OSError as error:
         findings.append(
-            Finding(
-                area=AREA,
-                name="writing",
-                value=f"{there}: cannot be written: {error.strerror}",
-                verdict=PROBLEM,
-                remedy="choose a directory that is yours, and look at your quota",
+            problem(
+                AREA,
+                "writing",
+                f"{there}: cannot be written: {error.strerror}",
+                "choose a directory that is yours, and look at your quota",
             )
         )
     return findings
 
 
-def mount_finding(path: str, mount: Mount | None) -> Finding:
+def mount_finding(path: str, mount: Any) -> Finding:
     """Judge the kind of file system that the directory is on."""
     value, verdict, remedy = f"{path}, unknown", NOTE, ""
     if mount is not None:
-        value, verdict = f"{path}, {mount.kind} at {mount.point}", OK
-        if "ro" in mount.options:
+        value, verdict = f"{path}, {mount.fstype} at {mount.mountpoint}", OK
+        if "ro" in mount.opts.split(","):
             value, verdict, remedy = f"{value}, read-only", PROBLEM, "choose a directory that can be written"
-        elif mount.kind in VOLATILE:
+        elif mount.fstype in VOLATILE:
             value, verdict = f"{value}: in memory, gone with the node", NOTE
             remedy = "put the run directory (run_dir) on a disk, or its checkpoints are lost with the node"
-        elif mount.kind in NETWORK:
+        elif mount.fstype in NETWORK:
             value += ": of the network"
         else:
             value += ": of this machine, or a kind not known here"

@@ -10,7 +10,7 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was found.
+    """Result of one check.
 
     Attributes:
         area: Which part of the report it belongs to.
@@ -29,6 +29,16 @@ class Finding:
     def unless(self, is_fine: bool, verdict: str, remedy: str) -> Finding:
         """Return this finding where all is fine; else with another verdict and a remedy."""
         return self if is_fine else replace(self, verdict=verdict, remedy=remedy)
+
+
+def problem(area: str, name: str, value: str, remedy: str) -> Finding:
+    """Return a finding that stops a run or slows it down."""
+    return Finding(area=area, name=name, value=value, verdict=PROBLEM, remedy=remedy)
+
+
+def note(area: str, name: str, value: str, remedy: str) -> Finding:
+    """Return a finding that is worth knowing."""
+    return Finding(area=area, name=name, value=value, verdict=NOTE, remedy=remedy)
 
 
 def worst(findings: Iterable[Finding]) -> str:

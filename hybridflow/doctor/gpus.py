@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding
+from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, note
 from hybridflow.programs import try_program
 
 AREA = "GPUs"
@@ -87,12 +87,11 @@ def check_gpus() -> list[Finding]:
     has_device = any(Path("/dev").glob("nvidia[0-9]*"))
     if tool is None and has_device:
         return [
-            Finding(
-                area=AREA,
-                name="nvidia-smi",
-                value="is not there, though /dev has NVIDIA's devices",
-                verdict=NOTE,
-                remedy="inside a container, start it with the GPUs: apptainer --nv, or enroot's nvidia hook",
+            note(
+                AREA,
+                "nvidia-smi",
+                "is not there, though /dev has NVIDIA's devices",
+                "inside a container, start it with the GPUs: apptainer --nv, or enroot's nvidia hook",
             )
         ]
     if tool is None:
@@ -125,12 +124,11 @@ def gpu_findings(gpus: list[Gpu], failure: str, *, is_hidden: bool) -> list[Find
         findings.append(Finding(area=AREA, name="driver", value=gpus[0].driver))
     if gpus and is_hidden:
         findings.append(
-            Finding(
-                area=AREA,
-                name="CUDA_VISIBLE_DEVICES",
-                value="hides all GPUs; the CPU is used",
-                verdict=NOTE,
-                remedy="ask Slurm for GPUs (--gpus-per-node), or unset it",
+            note(
+                AREA,
+                "CUDA_VISIBLE_DEVICES",
+                "hides all GPUs; the CPU is used",
+                "ask Slurm for GPUs (--gpus-per-node), or unset it",
             )
         )
     return findings + [_gpu_finding(gpu) for gpu in gpus]

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from hybridflow.doctor.finding import NOTE, PROBLEM, Finding
+from hybridflow.doctor.finding import NOTE, Finding, problem
 
 Check = Callable[[], Sequence[Finding]]
 
@@ -30,7 +30,9 @@ def run_checks(checks: Mapping[str, Check], deadline_s: float) -> list[Finding]:
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     found = dict(results)  # what comes later than the deadline is not looked at
-    return [finding for area in checks for finding in found.get(area, [_silent(area, deadline_s)])]
+    silent = f"no answer within {deadline_s:g} s"
+    remedy = "something hangs: a file server, a driver or a daemon; try by hand what this area looks at"
+    return [each for area in checks for each in found.get(area, [problem(area, "check", silent, remedy)])]
 
 
 def _run(area: str, check: Check, results: dict[str, Sequence[Finding]]) -> None:
@@ -39,13 +41,3 @@ def _run(area: str, check: Check, results: dict[str, Sequence[Finding]]) -> None
     except Exception as error:  # the report goes on without what this check would have found
         what = f"could not be looked at: {type(error).__name__}: {error}"
         results[area] = [Finding(area=area, name="check", value=what, verdict=NOTE)]
-
-
-def _silent(area: str, deadline_s: float) -> Finding:
-    return Finding(
-        area=area,
-        name="check",
-        value=f"no answer within {deadline_s:g} s",
-        verdict=PROBLEM,
-        remedy="something hangs: a file server, a driver or a daemon; try by hand what this area looks at",
-    )

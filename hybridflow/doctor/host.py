@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import ipaddress
 import os
 import resource
 import socket
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_bytes
 from hybridflow.rewards.sandbox import Bubblewrap, find_bubblewrap, sandbox_problem
@@ -20,7 +18,6 @@ AREA, NETWORK = "machine", "network"
 
 _SMALL_SHARED_BYTES = 2**30
 _FEW_OPEN_FILES = 4096
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,20 +135,24 @@ def check_network(*, of_many: bool) -> list[Finding]:
 
 def interfaces() -> list[Interface]:
     """Return the network interfaces of this machine."""
-    found = []
-    for _, name in socket.if_nameindex():
-        address = ""
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            address = socket.inet_ntoa(reply[20:24])
-        state = "unknown"
-        with contextlib.suppress(OSError):
-            state = Path(f"/sys/class/net/{name}/operstate").read_text(encoding="ascii").strip()
-        # The loopback and some virtual ones say "unknown" although they carry.
-        found.append(
-            Interface(name=name, address=address, is_up=state == "up" or (state == "unknown" and address != ""))
+    import psutil
+
+    states = psutil.net_if_stats()
+    return [
+        Interface(
+            name=name,
+            address=next((each.address for each in addresses if each.family == socket.AF_INET), ""),
+            is_up=name in states and states[name].isup,
         )
-    return found
+        for name, addresses in psutil.net_if_addrs().items()
+    ]
+
+
+def mounts() -> list[Any]:
+    """Return the file systems that are mounted, as psutil tells of them."""
+    import psutil
+
+    return list(psutil.disk_partitions(all=True))
 
 
 def name_finding(name: str, addresses: Sequence[str], listed: Sequence[Interface], *, of_many: bool) -> Finding:

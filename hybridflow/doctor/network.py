@@ -22,7 +22,7 @@ from hybridflow.doctor.rounds import partner, tournament
 
 @dataclass(kw_only=True)
 class Talk:
-    """What rank 0 notes.
+    """Notes of rank 0.
 
     Attributes:
         speeds: Bytes each way per second, by the two ranks.

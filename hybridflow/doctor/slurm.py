@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 
-from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding
+from hybridflow.doctor.finding import NOTE, OK, Finding, note, problem
 from hybridflow.exit_status import REQUEUE
 from hybridflow.parallel.scontrol import parse_records
 from hybridflow.programs import try_program
@@ -58,22 +58,20 @@ def check_slurm(config: Mapping[str, str], failure: str) -> list[Finding]:
         return [Finding(area=AREA, name="Slurm", value="not on this machine: hybridflow launch local or mpi")]
     if "configuration source" in failure:
         return [
-            Finding(
-                area=AREA,
-                name="Slurm",
-                value="its programs are here, and no cluster: " + failure,
-                verdict=NOTE,
-                remedy="on a node of a cluster, set SLURM_CONF or ask the site",
+            note(
+                AREA,
+                "Slurm",
+                "its programs are here, and no cluster: " + failure,
+                "on a node of a cluster, set SLURM_CONF or ask the site",
             )
         ]
     if failure:
         return [
-            Finding(
-                area=AREA,
-                name="controller",
-                value=f"does not answer: {failure}",
-                verdict=PROBLEM,
-                remedy="is slurmctld up (scontrol ping), SLURM_CONF right, and munge running here?",
+            problem(
+                AREA,
+                "controller",
+                f"does not answer: {failure}",
+                "is slurmctld up (scontrol ping), SLURM_CONF right, and munge running here?",
             )
         ]
     partitions, _ = try_program(["scontrol", "show", "partition", "-o"])

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import hybridflow
-from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding
+from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, problem
 from hybridflow.observe.files import json_objects
 from hybridflow.programs import try_program
 
@@ -93,12 +93,11 @@ def torch_findings(found: Mapping[str, Any]) -> list[Finding]:
     area = "software"
     if "torch" not in found:
         return [
-            Finding(
-                area=area,
-                name="torch",
-                value=f"cannot be imported: {found.get('torch_error') or found['failure'] or 'no answer'}",
-                verdict=PROBLEM,
-                remedy="install torch 2.6 or newer into this environment, and load the modules it was built with",
+            problem(
+                area,
+                "torch",
+                f"cannot be imported: {found.get('torch_error') or found['failure'] or 'no answer'}",
+                "install torch 2.6 or newer into this environment, and load the modules it was built with",
             )
         ]
     built = f"CUDA {found['cuda']}" if found["cuda"] else (f"ROCm {found['hip']}" if found.get("hip") else "CPU alone")
@@ -119,12 +118,11 @@ def _cuda_findings(found: Mapping[str, Any]) -> list[Finding]:
     if "gpus" not in found:
         why = found.get("gpu_error") or found["failure"] or "no answer"
         findings.append(
-            Finding(
-                area="GPUs",
-                name="CUDA in torch",
-                value=f"does not answer: {why}",
-                verdict=PROBLEM,
-                remedy="see whether nvidia-smi answers on this node; the driver must be new enough for torch's CUDA",
+            problem(
+                "GPUs",
+                "CUDA in torch",
+                f"does not answer: {why}",
+                "see whether nvidia-smi answers on this node; the driver must be new enough for torch's CUDA",
             )
         )
         return findings

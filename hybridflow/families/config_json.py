@@ -238,26 +238,16 @@ def describe(model: ModelConfig, *, family: str | None, has_value_head: bool) ->
     raise ConfigError(f"{lacking}; expected those of one of {', '.join(FAMILIES)}: write another format")
 
 
-def write_config(described: Described) -> dict[str, Any]:
-    """Return the ``config.json`` of a model; the inverse of ``read_config``.
+def update_config(original: Mapping[str, Any] | None, described: Described, *, dtype: str) -> dict[str, Any]:
+    """Return the ``config.json`` to write beside a model's tensors; the inverse of ``read_config``.
 
     Rotary positions are written in both spellings: ``rope_parameters`` of transformers 5, and the flat keys that went
     before.
 
-    Raises:
-        ConfigError: The family has no such model; names the settings in the way.
-    """
-    describe(described.model, family=described.family.name, has_value_head=described.has_value_head)
-    return _written(described)
-
-
-def update_config(original: Mapping[str, Any] | None, described: Described, *, dtype: str) -> dict[str, Any]:
-    """Return the ``config.json`` to write beside a model's tensors.
-
     Args:
         original: The one that traveled along; kept where it describes the model, with the spellings that older
             readers need. None: there is none.
-        described: The model.
+        described: The model, as ``describe`` or ``read_config`` gave it.
         dtype: Number format of the tensors, as Hugging Face calls it.
     """
     config = _written(described)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from hybridflow.errors import ConfigError
@@ -120,6 +120,16 @@ class ModelConfig:
     def head_size(self) -> int:
         """Return the width of each head."""
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
+
+
+FREE_SETTINGS = ("path", "max_context", "vocab_divisible_by", "init_std", "dtype")
+"""Settings that may be other than where the weights come from; with any other these would be misread."""
+
+
+def differing(model: ModelConfig, other: ModelConfig) -> list[str]:
+    """Return the settings in which two models differ whose weights are to mean the same."""
+    names = [item.name for item in fields(ModelConfig) if item.name not in FREE_SETTINGS]
+    return [name for name in names if getattr(model, name) != getattr(other, name)]
 
 
 def check_model(model: ModelConfig, owner: str) -> None:

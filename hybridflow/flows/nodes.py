@@ -2,99 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from hybridflow.dataflow.graph import SCORED, Flow, Node, Repeat, Step, repeat
 
 SEQUENCES = ("tokens", "prompt_lengths")
 
-SAMPLE = Node(
-    name="actor.sample",
-    role="actor",
-    call="sample",
-    mesh="actor.rollout",
-    phase="rollout",
+
+def _node(
+    name: str,
+    mesh: str | None = None,
+    *,
+    reads: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
+    source: bool = False,
+) -> Node:
+    """Return the node that is named after a role and its call; the actor's phase is that of the mesh.
+
+    Args:
+        name: ``role.call``.
+        mesh: Name of the mesh; None: that of the role's name.
+        reads: See ``Node``.
+        writes: See ``Node``.
+        source: See ``Node``.
+    """
+    role, _, call = name.partition(".")
+    mesh = role if mesh is None else mesh
+    phase = mesh.removeprefix("actor.") if role == "actor" else None
+    return Node(name=name, role=role, call=call, mesh=mesh, reads=reads, writes=writes, phase=phase, source=source)
+
+
+SAMPLE = _node(
+    "actor.sample",
+    "actor.rollout",
     source=True,
     writes=(*SEQUENCES, "prompt_indices", "response_mask", "rollout_log_probs"),
 )
-
-
-def _score(role: str, column: str) -> Node:
-    return Node(
-        name=f"{role}.score",
-        role=role,
-        call="score",
-        mesh=role,
-        reads=(*SEQUENCES, "prompt_indices"),
-        writes=(column,),
-    )
-
-
-SCORE, COST = _score("reward", "scores"), _score("cost", "costs")
+_TO_SCORE = (*SEQUENCES, "prompt_indices")
+SCORE = _node("reward.score", reads=_TO_SCORE, writes=("scores",))
+COST = _node("cost.score", reads=_TO_SCORE, writes=("costs",))
 _SAMPLED = (*SAMPLE.writes, "scores")
-KEEP = Node(name="groups.keep", role="groups", call="keep", mesh="actor.rollout", reads=_SAMPLED)
+KEEP = _node("groups.keep", "actor.rollout", reads=_SAMPLED)
 FILL = repeat("fill", SAMPLE >> SCORE >> KEEP, mesh="job")
-TAKE = Node(name="groups.take", role="groups", call="take", mesh="actor.rollout", source=True, writes=_SAMPLED)
-ACTOR_LOG_PROBS = Node(
-    name="actor.log_probs",
-    role="actor",
-    call="log_probs",
-    mesh="actor.update",
-    phase="update",
-    reads=SEQUENCES,
-    writes=("old_log_probs",),
-)
-REFERENCE_LOG_PROBS = Node(
-    name="reference.log_probs",
-    role="reference",
-    call="log_probs",
-    mesh="reference",
-    reads=SEQUENCES,
-    writes=("ref_log_probs",),
-)
-
-
-def _values(role: str, column: str) -> Node:
-    return Node(name=f"{role}.values", role=role, call="values", mesh=role, reads=SEQUENCES, writes=(column,))
-
-
-CRITIC_VALUES, COST_VALUES = _values("critic", "values"), _values("cost_critic", "cost_values")
-TEACHER_TOP = Node(
-    name="teacher.top",
-    role="teacher",
-    call="top",
-    mesh="teacher",
-    reads=SEQUENCES,
-    writes=("teacher_log_probs", "teacher_ids"),
-)
+TAKE = _node("groups.take", "actor.rollout", source=True, writes=_SAMPLED)
 _OLD, _REFERENCE = "old_log_probs", "ref_log_probs"
+ACTOR_LOG_PROBS = _node("actor.log_probs", "actor.update", reads=SEQUENCES, writes=(_OLD,))
+REFERENCE_LOG_PROBS = _node("reference.log_probs", reads=SEQUENCES, writes=(_REFERENCE,))
+CRITIC_VALUES = _node("critic.values", reads=SEQUENCES, writes=("values",))
+COST_VALUES = _node("cost_critic.values", reads=SEQUENCES, writes=("cost_values",))
+TEACHER_TOP = _node("teacher.top", reads=SEQUENCES, writes=("teacher_log_probs", "teacher_ids"))
 
 
 def advantages(call: str, *, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ("advantages",)) -> Node:
     """Return a node from scores to advantages, in one of the ways that ``roles.advantage`` has."""
-    return Node(
-        name=f"advantage.{call}",
-        role="advantage",
-        call=call,
-        mesh="actor.update",
-        reads=("tokens", "scores", "prompt_indices", "response_mask", _OLD, _REFERENCE, *reads),
-        writes=writes,
-    )
+    known = ("tokens", "scores", "prompt_indices", "response_mask", _OLD, _REFERENCE)
+    return _node(f"advantage.{call}", "actor.update", reads=(*known, *reads), writes=writes)
 
 
 def _critic_update(role: str, values: str, returns: str) -> Repeat:
-    return repeat(
-        # The critics have equally many mini-batches.
-        "critic_mini_batch",
-        Node(
-            name=f"{role}.update",
-            role=role,
-            call="update",
-            mesh=role,
-            reads=(*SEQUENCES, "response_mask", values, returns, "order"),
-        ),
-        mesh=role,
-    )
+    node = _node(f"{role}.update", reads=(*SEQUENCES, "response_mask", values, returns, "order"))
+    # The critics have equally many mini-batches.
+    return repeat("critic_mini_batch", node, mesh=role)
 
 
 CRITIC_UPDATE = _critic_update("critic", "values", "returns")
@@ -103,59 +72,28 @@ COST_CRITIC_UPDATE = _critic_update("cost_critic", "cost_values", "cost_returns"
 
 def update(*reads: str, call: str = "update") -> Repeat:
     """Return the actor's updates, a mini-batch each, in one of the ways that it has."""
-    return repeat(
-        "actor_mini_batch",
-        Node(
-            name=f"actor.{call}",
-            role="actor",
-            call=call,
-            mesh="actor.update",
-            phase="update",
-            reads=(*SEQUENCES, *reads, "order"),
-        ),
-        mesh="actor.update",
-    )
+    node = _node(f"actor.{call}", "actor.update", reads=(*SEQUENCES, *reads, "order"))
+    return repeat("actor_mini_batch", node, mesh="actor.update")
 
 
 ACTOR_UPDATE = update("response_mask", "rollout_log_probs", _OLD, _REFERENCE, "advantages")
 DISTILL = update("response_mask", "teacher_log_probs", "teacher_ids", call="distill")
-IMITATE = repeat(
-    "warm_step",
-    Node(name="actor.imitate", role="actor", call="imitate", mesh="actor.update", phase="update"),
-    mesh="actor.update",
-)
+IMITATE = repeat("warm_step", _node("actor.imitate", "actor.update"), mesh="actor.update")
 SAMPLE_VALIDATION = replace(SAMPLE, name="actor.sample_validation", call="sample_validation")
 SCORE_VALIDATION = replace(SCORE, name="reward.score_validation", call="score_validation", writes=())
 
 
 def offline(call: str, *writes: str) -> Node:
     """Return a node that reads samples instead of sampling, in one of the ways of ``roles.offline_samples``."""
-    return Node(
-        name=f"offline.{call}",
-        role="offline",
-        call=call,
-        mesh="actor.update",
-        source=True,
-        writes=(*SEQUENCES, *writes),
-    )
+    return _node(f"offline.{call}", "actor.update", source=True, writes=(*SEQUENCES, *writes))
 
 
-REFERENCE_MISMATCHED_LOG_PROBS = Node(
-    name="reference.mismatched_log_probs",
-    role="reference",
-    call="mismatched_log_probs",
-    mesh="reference",
+REFERENCE_MISMATCHED_LOG_PROBS = _node(
+    "reference.mismatched_log_probs",
     reads=("mismatched_tokens", "prompt_lengths"),
     writes=("ref_mismatched_log_probs",),
 )
-VALIDATE_PAIRS = Node(
-    name="actor.validate_pairs",
-    role="actor",
-    call="validate_pairs",
-    mesh="actor.update",
-    phase="update",
-    reads=(*SEQUENCES, _REFERENCE),
-)
+VALIDATE_PAIRS = _node("actor.validate_pairs", "actor.update", reads=(*SEQUENCES, _REFERENCE))
 
 WARM_START = Flow(elements=(IMITATE,))
 VALIDATION = SAMPLE_VALIDATION >> SCORE_VALIDATION
@@ -164,25 +102,32 @@ VALIDATION_OF_PAIRS = (
 )
 
 
+def each_node(flow: Flow, change: Callable[[Node], Node | None]) -> Flow:
+    """Return the flow with its nodes changed, also inside repeats, and without those whose change is None."""
+    elements: list[Node | Repeat] = []
+    for element in flow.elements:
+        if isinstance(element, Repeat):
+            elements.append(replace(element, body=each_node(element.body, change)))
+        elif (node := change(element)) is not None:
+            elements.append(node)
+    return Flow(elements=tuple(elements))
+
+
 def without(flow: Flow, column: str, *, role: str | None = None) -> Flow:
     """Return the flow in which no node, or no node of a role, reads or writes a column.
 
     Nodes that wrote nothing else are left out.
     """
-    elements: list[Node | Repeat] = []
-    for element in flow.elements:
-        if isinstance(element, Repeat):
-            elements.append(replace(element, body=without(element.body, column, role=role)))
-        elif role in (None, element.role):
-            if element.writes == (column,):
-                continue
-            reads, writes = (
-                tuple(name for name in names if name != column) for names in (element.reads, element.writes)
-            )
-            elements.append(replace(element, reads=reads, writes=writes))
-        else:
-            elements.append(element)
-    return Flow(elements=tuple(elements))
+
+    def change(node: Node) -> Node | None:
+        if role not in (None, node.role):
+            return node
+        if node.writes == (column,):
+            return None
+        reads, writes = (tuple(name for name in names if name != column) for names in (node.reads, node.writes))
+        return replace(node, reads=reads, writes=writes)
+
+    return each_node(flow, change)
 
 
 def with_drops(step: Step) -> Step:
@@ -190,12 +135,10 @@ def with_drops(step: Step) -> Step:
     written = {column for node in step.flow.nodes() for column in node.writes}
     found = tuple(column for column in SCORED if column in written)
 
-    def reading(element: Node | Repeat) -> Node | Repeat:
-        if isinstance(element, Node):
-            return replace(element, reads=tuple(dict.fromkeys((*element.reads, *found))))
-        return replace(element, body=Flow(elements=tuple(map(reading, element.body.elements))))
+    def reading(node: Node) -> Node:
+        return replace(node, reads=tuple(dict.fromkeys((*node.reads, *found))))
 
-    return replace(step, update=Flow(elements=tuple(map(reading, step.update.elements))))
+    return replace(step, update=each_node(step.update, reading))
 
 
 def with_environment(flow: Flow) -> Flow:
@@ -203,14 +146,13 @@ def with_environment(flow: Flow) -> Flow:
 
     Its rewards go from the sampling nodes to the scoring ones.
     """
-    changed: list[Node | Repeat] = []
-    for element in flow.elements:
-        if isinstance(element, Repeat):
-            element = replace(element, body=with_environment(element.body))
-        elif element.source and element.role == "actor":
-            element = replace(element, writes=(*element.writes, "environment_rewards"))
-        elif element.role in ("reward", "cost"):
-            rewards = ("environment_rewards",) if element.role == "reward" else ()
-            element = replace(element, reads=(*element.reads, "response_mask", *rewards))
-        changed.append(element)
-    return Flow(elements=tuple(changed))
+
+    def change(node: Node) -> Node:
+        if node.source and node.role == "actor":
+            return replace(node, writes=(*node.writes, "environment_rewards"))
+        if node.role in ("reward", "cost"):
+            rewards = ("environment_rewards",) if node.role == "reward" else ()
+            return replace(node, reads=(*node.reads, "response_mask", *rewards))
+        return node
+
+    return each_node(flow, change)

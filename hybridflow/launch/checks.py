@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hybridflow.config.recipe import Recipe
@@ -22,59 +23,38 @@ _NEAR_SHARE = 0.9
 """From this share of a GPU's memory on a job may not fit, since the estimate does not have all."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the command line asks for.
-
-    Attributes:
-        recipe: A YAML file, or the name of a shipped recipe.
-        overrides: ``key=value`` each.
-        site: File of the site settings; None: the user's.
-        nodes: ``"4"`` or ``"3-4"``; None: as many as the ranks fill.
-        time: Time limit; None: the site's.
-        partition: Partition; None: the site's.
-    """
-
-    recipe: str
-    overrides: tuple[str, ...] = ()
-    site: Path | None = None
-    nodes: str | None = None
-    time: str | None = None
-    partition: str | None = None
-
-
-def site_of(request: Request) -> Site:
-    """Return the site settings with the command line's overrides.
+def site_of(arguments: argparse.Namespace) -> Site:
+    """Return the site settings with the overrides of the command line, as ``add_slurm_options`` takes them.
 
     Raises:
         ConfigError: A setting cannot be used.
     """
-    site = load_site(request.site)
+    site = load_site(arguments.site)
     for key in ("time", "partition"):
-        value = getattr(request, key)
+        value = getattr(arguments, key)
         if value is not None:
             check_line(value, f"--{key}")
             site = replace(site, **{key: value})
     return site
 
 
-def check_job(request: Request, site: Site) -> tuple[Recipe, BatchJob, list[str]]:
+def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJob, list[str]]:
     """Return the recipe, its job without a copy of code and recipe, and warnings.
 
     Raises:
         ConfigError: The time limit is missing or too short; or a rank needs more memory than a GPU has.
         LayoutError: The ranks do not fill the nodes.
     """
-    recipe = load_recipe(request.recipe, request.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
     for key, value in texts(to_dict(recipe)):
         if key in ("name", "run_dir"):
             check_line(value, key)
     per_node = ranks_per_node(recipe, site)
-    fewest, most = node_range(request.nodes, recipe.cluster.ranks, per_node)
+    fewest, most = node_range(arguments.nodes, recipe.cluster.ranks, per_node)
     time = time_limit(site)
     warnings: list[str] = []
     for count in dict.fromkeys((most, fewest)):
-        chosen = recipe_for_ranks(recipe, request.recipe, request.overrides, count * per_node)
+        chosen = recipe_for_ranks(recipe, arguments.recipe, arguments.overrides, count * per_node)
         chosen = replace(chosen, cluster=replace(chosen.cluster, ranks_per_node=per_node))
         meshes = role_meshes(chosen)
         warnings += placement_warnings(meshes)
@@ -85,7 +65,7 @@ def check_job(request: Request, site: Site) -> tuple[Recipe, BatchJob, list[str]
         name=recipe.name,
         folder=folder,
         run_dir=absolute(recipe.run_dir),
-        recipe=absolute(request.recipe),
+        recipe=absolute(arguments.recipe),
         code=None,
         nodes=(fewest, most),
         ranks_per_node=per_node,

@@ -16,7 +16,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.launch.batch import BatchJob, render_batch
-from hybridflow.launch.checks import Request, check_job, site_of
+from hybridflow.launch.checks import check_job, site_of
 from hybridflow.launch.local import local_environment, run_local
 from hybridflow.launch.site import SITE_FILE, absolute
 from hybridflow.launch.snapshot import next_folder, write_snapshot
@@ -45,7 +45,6 @@ def add_launch(commands: Any) -> None:
         description="Check that a recipe fits nodes, memory and time limit, and start it. "
         "The command imports no torch.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     kinds = launch.add_subparsers(required=True, metavar="WHERE")
     slurm = kinds.add_parser(
@@ -104,25 +103,13 @@ def add_slurm_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--partition", metavar="NAME", help="partition (default: the site's)")
 
 
-def request_of(arguments: argparse.Namespace) -> Request:
-    """Return the request in the options of ``add_slurm_options`` and a recipe."""
-    return Request(
-        recipe=arguments.recipe,
-        overrides=tuple(arguments.overrides),
-        site=arguments.site,
-        nodes=arguments.nodes,
-        time=arguments.time,
-        partition=arguments.partition,
-    )
-
-
-def batch_file(request: Request) -> str:
-    """Return the batch file of a launch that is checked and not made.
+def batch_file(arguments: argparse.Namespace) -> str:
+    """Return the batch file of a launch that is checked and not made, from a recipe and ``add_slurm_options``.
 
     Raises:
         HybridflowError: As for ``check_job``.
     """
-    _, job, warnings = check_job(request, site_of(request))
+    _, job, warnings = check_job(arguments, site_of(arguments))
     _warn(warnings)
     return render_batch(as_kept(job, next_folder(job.run_dir), with_code=True))
 
@@ -133,9 +120,8 @@ def _warn(warnings: Sequence[str]) -> None:
 
 
 def _slurm(arguments: argparse.Namespace) -> int:
-    request = request_of(arguments)
-    site = site_of(request)
-    recipe, job, warnings = check_job(request, site)
+    site = site_of(arguments)
+    recipe, job, warnings = check_job(arguments, site)
     _warn(warnings)
     folder = next_folder(job.run_dir)
     job = as_kept(job, folder, with_code=not arguments.installed)

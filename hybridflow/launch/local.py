@@ -111,7 +111,10 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], received: list[int], end_s:
         if received and not is_asked:
             is_asked = True
             kill_at_s = min(kill_at_s, time.monotonic() + save_s)
-            _signal(ranks, received[0])
+            for rank in ranks:
+                rank.send_signal(received[0])
+                # A stopped process takes no signal before it goes on.
+                rank.send_signal(signal.SIGCONT)
         elif status == 0 and (failed := _first_failure(ranks)) is not None:
             status = _report(failed, ranks[failed].returncode, len(ranks))
             kill_at_s = min(kill_at_s, time.monotonic() + end_s)
@@ -145,13 +148,6 @@ def _report(index: int, returncode: int, num_ranks: int) -> int:
     others = "; the other ranks are ended" if num_ranks > 1 else ""
     print(f"error: rank {index} {what}{others}", file=sys.stderr, flush=True)
     return status
-
-
-def _signal(ranks: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
-    for rank in ranks:
-        rank.send_signal(signum)
-        # A stopped process takes no signal before it goes on.
-        rank.send_signal(signal.SIGCONT)
 
 
 def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -93,21 +93,15 @@ def load_site(file: Path | None) -> Site:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
     values = parse_yaml(text, str(path))
-    site = read_section(Site, _with_text(values, str(path)), source=str(path))
-    check_site(site, str(path))
-    return site
-
-
-def _with_text(values: Any, source: str) -> Any:
-    """Return the values of a file; an empty one has none. Refuses a time that YAML took for a number."""
-    if values is None:
-        return {}
     if isinstance(values, dict) and type(values.get("time")) is int:
         raise ConfigError(
-            f"{source}: time: YAML reads what stands there as the number {values['time']}; put it in quotes, as in "
+            f"{path}: time: YAML reads what stands there as the number {values['time']}; put it in quotes, as in "
             'time: "24:00:00"'
         )
-    return values
+    # An empty file has no values.
+    site = read_section(Site, {} if values is None else values, source=str(path))
+    check_site(site, str(path))
+    return site
 
 
 def check_site(site: Site, source: str) -> None:

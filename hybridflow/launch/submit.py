@@ -53,7 +53,9 @@ def submit(batch: Path) -> str:
         ) from None
     if done.returncode != 0:
         said = " ".join(done.stderr.replace("sbatch: ", "").split())
-        raise ConfigError(f"Slurm refuses the job: {said}; {_remedy(said)}")
+        remedies = [remedy for word, remedy in _REMEDIES.items() if word in said.lower()]
+        remedies.append("change the site settings or the command accordingly")
+        raise ConfigError(f"Slurm refuses the job: {said}; {remedies[0]}")
     # The name of the cluster may follow.
     return done.stdout.strip().partition(";")[0]
 
@@ -67,16 +69,9 @@ _REMEDIES = {
 }
 
 
-def _remedy(said: str) -> str:
-    return next(
-        (remedy for word, remedy in _REMEDIES.items() if word in said.lower()),
-        "change the site settings or the command accordingly",
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """What Slurm says of a job.
+    """State of a job, as Slurm tells it.
 
     Attributes:
         state: Slurm's word, such as ``RUNNING``.

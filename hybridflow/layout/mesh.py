@@ -105,6 +105,10 @@ class DeviceMesh:
         last = self.layout.pp - 1
         return tuple(rank for rank in self.replica(dp) if self._coordinates[rank].pp == last)
 
+    def speaks(self, rank: int) -> bool:
+        """Return whether a global rank is the first of those that own its replica's outputs."""
+        return rank in self and self.output_ranks(self.coordinate(rank).dp)[0] == rank
+
     def node(self, rank: int) -> int:
         """Return the node on which a global rank runs."""
         return rank // self.ranks_per_node

@@ -46,7 +46,7 @@ _LARGEST_GROUPS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class MeshMemory:
-    """What a rank has of one model, in bytes.
+    """Memory that a rank has for one model, in bytes.
 
     Attributes:
         mesh: Name of the mesh, as in ``plan job``.
@@ -75,7 +75,7 @@ class MeshMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What a rank needs of all models that it hosts, in bytes.
+    """Memory that a rank needs for all models that it hosts, in bytes.
 
     Attributes:
         meshes: In the order of the job's meshes.
@@ -220,12 +220,12 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
     model, mesh, name = placed.model, placed.mesh, placed.mesh.name
     if name == "actor.rollout":
         is_behind = recipe.actor.reshard_every > 1
-        own = _own_bytes(placed.whole, placed.update, mesh, rank, is_behind=is_behind)
+        copied = _own_bytes(placed.whole, placed.update, mesh, rank, is_behind=is_behind)
         base = 0 if placed.adapters is None else _own_bytes(placed.spec, placed.update, mesh, rank)
         return MeshMemory(
             mesh=name,
-            weights=own + packed_bytes(placed.spec, model, mesh, rank),
-            lasting=own if is_behind else base,
+            weights=copied + packed_bytes(placed.spec, model, mesh, rank),
+            lasting=copied if is_behind else base,
             cache=cache_bytes(recipe, model, mesh),
             activations=_passing_bytes(model, mesh, STEP_TOKENS)
             + _output_bytes(model, mesh, rank, recipe.rollout.max_concurrent, has_value_head=False, copies=1),
@@ -261,18 +261,18 @@ def _together(parts: tuple[MeshMemory, ...], away: frozenset[str], is_offloaded:
 
     Weights of a frozen model in host memory are used for a while, too.
     """
-    kept = sum(part.kept for part in parts if part.mesh != "actor.rollout" and part.mesh not in away)
+    permanent = sum(part.kept for part in parts if part.mesh != "actor.rollout" and part.mesh not in away)
     idle = sum(part.gradients + part.optimizer for part in parts if part.mesh == "actor.update" and is_offloaded)
-    own = sum(part.weights for part in parts if part.mesh == "actor.rollout")
+    rollout_weights = sum(part.weights for part in parts if part.mesh == "actor.rollout")
     passing = {part.mesh: part.cache + part.activations + part.kept * (part.mesh in away) for part in parts}
     sampling, *scoring = [passing.pop(mesh, 0) for mesh in ("actor.rollout", *_SCORERS)]
     # What generates on ranks of its own stays there, and what adapters are added to.
     hosts_update = any(part.mesh == "actor.update" for part in parts)
-    staying = sum(part.lasting for part in parts) if hosts_update else own
+    staying = sum(part.lasting for part in parts) if hosts_update else rollout_weights
     return RankMemory(
         meshes=parts,
-        rollout=kept - idle + own + max(sampling, *scoring),
-        update=kept + staying + max(passing.values(), default=0),
+        rollout=permanent - idle + rollout_weights + max(sampling, *scoring),
+        update=permanent + staying + max(passing.values(), default=0),
         spare=min(spare, max(0, sampling - max(scoring))),
     )
 
@@ -376,8 +376,9 @@ def training_bytes(model: ModelConfig, mesh: DeviceMesh, rank: int, tokens: int,
     """
     stages = mesh.layout.pp
     under_way = stages - mesh.coordinate(rank).pp
-    kept = _layer_bytes(model, mesh.layout.tp) + (0 if lora is None else _adapter_bytes(model, mesh.layout.tp, lora))
-    return under_way * tokens * (model.num_layers // stages) * kept
+    token_bytes = _layer_bytes(model, mesh.layout.tp)
+    token_bytes += 0 if lora is None else _adapter_bytes(model, mesh.layout.tp, lora)
+    return under_way * tokens * (model.num_layers // stages) * token_bytes
 
 
 def _adapter_bytes(model: ModelConfig, tp: int, lora: LoRAConfig) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.models.attention import PackedAttention
 from hybridflow.models.flops import sequence_pairs
@@ -83,6 +84,14 @@ class MicroBatch:
     targets: Tensor
     attention: PackedAttention
     num_pairs: int = 0
+
+    def by_response(self, values: Tensor) -> list[Tensor]:
+        """Split values of response tokens, ``[responses, ...]``, by sample; differentiable."""
+        return list(values.split(self.response_lengths))
+
+    def pad(self, values: Tensor) -> Tensor:
+        """Pad values of response tokens, ``[responses]``, to ``[samples, tokens]``; differentiable."""
+        return pad_sequence(self.by_response(values), batch_first=True)
 
 
 def pack(samples: list[int], sequences: list[Tensor], prompt_lengths: list[int], device: torch.device) -> MicroBatch:

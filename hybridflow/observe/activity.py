@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _open: list[tuple[str, float]] = []
-"""What the main thread does, and since when; outermost first."""
+"""Work of the main thread, and since when; outermost first."""
 
 _between = "start"
 

@@ -13,10 +13,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridflow.config.metrics import check_prometheus
+from hybridflow.config.metrics import WandbConfig, check_prometheus
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError
 from hybridflow.observe.files import replace_file
@@ -40,13 +41,14 @@ class Exporter(Protocol):
         """Finish; no further step comes."""
 
 
+@dataclass(eq=False)
 class MetricsExporter:
     """To Prometheus, by the official client: a Pushgateway, a textfile for the node exporter, or both.
 
     A metric ``reward/mean`` is a gauge ``hybridflow_reward_mean``; ``hybridflow_step`` is the step's number. All have
     the label ``run``.
 
-    Args:
+    Attributes:
         pushgateway_url: Address of the gateway, such as ``http://gateway:9091``.
         job_name: Prometheus' name of the job.
         textfile: A file in the node exporter's folder of textfiles; it must end in ``.prom``.
@@ -56,19 +58,17 @@ class MetricsExporter:
         ConfigError: There is neither a gateway nor a file, one of both is none, or ``prometheus_client`` is missing.
     """
 
-    def __init__(
-        self,
-        pushgateway_url: str | None = None,
-        job_name: str = "hybridflow",
-        *,
-        textfile: str | None = None,
-        run: str = "run",
-    ) -> None:
-        check_prometheus(pushgateway_url, textfile, "MetricsExporter")
+    pushgateway_url: str | None = None
+    job_name: str = "hybridflow"
+    _: KW_ONLY
+    textfile: str | None = None
+    run: str = "run"
+
+    def __post_init__(self) -> None:
+        check_prometheus(self.pushgateway_url, self.textfile, "MetricsExporter")
         self._client = _import("prometheus_client", extra="prometheus")
         self._registry = self._client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
-        self._url, self._job_name, self._textfile, self._run = pushgateway_url, job_name, textfile, run
 
     def export(self, step: int, metrics: Mapping[str, float]) -> None:
         """Set all gauges, and push or write them.
@@ -84,13 +84,13 @@ class MetricsExporter:
             written = "hybridflow_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
             if written not in self._gauges:
                 self._gauges[written] = self._client.Gauge(written, name, ["run"], registry=self._registry)
-            self._gauges[written].labels(self._run).set(value)
-        if self._textfile is not None:
-            self._client.write_to_textfile(self._textfile, self._registry)
-        if self._url is not None:
-            key = {"run": self._run}
+            self._gauges[written].labels(self.run).set(value)
+        if self.textfile is not None:
+            self._client.write_to_textfile(self.textfile, self._registry)
+        if self.pushgateway_url is not None:
+            key = {"run": self.run}
             self._client.push_to_gateway(
-                self._url, job=self._job_name, registry=self._registry, grouping_key=key, timeout=PUSH_S
+                self.pushgateway_url, job=self.job_name, registry=self._registry, grouping_key=key, timeout=PUSH_S
             )
 
     def close(self) -> None:
@@ -103,27 +103,16 @@ class WandbExporter:
     A run that is gone on with is the same run there. Steps that are made once more are not sent again.
 
     Args:
-        project: Where the run is filed.
-        run: Its name.
+        settings: Section of the recipe.
+        run: Name of the run.
         run_dir: Gets ``wandb/``.
-        entity: Owner of the project; None: the user's own.
-        offline: Whether nothing is sent.
         is_resumed: Whether the run has been there before.
 
     Raises:
         ConfigError: ``wandb`` is missing.
     """
 
-    def __init__(
-        self,
-        project: str,
-        run: str,
-        run_dir: Path,
-        *,
-        entity: str | None = None,
-        offline: bool = False,
-        is_resumed: bool = False,
-    ) -> None:
+    def __init__(self, settings: WandbConfig, run: str, run_dir: Path, *, is_resumed: bool = False) -> None:
         self._wandb = _import("wandb", extra="wandb")
         folder = run_dir / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
@@ -131,13 +120,13 @@ class WandbExporter:
         if not is_resumed or not named.is_file():
             replace_file(named, secrets.token_hex(8).encode())
         self._settings = {
-            "project": project,
-            "entity": entity,
+            "project": settings.project,
+            "entity": settings.entity,
             "name": run,
             "dir": str(run_dir),
             "id": named.read_text(encoding="utf-8"),
             "resume": "allow",
-            "mode": "offline" if offline else "online",
+            "mode": "offline" if settings.offline else "online",
         }
         self._run: Any = None
 
@@ -259,10 +248,7 @@ def open_outlets(recipe: Recipe, run_dir: Path, *, is_resumed: bool) -> list[Out
         )
         exporters.append(("Prometheus", exporter))
     if (wandb := asked.wandb) is not None:
-        made = WandbExporter(
-            wandb.project, recipe.title, run_dir, entity=wandb.entity, offline=wandb.offline, is_resumed=is_resumed
-        )
-        exporters.append(("Weights & Biases", made))
+        exporters.append(("Weights & Biases", WandbExporter(wandb, recipe.title, run_dir, is_resumed=is_resumed)))
     for name in asked.callbacks:
         function = find_plugin(name, {}, key="metrics.callbacks", kind="function")
         if not callable(function):

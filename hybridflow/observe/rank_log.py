@@ -21,19 +21,16 @@ _log_fd: int | None = None
 _early_notes: list[str] = []
 
 
-def rank_log_path(run_dir: Path, start_number: int, rank: int) -> Path:
-    """Return the path of a rank's log in one start of a run; the first start is number 1."""
-    return run_dir / LOGS_DIR / f"{start_number:04d}" / f"rank-{rank:05d}.log"
-
-
 def open_rank_log(run_dir: Path, start_number: int, rank: int) -> Path:
-    """Open this rank's log, once per process. Rank 0 keeps the console, and notes events in its log.
+    """Open this rank's log, once per process; the first start of a run is number 1.
+
+    Rank 0 keeps the console, and notes events in its log.
 
     Raises:
         OSError: It cannot be made.
     """
     global _console_fds, _log_fd
-    path = rank_log_path(run_dir, start_number, rank)
+    path = run_dir / LOGS_DIR / f"{start_number:04d}" / f"rank-{rank:05d}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     _log_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     for line in _early_notes:

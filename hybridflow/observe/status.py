@@ -131,6 +131,7 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
     left_s = None
     if progress.get("step_s") is not None and progress["steps"] is not None and state != "finished":
         left_s = max(0, progress["steps"] - progress["step"]) * progress["step_s"]
+    job_end_s = kept.number("job_end_s")
     return RunStatus(
         run=str(run_dir),
         state=state,
@@ -138,7 +139,7 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
         activity_age_s=_age(kept.number("activity_since_s"), now_s if sign_s is None else sign_s),
         sign_age_s=_age(sign_s, now_s),
         left_s=left_s,
-        job_left_s=_job_left_s(kept, now_s) if state == "running" else None,
+        job_left_s=None if job_end_s is None or state != "running" else max(0.0, job_end_s - now_s),
         saved_step=saved,
         saved_age_s=None if saved is None else _age(latest.stat().st_mtime, now_s),
         best_step=best,
@@ -160,11 +161,6 @@ def _state(start: StartRecord | None, silent_s: float | None, *, has_told: bool)
     if silent_s is None or silent_s > SILENT_AFTER_S:
         return "silent"
     return "running" if has_told else "starting"
-
-
-def _job_left_s(kept: _Values, now_s: float) -> float | None:
-    end_s = kept.number("job_end_s")
-    return None if end_s is None else max(0.0, end_s - now_s)
 
 
 def _progress(run_dir: Path, told: _Values, summary: _Values) -> dict[str, Any]:
@@ -226,7 +222,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 class _Values:
-    """What a file may hold or not, by key and type; numbers are finite and of a sane size."""
+    """Values that a file may hold or not, by key and type; numbers are finite and of a sane size."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values

@@ -31,11 +31,10 @@ def add_status(commands: Any) -> None:
         description="Print progress, speed, last checkpoint, and current activity or cause of the end of a run, from "
         "its files alone. Print several runs as a table. The command imports no torch.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     status.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
     status.add_argument("--json", action="store_true", help="print JSON, one object per run and line")
-    status.set_defaults(run=run, recipe=None, overrides=())
+    status.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What pieces of work of one kind and name took beside time, on one rank.
+    """Cost beside time of pieces of work of one kind and name, on one rank.
 
     Attributes:
         kind: As of a span.
@@ -96,8 +96,9 @@ class Timeline:
         finally:
             if meter is not None:
                 self._add_cost(Cost(kind, name, *meter.end()))
+            unix, then = self._clocks
             # To the microsecond, since they go to the lowest rank as text.
-            self.spans.append(Span(kind, name, round(perf_counter() - start, 6), round(self._unix(start), 6)))
+            self.spans.append(Span(kind, name, round(perf_counter() - start, 6), round(unix + (start - then), 6)))
 
     @property
     def costs(self) -> list[Cost]:
@@ -123,7 +124,3 @@ class Timeline:
         self._costs.clear()
         # The two clocks drift apart, within a step by nothing that matters.
         self._clocks = time(), perf_counter()
-
-    def _unix(self, start: float) -> float:
-        unix, then = self._clocks
-        return unix + (start - then)

@@ -6,6 +6,8 @@ They go over MPI when MPI started the job, else over gloo.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hybridflow import errors
 from hybridflow.parallel.failure import lost_contact
 
 _FIRST_FRAME_BYTES = 2048
@@ -36,32 +39,32 @@ class Messenger(Protocol):
         """Exchange point-to-point arrays of known sizes, all posted at once."""
 
 
+@dataclass(eq=False)
 class GlooMessenger:
     """Byte messages among the ranks of a gloo process group."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], deadline_s: float) -> None:
-        self._group = group
-        self._ranks = ranks
-        self._deadline_s = deadline_s
-        self._broadcast_frame_bytes = _FIRST_FRAME_BYTES
-        self._gather_frame_bytes = _FIRST_FRAME_BYTES
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    deadline_s: float
+    _broadcast_frame_bytes: int = _FIRST_FRAME_BYTES
+    _gather_frame_bytes: int = _FIRST_FRAME_BYTES
 
     def broadcast(self, payload: bytes | None, name: str) -> bytes:
         """Return the lowest rank's bytes on every rank. Raises DeadlineError when a rank does not come."""
-        root = self._ranks[0]
+        root = self.ranks[0]
         frame = _frame(payload, self._broadcast_frame_bytes)
-        with lost_contact(name, self._ranks, self._deadline_s):
-            dist.broadcast(frame, src=root, group=self._group)
+        with lost_contact(name, self.ranks, self.deadline_s):
+            dist.broadcast(frame, src=root, group=self.group)
             size = _size(frame)
             if size > self._broadcast_frame_bytes:
                 self._broadcast_frame_bytes = _larger(size)
                 frame = _frame(payload, size)
-                dist.broadcast(frame, src=root, group=self._group)
+                dist.broadcast(frame, src=root, group=self.group)
         return _content(frame)
 
     def gather(self, payload: bytes, name: str) -> list[bytes]:
         """Return every rank's bytes, in rank order, on every rank. Raises DeadlineError when a rank does not come."""
-        with lost_contact(name, self._ranks, self._deadline_s):
+        with lost_contact(name, self.ranks, self.deadline_s):
             frames = self._gather(payload, self._gather_frame_bytes)
             largest = max(map(_size, frames))
             if largest > self._gather_frame_bytes:
@@ -71,21 +74,21 @@ class GlooMessenger:
 
     def _gather(self, payload: bytes, num_bytes: int) -> list[torch.Tensor]:
         frame = _frame(payload, num_bytes)
-        frames = torch.empty(len(self._ranks), len(frame), dtype=torch.uint8)
+        frames = torch.empty(len(self.ranks), len(frame), dtype=torch.uint8)
         # From each to all at once: gloo's own all-gather passes frames on from rank to rank, which takes longer.
-        dist.all_to_all_single(frames, frame.expand(len(self._ranks), -1).contiguous(), group=self._group)
+        dist.all_to_all_single(frames, frame.expand(len(self.ranks), -1).contiguous(), group=self.group)
         return list(frames)
 
     def exchange(self, sends: dict[int, np.ndarray], receives: dict[int, np.ndarray], name: str) -> None:
         """Exchange point-to-point arrays of known sizes, all posted at once. Raises DeadlineError if one is missing."""
-        with lost_contact(name, self._ranks, self._deadline_s):
+        with lost_contact(name, self.ranks, self.deadline_s):
             works = [
-                dist.irecv(torch.from_numpy(array), src=rank, group=self._group) for rank, array in receives.items()
+                dist.irecv(torch.from_numpy(array), src=rank, group=self.group) for rank, array in receives.items()
             ]
-            works += [dist.isend(torch.from_numpy(array), dst=rank, group=self._group) for rank, array in sends.items()]
+            works += [dist.isend(torch.from_numpy(array), dst=rank, group=self.group) for rank, array in sends.items()]
             for work in works:
                 assert work is not None, "this rank is not in the group"
-                work.wait(timedelta(seconds=self._deadline_s))
+                work.wait(timedelta(seconds=self.deadline_s))
 
 
 class Coordinator:
@@ -113,6 +116,24 @@ class Coordinator:
             return value
         payload = json.dumps(value).encode() if self.is_lead else None
         return json.loads(self._messenger.broadcast(payload, name))
+
+    def on_lead(self, name: str, work: Callable[[], Any]) -> Any:
+        """Return on every rank what ``work`` gives on the lead, in JSON; an error there is raised on every rank.
+
+        Raises:
+            HybridflowError: As ``work`` raised it.
+            OSError: The file system refuses.
+        """
+        told = None
+        if self.is_lead:
+            try:
+                told = ["", work()]
+            except (errors.HybridflowError, OSError) as error:
+                told = [type(error).__name__, str(error)]
+        kind, value = self.decide(name, told)
+        if kind:
+            raise getattr(errors, kind, OSError)(value)
+        return value
 
     def gather(self, value: Any, name: str = "gather") -> list[Any]:
         """Return every rank's JSON value, in the order of ``ranks``, on every rank."""

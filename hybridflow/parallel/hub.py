@@ -32,10 +32,11 @@ class _Rank:
     closed_s: float | None = None
 
 
+@dataclass(kw_only=True, eq=False)
 class Hub:
     """The watch's judgement. Times are of a clock that counts while this process is awake.
 
-    Args:
+    Attributes:
         host: Host of rank 0.
         process: Process of rank 0.
         size: Ranks of the job.
@@ -45,20 +46,17 @@ class Hub:
         tell: Shows a person what ended the job.
     """
 
-    def __init__(
-        self,
-        *,
-        host: str,
-        process: Process,
-        size: int,
-        dead_after_s: float,
-        to: Callable[[int, Message], None],
-        to_all: Callable[[Message], None],
-        tell: Callable[[str], None],
-    ) -> None:
-        self._dead_after_s, self._to, self._to_all, self._show = dead_after_s, to, to_all, tell
-        self._ranks = [_Rank() for _ in range(size)]
-        self._ranks[0] = _Rank(host=host, process=process, is_here=True)
+    host: str
+    process: Process
+    size: int
+    dead_after_s: float
+    to: Callable[[int, Message], None]
+    to_all: Callable[[Message], None]
+    tell: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._ranks = [_Rank() for _ in range(self.size)]
+        self._ranks[0] = _Rank(host=self.host, process=self.process, is_here=True)
         self._stop: str | None = None
         self._suspects: list[tuple[float, Cause]] = []
         self._cause: Cause | None = None
@@ -71,7 +69,7 @@ class Hub:
         self._ranks[rank] = _Rank(host=host, process=process, is_here=True, heard_s=now_s)
         if all(each.is_here for each in self._ranks):
             others = [number for number, each in enumerate(self._ranks) if each.host != first.host]
-            self._to_all({"deputy": others[0] if others else 1, "host": first.host, "process": first.process})
+            self.to_all({"deputy": others[0] if others else 1, "host": first.host, "process": first.process})
 
     def heard(self, rank: int, now_s: float) -> None:
         """Note that a rank lives."""
@@ -89,7 +87,7 @@ class Hub:
             found.activity = str(message["activity"])
         elif "stop" in message and self._stop is None:
             self._stop = f"rank {rank} on {found.host} {message['stop']}"
-            self._to_all({"stop": self._stop})
+            self.to_all({"stop": self._stop})
         elif "failure" in message:
             cause = Cause(**message["failure"])
             self._suspects.append((now_s + (_GRACE_S if cause.kind == "waited" else 0.0), cause))
@@ -113,9 +111,9 @@ class Hub:
             number in self._places or each.has_left or each.closed_s is not None
             for number, each in enumerate(self._ranks)
         ):
-            self._tell(self._cause)
+            self._explain(self._cause)
             self._end_silent(now_s)
-            self._to_all({"exit": self._cause.status})
+            self.to_all({"exit": self._cause.status})
 
     def _find_cause(self, now_s: float) -> None:
         lost = [(number, each) for number, each in enumerate(self._ranks) if self._is_lost(number, each, now_s)]
@@ -131,24 +129,24 @@ class Hub:
                 each.host,
                 each.activity,
                 is_closed=each.closed_s is not None,
-                dead_after_s=self._dead_after_s,
+                dead_after_s=self.dead_after_s,
             )
         elif due:
             self._cause = due[0]
         if self._cause is not None:
             self._tell_by_s = now_s + _GATHER_S
-            self._to_all({"end": asdict(self._cause)})
+            self.to_all({"end": asdict(self._cause)})
 
     def _look_at_silent(self, now_s: float) -> None:
         """Ask another rank of its node whether the process of a silent one runs: a long call may hold its Python."""
         for number, each in enumerate(self._ranks):
-            quiet_s, every_s = now_s - each.heard_s, self._dead_after_s / 8
-            if number == 0 or each.has_left or quiet_s < self._dead_after_s / 2 or now_s < each.looked_s + every_s:
+            quiet_s, every_s = now_s - each.heard_s, self.dead_after_s / 8
+            if number == 0 or each.has_left or quiet_s < self.dead_after_s / 2 or now_s < each.looked_s + every_s:
                 continue
             each.looked_s = now_s
             mate = self._mate(number, now_s)
             if mate is not None:
-                self._to(mate, {"look": number, "process": each.process})
+                self.to(mate, {"look": number, "process": each.process})
 
     def _end_silent(self, now_s: float) -> None:
         """Have those killed that do not end by themselves: a launcher may wait for each of its ranks."""
@@ -156,14 +154,14 @@ class Hub:
             if number not in self._places and not each.has_left and each.closed_s is None:
                 mate = self._mate(number, now_s)
                 if mate is not None:
-                    self._to(mate, {"kill": each.process})
+                    self.to(mate, {"kill": each.process})
 
     def _mate(self, number: int, now_s: float) -> int | None:
         """Return another rank of the same node that answers."""
         each = self._ranks[number]
         for mate, other in enumerate(self._ranks):
             is_there = other.is_here and not other.has_left and other.closed_s is None
-            answers = mate == 0 or now_s - other.heard_s < self._dead_after_s / 2
+            answers = mate == 0 or now_s - other.heard_s < self.dead_after_s / 2
             if mate != number and is_there and answers and each.is_here and other.host == each.host:
                 return mate
         return None
@@ -173,9 +171,9 @@ class Hub:
             return False
         if each.closed_s is not None:
             return now_s >= each.closed_s + SETTLE_S
-        return now_s >= each.heard_s + self._dead_after_s
+        return now_s >= each.heard_s + self.dead_after_s
 
-    def _tell(self, cause: Cause) -> None:
+    def _explain(self, cause: Cause) -> None:
         text = tell_cause(cause)
         if cause.kind in ("lost", "waited"):
             silent = {
@@ -184,4 +182,4 @@ class Hub:
             }
             others = {number: place for number, place in {**silent, **self._places}.items() if number != cause.rank}
             text = "\n".join([text, *tell_places(others)])
-        self._show(text)
+        self.tell(text)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from hybridflow.config.cluster import ClusterConfig
 from hybridflow.observe.activity import current_activity
 from hybridflow.observe.rank_log import tell
 from hybridflow.parallel.cause import cause_of, tell_cause
@@ -30,10 +31,7 @@ def run_rank(
     start: Start,
     signals: CaughtSignals,
     load: Callable[[], Callable[[World], int]],
-    *,
-    deadline_s: float,
-    start_deadline_s: float,
-    dead_after_s: float,
+    cluster: ClusterConfig,
 ) -> int:
     """Meet the other ranks, work, and leave in order; any failure ends the process at once.
 
@@ -44,33 +42,24 @@ def run_rank(
         signals: The signals that this process catches.
         load: Imports what the work takes, before the ranks meet, and gives the work. That is called with the world of
             all ranks, on each of them, and gives the exit status, the same on all.
-        deadline_s: Longest wait for another rank, in seconds.
-        start_deadline_s: Longest wait for all ranks to join, in seconds.
-        dead_after_s: A rank that is silent for so long is lost, in seconds.
+        cluster: Deadlines of the job.
     """
     # The launcher, which Ctrl-C reaches too, speaks for its ranks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     silence_libraries()
     from hybridflow.parallel.failure import lost_contact, tell_once
     from hybridflow.parallel.process import allow_many_files
-    from hybridflow.parallel.watch import Watch
     from hybridflow.parallel.world import join_world, open_store
 
     work = load()
     allow_many_files()
     store, watch = None, None
     try:
-        with lost_contact("the job", tuple(range(start.size)), deadline_s):
-            store = open_store(start, start_deadline_s=start_deadline_s)
-            world = join_world(start, store, deadline_s=deadline_s, start_deadline_s=start_deadline_s)
-            world.watch = watch = Watch(
-                world.new_store("watch"),
-                rank=start.rank,
-                size=start.size,
-                address=start.address,
-                dead_after_s=dead_after_s,
-                signals=signals,
-            )
+        with lost_contact("the job", tuple(range(start.size)), cluster.deadline_s):
+            come_s = cluster.start_deadline_s
+            store = open_store(start, start_deadline_s=come_s)
+            world = join_world(start, store, deadline_s=cluster.deadline_s, start_deadline_s=come_s)
+            watch = world.begin_watch(start, cluster.dead_after_s, signals)
             status = work(world)
             with current_activity("the end of the job"):
                 world.close()

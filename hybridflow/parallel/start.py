@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID")
 
 _MPIRUN_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
-"""What mpirun sets, and srun does not: of Open MPI, and of MPICH and its kin."""
+"""Variables that mpirun sets, and srun does not: of Open MPI, and of MPICH and its kin."""
 
 _FIRST_PORT = 20000
 _PORTS_PER_JOB = 16
@@ -113,10 +113,9 @@ def find_start(environ: Mapping[str, str] | None = None) -> Start:
     return _checked(step, env) if step is not None and step.size > 1 else Start(launcher="alone")
 
 
-def is_launched(environ: Mapping[str, str] | None = None) -> bool:
+def is_launched() -> bool:
     """Return whether a launcher started this process as a rank, according to variables."""
-    env = os.environ if environ is None else environ
-    return any(name in env for name in ("RANK", *MPI_RANK_VARIABLES, "SLURM_STEP_ID"))
+    return any(name in os.environ for name in ("RANK", *MPI_RANK_VARIABLES, "SLURM_STEP_ID"))
 
 
 def rank_hint(environ: Mapping[str, str] | None = None) -> int:

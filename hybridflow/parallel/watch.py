@@ -72,7 +72,7 @@ _NOTE_S = 1.0
 
 
 class MeetingPlace(Protocol):
-    """What is needed of torch's stores."""
+    """Methods that are needed of torch's stores."""
 
     def set(self, key: str, value: str) -> None:
         """Let all ranks know a value."""

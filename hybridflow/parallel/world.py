@@ -8,6 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,11 @@ from hybridflow.parallel.start import Start
 
 if TYPE_CHECKING:
     from hybridflow.parallel.mpi import MpiLink
+    from hybridflow.parallel.signals import CaughtSignals
     from hybridflow.parallel.watch import Watch
 
 _FOUND = "hybridflow/found"
-"""What rank 0 found when the ranks met."""
+"""Key of what rank 0 found when the ranks met."""
 
 _AFTER_RANK_0_S = 10.0
 """So much longer than its own deadline a rank waits for what rank 0 says about the ranks that did not come."""
@@ -41,6 +43,7 @@ _IN_ORDER = {
 """Launcher -> how its ranks are made to fill one node after the other."""
 
 
+@dataclass(kw_only=True, eq=False)
 class World:
     """The ranks of the job as this one sees them.
 
@@ -50,42 +53,33 @@ class World:
         ranks_per_node: Consecutive ranks that share a node.
         device: Where this rank's models live.
         deadline_s: Longest wait for another rank, in seconds.
+        store: Where the ranks meet.
         uses_mpi: MPI started the job.
         watch: The watch over all ranks; None: nobody watches.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        size: int,
-        ranks_per_node: int,
-        device: torch.device,
-        deadline_s: float,
-        store: dist.Store,
-        uses_mpi: bool = False,
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self.ranks_per_node = ranks_per_node
-        self.device = device
-        self.deadline_s = deadline_s
-        self.uses_mpi = uses_mpi
-        self.watch: Watch | None = None
-        self._store = store
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._coordinators: dict[tuple[int, ...], Coordinator] = {}
-        self._mpi_links: dict[tuple[int, ...], MpiLink] = {}
-        timeout = timedelta(seconds=deadline_s)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    rank: int
+    size: int
+    ranks_per_node: int
+    device: torch.device
+    deadline_s: float
+    store: dist.Store
+    uses_mpi: bool = False
+    watch: Watch | None = None
+    _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _coordinators: dict[tuple[int, ...], Coordinator] = field(default_factory=dict)
+    _mpi_links: dict[tuple[int, ...], MpiLink] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        timeout = timedelta(seconds=self.deadline_s)
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        store = dist.PrefixStore("torch", self.store)
         try:
-            dist.init_process_group(
-                backend, store=dist.PrefixStore("torch", store), rank=rank, world_size=size, timeout=timeout
-            )
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         except RuntimeError as error:
             raise DeadlineError(
-                f"all {size} ranks have met, but rank {rank} on {_host()} has no connection with some of them after "
-                f"{deadline_s:g} s: {_first_line(error)}; {_INTERFACES}"
+                f"all {self.size} ranks have met, but rank {self.rank} on {_host()} has no connection with some of "
+                f"them after {self.deadline_s:g} s: {_first_line(error)}; {_INTERFACES}"
             ) from error
 
     def make_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
@@ -125,6 +119,12 @@ class World:
             self._coordinators[ranks] = Coordinator(self.rank, ranks, messenger)
         return self._coordinators[ranks]
 
+    def everyone(self) -> Coordinator:
+        """Return the coordinator over all ranks; its first use is collective over them."""
+        ranks = tuple(range(self.size))
+        self.make_groups([ranks])
+        return self.coordinator(ranks)
+
     def mpi_link(self, ranks: tuple[int, ...]) -> MpiLink:
         """Return messages over MPI among these ranks, if MPI started the job; the first use is collective over them."""
         if ranks not in self._mpi_links:
@@ -139,7 +139,21 @@ class World:
         Args:
             name: Equal names see equal keys.
         """
-        return dist.PrefixStore(f"hybridflow/{name}", self._store.clone())  # type: ignore[attr-defined]
+        return dist.PrefixStore(f"hybridflow/{name}", self.store.clone())  # type: ignore[attr-defined]
+
+    def begin_watch(self, start: Start, dead_after_s: float, signals: CaughtSignals | None) -> Watch:
+        """Begin the watch over all ranks, see ``watch.Watch``. Collective: all ranks."""
+        from hybridflow.parallel.watch import Watch
+
+        self.watch = Watch(
+            self.new_store("watch"),
+            rank=self.rank,
+            size=self.size,
+            address=start.address,
+            dead_after_s=dead_after_s,
+            signals=signals,
+        )
+        return self.watch
 
     def close(self) -> None:
         """Leave the job in order."""

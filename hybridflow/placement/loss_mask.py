@@ -7,26 +7,29 @@ from torch import Tensor
 
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.graph import SCORED
+from hybridflow.placement.job import Job
 
 
 def loss_mask(batch: Batch) -> Tensor:
     """Return whether each sample counts in the loss, ``[samples]``."""
     found = torch.ones(len(batch), dtype=torch.bool)
     for name in SCORED:
-        column = batch.columns.get(name)
-        if column is not None:
-            assert isinstance(column, Tensor), f"{name} is a dense column"
-            found &= ~column.isnan()
+        if name in batch.columns:
+            found &= ~batch.dense(name).isnan()
     return found
 
 
-def without_dropped(batch: Batch) -> Batch:
-    """Zero the response mask of samples that are left out; losses and their denominators follow the mask."""
-    found, mask = loss_mask(batch), batch.columns.get("response_mask")
-    if mask is None or bool(found.all()):
-        return batch
-    assert isinstance(mask, Ragged), "response_mask is ragged"
-    return batch.with_columns(
+def mini_batch(job: Job, batch: Batch, index: int) -> Batch:
+    """Return this rank's samples of a mini-batch: places ``[index * size, (index + 1) * size)`` of the global batch.
+
+    The response mask of samples that are left out is 0: losses and their denominators follow the mask.
+    """
+    part = batch.select((batch.dense("order") // job.recipe.trainer.samples_per_update == index).nonzero()[:, 0])
+    found = loss_mask(part)
+    if "response_mask" not in part.columns or bool(found.all()):
+        return part
+    mask = part.ragged("response_mask")
+    return part.with_columns(
         {"response_mask": Ragged(mask.values * found.repeat_interleave(mask.lengths), mask.lengths)}
     )
 
@@ -39,13 +42,11 @@ def spread(part: Batch, batch: Batch, found: Tensor) -> Batch:
         batch: All samples.
         found: Which are which, ``[samples]``.
     """
-    mask = batch.columns["response_mask"]
-    assert isinstance(mask, Ragged), "response_mask is ragged"
-    lengths = mask.lengths
+    lengths = batch.ragged("response_mask").lengths
     inside = found.repeat_interleave(lengths)
     columns = {}
-    for name, column in part.columns.items():
-        assert isinstance(column, Ragged), f"column {name} is dense"
+    for name in part.columns:
+        column = part.ragged(name)
         values = column.values.new_zeros(len(inside))
         values[inside] = column.values
         columns[name] = Ragged(values, lengths)

@@ -16,7 +16,6 @@ from hybridflow.families.config_json import Described, describe
 from hybridflow.models.adapters import factor_spec
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel
-from hybridflow.placement.pretrained import load_pretrained
 from hybridflow.placement.user_objects import has_weights, in_memory_assets
 
 
@@ -79,15 +78,7 @@ def load_adapters(job: Job, model: PlacedModel) -> None:
                 f"{lora.effective_alpha:g} / {lora.rank}; set actor.lora.alpha to {scale * lora.rank:g}"
             )
     try:
-        load_pretrained(
-            source,
-            model.megatron_model,
-            factor_spec(model.spec),
-            model.mesh,
-            job.world.rank,
-            seed=job.recipe.seed,
-            std=job.recipe.model.init_std,
-        )
+        model.load(source, factor_spec(model.spec))
     except CheckpointError as error:
         raise CheckpointError(f"{error} (actor.lora.rank={lora.rank}, targets={', '.join(lora.targets)})") from error
 

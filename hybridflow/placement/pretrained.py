@@ -6,45 +6,23 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor, nn
+from torch import nn
 
 from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_model
 from hybridflow.checkpoint.formats.registry import open_model
-from hybridflow.checkpoint.formats.sharded import ShardedSource
-from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.data.tokenizer import JSON, PIECES, Tokenizer
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.errors import ConfigError
 from hybridflow.families.assets import CONFIG, GENERATION, ends_in, parse_json, read_assets
-from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.models.gpt import Transformer, build_transformer
-from hybridflow.models.weights import describe_model, initialize, local_shards
-from hybridflow.parallel.megatron import collection, rank_sets
+from hybridflow.models.weights import describe_model
+from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
+from hybridflow.placement.model_on_mesh import ModelOnMesh
 from hybridflow.placement.user_objects import in_memory_assets
-from hybridflow.reshard.spec import Box, ModelSpec
-
-
-class Pretrained(NamedTuple):
-    """This rank's part of a model with weights.
-
-    Attributes:
-        model: Its settings, the vocabulary included.
-        spec: How its tensors are cut.
-        groups: This rank's process groups; None outside the mesh.
-        transformer: This rank's stage and shard; None outside the mesh.
-    """
-
-    model: ModelConfig
-    spec: ModelSpec
-    groups: ProcessGroupCollection | None
-    transformer: Transformer | None
 
 
 def from_pretrained(
@@ -56,7 +34,7 @@ def from_pretrained(
     max_context: int | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     seed: int = 1,
-) -> Pretrained:
+) -> ModelOnMesh:
     """Load a model from a Hugging Face directory, a hybridflow model directory, or a model in memory.
 
     Collective: all ranks of the job, also those outside the mesh.
@@ -92,68 +70,11 @@ def from_pretrained(
     has_value_head = role != "actor"
     world.make_groups(rank_sets([mesh], world.size))
     spec = describe_model(world, model, vocab_size=model.vocab_size, has_value_head=has_value_head)
-    if world.rank not in mesh:
-        return Pretrained(model, spec, None, None)
-    groups = collection(world, mesh)
-    transformer = build_transformer(
-        model, mesh.layout, groups, world.device, vocab_size=model.vocab_size, has_value_head=has_value_head
-    )
-    load_pretrained(source, transformer, spec, mesh, world.rank, seed=seed, std=model.init_std)
-    return Pretrained(model, spec, groups, transformer)
-
-
-@torch.no_grad()
-def load_pretrained(
-    source: Source, transformer: Transformer, spec: ModelSpec, mesh: DeviceMesh, rank: int, *, seed: int, std: float
-) -> None:
-    """Fill this rank's weights, in the model's own number format; padding rows of the vocabulary are 0.
-
-    One logical tensor is in memory at a time, at most. A value head that the source lacks is initialized.
-
-    Args:
-        source: Where the weights are.
-        transformer: This rank's stage and shard.
-        spec: How the model's tensors are cut.
-        mesh: Where the model is.
-        rank: This one.
-        seed: Seed of a new value head.
-        std: Standard deviation of a new value head.
-
-    Raises:
-        CheckpointError: The source's tensors are damaged, or not the model's; names the first.
-    """
-    _check_tensors(source, spec)
-    shards = local_shards(transformer, spec, mesh, rank)
-    for name, (local, part) in shards.items():
-        if name in source.tensors:
-            local.zero_()
-            local[tuple(slice(0, stop - start) for start, stop in part.box)].copy_(_read(source, name, part.box))
-            source.release()
-    missing = shards.keys() - source.tensors.keys()
-    if missing:
-        initialize(transformer, spec, mesh, rank, seed=seed, std=std, names=missing)
-
-
-def _check_tensors(source: Source, spec: ModelSpec) -> None:
-    """Refuse a source whose tensors are not the model's. Heads may differ: a critic may start from a language model."""
-    expected = {tensor.name: tensor.shape for tensor in spec.tensors}
-    for name in [*expected, *source.tensors]:
-        found = tuple(source.tensors[name].shape) if name in source.tensors else None
-        is_new_head = name == "value_head.weight" and not source.has_value_head
-        is_old_head = name == "output_layer.weight" and "value_head.weight" in expected
-        if found != expected.get(name) and not is_new_head and not is_old_head:
-            raise CheckpointError(
-                f"{source.path}: {name}: found {'no such tensor' if found is None else list(found)}, expected "
-                f"{list(expected[name]) if name in expected else 'no such tensor'}; give the directory of a model of "
-                "these settings"
-            )
-
-
-def _read(source: Source, name: str, box: Box) -> Tensor:
-    if isinstance(source, ShardedSource):
-        # Only the pieces that the box lies in are read, and their hashes checked.
-        return source.read_box(name, box)
-    return source.read(name)[tuple(slice(start, stop) for start, stop in box)]
+    made = ModelOnMesh(world, mesh, model, spec, seed=seed)
+    if world.rank in mesh:
+        made.build(has_value_head=has_value_head)
+        made.load(source)
+    return made
 
 
 def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
 from hybridflow.models.adapters import base_spec, factor_spec, is_factor
+from hybridflow.models.specs import logical_tensors
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.reshard.execute import Resharder
@@ -46,7 +45,9 @@ class RolloutWeights:
             is_behind = job.recipe.actor.reshard_every > 1
             shared = frozenset[str]() if is_behind else aliases(spec, *self._holdings(spec), job.world.rank)
             if update is not None:
-                rollout.share_storage(update, shared)
+                mine, theirs = logical_tensors(rollout.transformer), logical_tensors(update.transformer)
+                for name in shared:
+                    mine[name].data = theirs[name].data
             own = {name: tensor for name, tensor in rollout.tensors().items() if name not in shared}
             self._own_bytes = sum(tensor.nbytes for tensor in own.values())
             self._own = [tensor for name, tensor in own.items() if is_factor(name) or not self._has_adapters]
@@ -56,8 +57,8 @@ class RolloutWeights:
             moved,
             source,
             target,
-            source_tensors=_tensors(update, moved),
-            target_tensors=_tensors(rollout, moved),
+            source_tensors=None if update is None else update.tensors(moved),
+            target_tensors=None if rollout is None else rollout.tensors(moved),
             transport=job.recipe.actor.reshard,
         )
 
@@ -102,8 +103,8 @@ class RolloutWeights:
             self._job.world,
             self._base,
             *self._holdings(self._base),
-            source_tensors=_tensors(self._update, self._base),
-            target_tensors=_tensors(self._rollout, self._base),
+            source_tensors=None if self._update is None else self._update.tensors(self._base),
+            target_tensors=None if self._rollout is None else self._rollout.tensors(self._base),
             # For a copy that is seldom made it does not pay to open the source's memory to the node.
             transport="torch",
         )
@@ -113,10 +114,3 @@ class RolloutWeights:
     def _holdings(self, spec: ModelSpec) -> tuple[WeightHoldings, WeightHoldings]:
         meshes = self._job.meshes
         return WeightHoldings(spec, meshes["actor.update"]), WeightHoldings(spec, meshes["actor.rollout"])
-
-
-def _tensors(model: PlacedModel | None, spec: ModelSpec) -> Mapping[str, Tensor] | None:
-    if model is None:
-        return None
-    held = model.tensors()
-    return {tensor.name: held[tensor.name] for tensor in spec.tensors if tensor.name in held}

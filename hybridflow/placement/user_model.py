@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridflow.config.roles import OptimizerConfig
+from hybridflow.config.roles import LoRAConfig, OptimizerConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.user_model import Uncut, ask_logits, ask_values
@@ -23,16 +23,20 @@ from hybridflow.reshard.spec import ModelSpec
 
 def place_model(
     job: Job, mesh: DeviceMesh, spec: ModelSpec, *, has_value_head: bool = False, is_filled_later: bool = False
-) -> PlacedModel:
+) -> PlacedModel | None:
     """Place this rank's part of a role's model, see ``PlacedModel``: a user's own module where one was given.
+
+    None: this rank is not in the mesh.
 
     Args:
         job: The job.
-        mesh: One of the role's meshes, with this rank.
+        mesh: One of the role's meshes.
         spec: From ``placed_model.role_spec``.
         has_value_head: Values instead of logits.
         is_filled_later: Its weights are written before it is used.
     """
+    if job.world.rank not in mesh:
+        return None
     kind = PlacedModel if user_class_of(job, role_of(mesh.name)) is None else UserModel
     return kind(job, mesh, spec, has_value_head=has_value_head, is_filled_later=is_filled_later)
 
@@ -51,13 +55,11 @@ def place_frozen(job: Job, role: str, spec: ModelSpec, *, has_value_head: bool =
     Raises:
         ConfigError: What was given is not what the recipe asks for.
     """
-    mesh = job.meshes[role]
-    if job.world.rank not in mesh:
-        return None
-    model = place_model(job, mesh, spec, has_value_head=has_value_head)
-    model.load()
-    if getattr(job.recipe, role).offload:
-        model.keep_in_host_memory()
+    model = place_model(job, job.meshes[role], spec, has_value_head=has_value_head)
+    if model is not None:
+        model.load_given()
+        if getattr(job.recipe, role).offload:
+            model.keep_in_host_memory()
     return model
 
 
@@ -73,7 +75,8 @@ class UserModel(PlacedModel):
 
     transformer: Uncut
 
-    def _build(self, *, has_value_head: bool) -> Uncut:
+    def build(self, *, has_value_head: bool = False, lora: LoRAConfig | None = None) -> None:
+        """Take the user's module; of a reference that stays what the actor was, a copy."""
         given = user_class_of(self._job, self._role)
         assert given is not None, "an own model is placed where one was given"
         # A reference that stays what the actor was must not be the very object that learns.
@@ -83,8 +86,8 @@ class UserModel(PlacedModel):
             self.module.zero_grad(set_to_none=True)
         self._has_values = has_value_head
         self._name = f"{self._role}: {type(given).__name__}"
-        self.module.to(self._device).eval()
-        return Uncut(self.module)
+        self.module.to(self._world.device).eval()
+        self.transformer = Uncut(self.module)
 
     @torch.no_grad()
     def _initialize(self) -> None:
@@ -102,7 +105,7 @@ class UserModel(PlacedModel):
         """Return whether this rank has the model's outputs: each has."""
         return True
 
-    def load(self) -> None:
+    def load_given(self) -> None:
         """Do nothing: the module has the weights that it was given with."""
 
     @torch.no_grad()
@@ -131,5 +134,5 @@ class UserModel(PlacedModel):
         if self._has_values:
             found = ask_values(self.module, ids, mask, name=self._name)[:, :, None]
         else:
-            found = ask_logits(self.module, ids, vocab_size=self._vocab_size, name=self._name)
+            found = ask_logits(self.module, ids, vocab_size=self.vocab_size, name=self._name)
         return found[sample_of[part.rows], place_of[part.rows]]

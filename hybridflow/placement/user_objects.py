@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 from torch import nn
@@ -11,12 +10,9 @@ from hybridflow.checkpoint.formats.in_memory import in_memory_model, is_model
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.errors import ConfigError, LayoutError
-from hybridflow.families.model import ModelConfig
+from hybridflow.families.model import differing
 from hybridflow.models.user_model import FAMILY, is_user_class
 from hybridflow.placement.job import Job
-
-_OF_DIRECTORY = ("path", "max_context", "vocab_divisible_by", "init_std", "dtype")
-"""Settings that may be other than the model's own."""
 
 
 def role_of(mesh_name: str) -> str:
@@ -43,18 +39,12 @@ def weights_of(job: Job, role: str) -> Source | None:
     if role not in job.objects:
         return None if model.path is None else open_model(Path(model.path))
     found = in_memory_model(job.objects[role], vocab_size=model.vocab_size)
-    _check_same(found.section, model, role)
+    for name in differing(found.section, model):
+        raise ConfigError(
+            f"{role}: the model that was given has {name}={getattr(found.section, name)!r}, the recipe "
+            f"{getattr(model, name)!r}; give it to config.recipe_from_dict too (given=), or leave the key out"
+        )
     return found.source
-
-
-def _check_same(found: ModelConfig, model: ModelConfig, role: str) -> None:
-    for item in fields(ModelConfig):
-        here, wanted = getattr(found, item.name), getattr(model, item.name)
-        if item.name not in _OF_DIRECTORY and here != wanted:
-            raise ConfigError(
-                f"{role}: the model that was given has {item.name}={here!r}, the recipe {wanted!r}; give it to "
-                "config.recipe_from_dict too (given=), or leave the key out"
-            )
 
 
 def in_memory_assets(job: Job, role: str) -> tuple[str | None, dict[str, bytes]] | None:

@@ -15,7 +15,7 @@ from hybridflow.config.rewards import check_reward
 from hybridflow.config.roles import ActorConfig, CriticConfig
 from hybridflow.config.rollout import RolloutConfig
 from hybridflow.errors import ConfigError
-from hybridflow.families.model import ModelConfig, check_model
+from hybridflow.families.model import FREE_SETTINGS, check_model, differing
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS, CHOSEN
 from hybridflow.recipe.check_placement import (
@@ -33,22 +33,16 @@ MODELS = ("model", "critic.model", "reward.model", "cost.model", "cost_critic.mo
 """The sections of a recipe that are models."""
 
 
-_FREE = ("path", "max_context", "vocab_divisible_by", "init_std", "dtype")
-"""Settings that may be other than where the weights come from; with any other these would be misread."""
-
-
 def check_settings(recipe: Recipe, found: Mapping[str, ModelInfo]) -> None:
     """Refuse model keys that contradict the weights they are read with. Raises ConfigError."""
     for key, settings in found.items():
         model = recipe.model_of(key.removesuffix(".model"))
         whence = "the model that was given" if settings.assets is None else f"{key}.path={model.path!r}"
-        for item in fields(ModelConfig):
-            given, right = getattr(model, item.name), getattr(settings.model, item.name)
-            if item.name not in _FREE and given != right:
-                raise ConfigError(
-                    f"{key}.{item.name}={given!r}: {whence} has {right!r}, and its weights mean "
-                    f"nothing else; leave the key out (only {', '.join(_FREE[1:])} may differ)"
-                )
+        for name in differing(model, settings.model):
+            raise ConfigError(
+                f"{key}.{name}={getattr(model, name)!r}: {whence} has {getattr(settings.model, name)!r}, and its "
+                f"weights mean nothing else; leave the key out (only {', '.join(FREE_SETTINGS[1:])} may differ)"
+            )
     if "model" in found and found["model"].has_value_head and not recipe.traits.is_scorer:
         raise ConfigError(
             f"model.path={recipe.model.path!r}: is a scorer, which gives no text; choose a causal language model (a "
@@ -297,7 +291,7 @@ _PREFERENCE_FIELDS = ("chosen_field", "rejected_field", "margin_field", "complet
 
 def _check_mini_batches_of_preferences(recipe: Recipe) -> None:
     batch = recipe.trainer.global_batch_size
-    mini = batch if recipe.trainer.mini_batch_size is None else recipe.trainer.mini_batch_size
+    mini = recipe.trainer.samples_per_update
     for key, size in {"global_batch_size": batch, "mini_batch_size": mini}.items():
         if recipe.traits.is_paired and size % 2:
             raise ConfigError(

@@ -145,6 +145,24 @@ class HostOffload:
             _bytes(storage).copy_(self._copies[storage._cdata], non_blocking=True)
         self._away = []
 
+    @contextlib.contextmanager
+    def at_hand(self, *, is_written: bool = True) -> Iterator[None]:
+        """Bring the tensors to the device for the duration, if they are away.
+
+        Args:
+            is_written: They are changed within.
+
+        Raises:
+            ReshardError: The device has no room.
+        """
+        is_away = self.is_away
+        self.restore()
+        try:
+            yield
+        finally:
+            if is_away:
+                self.offload(is_unchanged=not is_written)
+
 
 def wait_for_copies(storages: Iterable[torch.UntypedStorage]) -> None:
     """Wait until copies that were begun on the storages' devices are done."""

@@ -123,10 +123,10 @@ def main() -> int:
     """Run what standard input says, and tell on standard output what came of it."""
     spec = json.loads(sys.stdin.buffer.read())
     _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    if "told" in spec:
+    if "report" in spec:
         # Begun by bubblewrap.
-        os.set_inheritable(spec["told"], False)
-        _be_first(spec, FOLDER, {"told": spec["told"], "stdout": 1, "stderr": 2}, [])
+        os.set_inheritable(spec["report"], False)
+        _be_first(spec, FOLDER, {"report": spec["report"], "stdout": 1, "stderr": 2}, [])
     _leave_keys()
     try:
         if spec["bubblewrap"] is not None:
@@ -209,7 +209,7 @@ def _mapping(number: int) -> str:
 
 def _keep(spec: dict[str, Any], folder: str | None) -> dict[str, Any]:
     """Begin the program, look after it, and end whatever is left of it."""
-    pipes = {name: os.pipe() for name in ("told", "stdout", "stderr")}
+    pipes = {name: os.pipe() for name in ("report", "stdout", "stderr")}
     first = os.fork()
     if first == 0:
         writers = {name: ends[1] for name, ends in pipes.items()}
@@ -225,17 +225,17 @@ def _keep(spec: dict[str, Any], folder: str | None) -> dict[str, Any]:
     finally:
         _kill_all(first, is_alone=folder is None)
     watched.read_rest()
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     # What came first counts: who cannot become the program says so, and then ends like one.
-    for line in reversed(watched.texts["told"].splitlines()):
-        told |= json.loads(line)
-    if "error" in told:
-        return {"error": told["error"]}
+    for line in reversed(watched.texts["report"].splitlines()):
+        report |= json.loads(line)
+    if "error" in report:
+        return {"error": report["error"]}
     texts = {name: watched.texts[name].decode("utf-8", "replace") for name in ("stdout", "stderr")}
-    if "begun" not in told:
+    if "begun" not in report:
         # Nobody but bubblewrap, and the Python that it starts, has written there yet.
         return {"error": texts["stderr"].strip()[-300:] or "the sandbox ended before its program was begun"}
-    status = told.get("status") if stopped is None else None
+    status = report.get("status") if stopped is None else None
     return {"error": None, "status": status, "stopped": stopped, "cpu_s": cpu_s, **texts}
 
 
@@ -247,9 +247,9 @@ def _look_after(first: int, watched: _Watched, spec: dict[str, Any]) -> str | No
     """
     is_begun, end_s = False, time.monotonic() + _BEGIN_S
     stopped = None
-    while "told" in watched.open and stopped is None:
+    while "report" in watched.open and stopped is None:
         watched.read(min(_LOOK_S, max(end_s - time.monotonic(), 0.0)))
-        if not is_begun and watched.texts["told"]:
+        if not is_begun and watched.texts["report"]:
             is_begun, end_s = True, time.monotonic() + spec["wall_s"]
         if time.monotonic() > end_s and not is_begun:
             raise Refused(f"the program was not begun within {_BEGIN_S:g} s; is the machine overloaded?")
@@ -374,18 +374,18 @@ def _kill_all(first: int, *, is_alone: bool) -> None:
 
 def _be_bubblewrap(spec: dict[str, Any], writers: dict[str, int]) -> NoReturn:
     """Become bwrap, which makes the program's surroundings and begins this script there as process 1."""
-    told = writers["told"]
+    report = writers["report"]
     try:
         _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         if os.geteuid() == 0:
             _forbid_namespaces()
-        source = _in_memory(json.dumps({**spec, "told": told}).encode())
+        source = _in_memory(json.dumps({**spec, "report": report}).encode())
         for number, target in ((source, 0), (writers["stdout"], 1), (writers["stderr"], 2)):
             os.dup2(number, target)
-        os.set_inheritable(told, True)
+        os.set_inheritable(report, True)
         os.execv(spec["bubblewrap"], [spec["bubblewrap"], *_bubblewrap_arguments(spec)])
     except BaseException as error:
-        os.write(told, json.dumps({"error": f"{spec['bubblewrap']}: {error}"}).encode() + b"\n")
+        os.write(report, json.dumps({"error": f"{spec['bubblewrap']}: {error}"}).encode() + b"\n")
     finally:
         os._exit(127)
 
@@ -420,7 +420,7 @@ def _in_memory(data: bytes) -> int:
 
 def _be_first(spec: dict[str, Any], folder: str | None, writers: dict[str, int], readers: list[int]) -> NoReturn:
     """Be the first process: make the program's surroundings, begin it, wait for it, tell how it ended."""
-    told = writers["told"]
+    report = writers["report"]
     try:
         # The program may send process 1 any signal; those without a handler do not reach it.
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -446,9 +446,9 @@ def _be_first(spec: dict[str, Any], folder: str | None, writers: dict[str, int],
             pid, status = os.wait()
             if pid == program:
                 break
-        os.write(told, json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode() + b"\n")
+        os.write(report, json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode() + b"\n")
     except BaseException as error:
-        os.write(told, json.dumps({"error": str(error)}).encode() + b"\n")
+        os.write(report, json.dumps({"error": str(error)}).encode() + b"\n")
     finally:
         os._exit(0)
 
@@ -499,8 +499,8 @@ def _make_read_only(target: str) -> None:
         points = [re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), line.split()[4]) for line in file]
     for point in points:
         if f"{point}/".startswith(f"{target}/"):
-            kept = sum(flag for told, flag in _KEPT.items() if os.statvfs(point).f_flag & told)
-            _mount("none", point, "", kept | _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+            flags = sum(flag for present, flag in _KEPT.items() if os.statvfs(point).f_flag & present)
+            _mount("none", point, "", flags | _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
 
 
 def _be_program(spec: dict[str, Any], writers: dict[str, int]) -> NoReturn:
@@ -511,8 +511,8 @@ def _be_program(spec: dict[str, Any], writers: dict[str, int]) -> NoReturn:
         source = _in_memory(spec["stdin"].encode("utf-8", "surrogatepass"))
         for number, target in ((source, 0), (writers["stdout"], 1), (writers["stderr"], 2)):
             os.dup2(number, target)
-        os.closerange(3, writers["told"])
-        os.closerange(writers["told"] + 1, 1024)
+        os.closerange(3, writers["report"])
+        os.closerange(writers["report"] + 1, 1024)
         os.umask(0o077)
         for name in ("SIGPIPE", "SIGXFSZ"):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -523,10 +523,10 @@ def _be_program(spec: dict[str, Any], writers: dict[str, int]) -> NoReturn:
             _drop_rights()
         _limit(spec, spec["processes"] + others)
         folder = os.getcwd()
-        os.write(writers["told"], b'{"begun": true}\n')
+        os.write(writers["report"], b'{"begun": true}\n')
         os.execve(spec["argv"][0], spec["argv"], {**spec["environ"], "HOME": folder, "TMPDIR": folder})
     except BaseException as error:
-        os.write(writers["told"], json.dumps({"error": f"{spec['argv'][0]}: {error}"}).encode() + b"\n")
+        os.write(writers["report"], json.dumps({"error": f"{spec['argv'][0]}: {error}"}).encode() + b"\n")
     finally:
         os._exit(127)
 

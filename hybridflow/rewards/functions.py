@@ -66,7 +66,7 @@ def regex(pattern: str) -> RewardFunction:
 
 @dataclass(frozen=True, kw_only=True)
 class Function:
-    """What a user gave, as it is called.
+    """Reward of a user, as it is called.
 
     Attributes:
         call: Scores some samples: gives a list, or an awaitable of one.
@@ -77,6 +77,11 @@ class Function:
     call: Callable[[Sequence[Sample]], Any]
     is_async: bool
     is_batched: bool
+
+
+def name_of(given: Any) -> str:
+    """Return what messages call a name, a function or an object."""
+    return given if isinstance(given, str) else getattr(given, "__qualname__", type(given).__qualname__)
 
 
 def find_function(name: str, key: str) -> Any:

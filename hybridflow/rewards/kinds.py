@@ -7,16 +7,16 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from hybridflow.config.rewards import REWARD_POLICY, RewardConfig, SandboxConfig
+from hybridflow.config.rewards import REWARD_POLICY, JudgeConfig, RewardConfig, SandboxConfig
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.code import CodeTests
-from hybridflow.rewards.functions import BUILT_IN, Function, as_function, find_function, regex
+from hybridflow.rewards.functions import BUILT_IN, Function, as_function, find_function, name_of, regex
 from hybridflow.rewards.maths import Maths
 from hybridflow.rewards.runners import InLoop, InPlace, Runner
 from hybridflow.rewards.sample import Sample
 from hybridflow.rewards.sandbox import check_sandbox
 from hybridflow.rewards.scorer import Kind
-from hybridflow.rewards.service import Judge, Service, service_endpoint
+from hybridflow.rewards.service import Endpoint, Judge, Service
 from hybridflow.rollout.calls import MAX_THREADS, Calls
 from hybridflow.rollout.engines.wire import CONNECT_TIMEOUT_S
 
@@ -38,25 +38,17 @@ def make_kind(settings: RewardConfig, key: str, user_reward: Any = None, *, shar
         ConfigError: It cannot be found, made or asked, or the section has keys that it would ignore.
     """
     if user_reward is not None:
-        name = getattr(user_reward, "__qualname__", type(user_reward).__qualname__)
-        return _of_function(as_function(user_reward, key), settings, name)
-    if settings.service is not None:
+        return _of_function(as_function(user_reward, key), settings, name_of(user_reward))
+    asked = settings.judge if settings.service is None else settings.service
+    if asked is not None:
         timeout_s = _ASKED_S if settings.timeout_s is None else settings.timeout_s
-        endpoint = service_endpoint(settings.service, f"{key}.service", timeout_s)
+        endpoint = Endpoint(asked, f"{key}.{'judge' if settings.service is None else 'service'}", timeout_s)
         return Kind(
-            name=settings.service.urls[0],
-            call=Service(endpoint),
-            runner=_asking(settings, timeout_s + CONNECT_TIMEOUT_S),
-            most_samples=settings.service.batch_size,
-            close=endpoint.close,
-        )
-    if settings.judge is not None:
-        timeout_s = _ASKED_S if settings.timeout_s is None else settings.timeout_s
-        endpoint = service_endpoint(settings.judge, f"{key}.judge", timeout_s)
-        return Kind(
-            name=settings.judge.urls[0],
-            call=Judge(endpoint, settings.judge),
-            runner=_asking(settings, timeout_s + CONNECT_TIMEOUT_S),
+            name=asked.urls[0],
+            call=Judge(endpoint, asked) if isinstance(asked, JudgeConfig) else Service(endpoint),
+            # Calls end by themselves, unless the system blocks them.
+            runner=Calls(timeout_s + CONNECT_TIMEOUT_S + _GRACE_S, settings.max_in_flight),
+            most_samples=1 if isinstance(asked, JudgeConfig) else asked.batch_size,
             close=endpoint.close,
         )
     return _of_name("exact_match" if settings.function is None else settings.function, settings, key, sharing)
@@ -108,11 +100,6 @@ def _of_function(function: Function, settings: RewardConfig, name: str) -> Kind:
         is_async=function.is_async,
         most_samples=None if function.is_batched else 1,
     )
-
-
-def _asking(settings: RewardConfig, longest_s: float) -> Calls:
-    """Return the runner for calls that end by themselves, unless the system blocks them."""
-    return Calls(longest_s + _GRACE_S, settings.max_in_flight)
 
 
 def _processes(settings: RewardConfig, sharing: int) -> Calls:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from hybridflow.rollout.calls import CallFailed
+from hybridflow.rollout.calls import CallFailed, take_all
 
 _GRACE_S = 1.0
 """So long after its deadline a call in the loop must have ended, or the loop is held by one that does not await."""
@@ -75,13 +75,7 @@ class InLoop:
 
     def ended(self, wait_s: float) -> list[tuple[int, Any]]:
         """See ``Runner.ended``."""
-        found: list[tuple[int, Any]] = []
-        try:
-            found.append(self._done.get(timeout=wait_s) if wait_s > 0 else self._done.get_nowait())
-            while True:
-                found.append(self._done.get_nowait())
-        except queue.Empty:
-            pass
+        found = take_all(self._done, wait_s)
         for number, _ in found:
             del self._since[number]
         now = time.monotonic()

@@ -42,7 +42,7 @@ class Unscored(Exception):
 
 
 Outcome = float | Unscored
-"""What comes of a sample."""
+"""Score of a sample, or why it has none."""
 
 
 def as_score(value: Any) -> Outcome:

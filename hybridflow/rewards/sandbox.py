@@ -23,7 +23,7 @@ from hybridflow.rewards.sample import Unscored
 
 _CONFINE = Path(__file__).with_name("confine.py")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
-"""What any program needs to be begun."""
+"""Paths that any program needs to be begun."""
 _GRACE_S = 20.0
 """So long after its time a program must have been ended, with all around it."""
 _TRIES = 3
@@ -32,7 +32,7 @@ _BETWEEN_TRIES_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """What came of a program.
+    """Outcome of a program.
 
     Attributes:
         status: Its exit status, negative: the number of the signal that ended it; None: it was stopped.
@@ -56,6 +56,7 @@ def run_confined(
     files: Mapping[str, str],
     stdin: str = "",
     is_protected: bool = True,
+    bubblewrap: Bubblewrap | None = None,
 ) -> Ended:
     """Run the Python that runs us on some arguments, in a folder with some files.
 
@@ -65,24 +66,13 @@ def run_confined(
         files: Name -> text.
         stdin: What it may read.
         is_protected: Keep it apart; else it has limits alone.
+        bubblewrap: What keeps it apart; None: what this machine has.
 
     Raises:
         Unscored: It could not be run.
     """
-    bubblewrap = find_bubblewrap().usable if is_protected else None
-    return _run(arguments, settings, files=files, stdin=stdin, is_protected=is_protected, bubblewrap=bubblewrap)
-
-
-def _run(
-    arguments: Sequence[str],
-    settings: SandboxConfig,
-    *,
-    files: Mapping[str, str],
-    stdin: str,
-    is_protected: bool,
-    bubblewrap: str | None,
-) -> Ended:
-    """Run it with the bubblewrap that is at a path; None: without."""
+    if bubblewrap is None and is_protected:
+        bubblewrap = find_bubblewrap()
     program = os.path.realpath(sys.executable)
     asked = {
         "argv": [program, *arguments],
@@ -91,7 +81,7 @@ def _run(
         "environ": _environ(),
         "readable": _readable(settings),
         "is_protected": is_protected,
-        "bubblewrap": bubblewrap,
+        "bubblewrap": None if bubblewrap is None else bubblewrap.usable,
         "wall_s": settings.wall_s,
         "cpu_s": settings.cpu_s,
         "memory_bytes": settings.memory_mib << 20,
@@ -124,7 +114,7 @@ def _run(
 
 @dataclass(frozen=True, kw_only=True)
 class Bubblewrap:
-    """Hold what this machine has of bubblewrap.
+    """Bubblewrap on this machine.
 
     Attributes:
         path: Of its program; None: it is not installed.
@@ -167,7 +157,7 @@ def _problem(bubblewrap: str | None) -> str | None:
 def _tried(bubblewrap: str | None) -> str | None:
     code = ["-I", "-S", "-c", "print('here')"]
     try:
-        ended = _run(code, SandboxConfig(), files={}, stdin="", is_protected=True, bubblewrap=bubblewrap)
+        ended = run_confined(code, SandboxConfig(), files={}, bubblewrap=Bubblewrap(path=bubblewrap))
     except Unscored as problem:
         return str(problem)
     if ended.stdout == "here\n":

@@ -16,7 +16,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hybridflow.config.rewards import RewardConfig
@@ -55,7 +55,7 @@ class Kind:
 
 @dataclass
 class Counts:
-    """What the calls of one time came to.
+    """Outcome of the calls of one time.
 
     Attributes:
         samples: All of them.
@@ -81,17 +81,9 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         """Return the sum of both."""
-        return Counts(
-            samples=self.samples + other.samples,
-            failed=self.failed + other.failed,
-            cached=self.cached + other.cached,
-            retries=self.retries + other.retries,
-            calls=self.calls + other.calls,
-            calls_s=self.calls_s + other.calls_s,
-            longest_s=max(self.longest_s, other.longest_s),
-            idle_stops=self.idle_stops + other.idle_stops,
-            first_failure=self.first_failure or other.first_failure,
-        )
+        sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        first_failure = self.first_failure or other.first_failure
+        return Counts(**{**sums, "longest_s": max(self.longest_s, other.longest_s), "first_failure": first_failure})
 
 
 @dataclass(frozen=True, order=True)
@@ -264,11 +256,8 @@ def _timed(call: Callable[[Sequence[Sample]], Any], samples: Sequence[Sample]) -
     begin_s = time.monotonic()
     try:
         value = call(samples)
-    except Unscored as failure:
-        value = failure
-    # A user's function may raise anything, or call sys.exit; whatever it is, the message must name the sample.
     except (Exception, SystemExit) as error:
-        value = Unscored(f"{type(error).__name__}: {error}"[:500])
+        value = _unscored(error)
     return value, time.monotonic() - begin_s
 
 
@@ -276,8 +265,11 @@ async def _timed_async(call: Callable[[Sequence[Sample]], Any], samples: Sequenc
     begin_s = time.monotonic()
     try:
         value = await call(samples)
-    except Unscored as failure:
-        value = failure
     except (Exception, SystemExit) as error:
-        value = Unscored(f"{type(error).__name__}: {error}"[:500])
+        value = _unscored(error)
     return value, time.monotonic() - begin_s
+
+
+def _unscored(error: BaseException) -> Unscored:
+    """Return an error with its kind: a user's function may raise anything, or call sys.exit."""
+    return error if isinstance(error, Unscored) else Unscored(f"{type(error).__name__}: {error}"[:500])

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.config.rewards import JudgeConfig as JudgeSettings
@@ -24,17 +25,16 @@ class Endpoint:
     """Servers that are asked in turn, over connections that stay open. Any thread may ask.
 
     Args:
-        urls: Of all of them.
-        auth_env: Environment variable with the token to show; None: they ask for none.
-        key: Of the section that names them, for messages.
+        settings: Their section of the recipe.
+        key: Of that section, for messages.
         timeout_s: Longest time of a try.
 
     Raises:
         ConfigError: The variable holds no token.
     """
 
-    def __init__(self, urls: Sequence[str], auth_env: str | None, *, key: str, timeout_s: float) -> None:
-        self._lines = Lines(urls, token_of(auth_env, f"{key}.auth_env"))
+    def __init__(self, settings: RewardServiceConfig | JudgeSettings, key: str, timeout_s: float) -> None:
+        self._lines = Lines(settings.urls, token_of(settings.auth_env, f"{key}.auth_env"))
         self._timeout_s = timeout_s
         self._turns = itertools.count()
 
@@ -68,44 +68,43 @@ class Endpoint:
         self._lines.close()
 
 
+@dataclass(frozen=True)
 class Service:
     """Scores samples by a ``POST`` of ``{"samples": [{"prompt", "response", "answer"}, …]}`` to a service.
 
     It answers ``{"scores": [number, …]}``, one for each, in their order.
 
-    Args:
+    Attributes:
         endpoint: Of the service; its addresses are whole.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
+    endpoint: Endpoint
 
     def __call__(self, samples: Sequence[Sample]) -> Any:
         """Return a list of scores, as the server sent them. Raises Unscored: there is none."""
         asked = [{"prompt": each.prompt, "response": each.response, "answer": each.answer} for each in samples]
-        answer = self._endpoint.post("", {"samples": asked})
+        answer = self.endpoint.post("", {"samples": asked})
         if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
             raise Unscored(f'answered {str(answer)[:200]!r}; expected {{"scores": [number, …]}}')
         return answer["scores"]
 
 
+@dataclass(frozen=True)
 class Judge:
     """Scores a sample by asking a language model, and reading the number that it gives.
 
-    Args:
+    Attributes:
         endpoint: Of servers of it.
         settings: The recipe's.
     """
 
-    def __init__(self, endpoint: Endpoint, settings: JudgeSettings) -> None:
-        self._endpoint = endpoint
-        self._settings = settings
-        self._pattern = re.compile(settings.pattern)
+    endpoint: Endpoint
+    settings: JudgeSettings
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """Return the score of one sample. Raises Unscored: the model gives none."""
         (sample,) = samples
-        settings, fields = self._settings, sample._asdict()
+        settings, fields = self.settings, sample._asdict()
         # At once, so that what is put in is not looked through for more.
         asked = _FIELD.sub(lambda match: fields[match[1]], settings.template)
         body: dict[str, Any] = {
@@ -115,20 +114,18 @@ class Judge:
         }
         if settings.model is not None:
             body["model"] = settings.model
-        return [self._number(_said(self._endpoint.post(_JUDGE_PATH, body)))]
+        return [self._number(_said(self.endpoint.post(_JUDGE_PATH, body)))]
 
     def _number(self, text: str) -> float:
         """Return the number in the last match of the pattern."""
-        found = list(self._pattern.finditer(text))
+        found = list(re.finditer(self.settings.pattern, text))
         try:
             number = float(found[-1][1])
         except (IndexError, TypeError, ValueError):
+            raise Unscored(f"the judge said {text[-200:]!r}, where {self.settings.pattern!r} finds no number") from None
+        if not self.settings.low <= number <= self.settings.high:
             raise Unscored(
-                f"the judge said {text[-200:]!r}, where {self._settings.pattern!r} finds no number"
-            ) from None
-        if not self._settings.low <= number <= self._settings.high:
-            raise Unscored(
-                f"the judge said {number:g}; expected a number from {self._settings.low:g} to {self._settings.high:g}"
+                f"the judge said {number:g}; expected a number from {self.settings.low:g} to {self.settings.high:g}"
             )
         return number
 
@@ -142,8 +139,3 @@ def _said(answer: Any) -> str:
     if not isinstance(text, str):
         raise Unscored(f"answered {str(answer)[:200]!r}; expected a chat completion with a text")
     return text
-
-
-def service_endpoint(settings: RewardServiceConfig | JudgeSettings, key: str, timeout_s: float) -> Endpoint:
-    """Return the servers that a section names. Raises ConfigError: the token is not there."""
-    return Endpoint(settings.urls, settings.auth_env, key=key, timeout_s=timeout_s)

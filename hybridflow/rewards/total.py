@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridflow.errors import ConfigError
-from hybridflow.rewards.functions import Function, as_function, batched, find_function
+from hybridflow.rewards.functions import Function, as_function, batched, find_function, name_of
 from hybridflow.rewards.sample import Sample, Unscored, as_scores
 
 
@@ -30,7 +30,7 @@ def total_of(rewards: Sequence[Any], key: str) -> Callable[..., Any]:
     make = _awaited if any(function.is_async for function in functions) else _at_once
     total = make(functions)
     # What messages call it.
-    total.__qualname__ = " + ".join(_name(each) for each in rewards)
+    total.__qualname__ = " + ".join(name_of(each) for each in rewards)
     return total
 
 
@@ -44,10 +44,6 @@ def _named(given: Any, key: str) -> Any:
             "call what it does in a function of your own"
         )
     return found
-
-
-def _name(given: Any) -> str:
-    return given if isinstance(given, str) else getattr(given, "__qualname__", type(given).__qualname__)
 
 
 def _at_once(functions: Sequence[Function]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,26 +11,21 @@ from torch import Tensor
 
 from hybridflow.algorithms.losses import Totals, aggregate
 from hybridflow.dataflow.batch import Batch, Ragged
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
+from hybridflow.models.adapters import factor_spec
+from hybridflow.models.distillation import vocab_parallel_reverse_kl
 from hybridflow.models.lora import merge
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import LossFunction, Trainable, sum_over
 from hybridflow.placement.job import Job
+from hybridflow.placement.loss_mask import mini_batch
 from hybridflow.placement.peft import check_targets
-from hybridflow.placement.placed_model import (
-    column_rows,
-    length_metrics,
-    length_stats,
-    mini_batch,
-    pad_rows,
-    padded,
-    role_spec,
-)
+from hybridflow.placement.placed_model import PlacedModel, role_spec
 from hybridflow.placement.rollout_weights import RolloutWeights
 from hybridflow.placement.user_model import UserModel, place_model
 from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import shares_storage
-from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.advantage import KLCoefficient, length_metrics, length_stats
 from hybridflow.roles.offline_samples import row_stats
 from hybridflow.roles.policy_loss import LOSS_MASK, LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
 from hybridflow.sampling.engines import PushedEngine, make_megatron_engine, make_server_engine, make_user_engine
@@ -48,6 +43,8 @@ class Actor(Role):
         trainable: Gradients and optimizer of ``model``.
         rollouts: Samples for it; None on a rank outside the rollout mesh.
     """
+
+    call_names: tuple[str, ...] = ("sample", "sample_validation", "log_probs", "update", "distill", "imitate")
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         super().__init__()
@@ -67,7 +64,7 @@ class Actor(Role):
         update, rollout = job.meshes["actor.update"], job.meshes["actor.rollout"]
         rank = job.world.rank
         is_scorer = job.recipe.traits.is_scorer
-        self.model = place_model(job, update, self.spec, has_value_head=is_scorer) if rank in update else None
+        self.model = place_model(job, update, self.spec, has_value_head=is_scorer)
         self.trainable: Trainable | None = None
         if self.model is not None:
             self.trainable = self.model.make_trainable(job.recipe.actor.optimizer)
@@ -79,14 +76,14 @@ class Actor(Role):
         is_one = shares_storage(update, rollout) and self._reshard_every == 1
         is_apart = generates and not engine.is_server and not is_one
         if is_apart and (rank in update or rank in rollout):
-            self._rollout = place_model(job, rollout, self.spec, is_filled_later=True) if rank in rollout else None
+            self._rollout = place_model(job, rollout, self.spec, is_filled_later=True)
             self._rollout_weights = RolloutWeights(job, self.spec, self.model, self._rollout)
         self._offload: HostOffload | None = None
         if self.trainable is not None and job.recipe.actor.offload:
             self._offload = self.trainable.offload(f"rank {rank}: optimizer of actor.update")
         self._rollout_is_current = False
         self.num_updates = self._rollout_version = 0
-        self._pushed = PushedEngine(job, self.spec) if engine.kind == "vllm" else None
+        self._pushed = PushedEngine(job) if engine.kind == "vllm" else None
         self.rollouts: Rollouts | None = None
         if rank in rollout and generates:
             self.rollouts = Rollouts(
@@ -95,16 +92,10 @@ class Actor(Role):
             self.rollouts.sample_stats = self.sample_stats
 
     @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {
-            "sample": self.sample,
-            "sample_validation": self.sample_validation,
-            "log_probs": self.log_probs,
-            "update": self.update,
-            "distill": self.distill,
-            "imitate": self.imitate,
-        }
+    def _placed(self) -> PlacedModel:
+        """Return the model on a rank of the update mesh."""
+        assert self.model is not None, "called outside the update mesh"
+        return self.model
 
     def enter_phase(self, phase: str) -> None:
         """Make room for a phase and bring what it needs. Collective: all ranks of both layouts.
@@ -115,7 +106,7 @@ class Actor(Role):
         if phase == "update":
             stays = self._reshard_every > 1
             if self.rollouts is not None and not stays:
-                self.rollouts.weights_changed()
+                self.rollouts.engine.weights_changed()
             if self._rollout_weights is not None and not stays:
                 if self.model is not None:
                     self._rollout_weights.release()
@@ -139,17 +130,9 @@ class Actor(Role):
             self._rollout_version = self.num_updates
         self._rollout_is_current = True
 
-    @contextlib.contextmanager
-    def optimizer_at_hand(self) -> Iterator[None]:
+    def optimizer_at_hand(self) -> contextlib.AbstractContextManager[None]:
         """Hold the optimizer's state on its device inside the block, also during a rollout."""
-        is_away = self._offload is not None and self._offload.is_away
-        if self._offload is not None:
-            self._offload.restore()
-        try:
-            yield
-        finally:
-            if self._offload is not None and is_away:
-                self._offload.offload()
+        return contextlib.nullcontext() if self._offload is None else self._offload.at_hand()
 
     def sample(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Generate the responses of a step, or of one of its rollouts: ``group_size`` for each prompt, or a greedy one.
@@ -186,8 +169,7 @@ class Actor(Role):
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Return ``old_log_probs``: log-probabilities under the weights at the start of the update."""
-        model = self.model
-        assert model is not None, "called outside the update mesh"
+        model = self._placed
         column = model.per_token(batch, lambda output, part: model.log_probs(output, part)[0])
         return None if column is None else Batch(batch.ids, {"old_log_probs": column})
 
@@ -196,7 +178,6 @@ class Actor(Role):
 
         Collective: all ranks of the update mesh.
         """
-        assert self.model is not None, "called outside the update mesh"
         turn = decided["actor_mini_batch"]
         is_first = turn["epoch"] == 0
         if is_first and turn["index"] == 0:
@@ -206,25 +187,24 @@ class Actor(Role):
             self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
             return
         results, grad_norm = self._step(
-            self.model.micro_batches(part),
+            self._placed.micro_batches(part),
             lambda output, micro_batch: self._loss(output, micro_batch, part, totals, is_first=is_first),
         )
-        if self.model.is_output_rank:
+        if self._placed.is_output_rank:
             self._report([sums for sums, _, _ in results], grad_norm)
             if is_first:
                 self._report_distance(results)
 
     def _counted(self, part: Batch, *, is_first: bool) -> tuple[Batch, Totals | None]:
         """Return a mini-batch without its rejected tokens, and the counts of its tokens. Collective: dp."""
-        assert self.model is not None, "called outside the update mesh"
-        totals = self.model.totals(part)
+        totals = self._placed.totals(part)
         if self._job.recipe.correction.reject is None or totals is None:
             return part, totals
-        columns = (padded(part, name) for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
-        mask = part.columns["response_mask"]
-        assert isinstance(mask, Ragged), "masks are a ragged column"
-        part = part.with_columns({LOSS_MASK: Ragged.from_padded(self._policy_loss.keep(*columns), mask.lengths)})
-        kept = self.model.totals(part, LOSS_MASK)
+        names = ("old_log_probs", "rollout_log_probs", "response_mask")
+        kept_tokens = self._policy_loss.keep(*(part.ragged(name).pad(0) for name in names))
+        lengths = part.ragged("response_mask").lengths
+        part = part.with_columns({LOSS_MASK: Ragged.from_padded(kept_tokens, lengths)})
+        kept = self._placed.totals(part, LOSS_MASK)
         if is_first:
             self._num_sampled += totals.num_tokens
             self._num_rejected += totals.num_tokens - (0 if kept is None else kept.num_tokens)
@@ -236,39 +216,40 @@ class Actor(Role):
 
         Collective: all ranks of the update mesh.
         """
-        assert self.model is not None, "called outside the update mesh"
         index = decided["actor_mini_batch"]["index"]
         if index == 0:
-            self.metrics |= length_metrics(batch, sum_over(self.model.groups.dp))
+            self.metrics |= length_metrics(batch, sum_over(self._placed.groups.dp))
             self.sample_stats |= length_stats(self._job, batch)
             self._distilled = torch.zeros(2, dtype=torch.float64)
         part = mini_batch(self._job, batch, index)
-        totals = self.model.totals(part)
+        totals = self._placed.totals(part)
         if totals is None:
             self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
             return
         results, grad_norm = self._step(
-            self.model.micro_batches(part),
+            self._placed.micro_batches(part),
             lambda output, micro_batch: self._distance(output, micro_batch, part, totals),
         )
-        if self.model.is_output_rank:
-            (loss,) = self.model.add_up(results, 1)
+        if self._placed.is_output_rank:
+            (loss,) = self._placed.add_up(results, 1)
             self._distilled += torch.tensor([loss * totals.num_tokens, totals.num_tokens])
             kl_sum, num_tokens = self._distilled.tolist()
             self.metrics |= {"actor/loss": loss, "actor/grad_norm": grad_norm, "distill/kl": kl_sum / num_tokens}
 
     def _distance(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
         """Return the micro-batch's share of the KL to the teacher, and the same value for the report."""
-        assert self.model is not None, "called outside the update mesh"
-        teacher_columns = [
-            torch.cat([column_rows(part, name)[sample] for sample in micro_batch.samples])
-            for name in ("teacher_log_probs", "teacher_ids")
-            if name in part.columns
-        ]
-        kl = self.model.reverse_kl(output, teacher_columns[0], teacher_columns[1] if len(teacher_columns) > 1 else None)
-        mask = padded(part, "response_mask", micro_batch.samples, output.device)
-        rows = kl.split(micro_batch.response_lengths)  # type: ignore[no-untyped-call]
-        loss = aggregate(pad_rows(rows), mask, "token-mean", totals)
+        here = part.select(torch.tensor(micro_batch.samples))
+        ids = here.ragged("teacher_ids").values if "teacher_ids" in part.columns else None
+        kl = vocab_parallel_reverse_kl(
+            output,
+            here.ragged("teacher_log_probs").values,
+            ids,
+            group=self._placed.groups.tp,
+            vocab_size=self._placed.vocab_size,
+            temperature=self._placed.temperature,
+        )
+        mask = here.ragged("response_mask").pad(0).to(output.device)
+        loss = aggregate(micro_batch.pad(kl), mask, "token-mean", totals)
         return loss, loss.detach()[None]
 
     def imitate(self, batch: Batch, decided: Mapping[str, Any]) -> None:
@@ -276,7 +257,7 @@ class Actor(Role):
 
         Collective: the update mesh.
         """
-        assert self.model is not None and self.trainable is not None, "called outside the update mesh"
+        assert self.trainable is not None, "called outside the update mesh"
         warm = self._job.recipe.warm_start
         assert warm is not None, "a warm start was scheduled without its section"
         problems, step = self._job.train, decided["warm_step"]["step"]
@@ -284,7 +265,7 @@ class Actor(Role):
         num_tokens = sum(
             row_stats(self._job, prompt_indices, lambda prompt_index: sum(problems.solution(prompt_index).is_written))
         )
-        layout, place = self.model.mesh.layout, self.model.mesh.coordinate(self._job.world.rank)
+        layout, place = self._placed.mesh.layout, self._placed.mesh.coordinate(self._job.world.rank)
         solutions = [problems.solution(prompt_index) for prompt_index in prompt_indices[place.dp :: layout.dp]]
         self.trainable.set_learning_rate(warm.lr)
         results, _ = self._imitate(
@@ -293,8 +274,8 @@ class Actor(Role):
             [torch.tensor(each.is_written) for each in solutions],
             num_tokens,
         )
-        if self.model.is_output_rank:
-            (self.metrics["warm_start/loss"],) = self.model.add_up(results, 1)
+        if self._placed.is_output_rank:
+            (self.metrics["warm_start/loss"],) = self._placed.add_up(results, 1)
 
     def _imitate(
         self, sequences: list[Tensor], prompt_lengths: list[int], masks: list[Tensor], num_tokens: int
@@ -310,8 +291,7 @@ class Actor(Role):
         Returns:
             The loss's shares, ``[1]`` each, and the norm of the gradient.
         """
-        assert self.model is not None, "called outside the update mesh"
-        model = self.model
+        model = self._placed
 
         def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
             log_probs, _ = model.log_probs(output, micro_batch)
@@ -356,7 +336,7 @@ class Actor(Role):
         if self.model is not None and self.trainable is not None:
             with self.optimizer_at_hand():
                 merge(self.model.transformer)
-                self.model.begin_adapters(variant)
+                self.model.initialize({tensor.name for tensor in factor_spec(self.spec).tensors}, variant)
                 self.trainable.reset_optimizer()
                 self.trainable.reload_weights()
         self.mark_changed()
@@ -367,7 +347,7 @@ class Actor(Role):
         if self._rollout_weights is not None:
             self._rollout_weights.base_changed()
         if self.rollouts is not None:
-            self.rollouts.weights_changed()
+            self.rollouts.engine.weights_changed()
 
     def _make_engine(self) -> Any:
         """Make this rank's engine, as the recipe chooses."""
@@ -392,13 +372,10 @@ class Actor(Role):
         self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals, *, is_first: bool
     ) -> tuple[Tensor, Any]:
         """Return the micro-batch's share of the loss, and its shares of the reported sums."""
-        assert self.model is not None, "called outside the update mesh"
-        log_probs, entropy = (
-            pad_rows(each.split(micro_batch.response_lengths))  # type: ignore[no-untyped-call]
-            for each in self.model.log_probs(output, micro_batch)
-        )
+        log_probs, entropy = (micro_batch.pad(each) for each in self._placed.log_probs(output, micro_batch))
+        samples = torch.tensor(micro_batch.samples)
         columns = {
-            name: padded(part, name, micro_batch.samples, output.device)
+            name: part.ragged(name).select(samples).pad(0).to(output.device)
             for name in _LOSS_COLUMNS
             if name in part.columns
         }
@@ -410,8 +387,7 @@ class Actor(Role):
         return loss, (sums, compared, largest)
 
     def _report(self, results: list[Tensor], grad_norm: float) -> None:
-        assert self.model is not None, "called outside the update mesh"
-        found = dict(zip(LOSS_SUMS, self.model.add_up(results, len(LOSS_SUMS)), strict=True))
+        found = dict(zip(LOSS_SUMS, self._placed.add_up(results, len(LOSS_SUMS)), strict=True))
         self.metrics |= {
             "actor/policy_loss": found["policy_loss"],
             "actor/loss": found["loss"],
@@ -426,8 +402,9 @@ class Actor(Role):
 
     def _report_distance(self, results: list[Any]) -> None:
         """Report how the policy differs from the sampler and the reference, over the mini-batches so far."""
-        assert self.model is not None, "called outside the update mesh"
-        seen = torch.tensor(self.model.add_up([sums for _, sums, _ in results], len(SAMPLER_SUMS)), dtype=torch.float64)
+        seen = torch.tensor(
+            self._placed.add_up([sums for _, sums, _ in results], len(SAMPLER_SUMS)), dtype=torch.float64
+        )
         self._compared = self._compared + seen
         found = dict(zip(SAMPLER_SUMS, self._compared.tolist(), strict=True))
         largest = max([self.metrics.get("rollout/logprob_abs_diff_max", 0.0), *(most for *_, most in results)])

@@ -21,7 +21,6 @@ from hybridflow.models.training import sum_over
 from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import loss_mask, spread
-from hybridflow.placement.placed_model import length_metrics, length_stats, padded
 from hybridflow.sampling.shaping import shaped
 
 
@@ -153,10 +152,10 @@ class Advantage(Role):
         """Compute ``advantages`` and ``returns``: GAE over token rewards, whitened. Collective: dp."""
         settings = self._job.recipe.advantage
         self._measure(batch)
-        mask = padded(batch, "response_mask")
+        mask = batch.ragged("response_mask").pad(0)
         advantages, returns = gae(
             self._token_rewards(batch),
-            padded(batch, "values"),
+            batch.ragged("values").pad(0),
             mask,
             gamma=settings.gamma,
             gae_lambda=settings.gae_lambda,
@@ -174,13 +173,12 @@ class Advantage(Role):
         Paper: arXiv 2310.12773. Whitening is ours; it comes after the combination, so that it does not change what a
         unit of cost is worth in units of reward.
         """
-        settings, costs = self._job.recipe.advantage, batch.columns["costs"]
-        assert isinstance(costs, Tensor), "costs are a dense column"
+        settings, costs = self._job.recipe.advantage, batch.dense("costs")
         self._measure(batch)
         self.metrics |= {"cost/mean": self._mean(costs), "cost/multiplier": self.multiplier.value}
-        mask = padded(batch, "response_mask")
+        mask = batch.ragged("response_mask").pad(0)
         (advantages, returns), (cost_advantages, cost_returns) = (
-            gae(rewards, padded(batch, values), mask, gamma=settings.gamma, gae_lambda=settings.gae_lambda)
+            gae(rewards, batch.ragged(values).pad(0), mask, gamma=settings.gamma, gae_lambda=settings.gae_lambda)
             for rewards, values in (
                 (self._token_rewards(batch), "values"),
                 (token_rewards(costs, torch.zeros_like(mask), mask, kl_coef=0.0), "cost_values"),
@@ -198,7 +196,7 @@ class Advantage(Role):
     def reinforce_plus_plus(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Compute ``advantages``: discounted returns of token rewards, whitened. Collective: dp."""
         self._measure(batch)
-        mask = padded(batch, "response_mask")
+        mask = batch.ragged("response_mask").pad(0)
         returns = discounted_returns(self._token_rewards(batch), mask, gamma=self._job.recipe.advantage.gamma)
         return self._columns(batch, advantages=whiten(returns, mask, sum_over_ranks=self._sum()))
 
@@ -208,7 +206,7 @@ class Advantage(Role):
 
         Collective: dp.
         """
-        mask = padded(batch, "response_mask")
+        mask = batch.ragged("response_mask").pad(0)
         advantages = whiten(self._of_groups(batch, "dr_grpo"), mask, sum_over_ranks=self._sum())
         return self._columns(batch, advantages=advantages)
 
@@ -216,12 +214,11 @@ class Advantage(Role):
     def remax(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Compute ``advantages``: reward-to-go minus the greedy response's score in ``baselines``. Collective: dp."""
         self._measure(batch)
-        baselines = batch.columns["baselines"]
-        assert isinstance(baselines, Tensor), "baselines is a dense column"
+        baselines = batch.dense("baselines")
         sums = torch.tensor([float(baselines.double().sum()), len(batch)], dtype=torch.float64)
         baseline_sum, count = self._sum()(sums).tolist()
         self.metrics["reward/baseline_mean"] = baseline_sum / count
-        advantages = remax(self._token_rewards(batch), baselines, padded(batch, "response_mask"))
+        advantages = remax(self._token_rewards(batch), baselines, batch.ragged("response_mask").pad(0))
         return self._columns(batch, advantages=advantages)
 
     def _grouped(self, name: str) -> NodeCall:
@@ -240,14 +237,12 @@ class Advantage(Role):
             name: Key of ``GROUP_ESTIMATORS``, or ``user_algorithm``.
         """
         self._measure(batch)
-        mask = padded(batch, "response_mask")
+        mask = batch.ragged("response_mask").pad(0)
         # A response that nothing of was sampled keeps its score all the same.
         scores = self._scores(batch) - self._kl_coef.value * (self._penalty(batch) * mask).sum(dim=1)
         # A group may lie on several ranks: its statistics need all of its scores.
         coordinator = self._job.world.coordinator(self._peers)
-        prompt_indices = batch.columns["prompt_indices"]
-        assert isinstance(prompt_indices, Tensor), "prompt indices are a dense column"
-        columns = [batch.ids, prompt_indices, scores.double(), mask.sum(dim=1)]
+        columns = [batch.ids, batch.dense("prompt_indices"), scores.double(), mask.sum(dim=1)]
         shares = coordinator.gather([column.tolist() for column in columns], "scores")
         rows = sorted(row for share in shares for row in zip(*share, strict=True))
         ids, groups, all_scores, lengths = (torch.tensor([row[at] for row in rows]) for at in range(4))
@@ -271,30 +266,27 @@ class Advantage(Role):
 
     def _token_rewards(self, batch: Batch) -> Tensor:
         """Return each token's reward, ``[samples, tokens]``: the final score, minus a KL penalty in the reward."""
-        mask = padded(batch, "response_mask")
+        mask = batch.ragged("response_mask").pad(0)
         return token_rewards(self._scores(batch), self._penalty(batch), mask, kl_coef=self._kl_coef.value)
 
     def _scores(self, batch: Batch) -> Tensor:
         """Return the scores to learn from, ``[samples]``, shaped if the recipe says so."""
-        scores = batch.columns[self._column]
-        assert isinstance(scores, Tensor), "scores are a dense column"
-        return shaped(self._job.recipe, scores, _response_lengths(batch))
+        return shaped(self._job.recipe, batch.dense(self._column), batch.ragged("response_mask").lengths)
 
     def _penalty(self, batch: Batch) -> Tensor:
         """Return the KL of each token, ``[samples, tokens]``; zeros where it is no part of the reward."""
         if not self._kl_coef.is_in_reward:
-            return torch.zeros_like(padded(batch, "response_mask"))
-        old, reference = padded(batch, "old_log_probs"), padded(batch, "ref_log_probs")
+            return torch.zeros_like(batch.ragged("response_mask").pad(0))
+        old, reference = batch.ragged("old_log_probs").pad(0), batch.ragged("ref_log_probs").pad(0)
         return kl_penalty(old, reference, self._job.recipe.kl.estimator)
 
     def _columns(self, batch: Batch, **padded_columns: Tensor) -> Batch:
-        lengths = _response_lengths(batch)
+        lengths = batch.ragged("response_mask").lengths
         return Batch(batch.ids, {name: Ragged.from_padded(column, lengths) for name, column in padded_columns.items()})
 
     def _measure(self, batch: Batch) -> None:
         """Report scores and lengths."""
-        scores = batch.columns[self._column]
-        assert isinstance(scores, Tensor), "scores are a dense column"
+        scores = batch.dense(self._column)
         self.metrics |= {"reward/mean": self._mean(scores), **length_metrics(batch, self._sum())}
         if lengths := length_stats(self._job, batch):
             self.sample_stats = {"reward": [score for score in scores.tolist() if not math.isnan(score)], **lengths}
@@ -332,7 +324,19 @@ class Advantage(Role):
         return sum_over(self._job.world.group(self._peers))
 
 
-def _response_lengths(batch: Batch) -> Tensor:
-    mask = batch.columns["response_mask"]
-    assert isinstance(mask, Ragged), "masks are a ragged column"
-    return mask.lengths
+def length_metrics(batch: Batch, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """Measure the lengths of the global batch's samples, from this replica's. Collective: dp."""
+    mask = batch.ragged("response_mask")
+    shares = [float(mask.values.double().sum()), len(batch), int(batch.ragged("tokens").lengths.sum())]
+    counts = torch.tensor(shares, dtype=torch.float64)
+    num_response_tokens, num_samples, num_tokens = sum_over_ranks(counts).tolist()
+    return {"response/length_mean": num_response_tokens / num_samples, "batch/num_tokens": num_tokens}
+
+
+def length_stats(job: Job, batch: Batch) -> dict[str, list[float]]:
+    """Return the response tokens of each sample of this rank's replica, on one of its ranks."""
+    mesh = job.meshes["actor.update"]
+    place = mesh.coordinate(job.world.rank)
+    if place.tp or place.pp:
+        return {}
+    return {"length": [float(row.sum()) for row in batch.ragged("response_mask").to_list()]}

@@ -11,20 +11,19 @@ from torch import Tensor
 from hybridflow.algorithms.losses import Totals, aggregate, value_loss
 from hybridflow.config.roles import CriticConfig as Settings
 from hybridflow.dataflow.batch import Batch
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
 from hybridflow.placement.job import Job
-from hybridflow.placement.placed_model import mini_batch, pad_rows, padded, role_spec
+from hybridflow.placement.loss_mask import mini_batch
+from hybridflow.placement.placed_model import role_spec
 from hybridflow.placement.user_model import place_model
 
 COLUMNS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
 """Role -> the columns of its values, and of what it learns."""
 
-METRICS = {
-    "critic": ("critic/loss", "critic/clip_share", "critic/grad_norm"),
-    "cost_critic": ("cost_critic/loss", "cost_critic/clip_share", "cost_critic/grad_norm"),
-}
+METRICS = ("loss", "clip_share", "grad_norm")
+"""What is told of an update, as ``critic/loss`` or ``cost_critic/loss``."""
 
 
 class Critic(Role):
@@ -39,6 +38,8 @@ class Critic(Role):
         trainable: Gradients and optimizer of ``model``.
     """
 
+    call_names = ("values", "update")
+
     def __init__(self, job: Job, role: str = "critic") -> None:
         self._settings: Settings = getattr(job.recipe, role)
         super().__init__()
@@ -46,16 +47,10 @@ class Critic(Role):
         self._job = job
         self._role = role
         self._values, self._returns = COLUMNS[role]
-        mesh = job.meshes[role]
-        self.model = place_model(job, mesh, self.spec, has_value_head=True) if job.world.rank in mesh else None
+        self.model = place_model(job, job.meshes[role], self.spec, has_value_head=True)
         self.trainable: Trainable | None = None
         if self.model is not None:
             self.trainable = self.model.make_trainable(self._settings.optimizer)
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"values": self.values, "update": self.update}
 
     def values(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Compute ``values``, or ``cost_values``, before the update."""
@@ -76,12 +71,13 @@ class Critic(Role):
         grad_norm = self.trainable.step()
         if self.model.is_output_rank:
             loss, clipped = self.model.add_up(results, 2)
-            self.metrics |= dict(zip(METRICS[self._role], (loss, clipped, grad_norm), strict=True))
+            names = [f"{self._role}/{name}" for name in METRICS]
+            self.metrics |= zip(names, (loss, clipped, grad_norm), strict=True)
 
     def _loss(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
-        values = pad_rows(output[:, 0].float().split(micro_batch.response_lengths))  # type: ignore[no-untyped-call]
+        values, samples = micro_batch.pad(output[:, 0].float()), torch.tensor(micro_batch.samples)
         mask, old, returns = (
-            padded(part, name, micro_batch.samples, output.device)
+            part.ragged(name).select(samples).pad(0).to(output.device)
             for name in ("response_mask", self._values, self._returns)
         )
         per_token = value_loss(values, old, returns, value_clip=self._settings.value_clip)

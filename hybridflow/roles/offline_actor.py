@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.preference import bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
-from hybridflow.dataflow.batch import Batch, Ragged
-from hybridflow.dataflow.role import NodeCall
+from hybridflow.dataflow.batch import Batch
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.placement.job import Job
-from hybridflow.placement.placed_model import PlacedModel, column_rows, mini_batch, mini_batch_size, mismatched
+from hybridflow.placement.loss_mask import mini_batch
 from hybridflow.placement.user_objects import user_class_of
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.offline_samples import mismatched
 from hybridflow.roles.reward_model import last_tokens, padding_of
 
 
@@ -26,17 +26,14 @@ class OfflineActor(Actor):
     That number is its log-probability less that under the reference, of a scorer its score.
     """
 
+    call_names = (*Actor.call_names, "validate_pairs")
+
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         super().__init__(job, kl_coef)
         # As what it trains will be asked once it is a reward model.
         self._pad_id = (
             padding_of(job, "actor") if job.recipe.traits.is_scorer and user_class_of(job, "actor") is None else None
         )
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {**super().calls, "validate_pairs": self.validate_pairs}
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Take one optimizer step on one mini-batch. Collective: all ranks of the update mesh."""
@@ -55,7 +52,7 @@ class OfflineActor(Actor):
         Accuracy is the share of pairs in which the wanted response has the larger number; a tie counts half. Margin is
         the mean difference, times ``preference.beta`` except for a scorer. Collective: the update mesh.
         """
-        model = self._placed()
+        model = self._placed
 
         def compute(output: Tensor, micro_batch: MicroBatch) -> Tensor:
             chosen, rejected = self._numbers(output, micro_batch, batch).view(-1, 2).unbind(1)
@@ -68,27 +65,25 @@ class OfflineActor(Actor):
 
     def _update_solutions(self, part: Batch) -> None:
         """Update on solutions: token mean of the cross-entropy."""
-        model = self._placed()
-        masks, totals = column_rows(part, "response_mask"), model.totals(part)
-        prompt_lengths = part.columns["prompt_lengths"]
-        assert isinstance(prompt_lengths, Tensor), "prompt lengths are a dense column"
+        model = self._placed
+        masks, totals = part.ragged("response_mask").to_list(), model.totals(part)
         assert totals is not None, "every solution has an end of sequence to imitate"
-        kept, grad_norm = self._imitate(column_rows(part, "tokens"), prompt_lengths.tolist(), masks, totals.num_tokens)
+        sequences, prompt_lengths = part.ragged("tokens").to_list(), part.dense("prompt_lengths").tolist()
+        kept, grad_norm = self._imitate(sequences, prompt_lengths, masks, totals.num_tokens)
         if model.is_output_rank:
             (loss,) = model.add_up(kept, 1)
             self.metrics |= {"actor/loss": loss, "actor/grad_norm": grad_norm}
 
     def _update_pairs(self, part: Batch) -> None:
         """Update on pairs: mean over the mini-batch's pairs."""
-        settings, num_pairs = self._job.recipe.preference, mini_batch_size(self._job) // 2
-        margins = part.columns.get("margins")
+        settings, num_pairs = self._job.recipe.preference, self._job.recipe.trainer.samples_per_update // 2
 
         def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
             chosen, rejected = self._numbers(output, micro_batch, part).view(-1, 2).unbind(1)
             match self._job.recipe.algorithm:
                 case "reward-model":
-                    assert isinstance(margins, Tensor), "margins are a dense column"
-                    each = bradley_terry_loss(chosen, rejected, margins[micro_batch.samples[::2]].to(chosen.device))
+                    margins = part.dense("margins")[micro_batch.samples[::2]]
+                    each = bradley_terry_loss(chosen, rejected, margins.to(chosen.device))
                 case "dpo":
                     each = dpo_loss(chosen, rejected, beta=settings.beta, label_smoothing=settings.label_smoothing)
                 case _:
@@ -98,8 +93,8 @@ class OfflineActor(Actor):
             return share, torch.cat([share.detach()[None].double(), ahead])
 
         kept, grad_norm = self._step(self._micro_batches(part), loss)
-        if self._placed().is_output_rank:
-            share, accuracy, margin, count = self._placed().add_up(kept, 4)
+        if self._placed.is_output_rank:
+            share, accuracy, margin, count = self._placed.add_up(kept, 4)
             self.metrics |= {
                 "actor/loss": share,
                 "actor/grad_norm": grad_norm,
@@ -109,8 +104,8 @@ class OfflineActor(Actor):
 
     def _update_completions(self, part: Batch) -> None:
         """Update on completions: mean over the mini-batch, each against the KL of mismatched responses."""
-        settings, size, wanted = self._job.recipe.preference, mini_batch_size(self._job), part.columns["wanted"]
-        assert isinstance(wanted, Tensor), "wanted is a dense column"
+        recipe, wanted = self._job.recipe, part.dense("wanted")
+        settings, size = recipe.preference, recipe.trainer.samples_per_update
         z_ref = self._z_ref(part)
 
         def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -130,9 +125,9 @@ class OfflineActor(Actor):
             return share, torch.stack([share.detach(), *sums]).double()
 
         kept, grad_norm = self._step(self._micro_batches(part), loss)
-        if not self._placed().is_output_rank:
+        if not self._placed.is_output_rank:
             return
-        share, of_wanted, num_wanted, of_others = self._placed().add_up(kept, 4)
+        share, of_wanted, num_wanted, of_others = self._placed.add_up(kept, 4)
         self.metrics |= {"actor/loss": share, "actor/grad_norm": grad_norm, "preference/z_ref": float(z_ref)}
         if 0 < num_wanted < size:
             self.metrics["preference/margin"] = of_wanted / num_wanted - of_others / (size - num_wanted)
@@ -144,39 +139,33 @@ class OfflineActor(Actor):
 
         The result is a scalar. Ranks that hold no outputs get 0, which they do not use. Collective: the update mesh.
         """
-        model = self._placed()
+        model = self._placed
         column = model.per_token(mismatched(part), lambda output, each: model.log_probs(output, each)[0])
         if column is None:
             return torch.zeros(())
-        reference = part.columns["ref_mismatched_log_probs"]
-        assert isinstance(reference, Ragged), "log-probabilities are a ragged column"
+        reference = part.ragged("ref_mismatched_log_probs")
         (total,) = model.add_up([(column.values.double() - reference.values).sum()[None].to(self._job.world.device)], 1)
-        return torch.tensor(max(0.0, total / mini_batch_size(self._job)))
+        return torch.tensor(max(0.0, total / self._job.recipe.trainer.samples_per_update))
 
     def _numbers(self, output: Tensor, micro_batch: MicroBatch, part: Batch) -> Tensor:
         """Return one number per response, ``[samples of the micro-batch]``: its score, log-probability or log-ratio."""
         if self._job.recipe.traits.is_scorer:
             return output[:, 0].float()
-        log_probs, _ = self._placed().log_probs(output, micro_batch)
+        log_probs, _ = self._placed.log_probs(output, micro_batch)
         if "ref_log_probs" in part.columns:
-            rows = column_rows(part, "ref_log_probs")
-            reference = torch.cat([rows[sample] for sample in micro_batch.samples])
-            log_probs = log_probs - reference.to(log_probs.device)
-        return torch.stack([row.sum() for row in log_probs.split(micro_batch.response_lengths)])  # type: ignore[no-untyped-call]
+            reference = part.ragged("ref_log_probs").select(torch.tensor(micro_batch.samples))
+            log_probs = log_probs - reference.values.to(log_probs.device)
+        return torch.stack([row.sum() for row in micro_batch.by_response(log_probs)])
 
     def _micro_batches(self, part: Batch) -> list[MicroBatch]:
         preset = self._job.recipe.traits
         is_single = "wanted" in part.columns
-        parts = self._placed().micro_batches(part, 1 if is_single else 2)
+        parts = self._placed.micro_batches(part, 1 if is_single else 2)
         return [last_tokens(each, self._pad_id) for each in parts] if preset.is_scorer else parts
 
     @property
     def _scale(self) -> float:
         return 1.0 if self._job.recipe.traits.is_scorer else self._job.recipe.preference.beta
-
-    def _placed(self) -> PlacedModel:
-        assert self.model is not None, "called outside the update mesh"
-        return self.model
 
 
 def _ahead(chosen: Tensor, rejected: Tensor, scale: float) -> Tensor:

@@ -11,9 +11,8 @@ from hybridflow.data.preferences import Response
 from hybridflow.data.prompts import Solution
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.move import balance
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.placement.job import Job
-from hybridflow.placement.placed_model import mini_batch_size
 
 
 class OfflineSamples(Role):
@@ -24,25 +23,18 @@ class OfflineSamples(Role):
     other, the better one first, and go to the same replica. Collective: the update mesh.
     """
 
+    call_names = ("solutions", "pairs", "completions", "held_out_pairs")
+
     def __init__(self, job: Job) -> None:
         super().__init__()
         self._job = job
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {
-            "solutions": self.solutions,
-            "pairs": self.pairs,
-            "completions": self.completions,
-            "held_out_pairs": self.held_out_pairs,
-        }
+        self._mini_batch = job.recipe.trainer.samples_per_update
 
     def solutions(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Return solutions to imitate: ``response_mask`` is 1 on tokens to be written, 0 on observed ones."""
         problems, prompt_indices = self._job.train, _prompt_indices(decided)
         lengths = self._lengths(prompt_indices, lambda prompt_index: (problems.solution(prompt_index),))
-        dealt = [prompt_indices[index] for index in self._dealt(lengths, mini_batch_size(self._job))]
+        dealt = [prompt_indices[index] for index in self._dealt(lengths, self._mini_batch)]
         rows = [problems.solution(prompt_index) for prompt_index in dealt]
         return _batch([((row,), prompt_index) for row, prompt_index in zip(rows, dealt, strict=True)]).with_columns(
             {"response_mask": Ragged.from_list([row.is_written for row in rows], torch.float32)}
@@ -52,7 +44,7 @@ class OfflineSamples(Role):
         """Return the responses of pairs; ``margins`` are those of their pair."""
         problems, prompt_indices = self._job.train, _prompt_indices(decided)
         lengths = self._lengths(prompt_indices, problems.responses)
-        dealt = [prompt_indices[index] for index in self._dealt(lengths, mini_batch_size(self._job) // 2)]
+        dealt = [prompt_indices[index] for index in self._dealt(lengths, self._mini_batch // 2)]
         pairs = [problems.responses(prompt_index) for prompt_index in dealt]
         margins = [each.margin for pair in pairs for each in pair]
         return _batch(list(zip(pairs, dealt, strict=True))).with_columns(
@@ -66,7 +58,11 @@ class OfflineSamples(Role):
 
         ``mismatched_tokens`` are cut to the model's context.
         """
-        problems, prompt_indices, size = self._job.train, _prompt_indices(decided), mini_batch_size(self._job)
+        problems, prompt_indices, size = (
+            self._job.train,
+            _prompt_indices(decided),
+            self._mini_batch,
+        )
         chosen = self._dealt(self._lengths(prompt_indices, problems.responses), size)
         rows = [problems.responses(prompt_indices[index])[0] for index in chosen]
         before = [
@@ -107,6 +103,12 @@ class OfflineSamples(Role):
         parts = balance(lengths, mesh.layout.dp, chunk)
         dp = mesh.coordinate(self._job.world.rank).dp
         return [index for index, part in enumerate(parts) if part == dp]
+
+
+def mismatched(batch: Batch) -> Batch:
+    """Return the batch with ``mismatched_tokens`` as ``tokens``: each prompt with another's completion."""
+    columns = {"tokens": batch.columns["mismatched_tokens"], "prompt_lengths": batch.columns["prompt_lengths"]}
+    return Batch(batch.ids, columns)
 
 
 def row_stats(job: Job, prompt_indices: range, tell: Callable[[int], Any]) -> list[Any]:

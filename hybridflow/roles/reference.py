@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.dataflow.batch import Batch
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.models.lora import adapters_off
 from hybridflow.placement.job import Job
-from hybridflow.placement.placed_model import PlacedModel, mismatched, role_spec
+from hybridflow.placement.placed_model import PlacedModel, role_spec
 from hybridflow.placement.user_model import place_model
 from hybridflow.recipe.meshes import reference_is_base
 from hybridflow.roles.actor import Actor
+from hybridflow.roles.offline_samples import mismatched
 
 
 class Reference(Role):
@@ -25,25 +26,21 @@ class Reference(Role):
         metrics: Always empty; every role has it.
     """
 
+    call_names = ("log_probs", "mismatched_log_probs")
+
     def __init__(self, job: Job, actor: Actor | None = None) -> None:
         super().__init__()
         self.spec = role_spec(job, "reference")
         self.is_base = reference_is_base(job.recipe, job.meshes)
-        mesh = job.meshes["reference"]
         self.model: PlacedModel | None = None if actor is None else actor.model
         if self.is_base:
             return
-        self.model = place_model(job, mesh, self.spec) if job.world.rank in mesh else None
+        self.model = place_model(job, job.meshes["reference"], self.spec)
         if self.model is not None and job.recipe.actor.lora is not None:
             # megatron-core multiplies with frozen weights by another function, which rounds otherwise.
             self.model.transformer.requires_grad_(False)
         if self.model is not None and job.recipe.reference.offload:
             self.model.keep_in_host_memory()
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"log_probs": self.log_probs, "mismatched_log_probs": self.mismatched_log_probs}
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Compute ``ref_log_probs``."""

@@ -12,11 +12,10 @@ from hybridflow.config.rewards import REWARD_POLICY
 from hybridflow.config.rewards import RewardConfig as Settings
 from hybridflow.data.prompts import Example
 from hybridflow.dataflow.batch import Batch
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
-from hybridflow.placement.placed_model import column_rows
 from hybridflow.rewards.kinds import make_kind
 from hybridflow.rewards.runners import InPlace
 from hybridflow.rewards.sample import Sample
@@ -27,17 +26,8 @@ from hybridflow.sampling.validation import measure
 SCORES = {"reward": "scores", "cost": "costs"}
 """Role -> the column that it writes."""
 
-METRICS = {
-    "reward": (
-        *("reward/failed", "reward/retried", "reward/cached", "reward/call_s", "reward/call_longest_s"),
-        "reward/idle_stops",
-    ),
-    "cost": (
-        *("cost/failed", "cost/retried", "cost/cached", "cost/call_s", "cost/call_longest_s"),
-        "cost/idle_stops",
-    ),
-}
-"""Role -> what is told of its calls."""
+CALL_METRICS = ("failed", "retried", "cached", "call_s", "call_longest_s", "idle_stops")
+"""What is told of its calls, as ``reward/failed`` or ``cost/failed``."""
 
 
 class Reward(Role):
@@ -50,6 +40,8 @@ class Reward(Role):
     Raises:
         ConfigError: What scores cannot be found or made.
     """
+
+    call_names = ("score", "score_validation")
 
     def __init__(self, job: Job, role: str = "reward") -> None:
         super().__init__()
@@ -66,11 +58,6 @@ class Reward(Role):
             node = job.world.rank // mesh.ranks_per_node
             sharing = sum(rank // mesh.ranks_per_node == node for rank in mesh.ranks)
             self._scorer = Scorer(make_kind(settings, role, user_reward, sharing=sharing), settings, role)
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"score": self.score, "score_validation": self.score_validation}
 
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Compute ``scores``, or ``costs``, of responses to training problems; NaN means leave out.
@@ -107,14 +94,13 @@ class Reward(Role):
 
     def _scores(self, batch: Batch, example_of: Callable[[int], Example]) -> torch.Tensor:
         if self._scorer is None:
-            return _dense(batch, "environment_rewards")
-        prompt_indices = _dense(batch, "prompt_indices").tolist()
-        prompt_lengths = _dense(batch, "prompt_lengths").tolist()
-        responses = [
-            sequence[length:] for sequence, length in zip(column_rows(batch, "tokens"), prompt_lengths, strict=True)
-        ]
+            return batch.dense("environment_rewards")
+        prompt_indices = batch.dense("prompt_indices").tolist()
+        prompt_lengths = batch.dense("prompt_lengths").tolist()
+        sequences = batch.ragged("tokens").to_list()
+        responses = [sequence[length:] for sequence, length in zip(sequences, prompt_lengths, strict=True)]
         if "response_mask" in batch.columns:
-            masks = column_rows(batch, "response_mask")
+            masks = batch.ragged("response_mask").to_list()
             responses = [_last_turn(*each) for each in zip(responses, masks, strict=True)]
         samples = [
             self._sample(example_of(prompt_index), response.tolist())
@@ -137,7 +123,7 @@ class Reward(Role):
         failures = [share.first_failure for share in shares if share.first_failure]
         if failures and sum(share.failed for share in shares) == sum(share.samples for share in shares):
             raise RewardError(f"no sample has a score: {failures[0]}; mend what scores, there is nothing to learn from")
-        names = METRICS[self._role]
+        names = [f"{self._role}/{name}" for name in CALL_METRICS]
         # A step may have several rollouts.
         totals = sum(shares, self._totals if names[0] in self.metrics else Counts())
         self._totals = totals
@@ -156,12 +142,6 @@ def _check_no_policy(settings: Settings, role: str) -> None:
     for name in REWARD_POLICY:
         if getattr(settings, name) != getattr(Settings(), name):
             raise ConfigError(f"{role}.{name}: the environment's rewards are sums of its own; remove the key")
-
-
-def _dense(batch: Batch, name: str) -> torch.Tensor:
-    column = batch.columns[name]
-    assert isinstance(column, torch.Tensor), f"{name} is a dense column"
-    return column
 
 
 def _last_turn(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.dataflow.batch import Batch
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.families.assets import parse_json
 from hybridflow.families.tables import FAMILIES
 from hybridflow.models.microbatch import MicroBatch
@@ -33,6 +33,8 @@ class RewardModel(Role):
         model: Its weights; None on a rank outside its mesh.
     """
 
+    call_names = ("score", "score_validation")
+
     def __init__(self, job: Job, role: str = "reward") -> None:
         super().__init__()
         self.spec = role_spec(job, role, has_value_head=True)
@@ -40,11 +42,6 @@ class RewardModel(Role):
         self._role = role
         self.model = place_frozen(job, role, self.spec, has_value_head=True)
         self._pad_id = None if self.model is None else padding_of(job, role)
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"score": self.score, "score_validation": self.score_validation}
 
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Compute ``scores``, or ``costs``, of responses to training problems."""

@@ -63,18 +63,17 @@ class SteppedActor(Actor):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job, KLCoefficient(job.recipe))
-        assert self.model is not None and self.trainable is not None, "its mesh has all ranks"
-        self._model, self._trainable = self.model, self.trainable
+        assert self.trainable is not None, "its mesh has all ranks"
+        self._trainable = self.trainable
         self._has_gradients = False
-        place = self.model.mesh.coordinate(job.world.rank)
-        self._dp = place.dp
-        self._tells = place.tp == 0 and self.model.is_output_rank
-        self._everyone = job.world.group(self.model.mesh.ranks)
+        self._dp = self._placed.mesh.coordinate(job.world.rank).dp
+        self._tells = self._placed.mesh.speaks(job.world.rank)
+        self._everyone = job.world.group(self._placed.mesh.ranks)
 
     @property
     def is_whole(self) -> bool:
         """Return whether this rank has all of the model and all rows."""
-        return self._model.mesh.layout.world_size == 1
+        return self._placed.mesh.layout.world_size == 1
 
     @property
     def can_differentiate(self) -> bool:
@@ -82,7 +81,7 @@ class SteppedActor(Actor):
 
         It cannot with pipeline stages, or for a class of the user's own.
         """
-        return self._model.mesh.layout.pp == 1 and isinstance(self._trainable, Trainable)
+        return self._placed.mesh.layout.pp == 1 and isinstance(self._trainable, Trainable)
 
     def predict(self, labelled: LabelledRows, *, has_gradient: bool) -> Prediction:
         """Return loss and log-probabilities of rows. Collective: all ranks.
@@ -102,11 +101,10 @@ class SteppedActor(Actor):
                 for row, places in zip(part.samples, part.places, strict=True):
                     logits[row] = output[places.to(output.device), : self._job.vocab_size]
                 output = output[torch.cat([places[:-1] for places in part.places]).to(output.device)]
-            log_probs = self._model.log_probs(output, part)[0] * labelled.counts(part.samples).to(output.device)
+            log_probs = self._placed.log_probs(output, part)[0] * labelled.counts(part.samples).to(output.device)
             local_losses.append(-log_probs.sum() / count)
             if self._tells:
-                rows = log_probs.detach().split(part.response_lengths)  # type: ignore[no-untyped-call]
-                for row, values in zip(part.samples, rows, strict=True):
+                for row, values in zip(part.samples, part.by_response(log_probs.detach()), strict=True):
                     all_log_probs[row, : len(values)] = values
 
         self._pass(labelled, take, has_gradient=has_gradient)
@@ -129,7 +127,7 @@ class SteppedActor(Actor):
         """
 
         def loss(output: Tensor, part: MicroBatch) -> tuple[Tensor, Tensor]:
-            log_probs, _ = self._model.log_probs(output, part)
+            log_probs, _ = self._placed.log_probs(output, part)
             share = -(log_probs * labelled.counts(part.samples).to(output.device)).sum() / labelled.num_labels
             return share, share.detach()
 
@@ -178,20 +176,20 @@ class SteppedActor(Actor):
         if self.is_whole:
             parts = [replace(part, rows=torch.arange(len(part.tokens), device=part.tokens.device)) for part in parts]
         if not has_gradient:
-            self._model.forward(parts, take)
+            self._placed.forward(parts, take)
             return
         self._begin_gradients()
         for part in parts:
-            take(self._model.transformer(part.tokens, part.attention, part.rows), part)
+            take(self._placed.transformer(part.tokens, part.attention, part.rows), part)
 
     def _parts(self, labelled: LabelledRows) -> list[MicroBatch]:
         """Return this replica's rows in micro-batches whose sample numbers are row numbers.
 
         The label of a token is the token after it.
         """
-        local_rows = list(range(self._dp, len(labelled.sequences), self._model.mesh.layout.dp))
+        local_rows = list(range(self._dp, len(labelled.sequences), self._placed.mesh.layout.dp))
         parts = []
-        for part in self._model.pack([labelled.sequences[row] for row in local_rows], [1] * len(local_rows)):
+        for part in self._placed.pack([labelled.sequences[row] for row in local_rows], [1] * len(local_rows)):
             rows = [local_rows[sample] for sample in part.samples]
             targets = torch.cat([labelled.labels[row].clamp(min=0) for row in rows]).to(part.tokens.device)
             parts.append(replace(part, samples=rows, targets=targets))

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from hybridflow.dataflow.batch import Batch, Ragged
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.errors import ConfigError
+from hybridflow.models.distillation import top_log_probs
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import role_spec
 from hybridflow.placement.user_model import place_frozen
@@ -26,6 +27,8 @@ class Teacher(Role):
         ConfigError: ``teacher.top_k`` leaves no token beside the likeliest.
     """
 
+    call_names = ("top",)
+
     def __init__(self, job: Job) -> None:
         settings = job.recipe.teacher
         assert settings is not None, "no teacher in the recipe"
@@ -39,16 +42,12 @@ class Teacher(Role):
         self._top_k = settings.top_k
         self.model = place_frozen(job, "teacher", self.spec)
 
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"top": self.top}
-
     def top(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Compute ``teacher_log_probs``, and ``teacher_ids`` unless the whole vocabulary is asked for."""
         assert self.model is not None, "called outside the teacher's mesh"
         model = self.model
-        found = model.rows_per_token(batch, lambda output, part: model.top_log_probs(output, self._top_k))
+        how = {"group": model.groups.tp, "vocab_size": model.vocab_size, "temperature": model.temperature}
+        found = model.rows_per_token(batch, lambda output, part: top_log_probs(output, self._top_k, **how))
         if found is None:
             return None
         columns = {"teacher_log_probs": Ragged.from_list([row[0] for row in found], torch.float32)}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
 
 MAX_THREADS = 64
 """Calls that run together, unless said otherwise."""
@@ -18,6 +21,16 @@ MAX_LEFT_BEHIND = 256
 
 class CallFailed(Exception):
     """A call raised, or did not return in time."""
+
+
+def take_all(results: queue.SimpleQueue[_Result], wait_s: float) -> list[_Result]:
+    """Return what is in a queue, after a wait of at most ``wait_s`` seconds for the first entry."""
+    found: list[_Result] = []
+    with contextlib.suppress(queue.Empty):
+        found.append(results.get(timeout=wait_s) if wait_s > 0 else results.get_nowait())
+        while True:
+            found.append(results.get_nowait())
+    return found
 
 
 @dataclass(eq=False)
@@ -59,12 +72,12 @@ class Calls:
             wait_s: Longest wait for one, in seconds.
         """
         found: list[tuple[int, Any]] = []
-        try:
-            self._take(*self._done.get(timeout=wait_s) if wait_s > 0 else self._done.get_nowait(), found)
-            while True:
-                self._take(*self._done.get_nowait(), found)
-        except queue.Empty:
-            pass
+        for worker, result in take_all(self._done, wait_s):
+            # Of one that was left behind nobody wants the result any more, but it can be of use again.
+            if worker in self._busy:
+                found.append((self._busy.pop(worker), result))
+            self._left_behind.discard(worker)
+            self._idle.append(worker)
         now = time.monotonic()
         for worker in [worker for worker in self._busy if now - worker.since > self._deadline_s]:
             found.append((self._busy.pop(worker), CallFailed(f"no answer within {self._deadline_s:g} s")))
@@ -81,13 +94,6 @@ class Calls:
         self._todo.clear()
         self._left_behind.update(self._busy)
         self._busy.clear()
-
-    def _take(self, worker: _Worker, result: Any, found: list[tuple[int, Any]]) -> None:
-        # Of one that was left behind nobody wants the result any more, but it can be of use again.
-        if worker in self._busy:
-            found.append((self._busy.pop(worker), result))
-        self._left_behind.discard(worker)
-        self._idle.append(worker)
 
     def _assign(self) -> None:
         while self._todo and len(self._busy) < self._most_together and len(self._left_behind) <= MAX_LEFT_BEHIND:

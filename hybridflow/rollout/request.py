@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PURPOSES = {"rollout": 1, "validation": 2}
-"""What samples are for: each purpose has noise of its own."""
+"""Purposes of samples: each has noise of its own."""
 FinishReason = Literal["stop", "length", "paused", "failed"]
 """A stop token or text, the most tokens; ``paused``: not yet; ``failed``: something went wrong."""
 
@@ -199,7 +199,7 @@ def length_refusal(request: Request, max_context: int | None, of: str = "model.m
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """What was sampled, in host memory.
+    """Sampled tokens, in host memory.
 
     Attributes:
         tokens: ``[response]`` int64, the stop token included.
@@ -229,7 +229,7 @@ class Response:
 
 
 class Progress(Protocol):
-    """What goes on beside generating. Called at the same points of decoding on all ranks of a replica."""
+    """Listener beside generating. Called at the same points of decoding on all ranks of a replica."""
 
     def finished(self, pairs: list[tuple[Request, Response]]) -> None:
         """Take responses that have just been finished, each once; at least one."""

@@ -47,7 +47,6 @@ def add_rollouts(commands: Any) -> None:
         "Without --best, --worst, --grep or --steps, print those of the last step. --export writes samples as rows "
         "to train on.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     rollouts.add_argument("run_dir", type=Path, metavar="RUN", help="directory of a run")
     order = rollouts.add_mutually_exclusive_group()
@@ -76,7 +75,7 @@ def add_rollouts(commands: Any) -> None:
         metavar="SCORE",
         help="with --export: lowest score of a response that is to be imitated, preferred or wanted",
     )
-    rollouts.set_defaults(run=run, recipe=None, overrides=())
+    rollouts.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -90,15 +89,20 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from hybridflow.data.tokenizer import open_tokenizer
     from hybridflow.observe.console import print_foreign
+    from hybridflow.rollout.archive import list_segments
 
     _check_export(arguments)
     steps, pattern = _steps(arguments.steps), _pattern(arguments.grep)
-    folder = _archive(arguments.run_dir)
+    folder = arguments.run_dir / "rollouts"
+    if not list_segments(folder):
+        raise ConfigError(
+            f"{folder}: holds no archive; run with rollout.archive=true, which archives when a checkpoint is complete"
+        )
     tokenizer = open_tokenizer(_tokenizer(arguments.run_dir) if arguments.tokenizer is None else arguments.tokenizer)
     if arguments.export is not None:
         return _export(arguments, folder, steps, pattern, tokenizer)
     if steps is None and not (arguments.best or arguments.worst or pattern):
-        last = _last_step(folder)
+        last = max(name.last for name in list_segments(folder))
         steps = range(last, last + 1)
     chosen = _choose(_matching(folder, steps, pattern, tokenizer), arguments)
     lines = [_as_json(each, tokenizer) if arguments.json else _as_text(each, tokenizer) for each in chosen]
@@ -144,8 +148,10 @@ def _export(
 def _matching(
     folder: Path, steps: range | None, pattern: re.Pattern[str] | None, tokenizer: Tokenizer
 ) -> Iterator[Archived]:
-    samples = _samples(folder, steps)
-    return samples if pattern is None else (each for each in samples if _matches(each, pattern, tokenizer))
+    for sample in _samples(folder, steps):
+        texts = (sample.prompt, sample.response)
+        if pattern is None or any(pattern.search(tokenizer.decode(tokens)) for tokens in texts):
+            yield sample
 
 
 def _steps(text: str | None) -> range | None:
@@ -164,17 +170,6 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         raise ConfigError(f"--grep {text!r}: no regular expression: {error}") from None
 
 
-def _archive(run_dir: Path) -> Path:
-    from hybridflow.rollout.archive import list_segments
-
-    folder = run_dir / "rollouts"
-    if not list_segments(folder):
-        raise ConfigError(
-            f"{folder}: holds no archive; run with rollout.archive=true, which archives when a checkpoint is complete"
-        )
-    return folder
-
-
 def _tokenizer(run_dir: Path) -> Path:
     """Return the path of the run's own tokenizer, or that of its checkpoints."""
     from hybridflow.data.tokenizer import tokenizer_in
@@ -183,12 +178,6 @@ def _tokenizer(run_dir: Path) -> Path:
         if (found := tokenizer_in(folder)) is not None:
             return found
     raise DataError(f"{run_dir}: holds no tokenizer; give the run's own with --tokenizer")
-
-
-def _last_step(folder: Path) -> int:
-    from hybridflow.rollout.archive import list_segments
-
-    return max(name.last for name in list_segments(folder))
 
 
 def _samples(folder: Path, steps: range | None) -> Iterator[Archived]:
@@ -213,10 +202,6 @@ def _scored(samples: Iterator[Archived]) -> Iterator[Archived]:
     return (each for each in samples if not math.isnan(each.score))
 
 
-def _matches(sample: Archived, pattern: re.Pattern[str], tokenizer: Tokenizer) -> bool:
-    return any(pattern.search(tokenizer.decode(tokens)) for tokens in (sample.prompt, sample.response))
-
-
 def _as_text(sample: Archived, tokenizer: Tokenizer) -> str:
     weights = sorted(set(sample.versions))
     facts = [
@@ -229,12 +214,9 @@ def _as_text(sample: Archived, tokenizer: Tokenizer) -> str:
         f"weights after {'-'.join(map(str, sorted({weights[0], weights[-1]})))} updates" if weights else "empty",
     ]
     texts = {"prompt": sample.prompt, "response": sample.response}
-    shown = [f"  {name:<9} {_indented(tokenizer.decode(tokens))}" for name, tokens in texts.items()]
+    break_ = "\n" + " " * 12
+    shown = [f"  {name:<9} {tokenizer.decode(tokens)}".replace("\n", break_) for name, tokens in texts.items()]
     return "\n".join([" | ".join(facts), *shown])
-
-
-def _indented(text: str) -> str:
-    return text.replace("\n", "\n" + " " * 12)
 
 
 def _as_json(sample: Archived, tokenizer: Tokenizer) -> str:

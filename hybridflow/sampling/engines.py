@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -10,12 +10,11 @@ from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.models.adapters import base_spec
 from hybridflow.models.lora import adapted, merged_weight
-from hybridflow.models.weights import local_shards
 from hybridflow.placement.job import Job
 from hybridflow.placement.peft import described
 from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.placement.user_model import UserModel
-from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec
+from hybridflow.reshard.spec import ITEM_BYTES
 from hybridflow.rollout.budget import cache_bytes
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.hf_weights import hf_weights
@@ -35,14 +34,12 @@ class PushedEngine:
         engine: vLLM.
     """
 
-    def __init__(self, job: Job, spec: ModelSpec) -> None:
+    def __init__(self, job: Job) -> None:
         # Where it is not asked for it need not be there.
         from hybridflow.rollout.engines.vllm_engine import VllmEngine
 
         recipe = job.recipe
         self._described = described(job)
-        self._spec = spec
-        self._rank = job.world.rank
         rollout = recipe.rollout
         self.engine = VllmEngine(
             self._described,
@@ -57,39 +54,30 @@ class PushedEngine:
 
     def push(self, model: PlacedModel) -> None:
         """Give the engine the weights of the rollout layout, which this rank holds whole, with adapters merged."""
-        self.engine.load(hf_weights(self._described, _Whole(model, base_spec(self._spec), self._rank)))
+        self.engine.load(hf_weights(self._described, whole_tensors(model)))
 
 
-class _Whole(Mapping[str, Tensor]):
-    """The logical tensors of a model that this rank holds whole; those with an adapter merged when they are read."""
+def whole_tensors(model: PlacedModel) -> Callable[[str], Tensor]:
+    """Return what reads the logical tensors of a model that this rank holds whole; it merges those with an adapter."""
+    shards = model.shards(base_spec(model.spec))
+    linears = dict(adapted(model.transformer))
 
-    def __init__(self, model: PlacedModel, spec: ModelSpec, rank: int) -> None:
-        self._shards = local_shards(model.transformer, spec, model.mesh, rank)
-        self._adapted = dict(adapted(model.transformer))
-
-    def __getitem__(self, name: str) -> Tensor:
-        local, part = self._shards[name]
-        if name in self._adapted:
-            local = merged_weight(self._adapted[name]).view(local.shape)
+    def read(name: str) -> Tensor:
+        local, part = shards[name]
+        if name in linears:
+            local = merged_weight(linears[name]).view(local.shape)
         return local[tuple(slice(0, stop - start) for start, stop in part.box)]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shards)
-
-    def __len__(self) -> int:
-        return len(self._shards)
+    return read
 
 
 def make_megatron_engine(job: Job, model: PlacedModel) -> MegatronEngine:
     """Make an engine that generates with the weights being trained."""
-    return MegatronEngine(
-        model.megatron_model,
-        model.groups,
-        vocab_size=job.vocab_size,
+    rollout = job.recipe.rollout
+    return model.make_engine(
         seed=job.recipe.seed,
-        max_concurrent=job.recipe.rollout.max_concurrent,
-        cache_memory=job.recipe.rollout.cache_memory,
-        ranks_per_node=_ranks_per_node(job),
+        max_concurrent=rollout.max_concurrent,
+        cache_memory=rollout.cache_memory,
         tokenizer=job.tokenizer,
     )
 
@@ -127,24 +115,9 @@ def make_server_engine(
     if settings.kind == "tgi":
         api = Tgi(tokenizer)
     else:
-        model, is_vllm = find_model(
-            lines,
-            settings.model,
-            retries=settings.retries,
-            timeout_s=min(settings.read_timeout_s, 60.0),
-            deadline_s=settings.deadline_s,
-        )
+        model, is_vllm = find_model(lines, settings)
         api = OpenAi(model=model, is_vllm=is_vllm, log_probs=settings.log_probs, tokenizer=tokenizer)
-    return HttpEngine(
-        lines,
-        api,
-        seed=seed,
-        vocab_size=vocab_size,
-        max_in_flight=settings.max_in_flight,
-        retries=settings.retries,
-        read_timeout_s=settings.read_timeout_s,
-        deadline_s=settings.deadline_s,
-    )
+    return HttpEngine(lines=lines, api=api, settings=settings, seed=seed, vocab_size=vocab_size)
 
 
 def _cache_bytes(job: Job) -> int:
@@ -153,10 +126,5 @@ def _cache_bytes(job: Job) -> int:
     per_token = 2 * model.num_layers * model.query_groups * model.head_size * ITEM_BYTES[model.dtype]
     # vLLM deals the cache out in blocks of up to 128 tokens, and keeps one for itself.
     blocks = rollout.max_concurrent * (-(-model.max_context // 128)) + 1
-    most = cache_bytes(rollout.cache_memory, job.world.device, _ranks_per_node(job))
+    most = cache_bytes(rollout.cache_memory, job.world.device, min(job.world.ranks_per_node, job.world.size))
     return min(blocks * 128 * per_token, most)
-
-
-def _ranks_per_node(job: Job) -> int:
-    """Return the number of ranks that share a node's memory."""
-    return min(job.world.ranks_per_node, job.world.size)

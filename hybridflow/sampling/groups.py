@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.dataflow.schedule import Move
 from hybridflow.errors import DataError
 from hybridflow.placement.job import Job
@@ -40,6 +39,8 @@ class Groups(Role, ABC):
         next_prompt_index: Where the prompts of the next step begin in the data order, once a step's rollouts are done.
     """
 
+    call_names = ("keep", "take")
+
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.scores: list[tuple[int, int, float]] = []
@@ -48,11 +49,6 @@ class Groups(Role, ABC):
         self._mesh = job.meshes["actor.rollout"]
         self._rollouts: list[Batch] = []
         self._prompt_indices: list[int] = []
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"keep": self.keep, "take": self.take}
 
     @property
     def num_samples(self) -> int:
@@ -73,10 +69,10 @@ class Groups(Role, ABC):
 
     def keep(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Take in a rollout with its ``scores``."""
-        if self._job.recipe.rollout.archive and self._is_telling:
+        if self._job.recipe.rollout.archive and self._mesh.speaks(self._job.world.rank):
             size = self._job.recipe.rollout.group_size
-            prompt_indices = _dense(batch, "prompt_indices").tolist()
-            scores = _dense(batch, "scores").tolist()
+            prompt_indices = batch.dense("prompt_indices").tolist()
+            scores = batch.dense("scores").tolist()
             # A greedy response stands behind its group.
             indices = [
                 number - prompt_index * size
@@ -89,7 +85,7 @@ class Groups(Role, ABC):
         """Return the step's batch, a source. Whole groups go to the replicas in turn. Collective: the rollout mesh."""
         own = Batch.concat([self._finished(each) for each in self._rollouts])
         chosen = torch.tensor(self._prompt_indices, dtype=torch.int64)
-        own = own.select(torch.isin(_dense(own, "prompt_indices"), chosen).nonzero()[:, 0])
+        own = own.select(torch.isin(own.dense("prompt_indices"), chosen).nonzero()[:, 0])
         self._rollouts = []
         if self._mesh.layout.dp == 1:
             return own
@@ -105,7 +101,7 @@ class Groups(Role, ABC):
         move = Move(columns=names, source=self._mesh.name, destination=self._mesh.name)
         moved = mover.move(move, own, Batch(torch.tensor(home, dtype=torch.int64), {}))
         assert moved is not None, "called outside the rollout mesh"
-        return Batch(moved.ids, {name: moved.columns[name] for name in names})
+        return moved.only(names)
 
     def _kept(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Return the part of a rollout that is kept."""
@@ -115,12 +111,6 @@ class Groups(Role, ABC):
         """Return a rollout with all columns of the batch."""
         return rollout
 
-    @property
-    def _is_telling(self) -> bool:
-        """Return whether this rank reports its replica's samples."""
-        rank = self._job.world.rank
-        return rank in self._mesh and self._mesh.output_ranks(self._mesh.coordinate(rank).dp)[0] == rank
-
     def _begin(self) -> None:
         self._rollouts, self._prompt_indices = [], []
 
@@ -129,10 +119,10 @@ class Groups(Role, ABC):
 
         Whether a sample is learned from is decided elsewhere.
         """
-        if not self._is_telling:
+        if not self._mesh.speaks(self._job.world.rank):
             return []
         rollout = self._rollouts[-1]
-        prompt_indices, scores = _dense(rollout, "prompt_indices"), _dense(rollout, "scores").double()
+        prompt_indices, scores = rollout.dense("prompt_indices"), rollout.dense("scores").double()
         scored = zip(prompt_indices.tolist(), scores.tolist(), strict=True)
         return [(prompt_index, score) for prompt_index, score in scored if not math.isnan(score)]
 
@@ -215,15 +205,13 @@ class GreedyBaselines(Groups):
         """Shape the scores of a greedy rollout like the scores that they are compared with."""
         if not decided["fill"]["is_greedy"]:
             return batch
-        mask = batch.columns["response_mask"]
-        assert isinstance(mask, Ragged), "response_mask is a ragged column"
-        scores = shaped(self._job.recipe, _dense(batch, "scores"), mask.lengths)
+        scores = shaped(self._job.recipe, batch.dense("scores"), batch.ragged("response_mask").lengths)
         return batch.with_columns({"scores": scores})
 
     def _finished(self, rollout: Batch) -> Batch:
         # Of a step that is left there may be none; of a greedy response that has no score neither.
         baselines = [
-            self._baselines.get(prompt_index, math.nan) for prompt_index in _dense(rollout, "prompt_indices").tolist()
+            self._baselines.get(prompt_index, math.nan) for prompt_index in rollout.dense("prompt_indices").tolist()
         ]
         return rollout.with_columns({"baselines": torch.tensor(baselines, dtype=torch.float32)})
 
@@ -233,12 +221,6 @@ def make_groups(job: Job) -> Groups | None:
     kinds = {"dapo": InformativeGroups, "remax": GreedyBaselines}
     kind = kinds.get(job.recipe.algorithm)
     return None if kind is None else kind(job)
-
-
-def _dense(batch: Batch, name: str) -> Tensor:
-    column = batch.columns[name]
-    assert isinstance(column, Tensor), f"{name} is a dense column"
-    return column
 
 
 def _informative(shares: list[Scores]) -> list[int]:

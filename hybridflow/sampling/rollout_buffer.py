@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from hybridflow.dataflow.batch import Batch
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.errors import DataError
 from hybridflow.placement.job import Job
 from hybridflow.rollout.buffer import AsyncRolloutBuffer
@@ -27,17 +25,14 @@ class _Waiting(NamedTuple):
 class RolloutBuffer(Role):
     """Keeps batches until their step comes, and sees to it that their weights are not too old then."""
 
+    call_names = ("put", "take")
+
     def __init__(self, job: Job) -> None:
         super().__init__()
         self._job = job
         self._mesh = job.meshes["actor.rollout"]
         self._bound = job.recipe.staleness_bound
         self._buffer = AsyncRolloutBuffer(max_buffers=job.recipe.trainer.max_staleness + 1)
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"put": self.put, "take": self.take}
 
     def put(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Keep the samples of a step that is still to come."""
@@ -91,6 +86,4 @@ def asked(decided: Mapping[str, Any]) -> dict[str, Any]:
 
 def _behind(batch: Batch, step: int) -> list[int]:
     """Return how many updates each sample's weights are behind those of the step's beginning."""
-    versions = batch.columns["versions"]
-    assert isinstance(versions, Tensor), "versions is a dense column"
-    return [step - 1 - version for version in versions.tolist()]
+    return [step - 1 - version for version in batch.dense("versions").tolist()]

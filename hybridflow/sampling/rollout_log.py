@@ -107,8 +107,7 @@ class RolloutLog:
 
         In each replica, the first rank that knows the log-probabilities has a log.
         """
-        mesh = self._job.meshes["actor.rollout"]
-        if mesh.output_ranks(mesh.coordinate(self._rank).dp)[0] != self._rank:
+        if not self._job.meshes["actor.rollout"].speaks(self._rank):
             yield None
             return
         name = LogName(step, self._start, self._rank, 1 + sum(each.step == step for each in self._written))

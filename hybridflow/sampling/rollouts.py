@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybridflow.config.rollout import RolloutConfig
 from hybridflow.data.prompts import Example
 from hybridflow.data.rollout_log import LogWriter
 from hybridflow.dataflow.batch import Batch, Ragged
@@ -41,6 +42,9 @@ IdOf = Callable[[Request], int]
 _COLUMNS = ("tokens", "prompt_lengths", "prompt_indices", "response_mask", "rollout_log_probs")
 """What generating gives of each sample."""
 
+_SAMPLING = {item.name for item in fields(SamplingParams)} & {item.name for item in fields(RolloutConfig)}
+"""Keys of ``rollout`` that say how a response is sampled."""
+
 
 @dataclass(frozen=True)
 class _Progress:
@@ -64,6 +68,7 @@ class Rollouts:
         is_output_rank: Whether this rank has the replica's samples when they are done.
 
     Attributes:
+        engine: What generates, with this rank.
         metrics: What the last calls measured; taken and emptied by the actor.
         sample_stats: Numbers of each sample that this rank tells of, see ``step_metrics.DISTRIBUTIONS``; taken alike.
         is_stopping: Whether ``sample`` is to end early, as a step that is left. Asked on all ranks of a replica at the
@@ -77,12 +82,11 @@ class Rollouts:
         self.is_stopping: Callable[[], bool] = lambda: False
         self.log: RolloutLog | None = None
         self._job = job
-        self._engine = engine
+        self.engine = engine
         self._is_output_rank = is_output_rank
         self._has_versions = job.recipe.trainer.max_staleness > 0
         self._mesh = job.meshes["actor.rollout"]
         self._place = self._mesh.coordinate(job.world.rank)
-        self._is_telling = self._mesh.output_ranks(self._place.dp)[0] == job.world.rank
         model = job.model_of("actor.rollout")
         assert model.vocab_size is not None, "a job's models have a vocabulary"
         self._flops = model_flops(model, vocab_size=model.vocab_size)
@@ -94,15 +98,6 @@ class Rollouts:
         if job.recipe.rollout.environment is not None:
             replica = job.world.coordinator(self._mesh.group_of(job.world.rank, "tp", "pp"))
             self._conversations = Environments(job.recipe.rollout.environment, job.tokenizer, replica)
-
-    @property
-    def engine(self) -> MegatronEngine | VllmEngine | HttpEngine:
-        """Return the engine that generates, with this rank."""
-        return self._engine
-
-    def weights_changed(self) -> None:
-        """Drop what the engine derived from the old weights."""
-        self._engine.weights_changed()
 
     def sample(
         self, *, step: int, first_prompt_index: int, num_prompts: int, version: int, is_greedy: bool = False
@@ -117,7 +112,7 @@ class Rollouts:
             is_greedy: One greedy response to each instead, with the index behind those of its group.
         """
         groups = self._groups(first_prompt_index, num_prompts, is_greedy=is_greedy)
-        self._engine.version = version
+        self.engine.version = version
         if self._conversations is not None:
             return self._converse(self._conversations, groups, self._job.train.example)
         deal = self._deal(groups)
@@ -144,8 +139,8 @@ class Rollouts:
         if self._conversations is not None:
             requests = self._share(groups)
             examples = [held_out[ask.prompt_index][0] for ask in requests]
-            assert isinstance(self._engine, MegatronEngine), "refused by the recipe"
-            found = self._conversations.converse(self._engine, requests, examples, "validation")
+            assert isinstance(self.engine, MegatronEngine), "refused by the recipe"
+            found = self._conversations.converse(self.engine, requests, examples, "validation")
             self._count([(ask, each.response) for ask, each in zip(requests, found, strict=True)])
             return self._conversed(requests, found, self._validation_id)
         deal = self._deal(groups)
@@ -166,20 +161,8 @@ class Rollouts:
 
     def _sampling(self, *, greedy: bool) -> SamplingParams:
         rollout = self._job.recipe.rollout
-        return SamplingParams(
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-            min_new_tokens=rollout.min_new_tokens,
-            repetition_penalty=rollout.repetition_penalty,
-            presence_penalty=rollout.presence_penalty,
-            frequency_penalty=rollout.frequency_penalty,
-            stop=rollout.stop,
-            greedy=greedy,
-            stop_ids=self._job.tokenizer.stop_ids,
-        )
+        given = {name: getattr(rollout, name) for name in _SAMPLING}
+        return SamplingParams(**given, greedy=greedy, stop_ids=self._job.tokenizer.stop_ids)
 
     def _share(self, groups: Sequence[list[Request]]) -> list[Request]:
         """Return this replica's share where all is dealt in turn."""
@@ -194,7 +177,7 @@ class Rollouts:
             return self._claims
 
         num_slots = self._job.recipe.rollout.max_concurrent
-        if not isinstance(self._engine, MegatronEngine) or self._job.recipe.rollout.partial_rollouts:
+        if not isinstance(self.engine, MegatronEngine) or self._job.recipe.rollout.partial_rollouts:
             # Other engines are given all at once; and what is begun goes on where it was.
             num_slots = max(1, sum(map(len, groups)))
         return Deal(
@@ -213,9 +196,9 @@ class Rollouts:
         more: Callable[[int], list[Request]],
         expected: list[Request],
     ) -> Pairs:
-        if isinstance(self._engine, MegatronEngine):
-            return self._engine.drive(requests, purpose, progress, more=more, expected=expected)
-        return list(zip(requests, self._engine.generate(requests, purpose, progress), strict=True))
+        if isinstance(self.engine, MegatronEngine):
+            return self.engine.drive(requests, purpose, progress, more=more, expected=expected)
+        return list(zip(requests, self.engine.generate(requests, purpose, progress), strict=True))
 
     def _sample(self, step: int, deal: Deal, groups: list[list[Request]], following: list[Request]) -> Pairs:
         """Sample a response to each request of this replica; responses in a log are not generated again."""
@@ -249,10 +232,10 @@ class Rollouts:
                 return []
 
             try:
-                if following and isinstance(self._engine, MegatronEngine):
+                if following and isinstance(self.engine, MegatronEngine):
                     slots = min(self._job.recipe.rollout.max_concurrent, len(deal.first))
                     own = missing(deal.first)
-                    new = self._carry_over.drive(self._engine, own, following, progress, num_slots=slots)
+                    new = self._carry_over.drive(self.engine, own, following, progress, num_slots=slots)
                 else:
                     new = self._drive(missing(deal.first), "rollout", progress, more, expected)
             except RolloutStopped as stopped:
@@ -288,7 +271,7 @@ class Rollouts:
         moved = mover.move(Move(columns=names, source=self._mesh.name, destination=self._mesh.name), batch, home)
         if batch is None or moved is None:
             return None
-        return Batch(moved.ids, {name: moved.columns[name] for name in names})
+        return moved.only(names)
 
     def _check_known(self, pairs: Pairs) -> None:
         """Refuse samples whose sampler left out what training needs."""
@@ -329,7 +312,7 @@ class Rollouts:
 
     def _oldest(self, pairs: Pairs) -> list[int]:
         """Return the oldest weights that sampled each response; for an empty one, those that would have."""
-        return [min([*got.versions.tolist(), self._engine.version]) for _, got in pairs]
+        return [min([*got.versions.tolist(), self.engine.version]) for _, got in pairs]
 
     def _converse(
         self, conversations: Environments, groups: list[list[Request]], example_of: Callable[[int], Example]
@@ -337,9 +320,9 @@ class Rollouts:
         """Sample as ``sample`` does, from conversations with the environment."""
         requests = self._share(groups)
         examples = [example_of(ask.prompt_index) for ask in requests]
-        assert isinstance(self._engine, MegatronEngine), "refused by the recipe"
+        assert isinstance(self.engine, MegatronEngine), "refused by the recipe"
         try:
-            found = conversations.converse(self._engine, requests, examples, "rollout", self.is_stopping)
+            found = conversations.converse(self.engine, requests, examples, "rollout", self.is_stopping)
         except RolloutStopped:
             requests, found = [], []
         self._measure_engine()
@@ -360,7 +343,7 @@ class Rollouts:
 
     def _count(self, pairs: Pairs) -> None:
         """Add this rank's share of what sampling has taken; not of servers, nor of a model that nobody described."""
-        if not isinstance(self._engine, HttpEngine) and user_class_of(self._job, "actor") is None:
+        if not isinstance(self.engine, HttpEngine) and user_class_of(self._job, "actor") is None:
             num_ranks = self._mesh.layout.tp * self._mesh.layout.pp
             lengths = [(ask.prompt_index, len(ask.prompt), len(got.tokens)) for ask, got in pairs]
             flops = sampling_flops(self._flops, lengths)
@@ -368,7 +351,7 @@ class Rollouts:
 
     def _tell(self, pairs: Pairs) -> None:
         """Report how long each response took, and whether it was cut."""
-        if not self._is_telling:
+        if not self._mesh.speaks(self._job.world.rank):
             return
         sample_stats = {
             "latency_s": [got.latency_s for _, got in pairs],
@@ -379,9 +362,9 @@ class Rollouts:
             self.sample_stats.setdefault(name, []).extend(round(each, 6) for each in numbers if math.isfinite(each))
 
     def _measure_engine(self) -> None:
-        if isinstance(self._engine, MegatronEngine):
-            self.metrics["rollout/preempted"] = self._engine.metrics["preempted"]
-            self.metrics["rollout/prefill_share"] = self._engine.metrics["prefill_share"]
+        if isinstance(self.engine, MegatronEngine):
+            self.metrics["rollout/preempted"] = self.engine.metrics["preempted"]
+            self.metrics["rollout/prefill_share"] = self.engine.metrics["prefill_share"]
 
     def _measure(self, found: list[Conversation]) -> None:
         """Measure how long conversations were, and how many failed. Collective: the rollout mesh."""

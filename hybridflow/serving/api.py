@@ -93,7 +93,7 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What is served.
+    """Model that is served.
 
     Attributes:
         name: What clients call it.
@@ -115,41 +115,42 @@ def read_ask(body: bytes, served: Served, *, is_chat: bool) -> Ask:
         ApiError: It is malformed, or asks for what is not there.
     """
     try:
-        given = json.loads(body.decode("utf-8"))
+        fields = json.loads(body.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON in UTF-8: {error}") from None
-    if not isinstance(given, dict):
-        raise ApiError(400, f"the body is {type(given).__name__}, expected a JSON object")
-    given = {name: value for name, value in given.items() if value is not None and name not in _PASSED_OVER}
+    if not isinstance(fields, dict):
+        raise ApiError(400, f"the body is {type(fields).__name__}, expected a JSON object")
+    fields = {name: value for name, value in fields.items() if value is not None and name not in _PASSED_OVER}
     try:
-        return _ask(given, served, is_chat=is_chat)
+        return _ask(fields, served, is_chat=is_chat)
     except DataError as error:
         raise ApiError(400, str(error)) from None
 
 
-def _ask(given: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
+def _ask(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
     known = _COMMON | (_CHAT if is_chat else _COMPLETION) | {name for names in _SAMPLING.values() for name in names}
-    if strangers := sorted(set(given) - known):
+    if strangers := sorted(set(fields) - known):
         raise ApiError(400, f"unknown parameters {', '.join(strangers)}; known are {', '.join(sorted(known))}")
-    if given.get("model", served.name) != served.name:
-        raise ApiError(404, f"no model {given['model']!r:.80} here; the one that is served is {served.name!r}")
-    _check_extras(given, is_chat=is_chat)
-    options = _sampling(given, served)
+    if fields.get("model", served.name) != served.name:
+        raise ApiError(404, f"no model {fields['model']!r:.80} here; the one that is served is {served.name!r}")
+    if fields.get("suffix"):
+        raise ApiError(400, "suffix is not computed; leave it out")
+    if fields.get("top_logprobs"):
+        raise ApiError(400, "top_logprobs: only the sampled token's log-probability is given; leave it out, or set 0")
+    options = _sampling(fields, served)
     count = options.pop("n", 1)
-    if "best_of" in given and given["best_of"] != count:
-        raise ApiError(400, f"best_of={given['best_of']!r:.20} is not computed; leave it out")
-    prompts = _prompts(given, served, is_chat=is_chat)
+    if "best_of" in fields and fields["best_of"] != count:
+        raise ApiError(400, f"best_of={fields['best_of']!r:.20} is not computed; leave it out")
+    prompts = _prompts(fields, served, is_chat=is_chat)
     if len(prompts) * count > _MOST_SAMPLES:
         raise ApiError(400, f"{len(prompts)} prompts of n={count} samples: at most {_MOST_SAMPLES} samples a request")
     _limit_lengths(options, prompts, served, is_chat=is_chat)
     if served.tokenizer is None and (options.get("stop") or options.get("bad")):
         raise ApiError(400, "stop and bad_words are texts, and the model has no tokenizer; use stop_token_ids")
-    with_log_probs, echo = _with_log_probs(given, is_chat=is_chat), _flag(given, "echo")
-    is_streamed = _flag(given, "stream")
-    if echo and is_streamed:
-        raise ApiError(400, "echo cannot be streamed; leave one of them out")
-    if with_log_probs and is_streamed:
-        raise ApiError(400, "logprobs cannot be streamed; leave one of them out")
+    with_log_probs, echo = _with_log_probs(fields, is_chat=is_chat), _flag(fields, "echo")
+    is_streamed = _flag(fields, "stream")
+    if is_streamed and (echo or with_log_probs):
+        raise ApiError(400, f"{'echo' if echo else 'logprobs'} cannot be streamed; leave one of them out")
     if echo and with_log_probs:
         options["with_prompt_log_probs"] = True
     return Ask(
@@ -158,7 +159,7 @@ def _ask(given: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
         count=count,
         params=options,
         is_streamed=is_streamed,
-        with_usage=_with_usage(given),
+        with_usage=_with_usage(fields),
         with_log_probs=with_log_probs,
         echo=echo,
     )
@@ -187,30 +188,22 @@ def _limit_lengths(options: Options, prompts: Sequence[list[int]], served: Serve
         options["min_new_tokens"] = min(options["min_new_tokens"] + 1, options["max_new_tokens"])
 
 
-def _check_extras(given: Mapping[str, Any], *, is_chat: bool) -> None:
-    for name in ("suffix",) if not is_chat else ():
-        if given.get(name):
-            raise ApiError(400, f"{name} is not computed; leave it out")
-    if given.get("top_logprobs"):
-        raise ApiError(400, "top_logprobs: only the sampled token's log-probability is given; leave it out, or set 0")
-
-
-def _sampling(given: Mapping[str, Any], served: Served) -> Options:
-    named: Options = {}
+def _sampling(fields: Mapping[str, Any], served: Served) -> Options:
+    sampling: Options = {}
     for name, theirs in _SAMPLING.items():
-        values = [given[each] for each in theirs if each in given]
+        values = [fields[each] for each in theirs if each in fields]
         if len(values) > 1:
             raise ApiError(400, f"{' and '.join(theirs)} mean the same; give one")
         if values:
-            named[name] = values[0]
-    options = read_options(named, "request")
-    ends = () if served.tokenizer is None or _flag(given, "ignore_eos") else served.tokenizer.stop_ids
+            sampling[name] = values[0]
+    options = read_options(sampling, "request")
+    ends = () if served.tokenizer is None or _flag(fields, "ignore_eos") else served.tokenizer.stop_ids
     options["stop_ids"] = tuple(dict.fromkeys((*ends, *options.get("stop_ids", ()))))
     return options
 
 
-def _prompts(given: Mapping[str, Any], served: Served, *, is_chat: bool) -> list[list[int]]:
-    value = given.get("messages" if is_chat else "prompt")
+def _prompts(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> list[list[int]]:
+    value = fields.get("messages" if is_chat else "prompt")
     if value is None or value == [] or value == "":
         raise ApiError(400, f"{'messages' if is_chat else 'prompt'} is missing or empty")
     if is_chat:
@@ -240,17 +233,17 @@ def _prompt(value: Any, served: Served) -> list[int]:
     return encode_text(value, served.tokenizer)
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    value = given.get(name, False)
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name, False)
     if not isinstance(value, bool):
         raise ApiError(400, f"{name}: found {value!r:.60}, expected true or false")
     return value
 
 
-def _with_log_probs(given: Mapping[str, Any], *, is_chat: bool) -> bool:
+def _with_log_probs(fields: Mapping[str, Any], *, is_chat: bool) -> bool:
     if is_chat:
-        return _flag(given, "logprobs")
-    value = given.get("logprobs")
+        return _flag(fields, "logprobs")
+    value = fields.get("logprobs")
     if value is None:
         return False
     if not is_int(value) or value not in (0, 1):
@@ -258,8 +251,8 @@ def _with_log_probs(given: Mapping[str, Any], *, is_chat: bool) -> bool:
     return True
 
 
-def _with_usage(given: Mapping[str, Any]) -> bool:
-    options = given.get("stream_options", {})
+def _with_usage(fields: Mapping[str, Any]) -> bool:
+    options = fields.get("stream_options", {})
     if not isinstance(options, dict) or set(options) - {"include_usage"}:
         raise ApiError(400, f"stream_options: found {options!r:.60}, expected {{'include_usage': true or false}}")
     return _flag(options, "include_usage")
@@ -267,7 +260,7 @@ def _with_usage(given: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What was generated for one sample.
+    """Outcome of one sample.
 
     Attributes:
         tokens: Of the response.

@@ -44,7 +44,7 @@ _TELL_S = 10.0
 """So often a line says how far it is."""
 
 _LEAVE_S = 2.0
-"""What stopping takes beside ending the process: samples are on disk as they come."""
+"""Seconds that stopping takes beside ending the process: samples are on disk as they come."""
 
 _LOOK_S = 0.2
 _PIECES = 4

@@ -49,6 +49,49 @@ exit status: 0 asked to end by SIGTERM or SIGINT, 2 an error in what was asked f
 """
 
 
+_Options = tuple[tuple[str, Callable[[str], object], str | None, object, str], ...]
+"""Option, its type, the name of its value, default, help."""
+
+_SAMPLING_NUMBERS: _Options = (
+    ("-n", int, "N", None, "samples of each prompt (default: 1)"),
+    ("--max-new-tokens", int, "N", 256, "longest response in tokens (default: 256)"),
+    ("--min-new-tokens", int, "N", None, "shortest response in tokens (default: 0)"),
+    ("--temperature", float, "X", None, "divide the logits by X; 0: greedy (default: 1)"),
+    ("--top-k", int, "K", None, "keep the K likeliest tokens (default: 0, all)"),
+    ("--top-p", float, "P", None, "keep the likeliest tokens that together reach P (default: 1, all)"),
+    ("--min-p", float, "P", None, "keep tokens at least P times as likely as the likeliest (default: 0, all)"),
+    ("--repetition-penalty", float, "X", None, "divide logits of tokens in prompt and response by X (default: 1)"),
+    ("--presence-penalty", float, "X", None, "subtract X from logits of sampled tokens (default: 0)"),
+    ("--frequency-penalty", float, "X", None, "subtract X for each time that a token was sampled (default: 0)"),
+)
+
+_MODEL: _Options = (
+    ("--ranks", int, "N", 1, "ranks to start on this machine (default: 1)"),
+    ("--threads", int, "N", 1, "CPU threads of each rank (default: 1)"),
+    ("--layout", str, "LAYOUT", None, "such as tp2.pp1.dp2 (default: each rank has the whole model)"),
+    ("--max-context", int, "N", None, "longest sequence in tokens (default: the model's)"),
+    ("--max-concurrent", int, "N", 64, "sequences decoded together (default: 64)"),
+    (
+        "--cache-memory",
+        float,
+        "X",
+        0.5,
+        "memory of each rank's key-value cache: bytes, or below 1 a share of the free memory (default: 0.5)",
+    ),
+)
+
+_SERVER: _Options = (
+    ("--name", str, "NAME", None, "what clients call the model (default: its directory's name)"),
+    ("--host", str, None, "127.0.0.1", "address to listen on (default: 127.0.0.1); another needs --token-env"),
+    ("--port", int, None, 8000, "0 for a free one (default: 8000)"),
+    ("--token-env", str, "VARIABLE", None, "environment variable with the token that clients must send"),
+    ("--seed", int, "N", None, "of the noise (default: another at each start)"),
+    ("--max-waiting", int, "N", 1024, "samples taken up at a time (default: 1024)"),
+    ("--request-s", float, "S", 600.0, "a request may take so long (default: 600)"),
+    ("--grace-s", float, "S", 30.0, "for what runs, when asked to end (default: 30)"),
+)
+
+
 def add_serving(commands: Any) -> None:
     """Add both sub-commands to those of a parser."""
     _add_generate(commands)
@@ -63,7 +106,6 @@ def _add_generate(commands: Any) -> None:
         "torchrun, mpirun or srun, join the ranks that are there. Finished samples are kept in OUT.parts, and the same "
         "command continues from there.",
         epilog=_GENERATE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_model(generate)
     generate.add_argument(
@@ -78,42 +120,12 @@ def _add_generate(commands: Any) -> None:
     generate.add_argument("--strict", action="store_true", help="stop if a prompt cannot be answered")
     generate.add_argument("--dry-run", action="store_true", help="check everything, print what would be done, and stop")
     _add_sampling(generate)
-    generate.set_defaults(run=_generate, recipe=None, overrides=())
+    generate.set_defaults(run=_generate)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling, for prompts without their own parameters")
-    group.add_argument("-n", type=int, metavar="N", help="samples of each prompt (default: 1)")
-    group.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="longest response in tokens (default: 256)"
-    )
-    group.add_argument("--min-new-tokens", type=int, metavar="N", help="shortest response in tokens (default: 0)")
-    group.add_argument("--temperature", type=float, metavar="X", help="divide the logits by X; 0: greedy (default: 1)")
-    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens (default: 0, all)")
-    group.add_argument(
-        "--top-p", type=float, metavar="P", help="keep the likeliest tokens that together reach P (default: 1, all)"
-    )
-    group.add_argument(
-        "--min-p",
-        type=float,
-        metavar="P",
-        help="keep tokens at least P times as likely as the likeliest (default: 0, all)",
-    )
-    group.add_argument(
-        "--repetition-penalty",
-        type=float,
-        metavar="X",
-        help="divide logits of tokens in prompt and response by X (default: 1)",
-    )
-    group.add_argument(
-        "--presence-penalty", type=float, metavar="X", help="subtract X from logits of sampled tokens (default: 0)"
-    )
-    group.add_argument(
-        "--frequency-penalty",
-        type=float,
-        metavar="X",
-        help="subtract X for each time that a token was sampled (default: 0)",
-    )
+    _add_options(group, _SAMPLING_NUMBERS)
     group.add_argument("--greedy", action="store_true", default=None, help="take the likeliest token")
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end a response at TEXT; repeat for several texts"
@@ -134,28 +146,10 @@ def _add_serve(commands: Any) -> None:
         "told otherwise. Requests join and leave the running batch at any token. It takes pip install "
         "'hybridflow[serve]'.",
         epilog=_SERVE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_model(serve)
-    serve.add_argument("--name", metavar="NAME", help="what clients call the model (default: its directory's name)")
-    serve.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1); another needs --token-env"
-    )
-    serve.add_argument("--port", type=int, default=8000, help="0 for a free one (default: 8000)")
-    serve.add_argument(
-        "--token-env", metavar="VARIABLE", help="environment variable with the token that clients must send"
-    )
-    serve.add_argument("--seed", type=int, metavar="N", help="of the noise (default: another at each start)")
-    serve.add_argument(
-        "--max-waiting", type=int, default=1024, metavar="N", help="samples taken up at a time (default: 1024)"
-    )
-    serve.add_argument(
-        "--request-s", type=float, default=600.0, metavar="S", help="a request may take so long (default: 600)"
-    )
-    serve.add_argument(
-        "--grace-s", type=float, default=30.0, metavar="S", help="for what runs, when asked to end (default: 30)"
-    )
-    serve.set_defaults(run=_serve, recipe=None, overrides=())
+    _add_options(serve, _SERVER)
+    serve.set_defaults(run=_serve)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -170,24 +164,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", type=Path, metavar="PATH", help="tokenizer (default: that of the model's directory)"
     )
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="number format (default: the model's)")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks to start on this machine (default: 1)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of each rank (default: 1)")
-    parser.add_argument(
-        "--layout", metavar="LAYOUT", help="such as tp2.pp1.dp2 (default: each rank has the whole model)"
-    )
-    parser.add_argument(
-        "--max-context", type=int, metavar="N", help="longest sequence in tokens (default: the model's)"
-    )
-    parser.add_argument(
-        "--max-concurrent", type=int, default=64, metavar="N", help="sequences decoded together (default: 64)"
-    )
-    parser.add_argument(
-        "--cache-memory",
-        type=float,
-        default=0.5,
-        metavar="X",
-        help="memory of each rank's key-value cache: bytes, or below 1 a share of the free memory (default: 0.5)",
-    )
+    _add_options(parser, _MODEL)
+
+
+def _add_options(group: argparse._ActionsContainer, options: _Options) -> None:
+    for flag, kind, metavar, default, text in options:
+        group.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -254,15 +236,7 @@ def _start(
                 is_asked_by_interrupt=is_server,
             )
         os.environ.setdefault("OMP_NUM_THREADS", str(arguments.threads))
-    cluster = ClusterConfig()
-    return run_rank(
-        start,
-        CaughtSignals() if signals is None else signals,
-        load,
-        deadline_s=cluster.deadline_s,
-        start_deadline_s=cluster.start_deadline_s,
-        dead_after_s=cluster.dead_after_s,
-    )
+    return run_rank(start, CaughtSignals() if signals is None else signals, load, ClusterConfig())
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:

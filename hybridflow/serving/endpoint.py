@@ -215,7 +215,7 @@ def _json(status: int, value: dict[str, Any], headers: dict[str, str] | None = N
 
 
 class _Completions:
-    """What is behind a route that generates."""
+    """Handler of a route that generates."""
 
     def __init__(self, endpoint: Endpoint, *, is_chat: bool) -> None:
         self._endpoint, self._is_chat = endpoint, is_chat

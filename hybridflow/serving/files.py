@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,9 @@ def identity(arguments: argparse.Namespace, prompts_sha256: str, dtype: str, max
         "model": [str(model.resolve()), identity_of(files)],
         "tokenizer": None if arguments.tokenizer is None else str(arguments.tokenizer),
         "prompts": prompts_sha256,
-        "sampling": {name: _plain(value) for name, value in sampling_of(arguments).items()},
+        "sampling": json.loads(json.dumps(sampling_of(arguments))),
         "seed": arguments.seed,
         "dtype": dtype,
         "max_context": max_context,
         "log_probs": arguments.log_probs,
     }
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as a round trip through JSON gives it."""
-    return list(value) if isinstance(value, tuple) else value

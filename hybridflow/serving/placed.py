@@ -123,19 +123,13 @@ def place_model(arguments: argparse.Namespace, world: World) -> Placed:
     )
     tokenizer = find_tokenizer(arguments)
     placed = from_pretrained(arguments.model, world, mesh, max_context=model.max_context, dtype=model.dtype)
-    assert placed.groups is not None and placed.transformer is not None, "all ranks are in the mesh"
-    everyone = world.coordinator(mesh.ranks)
-    engine = MegatronEngine(
-        placed.transformer,
-        placed.groups,
-        vocab_size=vocab_of(model),
+    everyone = world.everyone()
+    engine = placed.make_engine(
         seed=everyone.decide("seed", secrets.randbits(62) if arguments.seed is None else arguments.seed),
         max_concurrent=arguments.max_concurrent,
         cache_memory=arguments.cache_memory,
-        ranks_per_node=min(world.ranks_per_node, world.size),
         tokenizer=tokenizer,
     )
-    place = mesh.coordinate(world.rank)
     return Placed(
         model=model,
         mesh=mesh,
@@ -143,7 +137,7 @@ def place_model(arguments: argparse.Namespace, world: World) -> Placed:
         tokenizer=tokenizer,
         replica=world.coordinator(mesh.group_of(world.rank, "tp", "pp")),
         everyone=everyone,
-        is_reporter=place.tp == 0 and place.pp == layout.pp - 1,
+        is_reporter=mesh.speaks(world.rank),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,8 @@ def read_prompts(path: Path) -> tuple[list[Prompt], str]:
             texts = read_texts(path, "prompt")
             content = json.dumps(texts).encode()
             prompts = [
-                _checked(
-                    Prompt(prompt_index=prompt_index, place=f"{path}: prompt {prompt_index}", fields={"prompt": text})
-                )
-                for prompt_index, text in enumerate(texts)
+                _checked(Prompt(prompt_index=index, place=f"{path}: prompt {index}", fields={"prompt": text}))
+                for index, text in enumerate(texts)
             ]
         else:
             content = path.read_bytes()
@@ -121,24 +119,22 @@ def encode_chat(messages: Any, tokenizer: Tokenizer) -> list[int]:
 
 
 def _of_line(prompt_index: int, place: str, line: bytes) -> Prompt:
+    prompt = Prompt(prompt_index=prompt_index, place=place)
     try:
         fields = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        return Prompt(prompt_index=prompt_index, place=place, error=f"not JSON in UTF-8: {error}")
+        return replace(prompt, error=f"not JSON in UTF-8: {error}")
     if not isinstance(fields, dict):
-        return Prompt(
-            prompt_index=prompt_index, place=place, error=f"found {type(fields).__name__}, expected a JSON object"
-        )
-    return _checked(Prompt(prompt_index=prompt_index, place=place, fields=fields))
+        return replace(prompt, error=f"found {type(fields).__name__}, expected a JSON object")
+    return _checked(replace(prompt, fields=fields))
 
 
 def _checked(prompt: Prompt) -> Prompt:
     """Return the prompt with its sampling parameters, or with its error."""
     try:
-        options = _options(prompt.fields)
+        return replace(prompt, options=_options(prompt.fields))
     except DataError as error:
-        return Prompt(prompt_index=prompt.prompt_index, place=prompt.place, fields=prompt.fields, error=str(error))
-    return Prompt(prompt_index=prompt.prompt_index, place=prompt.place, fields=prompt.fields, options=options)
+        return replace(prompt, error=str(error))
 
 
 def _options(fields: dict[str, Any]) -> Options:

@@ -9,6 +9,7 @@ there, the output is written aside, renamed, and the directory removed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -61,21 +62,20 @@ class Results:
             ConfigError: The parts are of something else.
         """
         check_free(self.out, is_forced=is_forced)
-        try:
-            kept = self._kept()
-            changed = None if kept is None else [name for name in {**kept, **run} if kept.get(name) != run.get(name)]
+        with _writing(self.folder):
+            before = self._run_before()
+            known = run if before is None else before
+            changed = [name for name in {**known, **run} if known.get(name) != run.get(name)]
             if changed and not is_forced:
                 raise ConfigError(
                     f"{self.folder}: was begun with another {', '.join(sorted(changed))}; give what it was begun with "
                     "to go on, --force to begin anew, or another --out"
                 )
-            if changed or (kept is None and self.folder.exists()):
+            if changed or (before is None and self.folder.exists()):
                 shutil.rmtree(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
-            if kept is None or changed:
+            if before is None or changed:
                 replace_file(self.folder / _RUN, json.dumps(dict(run), indent=1).encode())
-        except OSError as error:
-            raise self._refused(error) from error
 
     def find(self) -> dict[Key, _Where]:
         """Find the results of earlier starts.
@@ -84,12 +84,10 @@ class Results:
             WriteError: The file system refuses.
         """
         found: dict[Key, _Where] = {}
-        try:
+        with _writing(self.folder):
             for path in sorted(self.folder.glob(_LOGS)):
                 for where, row in _lines(path):
                     found.setdefault((row["prompt_index"], row["index"]), where)
-        except OSError as error:
-            raise self._refused(error) from error
         return found
 
     def read(self, found: Mapping[Key, _Where]) -> Iterator[Row]:
@@ -108,27 +106,33 @@ class Results:
             WriteError: The file system refuses; the parts are still there.
         """
         rows = (merge_row(prompts[row["prompt_index"]], row) for row in self.read(found))
-        try:
+        with _writing(self.folder):
             if self.out.suffix in HDF5_SUFFIXES:
                 _write_hdf5(self.out, list(rows))
             else:
-                _write_jsonl(self.out, rows)
+                # ASCII: a model may make halves of surrogate pairs, which are no UTF-8.
+                lines = (json.dumps(row, allow_nan=False).encode("ascii") + b"\n" for row in rows)
+                replace_by_pieces(self.out, lines)
             shutil.rmtree(self.folder)
-        except OSError as error:
-            raise self._refused(error) from error
 
-    def _kept(self) -> dict[str, Any] | None:
+    def _run_before(self) -> dict[str, Any] | None:
         try:
-            kept = json.loads((self.folder / _RUN).read_bytes())
+            found = json.loads((self.folder / _RUN).read_bytes())
         except (FileNotFoundError, ValueError):
             return None
-        return kept if isinstance(kept, dict) else None
+        return found if isinstance(found, dict) else None
 
-    def _refused(self, error: OSError) -> WriteError:
-        return WriteError(
-            f"{error.filename or self.folder}: cannot be written: {error.strerror or error}; make room, "
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn what the file system refuses into a WriteError, which names ``path`` where the system names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(
+            f"{error.filename or path}: cannot be written: {error.strerror or error}; make room, "
             "or choose another --out"
-        )
+        ) from error
 
 
 class ResultLog:
@@ -140,10 +144,8 @@ class ResultLog:
 
     def __init__(self, results: Results, start: str, rank: int) -> None:
         self._path = results.folder / f"{start}-rank-{rank:05d}.log"
-        try:
+        with _writing(self._path):
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
-        except OSError as error:
-            raise self._refused(error) from error
 
     def add(self, rows: Iterable[Row]) -> None:
         """Append rows.
@@ -152,11 +154,9 @@ class ResultLog:
             WriteError: The file system refuses.
         """
         left = memoryview(b"".join(map(_line, rows)))
-        try:
+        with _writing(self._path):
             while left:
                 left = left[os.write(self._file, left) :]
-        except OSError as error:
-            raise self._refused(error) from error
 
     def close(self) -> None:
         """Return when all is on disk.
@@ -164,17 +164,10 @@ class ResultLog:
         Raises:
             WriteError: The file system refuses.
         """
-        try:
+        with _writing(self._path):
             os.fsync(self._file)
             os.close(self._file)
             sync_path(self._path.parent)
-        except OSError as error:
-            raise self._refused(error) from error
-
-    def _refused(self, error: OSError) -> WriteError:
-        return WriteError(
-            f"{self._path}: cannot be written: {error.strerror or error}; make room, or choose another --out"
-        )
 
 
 def check_free(out: Path, *, is_forced: bool) -> None:
@@ -213,11 +206,6 @@ def _lines(path: Path) -> Iterator[tuple[_Where, Row]]:
             if line.endswith(b"\n") and checksum == b"%08x" % zlib.crc32(content):
                 yield _Where(path, offset, len(line)), json.loads(content)
             offset += len(line)
-
-
-def _write_jsonl(path: Path, rows: Iterable[Row]) -> None:
-    # ASCII: a model may make halves of surrogate pairs, which are no UTF-8.
-    replace_by_pieces(path, (json.dumps(row, allow_nan=False).encode("ascii") + b"\n" for row in rows))
 
 
 def _write_hdf5(path: Path, rows: list[Row]) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from hybridflow.dataflow.compiler import compile_stages
 from hybridflow.dataflow.graph import Flow, Node, Step
 from hybridflow.dataflow.schedule import Branch, Loop, Program
+from hybridflow.flows.nodes import each_node
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.recipe.meshes import SAMPLING_MESHES
@@ -55,14 +56,7 @@ def sampling_mesh(meshes: Mapping[str, DeviceMesh]) -> DeviceMesh:
 
 def with_versions(flow: Flow) -> Flow:
     """Return the flow whose sources tell which weights sampled."""
-    return Flow(
-        elements=tuple(
-            replace(element, writes=(*element.writes, VERSIONS))
-            if isinstance(element, Node) and element.source
-            else element
-            for element in flow.elements
-        )
-    )
+    return each_node(flow, lambda node: replace(node, writes=(*node.writes, VERSIONS)) if node.source else node)
 
 
 def compile_ahead(step: Step, meshes: Mapping[str, DeviceMesh]) -> Ahead:

@@ -90,26 +90,21 @@ def find_resume_point(job: Job, *, resume: bool) -> ResumePoint:
         CheckpointError: The checkpoint is damaged, or belongs to another recipe; names what differs. On all ranks.
     """
     everyone, run_dir = job.world.coordinator(job.meshes["job"].ranks), Path(job.recipe.run_dir)
-    problem, step, token, fingerprint = None, None, "", ""
-    if everyone.is_lead:
+
+    def find() -> list[Any]:
         token = secrets.token_hex(8)
-        try:
-            found = load_latest(run_dir) if resume else None
-            if found is not None:
-                check_resume(job.recipe, found.state["recipe"])
-                for role in found.roles:
-                    open_role(found, role)
-                step = found.step
-            fingerprint = _fingerprint(job, found, token)
-            clear_leftovers(run_dir)
-            if not resume:
-                remove_logs(run_dir)
-        except CheckpointError as error:
-            problem = str(error)
-    begun = everyone.decide("where the run begins", [problem, step, token, fingerprint])
-    problem, step, token, fingerprint = begun
-    if problem is not None:
-        raise CheckpointError(problem)
+        found = load_latest(run_dir) if resume else None
+        if found is not None:
+            check_resume(job.recipe, found.state["recipe"])
+            for role in found.roles:
+                open_role(found, role)
+        fingerprint = _fingerprint(job, found, token)
+        clear_leftovers(run_dir)
+        if not resume:
+            remove_logs(run_dir)
+        return [None if found is None else found.step, token, fingerprint]
+
+    step, token, fingerprint = everyone.on_lead("where the run begins", find)
     checkpoint = load_latest(run_dir) if step is not None else None
     if checkpoint is not None and checkpoint.step != step:
         raise CheckpointError(

@@ -6,13 +6,11 @@ Each decision is a function of the step alone, or all ranks agree on it, so it i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from hybridflow.dataflow.run import Replicated
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
-from hybridflow.placement.placed_model import mini_batch_size
 from hybridflow.sampling.groups import Scores, Turn
 from hybridflow.trainer.ahead import WORKING_AHEAD
 from hybridflow.trainer.progress import Progress
@@ -60,7 +58,9 @@ class Decisions:
             "sample_ahead": Replicated(
                 lambda: self._sampling_of(self._progress.step + 1 + self._recipe.trainer.max_staleness)
             ),
-            "keep_samples": Replicated(lambda: not stopping.agree(self._working_ahead())),
+            "keep_samples": Replicated(
+                lambda: not stopping.agree(self._job.world.coordinator(self._meshes[WORKING_AHEAD].ranks))
+            ),
             "go_on": Replicated(lambda: not stopping.agree(everyone)),
             "go_on_to_update": Replicated(lambda: not stopping.agree(everyone, before_update=True)),
             "critic_mini_batch": Replicated(self._mini_batches().__next__),
@@ -124,13 +124,9 @@ class Decisions:
             return None
         return [[(prompt_index, score) for prompt_index, score in scores] for _, scores in shares]
 
-    def _working_ahead(self) -> Any:
-        """Return the coordinator of the ranks that sample and score while others learn."""
-        return self._job.world.coordinator(self._meshes[WORKING_AHEAD].ranks)
-
     def _mini_batches(self) -> Iterator[dict[str, int] | None]:
         """Yield the mini-batches of one training step, then the end of the loop, and so on for ever."""
-        num_mini_batches = self._recipe.trainer.global_batch_size // mini_batch_size(self._job)
+        num_mini_batches = self._recipe.trainer.global_batch_size // self._recipe.trainer.samples_per_update
         while True:
             for epoch in range(self._recipe.loss.epochs):
                 for index in range(num_mini_batches):

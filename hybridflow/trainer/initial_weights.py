@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from hybridflow.placement.copy_weights import copy_weights
 from hybridflow.placement.job import Job
+from hybridflow.placement.model_on_mesh import copy_weights
 from hybridflow.placement.peft import load_adapters
+from hybridflow.placement.placed_model import part_of
 from hybridflow.trainer.roles import Roles
 
 
@@ -12,28 +13,29 @@ def read_weights(job: Job, roles: Roles) -> None:
     """Fill actor and critics with the weights that the recipe names, or that a program has in memory, if any."""
     actor = roles.actor
     if actor.model is not None and actor.trainable is not None:
-        actor.model.load()
+        actor.model.load_given()
         load_adapters(job, actor.model)
         actor.trainable.reload_weights()
     for name, critic in roles.critics.items():
         if _has_own_model(job, name) and critic.model is not None and critic.trainable is not None:
-            critic.model.load()
+            critic.model.load_given()
             critic.trainable.reload_weights()
     reference = roles.reference
     if reference is not None and _is_reference_in_memory(job) and reference.model is not None:
         with reference.model.at_hand(is_written=True):
-            reference.model.load()
+            reference.model.load_given()
 
 
 def spread_weights(job: Job, roles: Roles) -> None:
     """Copy the actor's weights to the reference, and to critics without a model of their own. Collective: all ranks."""
     actor, reference = roles.actor, roles.reference
     actor.mark_changed()
+    source = part_of(job, "actor.update", actor.spec, actor.model)
     if reference is not None and not reference.is_base and not _is_reference_in_memory(job):
-        copy_weights(job, actor, "actor.update", reference, "reference")
+        copy_weights(job.world, source, part_of(job, "reference", reference.spec, reference.model))
     for name, critic in roles.critics.items():
         if not _has_own_model(job, name):
-            copy_weights(job, actor, "actor.update", critic, name)
+            copy_weights(job.world, source, part_of(job, name, critic.spec, critic.model))
             if critic.trainable is not None:
                 critic.trainable.reload_weights()
 

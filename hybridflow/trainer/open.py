@@ -10,13 +10,12 @@ from hybridflow.checkpoint.store import latest_step
 from hybridflow.config.data import DataSourceConfig
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.arithmetic import ensure_files
-from hybridflow.data.kafka import open_kafka
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.preferences import Response, encode_responses, pairs_of
 from hybridflow.data.problems import FOLDER, example_in, open_problems, open_stores, shape_of
 from hybridflow.data.prompts import Example, prompt_tokens
+from hybridflow.data.queues import open_queue
 from hybridflow.data.shaping import read_examples
-from hybridflow.data.spool import open_spool
 from hybridflow.data.tokenizer import Tokenizer, check_same_pieces, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.world import World
@@ -50,10 +49,9 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
     tokenizer = open_tokenizer(_trained_tokenizer(recipe) if path is None else path)
     check_vocabularies(recipe, tokenizer)
     shape, folder = shape_of(recipe, tokenizer), Path(recipe.run_dir) / FOLDER
-    if data.spool is not None:
-        train = open_spool(data.spool, shape, tokenizer, folder, everyone=everyone)
-    elif data.kafka is not None:
-        train = open_kafka(data.kafka, shape, tokenizer, folder, everyone=everyone)
+    queue = data.kafka if data.spool is None else data.spool
+    if queue is not None:
+        train = open_queue(queue, shape, tokenizer, folder, everyone=everyone)
     else:
         train = open_problems(data.sources, shape, tokenizer, folder, seed=recipe.seed, everyone=everyone)
     # Nothing of it is imitated.
@@ -73,7 +71,7 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
 
 
 def _pairs(recipe: Recipe, tokenizer: Tokenizer, held_out: Sequence[Example]) -> tuple[tuple[Response, Response], ...]:
-    encoded = encode_responses(held_out, tokenizer, max_context=recipe.model.max_context)
+    encoded = [encode_responses(each, tokenizer, max_context=recipe.model.max_context) for each in held_out]
     return pairs_of(encoded, recipe.data.held_out)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.config.recipe import Recipe
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.errors import ConfigError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_starts, read_starts
 from hybridflow.observe.status_file import living_writer
@@ -21,8 +21,6 @@ from hybridflow.trainer.ahead import WORKING_AHEAD
 
 _NO_MODELS = ("job", "reward", WORKING_AHEAD)
 """Meshes whose layouts are not told."""
-
-_PROBLEMS: Mapping[str, type[Exception]] = {each.__name__: each for each in (ConfigError, CheckpointError)}
 
 
 class JobStart(NamedTuple):
@@ -47,25 +45,20 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
         OSError: The file system refuses. On all ranks.
     """
     hosts = tuple(dict.fromkeys(everyone.gather(socket.gethostname(), "hosts of the ranks")))
-    problem, kind, number, earlier = "", "", 0, []
-    if everyone.is_lead:
+    earlier: list[StartRecord] = []
+
+    def note() -> int:
         run_dir = Path(recipe.run_dir)
-        try:
-            earlier = read_starts(run_dir)
-            _check_alone(run_dir, earlier)
-            record = _record(recipe, meshes, hosts, earlier, latest_step(run_dir))
-            _check_progress(recipe, record, earlier)
-            add_start(run_dir, record)
-            number = record.number
-            if earlier or record.restart_count:
-                print(_describe(record), flush=True)
-        except (ConfigError, CheckpointError, OSError) as error:
-            problem, kind = str(error), type(error).__name__
-    problem, kind, number = everyone.decide("the number of this start", [problem, kind, number])
-    if problem:
-        # Each has an exit status of its own: begun again is what the file system refused, which may be better then.
-        raise _PROBLEMS.get(kind, OSError)(problem)
-    return JobStart(number, tuple(earlier))
+        earlier.extend(read_starts(run_dir))
+        _check_alone(run_dir, earlier)
+        record = _record(recipe, meshes, hosts, earlier, latest_step(run_dir))
+        _check_progress(recipe, record, earlier)
+        add_start(run_dir, record)
+        if earlier or record.restart_count:
+            print(_describe(record), flush=True)
+        return record.number
+
+    return JobStart(everyone.on_lead("the number of this start", note), tuple(earlier))
 
 
 def note_failure(run_dir: Path, number: int, rank: int, cause: str, save_s: float | None) -> None:

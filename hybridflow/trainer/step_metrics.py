@@ -7,37 +7,26 @@ from typing import Any, NamedTuple
 
 from hybridflow.observe.distribution import measure_distributions
 
-PHASE_OF = {
-    "actor.sample": "rollout",
-    "given.solutions": "data",
-    "given.pairs": "data",
-    "given.completions": "data",
-    "given.held_out_pairs": "validation",
-    "reference.validation_log_probs": "validation",
-    "actor.validate_pairs": "validation",
-    "actor.sample_validation": "validation",
-    "reward.score": "reward",
-    "reward.score_validation": "validation",
-    "cost.score": "reward",
-    "teacher.top": "teacher",
-    "actor.log_probs": "log_probs",
-    "reference.log_probs": "log_probs",
-    "reference.mismatched_log_probs": "log_probs",
-    "critic.values": "values",
-    "groups.keep": "rollout",
-    "groups.take": "rollout",
-    "cost_critic.values": "values",
-    "critic.update": "update",
-    "cost_critic.update": "update",
-    "actor.update": "update",
-    "actor.distill": "update",
-    "trainer.save": "save",
-}
 _ADVANTAGES = (
     *("ppo", "safe", "grpo", "dr_grpo", "rloo", "opo", "remax"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "own"),
 )
-PHASE_OF |= {f"advantage.{call}": "advantage" for call in _ADVANTAGES}
+_PHASES = {
+    "rollout": ("actor.sample", "groups.keep", "groups.take"),
+    "data": ("given.solutions", "given.pairs", "given.completions"),
+    "validation": (
+        *("given.held_out_pairs", "reference.validation_log_probs", "actor.validate_pairs"),
+        *("actor.sample_validation", "reward.score_validation"),
+    ),
+    "reward": ("reward.score", "cost.score"),
+    "teacher": ("teacher.top",),
+    "log_probs": ("actor.log_probs", "reference.log_probs", "reference.mismatched_log_probs"),
+    "values": ("critic.values", "cost_critic.values"),
+    "advantage": tuple(f"advantage.{call}" for call in _ADVANTAGES),
+    "update": ("critic.update", "cost_critic.update", "actor.update", "actor.distill"),
+    "save": ("trainer.save",),
+}
+PHASE_OF = {call: phase for phase, calls in _PHASES.items() for call in calls}
 """Call -> the phase under which its time is shown; another one is shown by its own name."""
 
 CONTROL_CALLS = ("trainer.finish_step", "buffer.put", "buffer.take")
@@ -57,27 +46,16 @@ def merge_metrics(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 DISTRIBUTIONS = {
-    "reward/std": ("reward", "std"),
-    "reward/min": ("reward", "min"),
-    "reward/p10": ("reward", "p10"),
-    "reward/p50": ("reward", "p50"),
-    "reward/p90": ("reward", "p90"),
-    "reward/max": ("reward", "max"),
-    "reward/min_share": ("reward", "min_share"),
-    "reward/max_share": ("reward", "max_share"),
-    "response/length_std": ("length", "std"),
-    "response/length_min": ("length", "min"),
-    "response/length_p50": ("length", "p50"),
-    "response/length_p90": ("length", "p90"),
-    "response/length_p99": ("length", "p99"),
-    "response/length_max": ("length", "max"),
+    **{
+        f"reward/{how}": ("reward", how) for how in ("std", "min", "p10", "p50", "p90", "max", "min_share", "max_share")
+    },
+    **{f"response/length_{how}": ("length", how) for how in ("std", "min", "p50", "p90", "p99", "max")},
     "response/cut_share": ("is_cut", "mean"),
-    "rollout/latency_p50_s": ("latency_s", "p50"),
-    "rollout/latency_p90_s": ("latency_s", "p90"),
-    "rollout/latency_p99_s": ("latency_s", "p99"),
-    "rollout/first_token_p50_s": ("first_token_s", "p50"),
-    "rollout/first_token_p90_s": ("first_token_s", "p90"),
-    "rollout/first_token_p99_s": ("first_token_s", "p99"),
+    **{
+        f"rollout/{what}_{how}_s": (f"{what}_s", how)
+        for what in ("latency", "first_token")
+        for how in ("p50", "p90", "p99")
+    },
 }
 """Metric -> the sample statistic that it summarizes, and how."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from hybridflow.observe.starts import StartRecord
 from hybridflow.parallel.coordinator import Coordinator
-from hybridflow.parallel.job_end import find_job_end
+from hybridflow.parallel.scontrol import find_job_end
 from hybridflow.parallel.world import World
 
 _LEAVING_S = 10.0

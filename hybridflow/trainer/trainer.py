@@ -15,7 +15,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.graph import Step
 from hybridflow.dataflow.move import Mover
-from hybridflow.dataflow.role import NodeCall, Role
+from hybridflow.dataflow.role import Role
 from hybridflow.dataflow.run import Executor, Scope
 from hybridflow.dataflow.schedule import Program
 from hybridflow.errors import LayoutError
@@ -26,7 +26,6 @@ from hybridflow.observe.rank_log import open_rank_log
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
-from hybridflow.placement.placed_model import mini_batch_size
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.critic import Critic
@@ -154,6 +153,8 @@ class Trainer(Role):
         kl_coef: The weight of the KL to the reference.
     """
 
+    call_names = ("finish_step", "save")
+
     def __init__(
         self, job: Job, plan: JobPlan, start: checkpoints.ResumePoint, stopping: Stopping, record: Record
     ) -> None:
@@ -173,17 +174,12 @@ class Trainer(Role):
         self._step_metrics: dict[str, float] = {}
         self._checkpoints = checkpoints.Checkpoints(job, self.roles.by_name, start)
         self._everyone = job.world.coordinator(plan.meshes["job"].ranks)
-        self._mover = Mover(job.world, plan.meshes, chunk=mini_batch_size(job))
+        self._mover = Mover(job.world, plan.meshes, chunk=job.recipe.trainer.samples_per_update)
         self._rollouts = RolloutLog(job, start.token, start.fingerprint, self._start)
         rollouts, rollout = self.roles.actor.rollouts, plan.meshes["actor.rollout"]
         if rollouts is not None:
             replica = job.world.coordinator(rollout.replica(rollout.coordinate(job.world.rank).dp))
             rollouts.log, rollouts.is_stopping = self._rollouts, lambda: stopping.agree(replica)
-
-    @property
-    def calls(self) -> Mapping[str, NodeCall]:
-        """Return name -> call."""
-        return {"finish_step": self.finish_step, "save": self.save}
 
     def run(self) -> bool:
         """Train: warm start, training steps, and validation before and after; or what is left of it after a resume.

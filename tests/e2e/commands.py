@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 RECIPE = """
 name: tiny
@@ -98,7 +99,7 @@ def fork_ranks(
     num_ranks: int = 2,
     start_only: Sequence[int] | None = None,
     hook: Callable[[int], None] = lambda rank: None,
-    within_s: float = 90.0,
+    within_s: float = 180.0,
 ) -> Done:
     """Run the command as ranks that a launcher which ends none of them has started: no deadline but the ranks' own.
 
@@ -121,6 +122,41 @@ def fork_ranks(
     codes = _wait(children, start + within_s)
     logs = {name: "".join((folder / f"{name}-{rank}.log").read_text() for rank in ranks) for name in ("out", "err")}
     return Done(codes=codes, **logs, seconds=time.monotonic() - start)
+
+
+def run_well(argv: Sequence[str], folder: Path, **how: Any) -> Done:
+    """Run the command as ``fork_ranks`` does; every rank is to end with 0, and none to complain."""
+    done = fork_ranks(argv, folder, **how)
+    assert set(done.codes) == {0} and done.err == "", (done.codes, done.err)
+    return done
+
+
+def kill_in_step(step: int) -> None:
+    """The rank that calls this dies at the end of a step, before it is noted."""
+    from hybridflow.trainer.trainer import Trainer
+
+    finish_step = Trainer.finish_step
+
+    def finish(self: Trainer, batch: Any, decided: Any) -> None:
+        if decided["train_step"]["step"] == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        finish_step(self, batch, decided)
+
+    Trainer.finish_step = finish  # type: ignore[method-assign]
+
+
+def kill_when_logged(part: str) -> None:
+    """The rank that calls this dies when responses are in a log of this part of a name."""
+    from hybridflow.data.rollout_log import LogWriter
+
+    add = LogWriter.add
+
+    def add_or_die(self: LogWriter, responses: Any) -> None:
+        add(self, responses)
+        if part in str(self._path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    LogWriter.add = add_or_die  # type: ignore[method-assign]
 
 
 _OF_A_ROLLOUT = [f"rollout/{name}" for name in ("reused", "continued", "claimed", "prefill_share", "preempted")]

@@ -8,23 +8,11 @@ import random
 
 import pytest
 
-from tests.e2e.commands import fork_ranks
-from tests.unit.rollout.test_http_engine import Server, ok
+from tests.e2e.commands import fork_ranks, write_recipe
+from tests.unit.rollout.test_http_engine import ok
 
 SECRET = "s3cr3t-t0ken"
-RECIPE = """
-name: run
-algorithm: grpo
-cluster: {ranks: 2}
-model: {num_layers: 2, hidden_size: 16, ffn_hidden_size: 32, num_attention_heads: 2, max_context: 24}
-data:
-  train: train.jsonl
-  held_out: held_out.jsonl
-  arithmetic: {num_train: 60, num_held_out: 8}
-actor: {update: {tp: 2}, rollout: {dp: 2}, optimizer: {lr: 1.0e-2}}
-rollout: {max_new_tokens: 4, group_size: 2, engine: {kind: openai, auth_env: ENGINE_TOKEN, retries: 0}}
-trainer: {steps: 2, global_batch_size: 8, mini_batch_size: 4}
-"""
+SAMPLED = "rollout={max_new_tokens: 4, group_size: 2, engine: {kind: openai, auth_env: ENGINE_TOKEN, retries: 0}}"
 
 
 def sampled(asked, number):
@@ -38,16 +26,9 @@ def train(folder, url, *overrides):
     def hook(rank):
         os.environ["ENGINE_TOKEN"] = SECRET
 
-    (folder / "recipe.yaml").write_text(RECIPE)
-    return fork_ranks(["train", "recipe.yaml", f"rollout.engine.urls=['{url}']", *overrides], folder, hook=hook)
-
-
-@pytest.fixture
-def serve():
-    servers = []
-    yield lambda answer: servers.append(Server(answer)) or servers[-1]
-    for server in servers:
-        server.close()
+    write_recipe(folder)
+    argv = ["train", "tiny.yaml", "warm_start=null", SAMPLED, f"rollout.engine.urls=['{url}']", *overrides]
+    return fork_ranks(argv, folder, hook=hook)
 
 
 @pytest.mark.slow
@@ -55,7 +36,7 @@ def test_training_and_validation_on_what_a_server_samples(tmp_path, serve):
     server = serve(sampled)
     done = train(tmp_path, server.url, "rollout.engine.off_policy=true")
     assert done.codes == (0, 0), done.err
-    steps = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     for step in steps:
         assert 1 < step["rollout/logprob_abs_diff"] < step["rollout/logprob_abs_diff_max"] < 5
         assert 0 < step["correction/bounded_share"] < 1 and 0 < step["correction/effective_share"] < 1
@@ -63,7 +44,7 @@ def test_training_and_validation_on_what_a_server_samples(tmp_path, serve):
     assert len(steps) == 2 and len(server.asked) == 2 * 8 + 2 * 8
     assert sum(asked["temperature"] == 0 for asked in server.asked) == 16
     assert all(headers["Authorization"] == f"Bearer {SECRET}" for headers in server.headers)
-    for path in (tmp_path / "runs").rglob("*"):
+    for path in (tmp_path / "run").rglob("*"):
         assert path.is_dir() or SECRET.encode() not in path.read_bytes(), path
 
     alone = tmp_path / "alone"

@@ -7,19 +7,16 @@ import signal
 import pytest
 import tokenizers
 import torch
+import transformers
 
 import hybridflow.serving.serve  # noqa: F401  # what ranks import, imported once, before they are forked
 from hybridflow.exit_status import DONE, FAILURE, REQUEST, REQUEUE, TARGET
 from hybridflow.serving import batch
 from hybridflow.serving.results import ResultLog
 from tests.e2e.commands import Done, fork_ranks
+from tests.support.hf_models import write_model, write_tokenizer
+from tests.support.plain_models import greedy, token_log_probs
 from tests.support.waiting import wait_until
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
-
-NEAR_TIE = 1e-3
-"""Logits closer than this may be the other way round in another order of summation."""
 
 NUM_PROMPTS = 12
 ARGUMENTS = [
@@ -64,20 +61,6 @@ def whole(folder):
     return rows(folder, "whole.jsonl")
 
 
-def greedy(model, prompt, num_tokens, eos):
-    """The likeliest tokens one after the other, and whether two were as good as equal somewhere."""
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        with torch.no_grad():
-            best = model(torch.tensor(tokens)[None]).logits[0, -1].topk(2)
-        if best.values[0] - best.values[1] < NEAR_TIE:
-            return tokens[len(prompt) :], True
-        tokens.append(int(best.indices[0]))
-        if tokens[-1] == eos:
-            break
-    return tokens[len(prompt) :], False
-
-
 def test_lines_are_in_order_and_greedy_ones_are_those_of_transformers(folder, whole):
     assert [(row.get("id"), row["sample"]) for row in whole[:4]] == [
         ("row 0", 0),
@@ -97,12 +80,13 @@ def test_lines_are_in_order_and_greedy_ones_are_those_of_transformers(folder, wh
         (whole[-2], [5, 9, 12, 7], 30, 0, 0.9),
         (whole[-1], texts.encode("1+1=").ids, 10, None, 1.0),
     ]:
-        expected, is_tie = greedy(model, prompt, most, eos)
+        expected, is_tie = greedy(lambda ids: model(ids).logits, prompt, most, eos)
         assert row["token_ids"][: len(expected)] == expected and (is_tie or len(row["token_ids"]) == len(expected))
         assert len(expected) > 4
+        tokens = torch.tensor([*prompt, *expected])
         with torch.no_grad():
-            logits = model(torch.tensor([*prompt, *expected])[None]).logits[0, len(prompt) - 1 : -1]
-        theirs = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(expected)[:, None])[:, 0]
+            told = token_log_probs(model(tokens[None]).logits[0], tokens, temperature)
+        theirs = told[len(prompt) - 1 :]
         assert (theirs - torch.tensor(row["log_probs"][: len(expected)])).abs().max() <= 1e-4
 
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import h5py
 import pytest
 
-from hybridflow.data.rollout_log import LogWriter, list_logs
+from hybridflow.data.rollout_log import list_logs
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.reward import Reward
 from hybridflow.rollout import engine
 from hybridflow.sampling.groups import Groups
 from hybridflow.trainer.stopping import Stopping
-from tests.e2e.commands import REWARDS, Done, fork_ranks, lasting_metrics, write_recipe
+from tests.e2e.commands import REWARDS, Done, fork_ranks, kill_when_logged, lasting_metrics, run_well, write_recipe
 from tests.e2e.test_resume import reused
 
 GROUP_SIZE = 2
@@ -80,14 +78,8 @@ def noting(rank: int) -> None:
 def kill_in_the_second_rollout(rank: int) -> None:
     """Rank 1 dies in the first step that has a second rollout, when responses of it are in its log."""
     noting(rank)
-    add = LogWriter.add
-
-    def add_or_die(self, responses):
-        add(self, responses)
-        if rank == 1 and "part-00002" in str(self._path):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    LogWriter.add = add_or_die
+    if rank == 1:
+        kill_when_logged("part-00002")
 
 
 def stop_in_the_second_rollout(rank: int) -> None:
@@ -204,8 +196,7 @@ def test_a_step_that_ended_in_a_refill_begins_anew_with_what_was_sampled(whole, 
     # The reward comes after the rollout, and nobody has taken what it was for.
     assert {step for step, _ in taken(folder)} == set(range(1, ended_in))
     assert {name.part for name in list_logs(folder / "run/rollouts/log") if name.step == ended_in} == {1, 2}
-    done = fork_ranks([*DAPO, "--resume"], folder, hook=noting)
-    assert set(done.codes) == {0} and done.err == "", done.err
+    done = run_well([*DAPO, "--resume"], folder, hook=noting)
     assert f"resumed from run/checkpoints/step_{ended_in - 1:06d}" in done.out
     assert taken(folder) == taken(whole)
     assert lasting_metrics(folder / "run") == lasting_metrics(whole / "run")
@@ -247,8 +238,7 @@ def test_the_baseline_of_remax_is_the_score_of_the_greedy_response(tmp_path):
     same = ["data.held_out=data/train.jsonl", "data.arithmetic=null"]
     first = tmp_path / "first"
     write_recipe_and_data(first)
-    done = fork_ranks([*RUN, "algorithm=remax", *same, "trainer.steps=2"], first, hook=noting)
-    assert set(done.codes) == {0} and done.err == "", done.err
+    run_well([*RUN, "algorithm=remax", *same, "trainer.steps=2"], first, hook=noting)
     judged: dict[int, float] = {}
     for row, score in rows(first, "judged"):
         # The first validation comes before the first step.

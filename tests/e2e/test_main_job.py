@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hybridflow.observe.metrics import read_metrics
+from tests.e2e.commands import run_command
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["quickstart", "grpo"])
 def test_reinforcement_learning_adds_thirty_points(recipe: str, tmp_path: Path):
-    finished = subprocess.run(
-        [sys.executable, "-m", "hybridflow", "train", recipe],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
+    done = run_command(["train", recipe], tmp_path, within_s=1500)
+    assert done.codes == (0,), done.out[-2000:] + done.err[-2000:]
     run = tmp_path / "runs" / recipe
     summary = json.loads((run / "summary.json").read_text())
     assert len((run / "data" / "held_out.jsonl").read_text().splitlines()) >= 200
@@ -37,14 +30,8 @@ def test_reinforcement_learning_adds_thirty_points(recipe: str, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_policy_learns_to_ask_the_calculator(tmp_path: Path):
-    finished = subprocess.run(
-        [sys.executable, "-m", "hybridflow", "train", "calculator"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
+    done = run_command(["train", "calculator"], tmp_path, within_s=1500)
+    assert done.codes == (0,), done.out[-2000:] + done.err[-2000:]
     run = tmp_path / "runs/calculator"
     summary, steps = json.loads((run / "summary.json").read_text()), read_metrics(run)
     assert summary["accuracy_before_rl"] < 0.4, summary

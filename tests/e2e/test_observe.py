@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,10 @@ import pytest
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.observe.starts import read_starts
 from hybridflow.observe.status import RunStatus, read_status
-from hybridflow.trainer.trainer import Trainer
-from tests.e2e.commands import fork_ranks, write_recipe
+from tests.e2e.commands import fork_ranks, kill_in_step, run_well, write_recipe
 
 RUN = ["train", "tiny.yaml", "trainer.steps=4", "trainer.save_every=2"]
 PROFILE = ["profile.steps=[2, 9]", "profile.ranks=[1]"]
-
-
-def kill_in_step(step: int) -> None:
-    """The rank that calls this dies at the end of a step, before it is noted."""
-    finish_step = Trainer.finish_step
-
-    def finish(self: Trainer, batch: Any, decided: Any) -> None:
-        if decided["train_step"]["step"] == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        finish_step(self, batch, decided)
-
-    Trainer.finish_step = finish  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +28,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunStatus, Run
     assert killed.codes == (-9, -9), killed.err
     written_s = json.loads((run_dir / "status.json").read_text())["time_s"]
     at_once, later = (read_status(run_dir, written_s + age_s) for age_s in (1, 61))
-    done = fork_ranks([*RUN, "--resume"], folder)
-    assert done.codes == (0, 0), done.err
+    run_well([*RUN, "--resume"], folder)
     return run_dir, at_once, later, killed.err
 
 
@@ -66,21 +50,6 @@ def test_status_of_a_killed_run_and_of_one_that_is_done(seen: Any):
     assert done.last_end == "killed" and done.start_step in (0, 2) and done.saved_step == 4
     assert done.reward == read_metrics(run_dir)[-1]["reward/mean"]
     assert done.accuracy == json.loads((run_dir / "summary.json").read_text())["accuracy_after_rl"]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_cause_of_a_failure_is_told(tmp_path: Path, rank: int):
-    def kill(own: int) -> None:
-        if own == rank:
-            kill_in_step(1)
-
-    write_recipe(tmp_path)
-    done = fork_ranks(RUN, tmp_path, hook=kill)
-    assert done.codes[rank] == -9 and done.codes[1 - rank] == 1, done.err
-    status = read_status(tmp_path / "run")
-    assert (status.state, status.step) == ("failed", 0)
-    assert status.cause is not None and status.cause.startswith(f"rank {rank} on "), status.cause
-    assert status.logs == str(tmp_path / "run" / "logs" / "0001")
 
 
 def test_metrics_count_restarts(seen: Any):

@@ -10,7 +10,7 @@ import transformers
 from hybridflow import cli
 from hybridflow.data.pieces import PieceTokenizer
 from hybridflow.recipe.load import load_recipe
-from tests.e2e.commands import fork_ranks, lasting_metrics
+from tests.e2e.commands import lasting_metrics, run_well
 
 RECIPE = """
 name: tiny
@@ -32,6 +32,8 @@ RUNS = {
     "ipo": ["actor.update={tp: 2}"],
     "kto": ["actor.update={dp: 2}", "trainer.num_validation=5", WARM],
 }
+LONG = ("ipo", "kto")
+"""With the others, and with the losses by themselves in tests/multi/test_offline.py, these need not run every time."""
 
 
 def weights(folder):
@@ -39,14 +41,13 @@ def weights(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "ipo")) for name in RUNS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in RUNS])
 def test_it_trains_and_goes_on_bit_for_bit(name, tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "resumed"
     whole.mkdir()
     (whole / "tiny.yaml").write_text(RECIPE)
     argv = ["train", "tiny.yaml", f"algorithm={name}", *RUNS[name]]
-    done = fork_ranks(argv, whole)
-    assert set(done.codes) == {0} and done.err == "", done.err
+    run_well(argv, whole)
     rows = lasting_metrics(whole / "run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["actor/loss"] != 0 and row["actor/grad_norm"] > 0 for row in rows)
@@ -57,8 +58,7 @@ def test_it_trains_and_goes_on_bit_for_bit(name, tmp_path):
     shutil.copytree(whole, folder)
     shutil.rmtree(folder / "run/checkpoints/step_000004")
     (folder / "run/checkpoints/latest").write_text("step_000002\n")
-    done = fork_ranks([*argv, "--resume"], folder)
-    assert set(done.codes) == {0} and done.err == "", done.err
+    done = run_well([*argv, "--resume"], folder)
     assert "resumed from run/checkpoints/step_000002" in done.out and "warm start" not in done.out
     assert lasting_metrics(folder / "run") == rows
     assert len(weights(whole)) >= 2 and weights(folder) == weights(whole)

@@ -4,34 +4,16 @@ import json
 
 import pytest
 
-from tests.e2e.commands import fork_ranks, lasting_metrics, run_command, write_recipe
+from tests.e2e.commands import fork_ranks, lasting_metrics, run_command, run_well, write_recipe
+from tests.support.hf_models import write_model, write_tokenizer
 
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
-
-RECIPE = """
-name: tiny
-algorithm: grpo
-cluster: {ranks: 2, deadline_s: 30, start_deadline_s: 60}
-model: {path: policy, max_context: 32}
-data:
-  train: data/train.jsonl
-  held_out: data/held_out.jsonl
-  arithmetic: {num_train: 200, num_held_out: 8, max_operand: 99}
-run_dir: run
-actor:
-  update: {pp: 2}
-  rollout: {tp: 2}
-  optimizer: {lr: 1.0e-3}
-reward: {function: "rewards:score"}
-rollout: {max_new_tokens: 4, group_size: 2}
-trainer: {steps: 2, global_batch_size: 8, mini_batch_size: 4, save_every: 1}
-"""
+OF_DIRECTORY = ["model={path: policy, max_context: 32}", "warm_start=null", "trainer.save_every=1"]
+RUN = ["train", "tiny.yaml", *OF_DIRECTORY, "actor.update={pp: 2}", "actor.rollout={tp: 2}"]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    write_recipe(tmp_path, RECIPE)
+    write_recipe(tmp_path)
     write_model(tmp_path / "policy", "Llama", num_hidden_layers=2)
     write_tokenizer(tmp_path / "policy", has_start=True)
     return tmp_path
@@ -39,13 +21,11 @@ def folder(tmp_path):
 
 @pytest.mark.slow
 def test_train_and_resume(folder):
-    done = fork_ranks(["train", "tiny.yaml", "run_dir=whole"], folder)
-    assert done.codes == (0, 0) and done.err == "", done.err
+    run_well([*RUN, "run_dir=whole"], folder)
     rows = lasting_metrics(folder / "whole")
     assert len(rows) == 2 and rows[1]["actor/grad_norm"] > 0
     for argv in (["trainer.steps=1"], ["--resume"]):
-        done = fork_ranks(["train", "tiny.yaml", *argv], folder)
-        assert done.codes == (0, 0) and done.err == "", done.err
+        run_well([*RUN, *argv], folder)
     assert lasting_metrics(folder / "run") == rows
 
 
@@ -73,12 +53,12 @@ def lose_tokenizer(folder):
 )
 def test_damaged_directory_is_told_by_one_rank(folder, change, says):
     change(folder)
-    done = fork_ranks(["train", "tiny.yaml"], folder)
+    done = fork_ranks(RUN, folder)
     done.complains_once(*says)
     assert done.codes[0] == done.codes[1] in (2, 3) and not (folder / "run/checkpoints").exists()
 
 
 def test_directory_that_is_not_there_starts_no_rank(folder):
-    done = run_command(["train", "tiny.yaml", "model.path=nowhere"], folder)
+    done = run_command([*RUN, "model.path=nowhere"], folder)
     done.complains_once("tiny.yaml: model.path='nowhere'", "config.json")
     assert done.codes == (2,)

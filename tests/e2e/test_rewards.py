@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from hybridflow.observe.metrics import read_metrics
 from tests.e2e.commands import fork_ranks, write_recipe
 
 REWARDS = """
@@ -37,14 +36,19 @@ APART = ["actor.ranks=[0]", "actor.update={}", "actor.rollout={}", "reward.ranks
 
 @pytest.fixture
 def folder(tmp_path):
-    write_recipe(tmp_path)
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    return tmp_path
+    return write(tmp_path)
+
+
+def write(folder):
+    folder.mkdir(exist_ok=True)
+    write_recipe(folder)
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
 
 
 def metrics(done, folder, codes):
     assert done.codes == codes, done.err
-    found = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    found = read_metrics(folder / "run")
     assert len(found) == 2
     keys = ("reward/mean", "reward/failed", "batch/dropped", "response/length_mean", "actor/loss", "actor/grad_norm")
     return [{key: step[key] for key in (*keys, "validation/accuracy") if key in step} for step in found]
@@ -59,11 +63,8 @@ def test_what_is_dropped_is_dropped_alike_everywhere(tmp_path):
     }
     found = {}
     for name, (overrides, ranks, function) in cases.items():
-        (tmp_path / name).mkdir()
-        write_recipe(tmp_path / name)
-        (tmp_path / name / "rewards.py").write_text(REWARDS)
         argv = [*RUN, *overrides, f"reward.function=rewards:{function}"]
-        done = fork_ranks(argv, tmp_path / name, num_ranks=ranks)
+        done = fork_ranks(argv, write(tmp_path / name), num_ranks=ranks)
         found[name] = metrics(done, tmp_path / name, (0,) * ranks)
         assert "reward: failed in" in done.out and "data/train.jsonl:" in done.out
     assert sum(step["batch/dropped"] for step in found["alone"]) > 0

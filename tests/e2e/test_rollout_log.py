@@ -1,21 +1,19 @@
 """Finished responses survive a kill in the midst of a rollout; and the archive holds what was sampled, once."""
 
 import json
-import os
 import shutil
-import signal
 
 import h5py
 import numpy as np
 import pytest
 
 from hybridflow.cli import main
-from hybridflow.data.rollout_log import FINISHES, LogWriter, list_logs, read_log
+from hybridflow.data.rollout_log import FINISHES, list_logs, read_log
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.roles.actor import Actor
 from hybridflow.rollout import engine
 from hybridflow.rollout.engine import MegatronEngine
-from tests.e2e.commands import fork_ranks, lasting_metrics, write_recipe
+from tests.e2e.commands import fork_ranks, kill_when_logged, lasting_metrics, run_well, write_recipe
 from tests.e2e.test_resume import reused, weights
 
 RUN = [
@@ -52,14 +50,9 @@ def noting(rank):
 def kill_in_the_rollout_of_step_4(rank):
     """Rank 1 dies in step 4 when the first of its responses are in its log."""
     noting(rank)
-    add, engine.LOOK_STEPS = LogWriter.add, 4
-
-    def add_or_die(self, responses):
-        add(self, responses)
-        if rank == 1 and "step-000004" in str(self._path):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    LogWriter.add = add_or_die
+    engine.LOOK_STEPS = 4
+    if rank == 1:
+        kill_when_logged("step-000004")
 
 
 def sampled(folder):
@@ -113,9 +106,7 @@ def test_what_was_finished_when_the_job_was_killed_is_not_sampled_again(runs, tm
     for path in folder.glob("generated-*"):
         path.unlink()
 
-    done = fork_ranks([*RUN, "--resume"], folder, hook=noting)
-
-    assert set(done.codes) == {0} and done.err == "", done.err
+    done = run_well([*RUN, "--resume"], folder, hook=noting)
     assert "resumed from run/checkpoints/step_000002" in done.out
     generated = [map(int, (folder / f"generated-{rank}").read_text().split()) for rank in (0, 1)]
     assert [sum(numbers) for numbers in zip(*generated, strict=True)] == [0, num_left]
@@ -149,8 +140,7 @@ def test_archive_holds_what_was_sampled(runs, tmp_path):
     folder = tmp_path / "resumed"
     shutil.copytree(killed, folder)
     alone = ["cluster.ranks=1", "actor.update={}", "actor.rollout={}"]
-    done = fork_ranks([*RUN, *alone, "--resume"], folder, num_ranks=1, hook=noting)
-    assert set(done.codes) == {0} and done.err == "", done.err
+    run_well([*RUN, *alone, "--resume"], folder, num_ranks=1, hook=noting)
     assert reused(folder) == {3: 1.0}
     # By then rank 1 had noted other samples of step 4; those of the run are the ones that it went on with.
     last = {
@@ -165,8 +155,7 @@ def test_samples_of_other_weights_are_not_used(runs, tmp_path):
     whole, killed = runs
     folder = tmp_path / "faster"
     shutil.copytree(killed, folder)
-    done = fork_ranks([*RUN, "actor.optimizer.lr=2e-2", "--resume"], folder, hook=noting)
-    assert set(done.codes) == {0} and done.err == "", done.err
+    run_well([*RUN, "actor.optimizer.lr=2e-2", "--resume"], folder, hook=noting)
     assert reused(folder) == {3: 1.0}
     rows = [lasting_metrics(place / "run") for place in (folder, whole)]
     names = ("actor/loss", "actor/grad_norm")
@@ -189,8 +178,7 @@ def test_a_log_that_was_torn_or_spoiled_gives_what_is_whole(runs, tmp_path):
             path.write_bytes(data)
         elif name.step == 4:
             path.write_bytes(b"")
-    done = fork_ranks([*RUN, "--resume"], folder, hook=noting)
-    assert set(done.codes) == {0} and done.err == "", done.err
+    run_well([*RUN, "--resume"], folder, hook=noting)
     assert reused(folder).keys() == {3}
     assert {key: found[:2] for key, found in sampled(folder).items()} == {
         key: found[:2] for key, found in sampled(whole).items()
@@ -203,8 +191,7 @@ def test_going_back_to_an_earlier_checkpoint_takes_its_later_samples_out(runs, t
     folder = tmp_path / "back"
     shutil.copytree(whole, folder)
     (folder / "run/checkpoints/latest").write_text("step_000002\n")
-    done = fork_ranks([*RUN, "trainer.steps=3", "--resume"], folder, hook=noting)
-    assert set(done.codes) == {0} and done.err == "", done.err
+    run_well([*RUN, "trainer.steps=3", "--resume"], folder, hook=noting)
     assert archived(folder) == {key: value for key, value in sampled(whole).items() if key[0] <= 3}
 
 
@@ -216,14 +203,8 @@ def first(tmp_path_factory):
     """Without a warm start: a run in one go, and one that was killed in its second step, before any checkpoint."""
 
     def kill(rank):
-        add = LogWriter.add
-
-        def add_or_die(self, responses):
-            if rank == 1 and "step-000002" in str(self._path):
-                os.kill(os.getpid(), signal.SIGKILL)
-            add(self, responses)
-
-        LogWriter.add = add_or_die
+        if rank == 1:
+            kill_when_logged("step-000002")
 
     whole, killed = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("killed")
     for folder, hook in ((whole, noting), (killed, kill)):
@@ -249,8 +230,7 @@ def test_before_the_first_checkpoint_the_same_recipe_finds_its_samples(first, ar
     folder = tmp_path / "again"
     shutil.copytree(killed, folder)
     assert len(logs(folder)) > 2
-    done = fork_ranks([*NEW, *argv], folder, hook=noting)
-    assert set(done.codes) == {0} and done.err == "", done.err
+    run_well([*NEW, *argv], folder, hook=noting)
     assert reused(folder) == expected and logs(folder) == {}
     if argv == ["--resume"]:
         assert lasting_metrics(folder / "run") == lasting_metrics(whole / "run")
@@ -309,8 +289,7 @@ def test_what_cannot_be_shown_is_told(runs, words, status, told, capsys):
 
 def replayed(folder, runs, *argv, num_ranks=2):
     write_recipe(folder)
-    done = fork_ranks([*RUN, f"rollout.replay={runs[0] / 'run'}", *argv], folder, num_ranks=num_ranks, hook=noting)
-    assert set(done.codes) == {0} and done.err == "", done.err
+    run_well([*RUN, f"rollout.replay={runs[0] / 'run'}", *argv], folder, num_ranks=num_ranks, hook=noting)
     assert {int(line) for path in folder.glob("generated-*") for line in path.read_text().split()} == {0}
     assert all(row["rollout/reused"] == 1 for row in read_metrics(folder / "run"))
 
@@ -364,8 +343,7 @@ def test_samples_are_trained_on(runs, tmp_path, capsys):
         *("trainer.mini_batch_size=4", f"tokenizer={{path: {run / 'tokenizer.model'}}}", "model.max_context=24"),
         f"run_dir={tmp_path / 'learned'}",
     ]
-    done = fork_ranks(learn, tmp_path, num_ranks=1)
-    assert done.codes == (0,), done.err
+    run_well(learn, tmp_path, num_ranks=1)
     assert read_metrics(tmp_path / "learned")[0]["actor/grad_norm"] > 0
 
 

@@ -13,16 +13,15 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
+import transformers
 
 import hybridflow.serving.serve  # noqa: F401  # what ranks import, imported once, before they are forked
 from hybridflow.exit_status import DONE, REQUEST
 from hybridflow.serving.desk import Desk
 from tests.e2e.commands import fork_ranks
+from tests.support.hf_models import write_model, write_tokenizer
+from tests.support.plain_models import greedy, token_log_probs
 from tests.support.waiting import wait_until
-
-transformers = pytest.importorskip("transformers")
-from tests.e2e.test_generate import greedy  # noqa: E402
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 ARGUMENTS = ["serve", "--model", "model", "--port", "0", "--max-concurrent", "4", "--seed", "5"]
 JSON = {"Content-Type": "application/json"}
@@ -148,7 +147,9 @@ def test_answers_do_not_depend_on_who_else_asks_and_greedy_ones_are_those_of_tra
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     num_compared = 0
     for body, [(text, finish)] in zip(ASKED[:8], alone["alone"], strict=False):
-        expected, is_tie = greedy(model, texts.encode(body["prompt"]).ids, body["max_tokens"], 0)
+        expected, is_tie = greedy(
+            lambda ids: model(ids).logits, texts.encode(body["prompt"]).ids, body["max_tokens"], 0
+        )
         if not is_tie:
             assert text == texts.decode(expected, skip_special_tokens=True)
             assert finish == ("stop" if expected[-1] == 0 else "length")
@@ -199,7 +200,7 @@ def test_streams_chats_and_log_probs(folder):
     tokens = torch.tensor(found["scored"]["token_ids"])
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     with torch.no_grad():
-        scores = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        scores = token_log_probs(model(tokens[None]).logits[0], tokens)
     assert found["scored"]["logprobs"]["token_logprobs"][0] is None
     assert (scores - torch.tensor(found["scored"]["logprobs"]["token_logprobs"][1:])).abs().max() <= 1e-4
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridflow.checkpoint.store import latest_step
-from hybridflow.errors import DeadlineError
+from hybridflow.errors import DataError
 from hybridflow.exit_status import REQUEUE
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.observe.starts import read_starts
@@ -19,7 +19,7 @@ from hybridflow.roles.actor import Actor
 from hybridflow.rollout.engine import MegatronEngine, Session
 from hybridflow.trainer import stopping
 from hybridflow.trainer.stopping import Stopping
-from tests.e2e.commands import fork_ranks, lasting_metrics, write_recipe
+from tests.e2e.commands import RECIPE, fork_ranks, lasting_metrics, run_well, write_recipe
 from tests.support.waiting import wait_until
 
 RUN = ["train", "tiny.yaml", "trainer.steps=4"]
@@ -59,8 +59,7 @@ def learned(run_dir):
 def unbroken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken")
     write_recipe(folder)
-    done = fork_ranks(RUN, folder)
-    assert done.codes == (0, 0), done.err
+    run_well(RUN, folder)
     return folder
 
 
@@ -82,8 +81,7 @@ def test_asked_in_a_step_it_saves_and_goes_on_unchanged(tmp_path, unbroken, call
     assert f"received {signal.Signals(signum).name}; saved after step {saved}" in stopped.out
     (start,) = read_starts(tmp_path / "run")
     assert (start.outcome, start.step, start.ranks) == ("requeue", None, 2) and start.save_s > 0
-    again = fork_ranks([*RUN, "--resume"], tmp_path)
-    assert again.codes == (0, 0), again.err
+    again = run_well([*RUN, "--resume"], tmp_path)
     assert learned(tmp_path / "run") == learned(unbroken / "run")
     second = read_starts(tmp_path / "run")[1]
     assert (second.outcome, second.step) == ("finished", saved) and f"from step {saved}" in again.out
@@ -125,28 +123,27 @@ def test_job_that_gets_nowhere_is_not_begun_for_ever(tmp_path):
         Actor.imitate = fail
 
     def fail(self, batch, decided):
-        raise DeadlineError("as in every start")
+        raise DataError("as in every start")
 
     write_recipe(tmp_path)
-    for _ in range(3):
-        assert 0 not in fork_ranks([*RUN, "--resume"], tmp_path, hook=hook).codes
-    last = fork_ranks([*RUN, "--resume"], tmp_path, hook=hook)
+    again = [*RUN, "trainer.max_idle_starts=2", "--resume"]
+    for _ in range(2):
+        assert 0 not in fork_ranks(again, tmp_path, hook=hook).codes
+    last = fork_ranks(again, tmp_path, hook=hook)
     assert last.codes == (2, 2)
-    last.complains_once("the last 3 starts of job 7 all began without a checkpoint", "trainer.max_idle_starts")
-    assert [start.restart_count for start in read_starts(tmp_path / "run")] == [2, 2, 2]
+    last.complains_once("the last 2 starts of job 7 all began without a checkpoint", "trainer.max_idle_starts")
+    assert [start.restart_count for start in read_starts(tmp_path / "run")] == [2, 2]
 
 
 def test_without_steps_there_is_the_warm_start_a_checkpoint_and_a_judgement(tmp_path):
     write_recipe(tmp_path)
-    done = fork_ranks([*RUN, "trainer.steps=0"], tmp_path)
-    assert done.codes == (0, 0), done.err
+    run_well([*RUN, "trainer.steps=0"], tmp_path)
     assert latest_step(tmp_path / "run") == 0
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["steps"] == 0 and "accuracy_before_rl" in summary and "accuracy_after_rl" not in summary
     actor = tmp_path / "run/checkpoints/step_000000/actor"
     sizes = ["model={path: " + str(actor) + "}", "warm_start=null", "tokenizer.path=run/tokenizer.model"]
-    judged = fork_ranks([*RUN, *sizes, "trainer.steps=0", "run_dir=judged"], tmp_path)
-    assert judged.codes == (0, 0), judged.err
+    run_well([*RUN, *sizes, "trainer.steps=0", "run_dir=judged"], tmp_path)
     again = json.loads((tmp_path / "judged/summary.json").read_text())
     assert again["accuracy_before_rl"] == summary["accuracy_before_rl"]
 
@@ -158,13 +155,10 @@ fallbacks:
 
 
 def test_with_fewer_ranks_the_fallback_goes_on(tmp_path, unbroken):
-    write_recipe(tmp_path)
-    with (tmp_path / "tiny.yaml").open("a") as file:
-        file.write(FALLBACK)
+    write_recipe(tmp_path, RECIPE + FALLBACK)
     stopped = fork_ranks(RUN, tmp_path, hook=asking("sample", 3, signal.SIGUSR1))
     assert stopped.codes == (REQUEUE, REQUEUE), stopped.err
-    again = fork_ranks([*RUN, "--resume"], tmp_path, num_ranks=1)
-    assert again.codes == (0,), again.err
+    run_well([*RUN, "--resume"], tmp_path, num_ranks=1)
     rows, expected = (lasting_metrics(folder / "run") for folder in (tmp_path, unbroken))
     assert [row["reward/mean"] for row in rows] == [row["reward/mean"] for row in expected]
     assert [row["actor/loss"] for row in rows] == pytest.approx([row["actor/loss"] for row in expected], abs=1e-5)
@@ -172,21 +166,15 @@ def test_with_fewer_ranks_the_fallback_goes_on(tmp_path, unbroken):
 
 
 def test_ranks_that_no_layout_uses_leave_when_the_job_is_over(tmp_path):
-    write_recipe(tmp_path)
-    with (tmp_path / "tiny.yaml").open("a") as file:
-        file.write(FALLBACK)
-    done = fork_ranks([*RUN, "trainer.steps=1"], tmp_path, num_ranks=3)
-    assert done.codes == (0, 0, 0), done.err
+    write_recipe(tmp_path, RECIPE + FALLBACK)
+    run_well([*RUN, "trainer.steps=1"], tmp_path, num_ranks=3)
     assert read_starts(tmp_path / "run")[0].ranks == 2
 
 
 def test_of_two_ranks_one_stands_by_while_the_other_trains(tmp_path):
-    write_recipe(tmp_path)
-    with (tmp_path / "tiny.yaml").open("a") as file:
-        file.write(FALLBACK)
+    write_recipe(tmp_path, RECIPE + FALLBACK)
     one = ["cluster.ranks=1", "actor.update={}", "actor.rollout={}"]
-    done = fork_ranks([*RUN, *one, "trainer.steps=1"], tmp_path)
-    assert done.codes == (0, 0), done.err
+    run_well([*RUN, *one, "trainer.steps=1"], tmp_path)
     assert read_starts(tmp_path / "run")[0].ranks == 1
 
 
@@ -195,8 +183,12 @@ LONG = [*RUN, "model.max_context=120", "rollout.max_new_tokens=100", "trainer.st
 
 def asking_while_decoding(rank):
     """A hook: in the second step's rollout rank 1 is sent a signal when it has decoded 10 tokens of each response."""
-    drive, one_token = MegatronEngine.drive, Session.step
-    rollouts, tokens = 0, 0
+    drive, one_token, init = MegatronEngine.drive, Session.step, Stopping.__init__
+    rollouts, tokens, watches = 0, 0, []
+
+    def kept(self, world, *rest, **named):
+        init(self, world, *rest, **named)
+        watches.append(world.watch)
 
     def counted(self, requests, purpose="rollout", progress=None, **rest):
         nonlocal rollouts
@@ -214,11 +206,10 @@ def asking_while_decoding(rank):
                 Path("asked").touch()
             # The other has something left to be stopped in.
             wait_until(Path("asked").exists, within_s=60)
-            # More than the watch needs to tell the other rank.
-            time.sleep(3)
+            wait_until(lambda: watches[0].stop_reason is not None, what="the watch tells both ranks")
         return one_token(self)
 
-    MegatronEngine.drive, Session.step = counted, step
+    MegatronEngine.drive, Session.step, Stopping.__init__ = counted, step, kept
 
 
 def noting_what_was_begun(rank):
@@ -266,8 +257,7 @@ def test_asked_inside_a_long_rollout_it_ends_there_and_goes_on_there(tmp_path, l
     folder = tmp_path / "again"
     shutil.copytree(stopped, folder)
     argv = [*LONG, "--resume"] if layout is None else [*LONG, "--resume", layout]
-    again = fork_ranks(argv, folder, hook=noting_what_was_begun)
-    assert again.codes == (0, 0), again.err
+    run_well(argv, folder, hook=noting_what_was_begun)
     begun = [line.split(maxsplit=2) for rank in (0, 1) for line in (folder / f"begun-{rank}").read_text().splitlines()]
     # The second step's tokens are of the weights after one step.
     assert begun and all(4 < int(before) < int(after) and versions == "[1]" for before, after, versions in begun)

@@ -107,7 +107,7 @@ def main():
     found = {}
     # The first again at the end: nothing of the second may be left, in the cache of prefixes either.
     for name, model in {"first": first, "second": second, "again": first}.items():
-        engine.load(hf_weights(described, logical(model, described)))
+        engine.load(hf_weights(described, logical(model, described).__getitem__))
         found[name], greedy_tokens = compare(engine, model, greedy, 1.0)
         found[f"{name}_drawn"], tokens = compare(engine, model, drawn, 0.7)
         found[f"{name}_tokens"] = [greedy_tokens, tokens]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +20,15 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.families.model import ModelConfig
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models.specs import logical_parameters
 from hybridflow.models.weights import local_shards
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.recipe.checks import check_recipe
+from hybridflow.recipe.load import recipe_from_dict
+from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import JobPlan, plan_job
 from tests.multi.models import TINY, VOCAB, samples
 
@@ -99,8 +103,7 @@ def tiny_recipe(
 
 def make_job(world: World, recipe: Recipe) -> tuple[Job, JobPlan]:
     """The job of a recipe on the ranks that are there, without data: roles are called with batches made by hand."""
-    plan = plan_job(recipe)
-    world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
+    plan = _plan(world, recipe)
     job = Job(
         world=world,
         recipe=recipe,
@@ -110,6 +113,19 @@ def make_job(world: World, recipe: Recipe) -> tuple[Job, JobPlan]:
         held_out=(),
     )
     return job, plan
+
+
+def open_with_data(world: World, values: dict[str, Any]) -> tuple[Job, JobPlan]:
+    """The job of a recipe's values on the ranks that are there, with its data and tokenizer."""
+    recipe = recipe_from_dict(values)
+    plan = _plan(world, recipe)
+    return open_job(recipe, world, plan), plan
+
+
+def _plan(world: World, recipe: Recipe) -> JobPlan:
+    plan = plan_job(recipe)
+    world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
+    return plan
 
 
 def draw(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -123,6 +139,31 @@ def add_noise(placed: PlacedModel, spec, rank: int, *, seed: int, std: float = 0
     shapes = {tensor.name: tensor.shape for tensor in spec.tensors}
     for name, (local, part) in local_shards(placed.transformer, spec, placed.mesh, rank).items():
         local[inner_of(part)] += std * draw(seed, name, shapes[name])[outer_of(part)]
+
+
+def watch(role: Any, rank: int) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    """Keep gradients and parts before each of a role's optimizer steps, and its metrics after each update."""
+    make_step, make_update = role.trainable.step, role.update
+    gradients: list[dict[str, Any]] = []
+    metrics: list[dict[str, float]] = []
+
+    def kept_step() -> float:
+        parameters = logical_parameters(role.model.transformer)
+        shards = local_shards(role.model.transformer, role.spec, role.model.mesh, rank)
+        gradients.append(
+            {
+                name: (parameters[name].main_grad.view(part.local_shape)[inner_of(part)].clone().numpy(), part)
+                for name, (_, part) in shards.items()
+            }
+        )
+        return make_step()
+
+    def kept_update(batch: Batch, decided: Any) -> None:
+        make_update(batch, decided)
+        metrics.append(dict(role.metrics))
+
+    role.trainable.step, role.update = kept_step, kept_update
+    return gradients, metrics
 
 
 def inner_of(part) -> tuple[slice, ...]:

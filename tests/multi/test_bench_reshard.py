@@ -12,22 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reshard_bench import bench as bench_module
+from reshard_bench.limits import busiest_sender_limit
+from reshard_bench.measure import Memory, tcp_bytes
+from reshard_bench.pairs import PAIRS
+from reshard_bench.report import bounds, is_exact, markdown
+from reshard_bench.rivals import RIVALS, Rival
 
 from hybridflow.families.model import ModelConfig
 from hybridflow.parallel.world import World
 from tests.support.ranks import run_ranks
+from tests.support.reshard_cases import make_model
 
 TOOLS = Path(__file__).parents[2] / "tools/bench"
-sys.path.insert(0, str(TOOLS))
-
-from reshard_bench import bench as bench_module  # noqa: E402
-from reshard_bench.limits import busiest_sender_limit  # noqa: E402
-from reshard_bench.measure import Memory, tcp_bytes  # noqa: E402
-from reshard_bench.pairs import PAIRS  # noqa: E402
-from reshard_bench.report import bounds, is_exact, markdown  # noqa: E402
-from reshard_bench.rivals import RIVALS, Rival  # noqa: E402
-
-from tests.support.reshard_cases import make_model  # noqa: E402
 
 MODEL = ModelConfig(
     num_layers=4,

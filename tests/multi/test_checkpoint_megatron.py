@@ -20,13 +20,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from hybridflow.checkpoint.formats.megatron_args import to_args, to_model
-from hybridflow.checkpoint.formats.registry import Options, make_target, open_source
+from hybridflow.checkpoint.formats.registry import make_target, open_source
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import RotaryScaling
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.models.weights import local_shards
+from tests.multi.jobs import inner_of, outer_of
 from tests.support.checkpoint_formats import (
     SMALL,
     MemorySource,
@@ -34,8 +35,8 @@ from tests.support.checkpoint_formats import (
     bits,
     in_bf16,
     logical_values,
-    write_target,
 )
+from tests.support.conversions import convert
 from tests.support.megatron_models import make_config
 from tests.support.ranks import run_ranks
 
@@ -122,22 +123,14 @@ def build(world, model, layout):
     return built, local_shards(built, model_spec(shape), mesh, world.rank)
 
 
-def halves(part):
-    """Where the true values lie in a rank's tensor, and in the whole one; padding is behind."""
-    inner = tuple(slice(0, stop - start) for start, stop in part.box)
-    return inner, tuple(slice(start, stop) for start, stop in part.box)
-
-
 def fill(shards, values):
     for name, (local, part) in shards.items():
-        inner, outer = halves(part)
-        local[inner] = values[name][outer]
+        local[inner_of(part)] = values[name][outer_of(part)]
 
 
 def assert_holds(shards, values):
     for name, (local, part) in shards.items():
-        inner, outer = halves(part)
-        assert torch.equal(bits(local[inner]), bits(values[name][outer])), name
+        assert torch.equal(bits(local[inner_of(part)]), bits(values[name][outer_of(part)])), name
 
 
 def saving_in_tests():
@@ -226,7 +219,7 @@ def test_what_we_write_is_loaded_by_megatron_in_other_layouts(tmp_path):
         source = MemorySource(model)
         out = tmp_path / name
         # Small files, so that there are several.
-        write_target(source, make_target("megatron-dist", source, Options(max_shard_bytes=9000)), out)
+        convert(source, "megatron-dist", out, max_shard_bytes=9000)
         folders[name] = str(out / "release")
         assert len(list((out / "release").glob("*.distcp"))) > 2
         again = open_source(out)
@@ -453,10 +446,10 @@ def test_models_that_megatron_has_no_arguments_for():
     for changed in ({"logit_softcap": 30.0}, {"activation": "gelu_tanh"}, {"window": 8, "window_layers": (0,)}):
         source = MemorySource(replace(SMALL, **changed))
         with pytest.raises(ConfigError, match=f"Megatron-LM has no arguments .*{next(reversed(changed))}"):
-            make_target("megatron-dist", source, Options())
+            make_target("megatron-dist", source)
     source = MemorySource(SMALL, has_value_head=True)
     with pytest.raises(ConfigError, match="no value head"):
-        make_target("megatron-dist", source, Options())
+        make_target("megatron-dist", source)
 
 
 @pytest.mark.parametrize(

@@ -74,23 +74,22 @@ SOURCES = {
 
 GOALS = [
     *(Goal(source=name, side=where) for name, (_, where) in SOURCES.items()),
-    Goal(source="plain", side=side("dp4")),
-    Goal(source="plain", side=side("tp2")),
-    Goal(source="plain", side=side("tp2.pp2.dp2")),
-    Goal(source="mixed", side=side("tp4.dp2")),
-    Goal(source="mixed", side=side("pp2")),
+    *(
+        Goal(source=name, side=side(layout))
+        for name, layouts in {
+            "plain": "dp4 tp2 tp2.pp2.dp2",
+            "mixed": "tp4.dp2 pp2",
+            "replicas": "tp4 dp8",
+            "stages": "tp2.pp2.dp2 dp2",
+            "undistributed": "tp2.dp2 tp1",
+            "bf16": "pp2.dp2",
+            "bf16 undistributed": "dp8",
+            "value": "tp4 tp2",
+        }.items()
+        for layout in layouts.split()
+    ),
     Goal(source="mixed", side=side("tp2.dp2", distributed=False)),
-    Goal(source="replicas", side=side("tp4")),
-    Goal(source="replicas", side=side("dp8")),
-    Goal(source="stages", side=side("tp2.pp2.dp2")),
-    Goal(source="stages", side=side("dp2")),
-    Goal(source="undistributed", side=side("tp2.dp2")),
-    Goal(source="undistributed", side=side("tp1")),
-    Goal(source="bf16", side=side("pp2.dp2")),
     Goal(source="bf16", side=side("tp2", distributed=False)),
-    Goal(source="bf16 undistributed", side=side("dp8")),
-    Goal(source="value", side=side("tp4")),
-    Goal(source="value", side=side("tp2")),
 ]
 
 

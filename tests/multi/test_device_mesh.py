@@ -15,16 +15,14 @@ from megatron.core.parallel_state import RankGenerator
 from hybridflow.api.device_mesh import DeviceMesh, grid_of
 from hybridflow.api.settings import finish_recipe, recipe_values
 from hybridflow.api.trainers import PPOTrainer
-from hybridflow.api.world import use_world
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.world import World
 from hybridflow.recipe.meshes import role_meshes
+from tests.support.complaints import complaint
+from tests.support.hf_models import write_tokenizer
 from tests.support.ranks import run_ranks
 from tests.support.user_models import TinyActor, TinyCritic
-
-pytest.importorskip("tokenizers")
-from tests.support.hf_models import write_tokenizer  # noqa: E402
 
 
 def groups_of(tp: int, pp: int, dp: int) -> list[dict[str, list[int]]]:
@@ -75,7 +73,6 @@ def test_groups_that_make_no_grid_are_refused():
 
 
 def placed(world: World) -> dict[str, Any]:
-    use_world(world)
     found: dict[str, Any] = {}
     mesh = DeviceMesh(devices=[0, "cpu:1", 2, 3], sub_meshes={"critic": [2], "reward": ["cuda:3"]})
     sizes = {"batch_size": 4, "kl_coef": 0.1, "model": {"path": None, **PLAIN}}
@@ -97,11 +94,7 @@ def placed(world: World) -> dict[str, Any]:
         "expected 'tensor' or 'pipeline'": {"axis": "depth", "group": pairs[world.rank // 2]},
     }
     for name, options in refused.items():
-        try:
-            DeviceMesh(**options)
-        except ConfigError as error:
-            found[name] = name in str(error)
-    assert all(found.get(name) for name in refused), found
+        assert name in complaint(lambda options=options: DeviceMesh(**options), ConfigError)
     return found
 
 
@@ -125,7 +118,6 @@ def test_roles_lie_where_the_mesh_puts_them_and_groups_are_taken():
 
 
 def train(world: World, folder: Path) -> dict[str, float]:
-    use_world(world)
     mesh = DeviceMesh(devices=[0, 1], sub_meshes={"critic": [1], "actor": [0]})
     config = {"rollout_batch_size": 4, "max_new_tokens": 5, "lr": 1e-3, "run_dir": str(folder / "run")}
     roles = {"actor_model": TinyActor(vocab_size=45), "critic_model": TinyCritic(vocab_size=45), "device_mesh": mesh}

@@ -102,7 +102,7 @@ WAYS_TO_FAIL = {
     "odd reset": "TypeError: the observation is int 7",
     "raises": "ValueError: invalid literal for int()",
     "leaves": "SystemExit: 1",
-    "hangs": "no answer within 4 s",
+    "hangs": "no answer within 3 s",
     "says nothing": "TypeError: step gave None",
     "says two": "TypeError: step gave ('a', 1.0)",
     "says bytes": "TypeError: the observation is bytes",
@@ -279,7 +279,7 @@ def with_failures(world, layout: ParallelLayout):
     ways = [*WAYS_TO_FAIL, "huge", "long"]
     ill_requests = [replace(requests[0], prompt_index=200 + number) for number in range(len(ways))]
     ill_examples = [replace(examples[0], answer=way) for way in ways]
-    led = environments(world, mesh, "Faulty", step_deadline_s=4.0, failure_reward=-0.5)
+    led = environments(world, mesh, "Faulty", step_deadline_s=3.0, failure_reward=-0.5)
     both = led.converse(engine, [*requests, *ill_requests], [*examples, *ill_examples])
     texts = [[talk.response.tokens.tolist() for talk in talks] for talks in (well, both)]
     ends = [(talk.error, talk.reward, talk.num_turns, talk.mask.tolist()) for talk in both[len(well) :]]

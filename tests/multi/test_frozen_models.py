@@ -15,16 +15,14 @@ import torch
 import transformers
 
 from hybridflow.dataflow.batch import Batch, Ragged
-from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
-from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.roles.critic import Critic
 from hybridflow.roles.reward_model import RewardModel
 from hybridflow.roles.teacher import Teacher
-from hybridflow.trainer.open import open_job
-from hybridflow.trainer.plan import plan_job
-from hybridflow.trainer.trainer import train
+from tests.multi.jobs import open_with_data
 from tests.multi.test_placement import OF_THE_MACHINE
+from tests.multi.test_train_pretrained import batch, lines, run, sequences
+from tests.multi.test_train_pretrained import recipe as of_directories
 from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.ranks import run_ranks
 
@@ -46,26 +44,20 @@ def folder(tmp_path_factory):
 
 def recipe(folder: Path, name: str, algorithm: str, ranks: int = 1, **changes: Any) -> dict[str, Any]:
     """Two steps of two mini-batches; sections of ``changes`` go over those here, key by key."""
-    made: dict[str, Any] = {
-        "name": name,
-        "algorithm": algorithm,
-        "seed": 3,
-        "run_dir": str(folder / name),
-        "cluster": {"ranks": ranks},
-        "model": {"path": str(folder / "actor"), "max_context": 24, "dtype": "fp32"},
-        "data": {
-            "train": str(folder / "train.jsonl"),
-            "held_out": str(folder / "held_out.jsonl"),
-            "arithmetic": {"num_train": 40, "num_held_out": 6, "max_operand": 20},
-        },
-        "actor": {"update": {"dp": ranks}, "optimizer": OPTIMIZER},
-        "rollout": {"max_new_tokens": 5, "temperature": 0.8},
-        "trainer": {"steps": 2, "global_batch_size": 12, "mini_batch_size": 6, "micro_batch_tokens": 64},
-    }
+    made = of_directories(
+        folder,
+        algorithm,
+        name,
+        seed=3,
+        cluster={"ranks": ranks},
+        model={"path": str(folder / "actor"), "max_context": 24, "dtype": "fp32"},
+        actor={"update": {"dp": ranks}, "optimizer": OPTIMIZER},
+        rollout={"max_new_tokens": 5, "temperature": 0.8},
+        trainer={"steps": 2, "global_batch_size": 12, "mini_batch_size": 6, "micro_batch_tokens": 64},
+    )
     scorer = {"max_context": 24, "dtype": "fp32"}
     if algorithm == "distill":
         made["teacher"] = {"model": {"path": str(folder / "teacher"), **scorer}, "top_k": TOP_K}
-        made["reward"] = {"function": "tests.multi.test_placement:share_of_ones"}
     elif algorithm == "safe-rlhf":
         made["reward"] = {"model": {"path": str(folder / "score"), **scorer}}
         made["cost"] = {"model": {"path": str(folder / "price"), **scorer}}
@@ -78,16 +70,11 @@ def recipe(folder: Path, name: str, algorithm: str, ranks: int = 1, **changes: A
     return made
 
 
-def run(world: World, values: dict[str, Any], resume: bool) -> None:
-    train(recipe_from_dict(values), world, resume=resume)
-
-
 def record(values: dict[str, Any], *, resume: bool = False) -> tuple[list[dict[str, float]], dict[str, float]]:
     """The run's metrics, a row for each step, and its summary."""
     run_ranks(run, values["cluster"]["ranks"], values, resume)
     path = Path(values["run_dir"])
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return rows, json.loads((path / "summary.json").read_text(encoding="utf-8"))
+    return lines(path.parent, path.name), json.loads((path / "summary.json").read_text(encoding="utf-8"))
 
 
 def check_alike(
@@ -202,41 +189,12 @@ def test_functions_score_on_ranks_without_a_model(folder):
     check_alike(record(recipe(folder, "apart", "safe-rlhf", 4, actor=actor, **critics, **placed)), expected)
 
 
-def has_one(prompt: str, response: str, answer: str) -> float:
-    """Of which many groups have three times the same."""
-    return float("1" in response)
-
-
-def test_dynamic_sampling_asks_functions_on_ranks_without_a_model(folder):
-    common: dict[str, Any] = dict(rollout={"group_size": 3}, kl={"coef": 0.1}, dynamic_sampling={"max_tries": 20})
-    reward = {"function": f"{__name__}:has_one"}
-    expected = record(recipe(folder, "filled", "dapo", **common, reward=reward))
-    assert all(0 < row["reward/mean"] < 1 and row["actor/grad_norm"] > 0 for row in expected[0])
-    apart = dict(actor={"ranks": [0, 1], "update": {"tp": 2}}, reward={**reward, "ranks": [3, 2]})
-    check_alike(record(recipe(folder, "filled-apart", "dapo", 4, **common, **apart)), expected)
-
-
-def sequences() -> tuple[list[torch.Tensor], list[int]]:
-    generator = torch.Generator().manual_seed(7)
-    lengths = [(5, 6), (3, 1), (8, 4), (2, 5)]
-    rows = [torch.randint(3, 40, (prompt + response,), generator=generator) for prompt, response in lengths]
-    return rows, [prompt for prompt, _ in lengths]
-
-
 def asked(world: World, distill: dict[str, Any], safe: dict[str, Any]) -> dict[str, Any]:
     """What frozen models say of some sequences, and the bytes of weights that they have before, and after."""
-    rows, prompts = sequences()
-    batch = Batch(
-        torch.arange(len(rows)),
-        {"tokens": Ragged.from_list(rows, torch.int64), "prompt_lengths": torch.tensor(prompts)},
-    )
     found: dict[str, Any] = {}
     for values in (distill, safe):
-        made = recipe_from_dict(values)
-        plan = plan_job(made)
-        world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
-        job = open_job(made, world, plan)
-        if made.teacher is not None:
+        job, _ = open_with_data(world, values)
+        if job.recipe.teacher is not None:
             roles = {"teacher": (Teacher(job), "top")}
         else:
             roles = {
@@ -247,7 +205,7 @@ def asked(world: World, distill: dict[str, Any], safe: dict[str, Any]) -> dict[s
         for name, (role, call) in roles.items():
             sizes = [weight_bytes(role)]
             for _ in range(2):
-                said = columns_of(role.calls[call](batch, {}))
+                said = columns_of(role.calls[call](batch(), {}))
             sizes.append(weight_bytes(role))
             found[name] = said, sizes
     return found

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn.functional import cross_entropy
 
 from hybridflow.api.hybrid_actor import HybridActor
-from hybridflow.api.world import use_world
 from hybridflow.errors import CheckpointError, ConfigError, DataError
+from tests.support.complaints import complains, complaint
+from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.ranks import run_ranks
 from tests.support.user_models import TinyActor
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 IDS = torch.tensor([[7, 12, 33, 9, 21, 5], [8, 31, 4, 2, 2, 2], [11, 6, 19, 27, 40, 2]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0]])
@@ -42,16 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def scenario(world, name: str, folder: str, *args: Any):
-    use_world(world)
-    try:
-        return globals()[name](Path(folder), *args)
-    finally:
-        use_world(None)
-
-
-def run(name: str, size: int, folder: Path, *args: Any):
-    return run_ranks(scenario, size, name, str(folder), *args)
+def run(program: Any, size: int, *args: Any):
+    return run_ranks(lambda world: program(*args), size)
 
 
 def make(folder: Path, layout: dict[str, Any], **more: Any) -> HybridActor:
@@ -88,10 +79,7 @@ def everything(folder: Path, layout: dict[str, Any], out: str):
     cost = actor.switch_cost()
     found["cost"] = cost.ms, cost.back_ms, cost.mb, cost.limit_mb
     actor.save_pretrained(folder / out)
-    try:
-        actor.save_pretrained(folder / out)
-    except CheckpointError as error:
-        found["refused"] = str(error)
+    found["refused"] = complaint(lambda: actor.save_pretrained(folder / out), CheckpointError)
     return found
 
 
@@ -101,7 +89,7 @@ SAMPLED: tuple[dict[str, Any], ...] = ({}, {}, {"seed": 5}, {"seed": 5}, {"num_r
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_says_what_transformers_says(folder: Path, name: str) -> None:
     out = f"saved {name}"
-    ranks = run("everything", 1 if name in ONE else 2, folder, LAYOUTS[name], out)
+    ranks = run(everything, 1 if name in ONE else 2, folder, LAYOUTS[name], out)
     before, after = theirs(folder / "model"), theirs(folder / out)
     ids, mask = left_padded()
     with torch.no_grad():
@@ -153,7 +141,7 @@ def gradients(folder: Path, layout: dict[str, Any]):
 
 @pytest.mark.parametrize("name", ["one rank", "the same layout", "tensors to replicas"])
 def test_backward(folder: Path, name: str) -> None:
-    ranks = run("gradients", 1 if name in ONE else 2, folder, LAYOUTS[name])
+    ranks = run(gradients, 1 if name in ONE else 2, folder, LAYOUTS[name])
     model = theirs(folder / "model")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
 
@@ -174,57 +162,41 @@ def test_backward(folder: Path, name: str) -> None:
 
 def refusals(folder: Path, layout: dict[str, Any]):
     actor = make(folder, layout)
-    found = []
 
-    def refused(call: Any) -> None:
-        try:
-            call()
-            found.append("")
-        except (ConfigError, DataError) as error:
-            found.append(str(error))
+    def refused(words: str, call: Any) -> None:
+        complains(call, [words], (ConfigError, DataError))
 
-    refused(lambda: actor(IDS, LABELS, MASK).logits)
-    refused(lambda: actor(IDS, LABELS, MASK).loss.backward())
-    refused(lambda: actor.step())
-    refused(lambda: actor(IDS).logits)
+    refused("log_probs", lambda: actor(IDS, LABELS, MASK).logits)
+    refused("actor.training_step(", lambda: actor(IDS, LABELS, MASK).loss.backward())
+    refused("actor.training_step(", lambda: actor.step())
+    refused("labels: missing", lambda: actor(IDS).logits)
     actor.eval()
-    refused(lambda: actor(IDS, LABELS, MASK).loss.backward())
-    for given in (
-        {"max_new_tokens": 60},
-        {},
-        {"max_new_tokens": 4, "num_beams": 4},
-        {"max_new_tokens": 4, "do_sampel": True},
-        {"max_new_tokens": 4, "do_sample": True, "temperature": 0},
-        {"max_new_tokens": 4, "num_return_sequences": 2},
-        {"max_length": 6},
-        {"max_new_tokens": 4, "stop_strings": ["="], "top_p": 2.0, "do_sample": True},
-    ):
-        refused(lambda given=given: actor.generate(IDS, MASK, **given))
-    refused(lambda: actor(IDS, LABELS[:2]))
-    refused(lambda: actor(IDS, torch.full_like(IDS, -100)))
-    refused(lambda: actor(IDS + 40, IDS))
-    refused(lambda: actor(IDS, IDS + 40))
-    refused(lambda: actor(IDS, IDS, torch.tensor([[1, 0, 1, 1, 1, 1]] * 3)))
-    refused(lambda: actor(IDS, IDS, torch.zeros_like(IDS)))
-    refused(lambda: actor(IDS.float(), IDS))
-    refused(lambda: actor("1+1=", IDS))
+    refused("actor.training_step(", lambda: actor(IDS, LABELS, MASK).loss.backward())
+    for words, given in {
+        "exceed max_context=64": {"max_new_tokens": 60},
+        "how long?": {},
+        "num_beams": {"max_new_tokens": 4, "num_beams": 4},
+        "did you mean do_sample?": {"max_new_tokens": 4, "do_sampel": True},
+        "do_sample=False": {"max_new_tokens": 4, "do_sample": True, "temperature": 0},
+        "set do_sample=True": {"max_new_tokens": 4, "num_return_sequences": 2},
+        "max_length=6": {"max_length": 6},
+        "top_p": {"max_new_tokens": 4, "stop_strings": ["="], "top_p": 2.0, "do_sample": True},
+    }.items():
+        refused(words, lambda given=given: actor.generate(IDS, MASK, **given))
+    refused("labels of shape [2, 6]", lambda: actor(IDS, LABELS[:2]))
+    refused("there is no loss", lambda: actor(IDS, torch.full_like(IDS, -100)))
+    refused("the model knows 0 to 44", lambda: actor(IDS + 40, IDS))
+    refused("labels[", lambda: actor(IDS, IDS + 40))
+    refused("between tokens", lambda: actor(IDS, IDS, torch.tensor([[1, 0, 1, 1, 1, 1]] * 3)))
+    refused("no token that attention_mask keeps", lambda: actor(IDS, IDS, torch.zeros_like(IDS)))
+    refused("torch.float32", lambda: actor(IDS.float(), IDS))
+    refused("give ids", lambda: actor("1+1=", IDS))
     # Nothing that was refused has done harm.
-    return found, actor.generate(IDS[:1], max_new_tokens=2).shape[0]
+    assert actor.generate(IDS[:1], max_new_tokens=2).shape[0] == 1
 
 
 def test_refusals(folder: Path) -> None:
-    ranks = run("refusals", 2, folder, {"pp_size": 2})
-    expected = (
-        *("log_probs", "actor.training_step(", "actor.training_step(", "labels: missing", "actor.training_step("),
-        *("exceed max_context=64", "how long?", "num_beams", "did you mean do_sample?", "do_sample=False"),
-        *("set do_sample=True", "max_length=6", "top_p"),
-        *("labels of shape [2, 6]", "there is no loss", "the model knows 0 to 44", "labels[", "between tokens"),
-        *("no token that attention_mask keeps", "torch.float32", "give ids"),
-    )
-    for found, made in ranks:
-        assert made == 1 and len(found) == len(expected)
-        for message, part in zip(found, expected, strict=True):
-            assert part in message
+    run(refusals, 2, folder, {"pp_size": 2})
 
 
 def one_rank(folder: Path):
@@ -234,17 +206,14 @@ def one_rank(folder: Path):
     said = actor(IDS, attention_mask=MASK)
     whole = said.loss, said.log_probs, said.logits.detach().numpy()
     actor.eval()
-    try:
-        actor(IDS, LABELS, MASK).loss.backward()
-    except ConfigError as error:
-        refused = str(error)
+    refused = complaint(lambda: actor(IDS, LABELS, MASK).loss.backward(), ConfigError)
     actor.train()
     (-actor(IDS, attention_mask=MASK).logits.log_softmax(-1)[:, :, 7]).mean().backward()
     return whole, refused, actor.step()
 
 
 def test_one_rank(folder: Path) -> None:
-    (((loss, log_probs, logits), refused, norm),) = run("one_rank", 1, folder)
+    (((loss, log_probs, logits), refused, norm),) = run(one_rank, 1, folder)
     assert loss is None and log_probs is None
     model = theirs(folder / "model")
     expected = model(input_ids=IDS, attention_mask=MASK).logits
@@ -267,7 +236,7 @@ def adapters(folder: Path):
 
 
 def test_adapters(folder: Path) -> None:
-    ranks = run("adapters", 2, folder)
+    ranks = run(adapters, 2, folder)
     model = theirs(folder / "merged")
     ids, mask = left_padded()
     with torch.no_grad():
@@ -282,24 +251,21 @@ def own_class(folder: Path):
     module = TinyActor(vocab_size=45, seed=3)
     actor = HybridActor(module, {"lr": LR})
     said = actor(IDS, LABELS, MASK)
-    before, found = float(said.loss), []
+    before = float(said.loss)
     logits = [module(row[None, : int(mask.sum())])[0] for row, mask in zip(IDS, MASK, strict=True)]
     losses = [cross_entropy(each[:-1], row[1 : len(each)]) for each, row in zip(logits, LABELS, strict=True)]
     counted = [int((row[1 : len(each)] != -100).sum()) for each, row in zip(logits, LABELS, strict=True)]
     expected = sum(loss * count for loss, count in zip(losses, counted, strict=True)) / sum(counted)
     step = actor.training_step(IDS, LABELS, MASK)
     tokens = actor.generate(IDS[:1], max_new_tokens=3, eos_token_id=[])
-    for call in (lambda: actor(IDS, LABELS, MASK).loss.backward(), lambda: actor.save_pretrained(folder / "own")):
-        try:
-            call()
-        except (ConfigError, CheckpointError) as error:
-            found.append(str(error))
+    calls = (lambda: actor(IDS, LABELS, MASK).loss.backward(), lambda: actor.save_pretrained(folder / "own"))
+    found = [complaint(call) for call in calls]
     return before, float(expected), step.loss, float(actor(IDS, LABELS, MASK).loss), tokens.tolist(), found
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_own_class(folder: Path, size: int) -> None:
-    ranks = run("own_class", size, folder)
+    ranks = run(own_class, size, folder)
     for before, expected, stepped, after, tokens, (first, second) in ranks:
         assert before == pytest.approx(expected, abs=1e-5) and stepped == pytest.approx(before, abs=1e-6)
         assert after < before and len(tokens[0]) == 9 and tokens == ranks[0][4]
@@ -307,24 +273,11 @@ def test_own_class(folder: Path, size: int) -> None:
     assert not list(folder.glob("own*"))
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"tp_sise": 2}, "tp_size"),
-        ({"rollout_tp_sise": 2}, "rollout_tp_size"),
-        ({"tp_size": 2}, "tp"),
-        ({"temperature": 0.5}, "generate("),
-    ],
-)
-def test_configs_refused(folder: Path, config: dict[str, Any], words: str) -> None:
-    assert words in run("config_refused", 1, folder, config)[0]
-
-
-def config_refused(folder: Path, config: dict[str, Any]) -> str:
-    from hybridflow.errors import HybridflowError
-
-    try:
-        make(folder, config)
-    except HybridflowError as error:
-        return str(error)
-    return ""
+def test_configs_refused(folder: Path) -> None:
+    configs = {
+        "tp_size": {"tp_sise": 2},
+        "rollout_tp_size": {"rollout_tp_sise": 2},
+        "tp": {"tp_size": 2},
+        "generate(": {"temperature": 0.5},
+    }
+    run(lambda: [complains(lambda given=given: make(folder, given), [words]) for words, given in configs.items()], 1)

@@ -247,7 +247,7 @@ def cases_of(size: int) -> list[Case]:
         plain = "deep" if layout.pp == 8 else "plain"
         cases.append(Case(layout=layout, algorithm="ppo", model=plain, micro_batch_tokens=SMALL))
         cases.append(Case(layout=layout, algorithm="grpo", model=plain, micro_batch_tokens=LARGE))
-        if size < 8:
+        if size < 4:
             cases.append(replace(cases[-2], distributed=layout.dp > 1, micro_batch_tokens=LARGE))
         if layout == ParallelLayout(dp=2):
             # What an algorithm does beyond log-probabilities knows of no other axis.

@@ -86,6 +86,7 @@ def test_the_first_ranks_meet_without_the_others():
     assert run([start.first(3) for start in make_starts("aabb", per_node=2)[:3]]) == [JOINED] * 3
 
 
+@pytest.mark.slow
 def test_who_did_not_come_is_told_alike_by_all_that_came():
     starts = make_starts("aabbcc", per_node=2)
     said = run([starts[rank] for rank in (0, 1, 4)])

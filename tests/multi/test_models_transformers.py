@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -32,9 +33,8 @@ from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.paged import PagedAttention, PagedCache
 from tests.multi.jobs import inner_of, outer_of
 from tests.multi.models import place
+from tests.support.plain_models import token_log_probs
 from tests.support.ranks import run_ranks
-
-transformers = pytest.importorskip("transformers")
 
 VOCAB = 29
 LENGTHS = (12, 19, 3, 15)
@@ -203,7 +203,7 @@ def their_answers(case: Case, folder: Path) -> Theirs:
     outputs = [model(sequence[None], output_hidden_states=True) for sequence in sequences]
     loss = torch.zeros(())
     for index, (sequence, output) in enumerate(zip(sequences, outputs, strict=True)):
-        log_probs = output.logits[0, :-1].log_softmax(-1).gather(1, sequence[1:, None])[:, 0]
+        log_probs = token_log_probs(output.logits[0], sequence)
         loss = loss + (log_probs * loss_weight(index, len(log_probs))).sum()
     loss.backward()
     logits = [output.logits[0].detach() for output in outputs]

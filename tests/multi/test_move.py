@@ -8,7 +8,7 @@ import torch
 
 from hybridflow.dataflow.batch import Batch, Column, Ragged
 from hybridflow.dataflow.compiler import compile_flow
-from hybridflow.dataflow.graph import Node, repeat
+from hybridflow.dataflow.graph import repeat
 from hybridflow.dataflow.move import Mover, balance
 from hybridflow.dataflow.run import Executor
 from hybridflow.dataflow.schedule import Branch, Instruction, Loop, Move, project, rank_sets
@@ -16,6 +16,8 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.observe.timeline import Timeline
 from hybridflow.parallel.world import World
+from tests.support import flows
+from tests.support.flows import node
 from tests.support.ranks import run_ranks
 from tests.support.roles import MethodRole
 
@@ -25,7 +27,7 @@ COLUMNS = ("tokens", "log_probs", "pairs", "scores", "flags", "vectors")
 
 
 def mesh(name: str, layout: str, ranks: tuple[int, ...]) -> DeviceMesh:
-    return DeviceMesh(name=name, layout=ParallelLayout.parse(layout), ranks=ranks, ranks_per_node=PER_NODE)
+    return flows.mesh(name, layout, ranks, PER_NODE)
 
 
 def length(sample: int) -> int:
@@ -188,18 +190,6 @@ class Numbers(MethodRole):
 
 
 def program_on(meshes: dict[str, DeviceMesh]) -> tuple[Instruction, ...]:
-    def node(name: str, place: str, reads: str = "", writes: str = "", **options: Any) -> Node:
-        role, call = name.split(".")
-        return Node(
-            name=name,
-            role=role,
-            call=call,
-            mesh=place,
-            reads=tuple(reads.split()),
-            writes=tuple(writes.split()),
-            **options,
-        )
-
     sample = node("actor.sample", "rollout", writes="tokens", source=True)
     score = node("reward.score", "rollout", "tokens", "scores")
     step = (

@@ -5,23 +5,24 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn.functional import logsigmoid
 
 from hybridflow.api.names import LoraConfig
 from hybridflow.api.offline import DPOTrainer, KTOTrainer, OfflineTrainer, RewardTrainer, SFTTrainer
-from hybridflow.api.world import use_world
 from hybridflow.data.provider import DataProvider
 from hybridflow.errors import CheckpointError, ConfigError, DataError
+from tests.support.complaints import complains, complaint
+from tests.support.hf_models import write_model, write_tokenizer
+from tests.support.plain_models import token_log_probs
 from tests.support.ranks import run_ranks
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 PAIRS = [
     {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 7), "margin": 0.5 * b}
@@ -45,16 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def scenario(world, name: str, folder: str, *args: Any):
-    use_world(world)
-    try:
-        return globals()[name](Path(folder), world.size, *args)
-    finally:
-        use_world(None)
-
-
-def run(name: str, size: int, folder: Path, *args: Any):
-    return run_ranks(scenario, size, name, str(folder), *args)
+def run(program: Any, size: int, folder: Path):
+    return run_ranks(lambda world: program(folder, world.size), size)
 
 
 def tokens(folder: Path, prompt: str, response: str) -> tuple[list[int], list[int]]:
@@ -64,8 +57,8 @@ def tokens(folder: Path, prompt: str, response: str) -> tuple[list[int], list[in
 
 
 def log_prob(model: Any, prompt: list[int], response: list[int]) -> torch.Tensor:
-    logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).sum()
+    row = torch.tensor(prompt + response)
+    return token_log_probs(model(input_ids=row[None]).logits[0], row)[len(prompt) - 1 :].sum()
 
 
 def load(path: Path) -> Any:
@@ -107,17 +100,13 @@ def preferences(folder: Path, size: int):
         learning_rate=LR,
         output_dir=out,
     )
-    try:
-        trainer.train(output_dir=out)
-    except CheckpointError as error:
-        return metrics, str(error)
-    return metrics, ""
+    return metrics, complaint(lambda: trainer.train(output_dir=out), CheckpointError)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="datasets is not installed")
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_dpo(folder: Path, size: int) -> None:
-    ranks = run("preferences", size, folder)
+    ranks = run(preferences, size, folder)
     policy, reference = load(folder / "policy"), load(folder / "reference").requires_grad_(False)
 
     def loss() -> torch.Tensor:
@@ -156,7 +145,7 @@ def sft_loss(model: Any, folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sft(folder: Path, size: int) -> None:
-    ranks = run("solutions", size, folder)
+    ranks = run(solutions, size, folder)
     model = load(folder / "policy")
     expected = steps_of(model, lambda: sft_loss(model, folder))
     for metrics in ranks:
@@ -177,7 +166,7 @@ def others(folder: Path, size: int):
 
 def test_others(folder: Path) -> None:
     """The step on one rank and on two is the same, and what comes of a scorer's training is one."""
-    (one,), two = run("others", 1, folder), run("others", 2, folder)
+    (one,), two = run(others, 1, folder), run(others, 2, folder)
     assert len(one) == 3 + STEPS and two == [pytest.approx(one, abs=1e-5)] * 2
     # Nothing is ahead of anything yet, and half of the responses are wanted.
     assert one[0] == pytest.approx(0.5, abs=1e-6)
@@ -200,7 +189,7 @@ def resumed(folder: Path, size: int):
 
 
 def test_resumed(folder: Path) -> None:
-    ((straight, rest),) = run("resumed", 1, folder)
+    ((straight, rest),) = run(resumed, 1, folder)
     assert len(straight) == 4 and rest == straight[2:]
 
 
@@ -218,7 +207,7 @@ def provided(folder: Path, size: int):
 
 
 def test_provided(folder: Path) -> None:
-    ((rows, files),) = run("provided", 1, folder)
+    ((rows, files),) = run(provided, 1, folder)
     assert len(rows) == 2 and files == pytest.approx(rows, abs=1e-6)
 
 
@@ -226,28 +215,27 @@ LONG = {"prompt": "1+1=", "chosen": "2" * 300, "rejected": "3"}
 
 
 def refusals(folder: Path, size: int):
-    found = []
-    for kind, rows, more in (
-        (DPOTrainer, [{"prompt": "1", "chosen": "2"}], {}),
-        (DPOTrainer, [{"prompt": "", "chosen": "2", "rejected": "3"}], {}),
-        (DPOTrainer, [{"prompt": "1", "chosen": "2", "rejected": "2"}], {}),
-        (DPOTrainer, [{"prompt": "1", "chosen": [{"role": "user"}], "rejected": "2"}], {}),
-        (DPOTrainer, [PAIRS[0], LONG], {}),
-        (DPOTrainer, [LONG], {"too_long": "drop"}),
-        (DPOTrainer, [], {}),
-        (DPOTrainer, None, {}),
-        (DPOTrainer, ["1+1="], {}),
-        (KTOTrainer, [{"prompt": "1", "completion": "2", "label": 1}], {}),
-        (DPOTrainer, PAIRS, {"critic_lr": 1.0}),
-        (DPOTrainer, PAIRS, {"too_long": "cut"}),
+    for number, (kind, rows, more, words) in enumerate(
+        (
+            (DPOTrainer, [{"prompt": "1", "chosen": "2"}], {}, "dataset[0]: no column 'rejected'"),
+            (DPOTrainer, [{"prompt": "", "chosen": "2", "rejected": "3"}], {}, "dataset[0]: prompt is empty"),
+            (DPOTrainer, [{"prompt": "1", "chosen": "2", "rejected": "2"}], {}, "same text"),
+            (DPOTrainer, [{"prompt": "1", "chosen": [{"role": "user"}], "rejected": "2"}], {}, "apply_chat_template"),
+            (DPOTrainer, [PAIRS[0], LONG], {}, "dataset[1]"),
+            (DPOTrainer, [LONG], {"too_long": "drop"}, "none of 1 rows"),
+            (DPOTrainer, [], {}, "no rows"),
+            (DPOTrainer, None, {}, "no dataset"),
+            (DPOTrainer, ["1+1="], {}, "found str"),
+            (KTOTrainer, [{"prompt": "1", "completion": "2", "label": 1}], {}, "label is 1"),
+            (DPOTrainer, PAIRS, {"critic_lr": 1.0}, "critic_lr"),
+            (DPOTrainer, PAIRS, {"too_long": "cut"}, "'cut'"),
+        )
     ):
-        try:
-            kind(folder / "policy", dataset=rows, **more).train(run_dir=str(folder / f"refused-{len(found)}"))
-            found.append("")
-        except (ConfigError, DataError) as error:
-            found.append(str(error))
+        make = partial(kind, folder / "policy", dataset=rows, **more)
+        run_dir = str(folder / f"refused-{number}")
+        complains(lambda make=make, run_dir=run_dir: make().train(run_dir=run_dir), [words])
     kept = DPOTrainer(folder / "policy", dataset=[*PAIRS, LONG], too_long="drop")
-    return found, len(kept.train(max_steps=2, run_dir=str(folder / "kept")))
+    assert len(kept.train(max_steps=2, run_dir=str(folder / "kept"))) == 2
 
 
 ARGUMENTS: list[tuple[type[Exception], dict[str, Any], dict[str, Any], str]] = [
@@ -285,20 +273,13 @@ ARGUMENTS: list[tuple[type[Exception], dict[str, Any], dict[str, Any], str]] = [
 
 
 def told(folder: Path, size: int):
-    found = []
-    for kind, settings, arguments, _ in ARGUMENTS:
-        try:
-            DPOTrainer(folder / "policy", **{"dataset": PAIRS, **settings}).train(**arguments)
-            found.append("")
-        except kind as error:
-            found.append(str(error))
-    return found
+    for kind, settings, arguments, words in ARGUMENTS:
+        make = partial(DPOTrainer, folder / "policy", **{"dataset": PAIRS, **settings})
+        complains(lambda make=make, arguments=arguments: make().train(**arguments), [words], kind)
 
 
 def test_arguments_that_say_nothing_are_refused(folder: Path) -> None:
-    (found,) = run("told", 1, folder)
-    for message, (_, _, _, words) in zip(found, ARGUMENTS, strict=True):
-        assert words in message
+    run(told, 1, folder)
 
 
 def again(folder: Path, size: int):
@@ -306,33 +287,22 @@ def again(folder: Path, size: int):
     trainer = SFTTrainer(folder / "policy", dataset=SOLUTIONS, seed=4)
     how: dict[str, Any] = {"per_device_train_batch_size": 4 // size, "learning_rate": LR, "run_dir": run_dir}
     first = trainer.train(max_steps=1, **how)
-    refused = []
     for more in ({"run_dir": run_dir + "-other"}, {"run_dir": run_dir + "-other", "resume": True}, {}):
-        try:
-            trainer.train(max_steps=STEPS, **{**how, **more})
-        except ConfigError as error:
-            refused.append(str(error))
+        again = partial(trainer.train, max_steps=STEPS, **{**how, **more})
+        complains(again, ["SFTTrainer.train: was called before"], ConfigError)
     rest = trainer.train(max_steps=STEPS, resume=True, **how)
-    return [step["loss"] for step in (*first, *rest)], refused
+    return [step["loss"] for step in (*first, *rest)]
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_second_training_goes_on_or_is_refused(folder: Path, size: int) -> None:
     """Without ``output_dir``, too, there is what it goes on from."""
-    ranks = run("again", size, folder)
+    ranks = run(again, size, folder)
     model = load(folder / "policy")
     expected = steps_of(model, lambda: sft_loss(model, folder))
-    for losses, refused in ranks:
+    for losses in ranks:
         assert losses == pytest.approx(expected, abs=1e-5)
-        assert len(refused) == 3 and all("SFTTrainer.train: was called before" in each for each in refused)
 
 
 def test_refusals(folder: Path) -> None:
-    ((found, num_steps),) = run("refusals", 1, folder)
-    expected = (
-        *("dataset[0]: no column 'rejected'", "dataset[0]: prompt is empty", "same text", "apply_chat_template"),
-        *("dataset[1]", "none of 1 rows", "no rows", "no dataset", "found str", "label is 1", "critic_lr", "'cut'"),
-    )
-    for message, part in zip(found, expected, strict=True):
-        assert part in message
-    assert num_steps == 2
+    run(refusals, 1, folder)

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from hybridflow import Actor, DataPipeline, Reward, RLTrainer
-from hybridflow.api.world import use_world
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.parallel.world import World
 from hybridflow.rewards.functions import batched
+from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.ranks import run_ranks
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(2) for b in range(2)]
 
@@ -51,7 +49,6 @@ def pipeline(folder: Path, rewards: list[Any], run_dir: str, **more: Any) -> Dat
 
 
 def trained(world: World, folder: Path) -> list[float]:
-    use_world(world)
     size = world.size
     trainer = RLTrainer(pipeline(folder, ["exact_match", "length", ten, hundred], f"run-{size}", num_epochs=2))
     out = folder / f"out-{size}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,7 +26,6 @@ from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.run import Executor
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.specs import logical_parameters
 from hybridflow.models.weights import local_shards
 from hybridflow.observe.timeline import Timeline
 from hybridflow.parallel.world import World
@@ -36,7 +34,7 @@ from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
 from hybridflow.roles.reference import Reference
 from hybridflow.trainer.plan import training_step
-from tests.multi.jobs import add_noise, inner_of, make_job, outer_of, tiny_recipe
+from tests.multi.jobs import add_noise, inner_of, make_job, outer_of, tiny_recipe, watch
 from tests.multi.models import samples
 from tests.support.ranks import run_ranks
 from tests.support.roles import MethodRole
@@ -194,9 +192,8 @@ def step(world: World, algorithm: str) -> dict[str, Any]:
     world.make_groups(schedule.rank_sets(program, plan.meshes))
     mini_batches = [{"epoch": 0, "index": index} for index in range(NUM_SAMPLES // MINI_BATCH)]
     found: dict[str, Any] = {"gradients": {}, "metrics": {}}
-    for name in ("actor", "critic"):
-        if name in roles:
-            watch(name, roles[name], world.rank, found)
+    for name in {"actor", "critic"} & roles.keys():
+        found["gradients"][name], found["metrics"][name] = watch(roles[name], world.rank)
     Executor(
         schedule=schedule.project(program, world.rank, plan.meshes),
         roles={**roles, "given": given},
@@ -210,31 +207,6 @@ def step(world: World, algorithm: str) -> dict[str, Any]:
         timeline=Timeline(),
     ).run()
     return {**found, "seen": given.seen}
-
-
-def watch(name: str, role: Any, rank: int, found: dict[str, Any]) -> None:
-    """Keep the gradients before each of the role's optimizer steps, and its metrics after."""
-    make_step, make_update = role.trainable.step, role.update
-    gradients = found["gradients"][name] = []
-    metrics = found["metrics"][name] = []
-
-    def kept_step() -> float:
-        parameters = logical_parameters(role.model.transformer)
-        shards = local_shards(role.model.transformer, role.spec, role.model.mesh, rank)
-        gradients.append(
-            {
-                tensor: (parameters[tensor].main_grad.view(part.local_shape)[inner_of(part)].clone().numpy(), part)
-                for tensor, (_, part) in shards.items()
-            }
-        )
-        return make_step()
-
-    def kept_update(batch: Batch, decided: Any) -> None:
-        make_update(batch, decided)
-        metrics.append(dict(role.metrics))
-
-    mock.patch.object(role.trainable, "step", kept_step).start()
-    mock.patch.object(role, "update", kept_update).start()
 
 
 # --- plain torch -----------------------------------------------------------------------------------------------------

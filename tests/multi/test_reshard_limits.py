@@ -168,10 +168,16 @@ def convert(world: World, source_dtype: torch.dtype, target_dtype: torch.dtype, 
     assert stats.received_bytes == stats.limit_bytes
 
 
-@pytest.mark.parametrize("transport", [pytest.param("torch", marks=pytest.mark.slow), "shared"])
+DTYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+
+
 @pytest.mark.parametrize(
-    ("source_dtype", "target_dtype"),
-    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    ("source_dtype", "target_dtype", "transport"),
+    [
+        (*DTYPES[0], "torch"),
+        *((*dtypes, "shared") for dtypes in DTYPES),
+        *(pytest.param(*dtypes, "torch", marks=pytest.mark.slow) for dtypes in DTYPES[1:]),
+    ],
 )
 def test_dtypes_are_converted_on_the_way(source_dtype: torch.dtype, target_dtype: torch.dtype, transport: str) -> None:
     run_ranks(convert, 4, source_dtype, target_dtype, transport)
@@ -207,7 +213,7 @@ def die(world: World, is_large: bool, transport: str, at_once: bool) -> tuple[st
     return str(caught.value), took_s
 
 
-@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("is_large", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("transport", ["torch", "shared"])
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_killed_rank_is_named_and_the_source_intact(is_large: bool, transport: str, at_once: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from hybridflow.parallel.start import find_start
 from hybridflow.parallel.world import join_world, open_store
 from hybridflow.reshard import execute, transport
+from tests.e2e.commands import run_command
 from tests.multi.test_reshard import PAIRS, shrink_messages, there_and_back
 
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -22,16 +22,10 @@ NUM_RANKS = 4
 @pytest.mark.slow
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun beside python or in PATH")
 def test_every_pair_over_mpi():
-    done = subprocess.run(
-        [MPIRUN, "-n", str(NUM_RANKS), sys.executable, "-m", "tests.multi.test_reshard_mpi"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("bit-exact over MPI") == NUM_RANKS
+    program = [MPIRUN, "-n", str(NUM_RANKS), sys.executable, "-m", "tests.multi.test_reshard_mpi"]
+    done = run_command([], Path(__file__).parents[2], program=program, within_s=240)
+    assert done.codes == (0,), done.out + done.err
+    assert done.out.count("bit-exact over MPI") == NUM_RANKS
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import os
 import random
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,12 +144,10 @@ def has_new(before: list[int], token: int, strings: tuple[str, ...]) -> bool:
     return any(string in new[max(num_same - len(string) + 1, 0) :] for string in strings)
 
 
-def check(ask: Request, got: Response, logits: np.ndarray) -> int:
-    """Hold a response to plain Python, decision by decision; returns how many were too near to another to be held."""
-    params, prompt, tokens = ask.params, ask.prompt.tolist(), got.tokens.tolist()
-    assert got.error is None and len(got.log_probs) == len(got.sampled_log_probs) == len(tokens) <= LONGEST
-    num_near = 0
-    for place, token in enumerate(tokens):
+def decisions(ask: Request, tokens: list[int], logits: np.ndarray) -> list[tuple[int, float, Any, Any]]:
+    """At each token what plain Python chooses, by how much, and both kinds of log-probabilities."""
+    params, prompt, found = ask.params, ask.prompt.tolist(), []
+    for place in range(len(tokens)):
         values = logits[len(prompt) - 1 + place].tolist()
         before = tokens[:place]
         forbidden: list[int] = []
@@ -160,10 +159,20 @@ def check(ask: Request, got: Response, logits: np.ndarray) -> int:
             if not has_new(before, best, params.bad):
                 break
             forbidden.append(best)
+        found.append((best, margin, *log_probs_by_hand(values, prompt, before, told)))
+    return found
+
+
+def check(ask: Request, got: Response, logits: np.ndarray, decided: list[tuple[int, float, Any, Any]]) -> int:
+    """Hold a response to plain Python, decision by decision; returns how many were too near to another to be held."""
+    params, prompt, tokens = ask.params, ask.prompt.tolist(), got.tokens.tolist()
+    assert got.error is None and len(got.log_probs) == len(got.sampled_log_probs) == len(tokens) <= LONGEST
+    num_near = 0
+    for place, (token, (best, margin, trained, left)) in enumerate(zip(tokens, decided, strict=True)):
+        before = tokens[:place]
         where = (ask.prompt_index, ask.index, place, params)
         assert token == best or margin < 1e-4, (where, margin)
         assert not has_new(before, token, params.bad), where
-        trained, left = log_probs_by_hand(values, prompt, before, told)
         assert abs(float(got.log_probs[place]) - trained[token]) <= 1e-5, where
         assert margin < 1e-4 or abs(float(got.sampled_log_probs[place]) - left[token]) <= 1e-5, where
         num_near += margin < 1e-4
@@ -188,10 +197,16 @@ def check_all(runs: list[tuple[str, dict, int, bool]]) -> None:
         for key, got in responses.items()
     }
     logits = dict(zip(texts, run_ranks(logits_of, 1, list(texts))[0], strict=True))
+    decided: dict[Any, list[tuple[int, float, Any, Any]]] = {}
     num_near = 0
     for _, responses, *_ in runs:
         for key, got in responses.items():
-            num_near += check(asked[key], got, logits[(*asked[key].prompt.tolist(), *got.tokens.tolist())])
+            tokens = got.tokens.tolist()
+            of_text = logits[(*asked[key].prompt.tolist(), *tokens)]
+            # Most runs make the same text.
+            if (key, *tokens) not in decided:
+                decided[(key, *tokens)] = decisions(asked[key], tokens, of_text)
+            num_near += check(asked[key], got, of_text, decided[(key, *tokens)])
     assert num_near <= sum(len(responses) for _, responses, *_ in runs) / 5
 
 
@@ -263,7 +278,7 @@ def plain_requests() -> list[Request]:
             params=SamplingParams(max_new_tokens=12, **kinds[number % 5]),
             prompt_index=number,
         )
-        for number in range(20)
+        for number in range(14)
     ]
 
 
@@ -286,7 +301,7 @@ def test_a_damaged_embedding_fails_those_that_have_the_token_and_no_other(layout
                     assert got.error == f"token {place}: its logits are not finite; look for damaged weights"
                 else:
                     assert expected == tokens and np.abs(got.log_probs - whole.log_probs).max() <= 1e-5
-            assert 3 <= num_failed <= 17
+            assert 3 <= num_failed <= 11
 
 
 def refused(world):

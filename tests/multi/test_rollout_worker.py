@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from hybridflow.api.device_mesh import DeviceMesh
 from hybridflow.api.roles import Actor
 from hybridflow.api.rollout_worker import RolloutWorker
 from hybridflow.api.trainers import GRPOTrainer
-from hybridflow.api.world import use_world
-from hybridflow.errors import ConfigError, DataError, HybridflowError
+from hybridflow.errors import ConfigError, DataError
 from hybridflow.parallel.world import World
+from tests.support.complaints import complains, complaint
+from tests.support.hf_models import write_model, write_tokenizer
+from tests.support.plain_models import greedy
 from tests.support.ranks import run_ranks
 from tests.support.user_models import TinyActor
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 PROMPTS = ["1+1=", "12+20=", "3+"]
 
@@ -37,19 +37,11 @@ def greedy_of(folder: Path) -> list[list[int]]:
     """What transformers finds likeliest, as far as the first end of sequence."""
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    found = []
-    for prompt in PROMPTS:
-        known = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        rows: list[int] = []
-        while len(rows) < 6 and 0 not in rows:
-            with torch.no_grad():
-                rows.append(int(model(torch.tensor([known + rows])).logits[0, -1].argmax()))
-        found.append(rows)
-    return found
+    prompts = tokenizer(PROMPTS, add_special_tokens=False)["input_ids"]
+    return [greedy(lambda ids: model(ids).logits, prompt, 6, 0)[0] for prompt in prompts]
 
 
 def worked(world: World, folder: Path, options: dict[str, Any], kind: str) -> Any:
-    use_world(world)
     one, two = (
         transformers.LlamaForCausalLM.from_pretrained(folder / f"model-{seed}")
         if kind == "memory"
@@ -90,7 +82,6 @@ def test_every_kind_and_layout_generates_what_transformers_does_and_follows_new_
 
 def followed(world: World, folder: Path) -> Any:
     """What the worker finds likeliest after a trainer has learned, and what a worker of its saved weights finds."""
-    use_world(world)
     path = str(folder / "model-1")
     config = {
         "rollout_batch_size": 8,
@@ -118,7 +109,6 @@ def test_a_worker_takes_a_trainers_weights_from_its_layout(folder):
 
 
 def own(world: World, folder: Path) -> Any:
-    use_world(world)
     actor, other = TinyActor(vocab_size=45, seed=1), TinyActor(vocab_size=45, seed=2)
     worker = RolloutWorker(actor, tokenizer=str(folder / "model-1"))
     found = worker.generate([[3, 4], [5]], max_new_tokens=4, do_sample=False)
@@ -128,22 +118,13 @@ def own(world: World, folder: Path) -> Any:
 
 
 def test_a_class_of_ones_own_generates_too(folder):
-    wanted = []
-    for seed in (1, 2):
-        actor, rows = TinyActor(vocab_size=45, seed=seed), []
-        for prompt in ([3, 4], [5]):
-            known = list(prompt)
-            while len(known) - len(prompt) < 4 and 0 not in known[len(prompt) :]:
-                with torch.no_grad():
-                    known.append(int(actor(torch.tensor([known]))[0, -1].argmax()))
-            rows.append(known[len(prompt) :])
-        wanted.append(rows)
+    actors = [TinyActor(vocab_size=45, seed=seed) for seed in (1, 2)]
+    wanted = [[greedy(actor, prompt, 4, 0)[0] for prompt in ([3, 4], [5])] for actor in actors]
     for found in run_ranks(own, 2, folder):
         assert found == wanted
 
 
 def drawn(world: World, folder: Path) -> Any:
-    use_world(world)
     path = str(folder / "model-1")
     worker = RolloutWorker(path)
     how: dict[str, Any] = {"max_new_tokens": 8, "num_samples": 2}
@@ -152,10 +133,7 @@ def drawn(world: World, folder: Path) -> Any:
     worker.update_weights(path)
     calls.append(worker.generate(PROMPTS, **how))
     assert all([each.prompt for each in found] == [0, 0, 1, 1, 2, 2] for found in calls)
-    try:
-        worker.generate([[3], [3] * 70], max_new_tokens=6)
-    except DataError as error:
-        assert "prompt 1:" in str(error)
+    assert "prompt 1:" in complaint(lambda: worker.generate([[3], [3] * 70], max_new_tokens=6), DataError)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token
     rows = tokenizer(PROMPTS, padding=True, add_special_tokens=False, return_tensors="pt")
@@ -172,49 +150,26 @@ def test_noise_is_of_each_call_but_for_a_seed_and_padded_ids_are_prompts(folder)
     assert of_rows == of_texts
 
 
-def refusals(world: World, folder: Path) -> list[str]:
-    use_world(world)
+def refusals(world: World, folder: Path) -> None:
     path = str(folder / "model-1")
     bare = RolloutWorker(transformers.LlamaForCausalLM.from_pretrained(path))
-    cases: list[tuple[type[Exception], Any]] = [
-        (ConfigError, lambda: RolloutWorker(path, engine="sglang")),
-        (ConfigError, lambda: RolloutWorker(torch.nn.ReLU())),
-        (DataError, lambda: bare.generate(["1+1="])),
-        (DataError, lambda: bare.generate([[]])),
-        (ConfigError, lambda: bare.update_weights(other_shape())),
-        (DataError, lambda: bare.generate([[1] * 70])),
-        (DataError, lambda: bare.generate("1+1=")),
-        (DataError, lambda: bare.generate({"prompt": "1+1="})),
-        (DataError, lambda: bare.generate({"input_ids": [[3, 4]], "attention_mask": [[0, 0]]})),
-    ]
-    found = []
-    for kind, call in cases:
-        try:
-            call()
-        except HybridflowError as error:
-            found.append(str(error) if isinstance(error, kind) else f"{type(error).__name__}: {error}")
-    return found
-
-
-def other_shape() -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = transformers.LlamaConfig(vocab_size=45, num_key_value_heads=2, max_position_embeddings=64, **sizes)
-    return transformers.LlamaForCausalLM(config)
+    other = transformers.LlamaForCausalLM(config)
+    complains(lambda: RolloutWorker(path, engine="sglang"), ["expected 'megatron' or 'vllm'"], ConfigError)
+    complains(lambda: RolloutWorker(torch.nn.ReLU()), ["ReLU"], ConfigError)
+    complains(lambda: bare.update_weights(other), ["num_layers=3"], ConfigError)
+    masked = {"input_ids": [[3, 4]], "attention_mask": [[0, 0]]}
+    for prompts, words in (
+        (["1+1="], "there is no tokenizer"),
+        ([[]], "at least one"),
+        ([[1] * 70], "70 tokens"),
+        ("1+1=", "found one str, expected a list"),
+        ({"prompt": "1+1="}, "found one dict, expected a list"),
+        (masked, "attention_mask keeps"),
+    ):
+        complains(lambda prompts=prompts: bare.generate(prompts), [words], DataError)
 
 
 def test_what_cannot_be_done_is_refused(folder):
-    (found,) = run_ranks(refusals, 1, folder)
-    words = (
-        "expected 'megatron' or 'vllm'",
-        "ReLU",
-        "there is no tokenizer",
-        "at least one",
-        "num_layers=3",
-        "70 tokens",
-        "found one str, expected a list",
-        "found one dict, expected a list",
-        "attention_mask keeps",
-    )
-    assert len(found) == len(words)
-    for message, word in zip(found, words, strict=True):
-        assert word in message
+    run_ranks(refusals, 1, folder)

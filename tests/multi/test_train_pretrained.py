@@ -7,28 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import peft
 import pytest
 import torch
+import transformers
 
 from hybridflow import cli
-from hybridflow.checkpoint.formats.registry import Options
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.trainer.checkpoints import find_resume_point
 from hybridflow.trainer.initial_weights import read_weights, spread_weights
-from hybridflow.trainer.open import open_job
 from hybridflow.trainer.plan import plan_job
 from hybridflow.trainer.record import Record
 from hybridflow.trainer.stopping import Stopping
 from hybridflow.trainer.trainer import Trainer, train
-from tests.support.conversions import write_as
+from tests.multi.jobs import open_with_data
+from tests.support.complaints import complains
+from tests.support.conversions import convert
+from tests.support.hf_models import write_model, write_tokenizer
+from tests.support.plain_models import token_log_probs
 from tests.support.ranks import run_ranks
-
-transformers = pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 
 def recipe(folder: Path, algorithm: str, name: str = "run", **changes: Any) -> dict[str, Any]:
@@ -88,15 +88,18 @@ def batch() -> Batch:
     )
 
 
-def first_and_train(world: World, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the roles compute before the first step, on ranks that have it; then two steps."""
-    made = recipe_from_dict(values)
-    plan = plan_job(made)
-    world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
-    job = open_job(made, world, plan)
-    trainer = Trainer(job, plan, find_resume_point(job, resume=False), Stopping(world), Record(made, world, 1))
+def begun(world: World, values: dict[str, Any]) -> Trainer:
+    """A trainer before its first step, with all weights."""
+    job, plan = open_with_data(world, values)
+    trainer = Trainer(job, plan, find_resume_point(job, resume=False), Stopping(world), Record(job.recipe, world, 1))
     read_weights(trainer.job, trainer.roles)
     spread_weights(trainer.job, trainer.roles)
+    return trainer
+
+
+def first_and_train(world: World, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the roles compute before the first step, on ranks that have it; then two steps."""
+    trainer = begun(world, values)
     problems = trainer.job.train
     first = next(
         prompt_index for prompt_index in range(problems.num_rows) if problems.example(prompt_index).place.endswith(":1")
@@ -104,7 +107,7 @@ def first_and_train(world: World, values: dict[str, Any]) -> tuple[dict[str, Any
     found: dict[str, Any] = {"prompt": list(problems.prompt(first))}
     calls = {"actor": "log_probs", "reference": "log_probs", "critic": "values", "reward": "score"}
     for role, call in calls.items():
-        if role in trainer.roles.by_name and (role != "reward" or made.reward.model is not None):
+        if role in trainer.roles.by_name and (role != "reward" or "model" in values["reward"]):
             column = trainer.roles.by_name[role].calls[call](batch(), {})
             if column is not None:
                 (values_of,) = column.columns.values()
@@ -113,13 +116,14 @@ def first_and_train(world: World, values: dict[str, Any]) -> tuple[dict[str, Any
     return found, dict(trainer._record.summary)
 
 
-def their_log_probs(path: Path) -> numpy.ndarray:
+def their_log_probs(path: Path, adapter: Path | None = None) -> numpy.ndarray:
     model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, adapter).eval()
     found = []
     for row, prompt in zip(*sequences(), strict=True):
         with torch.no_grad():
-            log_probs = model(row[None]).logits[0, :-1].log_softmax(-1)
-        found.append(log_probs.gather(1, row[1:, None])[prompt - 1 :, 0])
+            found.append(token_log_probs(model(row[None]).logits[0], row)[prompt - 1 :])
     return torch.cat(found).numpy()
 
 
@@ -164,7 +168,7 @@ def test_the_trained_actor_is_exported_and_trained_on(folder):
     """Its checkpoint has family, settings and tokenizer: ``transformers`` and the next run begin where it ended."""
     run_ranks(run, 2, recipe(folder, "grpo"))
     trained = folder / "run/checkpoints/step_000002/actor"
-    write_as("hf", trained, folder / "export", Options())
+    convert(trained, "hf", folder / "export")
     config = json.loads((folder / "export/config.json").read_text())
     assert config["model_type"] == "qwen2" and config["architectures"] == ["Qwen2ForCausalLM"]
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -242,20 +246,6 @@ def test_where_the_reward_model_is_changes_nothing(folder):
         assert other["accuracy_after_rl"] == pytest.approx(summary["accuracy_after_rl"], rel=1e-4), name
 
 
-def refusals(world: World, cases: list[dict[str, Any]]) -> list[str]:
-    found = []
-    for values in cases:
-        made = recipe_from_dict(values)
-        plan = plan_job(made)
-        world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
-        try:
-            open_job(made, world, plan)
-            found.append("opened")
-        except (ConfigError, DataError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
-
-
 def test_models_without_their_tokenizer_are_refused(folder):
     write_model(folder / "small", "Llama", "ForSequenceClassification", vocab_size=20, pad_token_id=None)
     write_model(folder / "other", "Llama", "ForSequenceClassification")
@@ -264,23 +254,22 @@ def test_models_without_their_tokenizer_are_refused(folder):
     (folder / "other/tokenizer.json").write_text(text.replace("<|pad|>", "<|fill|>"))
     one = {"cluster": {"ranks": 1}, "actor": {"update": {}, "rollout": {}, "optimizer": {"lr": 1e-4}}}
     bare = {"model": {"path": str(folder / "bare")}}
-    cases = [
-        (recipe(folder, "grpo", **one, **bare), "ConfigError: tokenizer.path: missing"),
-        (
-            recipe(folder, "grpo", **one, reward={"model": {"path": str(folder / "small")}}),
-            "ConfigError: reward.model.vocab_size=20 is smaller than the tokenizer's",
-        ),
-        (
-            recipe(folder, "grpo", **one, reward={"model": {"path": str(folder / "other")}}),
-            "DataError: reward.model.path=",
-        ),
-        (recipe(folder, "grpo", **one), "opened"),
-        (recipe(folder, "grpo", **one, **bare, tokenizer={"path": str(folder / "causal")}), "opened"),
-    ]
+
+    def scored_by(name: str) -> dict[str, Any]:
+        return recipe(folder, "grpo", **one, reward={"model": {"path": str(folder / name)}})
+
+    def opened(world: World) -> None:
+        for values, kind, says in (
+            (recipe(folder, "grpo", **one, **bare), ConfigError, "tokenizer.path: missing"),
+            (scored_by("small"), ConfigError, "reward.model.vocab_size=20 is smaller than the tokenizer's"),
+            (scored_by("other"), DataError, "reward.model.path="),
+        ):
+            complains(lambda values=values: open_with_data(world, values), [says], kind)
+        open_with_data(world, recipe(folder, "grpo", **one))
+        open_with_data(world, recipe(folder, "grpo", **one, **bare, tokenizer={"path": str(folder / "causal")}))
+
     write_model(folder / "bare", "Qwen2")
-    (found,) = run_ranks(refusals, 1, [values for values, _ in cases])
-    for (_, says), message in zip(cases, found, strict=True):
-        assert message.startswith(says), message
+    run_ranks(opened, 1)
 
 
 def test_plan_shows_where_the_reward_model_is(folder, capsys):
@@ -302,13 +291,7 @@ def test_warm_start_changes_the_actor_of_the_directory_and_its_copies(folder):
 
 
 def around_the_warm_start(world: World, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    made = recipe_from_dict({**values, "actor": {**values["actor"], "update": {"pp": 2}, "rollout": {"pp": 2}}})
-    plan = plan_job(made)
-    world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
-    job = open_job(made, world, plan)
-    trainer = Trainer(job, plan, find_resume_point(job, resume=False), Stopping(world), Record(made, world, 1))
-    read_weights(trainer.job, trainer.roles)
-    spread_weights(trainer.job, trainer.roles)
+    trainer = begun(world, {**values, "actor": {**values["actor"], "update": {"pp": 2}, "rollout": {"pp": 2}}})
 
     def norms() -> dict[str, Any]:
         name, roles = "decoder.final_layernorm.weight", ("actor", "reference", "critic")
@@ -316,6 +299,6 @@ def around_the_warm_start(world: World, values: dict[str, Any]) -> tuple[dict[st
         return {role: tensors[name].detach().clone().numpy() for role, tensors in held.items() if name in tensors}
 
     before = norms()
-    trainer._execute(plan.warm_start)
+    trainer._execute(plan_job(trainer.job.recipe).warm_start)
     spread_weights(trainer.job, trainer.roles)
     return before, norms()

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridflow.errors import DeadlineError
+from hybridflow.errors import DeadlineError, WriteError
 from hybridflow.parallel.world import World
 from tests.support.ranks import run_ranks
 
@@ -30,8 +30,15 @@ def groups_and_messages(world: World) -> dict[str, object]:
         theirs = torch.empty(3, dtype=torch.uint8)
         coordinator.exchange({peer: mine}, {peer: theirs})
         found["received"] = theirs.tolist()
+        found["of_lead"] = coordinator.on_lead("work", lambda: world.rank)
+        with pytest.raises(WriteError, match="^full$"):
+            coordinator.on_lead("refused work", full)
         coordinator.barrier("end")
     return found
+
+
+def full() -> None:
+    raise WriteError("full")
 
 
 def test_groups_decisions_and_exchanges_over_subsets_of_ranks():
@@ -41,7 +48,7 @@ def test_groups_decisions_and_exchanges_over_subsets_of_ranks():
     assert found[2]["(2, 0)"] == (2.0, 0) and found[0]["(2, 0)"] == (2.0, 1)
     for rank in (1, 3):
         assert found[rank]["decided"] == {"from": 1}
-        assert found[rank]["gathered"] == [5000, 1]
+        assert found[rank]["gathered"] == [5000, 1] and found[rank]["of_lead"] == 1
         assert found[rank]["long"] == 5000
         assert found[rank]["received"] == [4 - rank] * 3
 

@@ -10,7 +10,7 @@ import yaml
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.parallel.process import Process, find_process, is_running
 from tests.e2e.commands import RECIPE as TWO_RANKS
-from tests.e2e.commands import fork_ranks
+from tests.e2e.commands import run_well
 from tests.support.slurm_cluster import SlurmCluster
 
 SCRIPTS = Path(__file__).parents[2] / "slurm"
@@ -43,8 +43,7 @@ def write_job(folder: Path) -> None:
 def train_first_step(folder: Path) -> None:
     """Make ``run/`` there, with the warm start behind it and the checkpoint of step 1."""
     write_job(folder)
-    done = fork_ranks(["train", "tiny.yaml", "trainer.steps=1"], folder, num_ranks=4)
-    assert done.codes == (0,) * 4, done.err
+    run_well(["train", "tiny.yaml", "trainer.steps=1"], folder, num_ranks=4)
 
 
 def output(cluster: SlurmCluster, job: str) -> str:

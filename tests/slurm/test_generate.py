@@ -12,10 +12,8 @@ import pytest
 
 from hybridflow.serving.results import Results
 from tests.slurm.jobs import output
+from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.slurm_cluster import SlurmCluster
-
-pytest.importorskip("transformers")
-from tests.support.hf_models import write_model, write_tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.slurm
 

@@ -13,7 +13,7 @@ import pytest
 
 from hybridflow.observe.starts import StartRecord, read_starts
 from hybridflow.parallel.process import is_running, kill
-from tests.e2e.commands import fork_ranks, lasting_metrics
+from tests.e2e.commands import lasting_metrics, run_well
 from tests.slurm.jobs import SCRIPTS, output, rank_processes, steps
 from tests.support.slurm_cluster import SlurmCluster
 
@@ -32,8 +32,7 @@ def curve(first_step: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
 def uninterrupted(first_step: Path, empty: Path, arguments: Sequence[str]) -> list[dict[str, float]]:
     """The metrics of a run that goes on from the checkpoint of step 1, to its end."""
     folder = Path(shutil.copytree(first_step, empty / "job"))
-    done = fork_ranks(["train", *arguments, "--resume"], folder, num_ranks=4)
-    assert done.codes == (0,) * 4, done.err
+    run_well(["train", *arguments, "--resume"], folder, num_ranks=4)
     return lasting_metrics(folder / "run")
 
 
@@ -110,8 +109,7 @@ def test_scancel_leaves_a_checkpoint_and_no_job(cluster, folder, curve):
     ended = cluster.wait_for_end(job, within_s=60)
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), output(cluster, job)
     assert starts(folder)[0].outcome == "requeue"
-    done = fork_ranks(["train", *ARGUMENTS, "--resume"], folder, num_ranks=4)
-    assert done.codes == (0,) * 4, done.err
+    run_well(["train", *ARGUMENTS, "--resume"], folder, num_ranks=4)
     assert lasting_metrics(folder / "run") == curve
     assert cluster.job(job)["JobState"] == "CANCELLED"
 

@@ -1,4 +1,4 @@
-"""What tests of checkpoint formats share: a source in memory, and writing a target without the engine."""
+"""What tests of checkpoint formats share: a source in memory, and what it holds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint.formats.source import Source, Target
-from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES
+from hybridflow.checkpoint.formats.source import Source
+from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, entry_of
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.shapes import model_spec, shape_of
 
@@ -44,9 +43,7 @@ class MemorySource:
     def __init__(self, model: ModelConfig, *, family: str | None = "qwen2", has_value_head: bool = False) -> None:
         self.model, self.family, self.has_value_head = model, family, has_value_head
         self.values = logical_values(model, has_value_head=has_value_head)
-        self.tensors = {
-            name: TensorEntry(DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in self.values.items()
-        }
+        self.tensors = {name: entry_of(value) for name, value in self.values.items()}
 
     def read(self, tensor: str) -> Tensor:
         return self.values[tensor]
@@ -61,33 +58,12 @@ class MemorySource:
         return "memory"
 
 
-def write_target(source: Source, target: Target, out: Path) -> dict[str, dict[str, str]]:
-    """Write all of a target at once; gives the hashes."""
-    folder = out.parent if target.is_single_file else out
-    folder.mkdir(exist_ok=True)
-    paths = {file: out if target.is_single_file else folder / file for file in target.files}
-    writers = {file: target.open(path, file) for file, path in paths.items()}
-    hashes: dict[str, dict[str, str]] = {file: {} for file in target.files}
-    for name in source.tensors:
-        values = source.read(name)
-        for file, key, part in target.parts(name, values, set(target.files)):
-            assert (file, key) in target.places(name)
-            hashes[file][key] = writers[file].write(key, part.to(TORCH_DTYPES[target.files[file][key].dtype]))
-    for file, writer in writers.items():
-        assert hashes[file].keys() == target.files[file].keys()
-        writer.sync()
-        writer.close()
-    target.finish(folder, hashes)
-    return hashes
-
-
 def assert_same(source: Source, values: dict[str, Tensor]) -> None:
     """The source holds these values bit for bit, and nothing else."""
     assert list(source.tensors) == list(values)
     for name, expected in values.items():
         found = source.read(name)
-        assert found.dtype == expected.dtype and found.shape == expected.shape, name
-        assert source.tensors[name] == TensorEntry(DTYPE_NAMES[expected.dtype], tuple(expected.shape)), name
+        assert entry_of(found) == source.tensors[name] == entry_of(expected), name
         assert torch.equal(bits(found), bits(expected)), name
 
 

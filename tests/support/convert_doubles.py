@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from hybridflow.checkpoint.convert.engine import Place, convert
 from hybridflow.checkpoint.convert.ranks import PeerError
 from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.checkpoint.model_dir import write_text
-from hybridflow.checkpoint.tensor_file import Entry, TensorFile, TensorFileWriter
+from hybridflow.checkpoint.model_dir import write_bytes
+from hybridflow.checkpoint.tensor_file import TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError
 from hybridflow.exit_status import exit_status
 from hybridflow.families.model import ModelConfig
@@ -44,7 +44,7 @@ class PlainSource:
     def __init__(self, path: Path, damaged: str | None = None) -> None:
         self.path, self._damaged = path, damaged
         self._file = TensorFile(path)
-        self.tensors = {name: TensorEntry(*entry) for name, entry in self._file.entries.items()}
+        self.tensors = self._file.entries
 
     def read(self, tensor: str) -> torch.Tensor:
         if tensor == self._damaged:
@@ -80,7 +80,7 @@ class RowsTarget:
         self._log, self._before_write = log, before_write
         self.files = {
             f"rows-{index}.safetensors": {
-                name: Entry(dtype or entry.dtype, (entry.shape[0] // num_files, *entry.shape[1:]))
+                name: TensorEntry(dtype or entry.dtype, (entry.shape[0] // num_files, *entry.shape[1:]))
                 for name, entry in source.tensors.items()
             }
             for index in range(num_files)
@@ -89,10 +89,8 @@ class RowsTarget:
     def places(self, tensor):
         return [(file, tensor) for file in self.files]
 
-    def parts(self, tensor, values, files):
-        for file, part in zip(self.files, values.chunk(len(self.files)), strict=True):
-            if file in files:
-                yield file, tensor, part
+    def parts(self, tensor, values):
+        return values.chunk(len(self.files))
 
     def open(self, path, file):
         if not self.can_go_on:
@@ -101,7 +99,7 @@ class RowsTarget:
 
     def finish(self, folder, hashes):
         if not self.is_single_file:
-            write_text(folder / "hashes.json", json.dumps(hashes))
+            write_bytes(folder / "hashes.json", json.dumps(hashes).encode())
 
 
 class _LoggedWriter(TensorFileWriter):

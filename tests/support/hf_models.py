@@ -11,6 +11,14 @@ import torch
 import transformers
 
 END, START, PAD = "<|end|>", "<|start|>", "<|pad|>"
+SIZES: dict[str, Any] = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
 
 
 def write_tokenizer(folder: Path, *, has_start: bool = False, **settings: Any) -> None:
@@ -37,28 +45,22 @@ def write_model(
     folder: Path, family: str = "Llama", kind: str = "ForCausalLM", *, seed: int = 0, **changes: Any
 ) -> torch.nn.Module:
     """A tiny model with every weight random, norms and biases too; returns it in evaluation mode."""
-    shape: dict[str, Any] = dict(
-        vocab_size=45,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        eos_token_id=0,
-        bos_token_id=1,
-        pad_token_id=2,
-    )
+    shape = {**SIZES, "vocab_size": 45, "eos_token_id": 0, "bos_token_id": 1, "pad_token_id": 2}
     if family == "Qwen3":
         shape["head_dim"] = 12
     if kind == "ForSequenceClassification":
         shape["num_labels"] = 1
     config = getattr(transformers, f"{family}Config")(**{**shape, **changes})
     model = getattr(transformers, f"{family}{kind}")(config)
+    randomize(model, seed, 0.2)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def randomize(model: torch.nn.Module, seed: int, scale: float) -> None:
+    """Give every weight a random value; norms and biases around 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            centre = 1.0 if parameter.dim() == 1 else 0.0
-            parameter.copy_(centre + 0.2 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(folder)
-    return model.eval()
+            centre = float(parameter.dim() == 1)
+            parameter.copy_(centre + scale * torch.randn(parameter.shape, generator=generator))

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from tests.e2e.commands import free_port
+
 KAFKA = Path(__file__).parents[2] / ".kafka/kafka"
 START_S = 60.0
 
@@ -157,13 +159,6 @@ def running_broker(folder: Path) -> Iterator[Broker]:
         yield broker
     finally:
         broker.stop()
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def write(server: str, topic: str, messages: Sequence[tuple[int, bytes | None]]) -> None:

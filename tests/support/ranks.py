@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridflow.api.world import use_world
 from hybridflow.parallel.world import World
 from tests.support.forked import begin_rank
 
@@ -109,6 +110,8 @@ def _child(
         world = World(
             rank=rank, size=size, ranks_per_node=per_node, device=torch.device("cpu"), deadline_s=wait_s, store=store
         )
+        # Programs of the Python API find it by themselves.
+        use_world(world)
         sender.send((None, case(world, *args)))
         code = 0
     except BaseException:

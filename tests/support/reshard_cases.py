@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from hypothesis import strategies as st
 
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -74,6 +76,20 @@ def make_mesh(layout: str, ranks: tuple[int, ...] | None = None, ranks_per_node:
     parsed = ParallelLayout.parse(layout)
     ranks = tuple(range(parsed.world_size)) if ranks is None else ranks
     return DeviceMesh(name=layout, layout=parsed, ranks=ranks, ranks_per_node=ranks_per_node)
+
+
+@st.composite
+def mesh_pairs(
+    draw: st.DrawFn, layouts: Sequence[ParallelLayout], nodes: Sequence[int] = (1, 2, 3, 4, 12)
+) -> tuple[DeviceMesh, DeviceMesh]:
+    """Two meshes over any ranks below 12: the same, disjoint, overlapping, in any order; on nodes of any such size."""
+    ranks_per_node = draw(st.sampled_from(nodes))
+    meshes = []
+    for name in ("source", "target"):
+        layout = draw(st.sampled_from(layouts))
+        ranks = tuple(draw(st.permutations(range(12)))[: layout.world_size])
+        meshes.append(DeviceMesh(name=name, layout=layout, ranks=ranks, ranks_per_node=ranks_per_node))
+    return meshes[0], meshes[1]
 
 
 def scatter(spec: TensorSpec, whole: np.ndarray, mesh: DeviceMesh) -> dict[int, np.ndarray]:

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hybridflow.checkpoint.convert.engine import convert
-from hybridflow.checkpoint.formats.registry import Options, make_target
+from hybridflow.checkpoint.formats.registry import make_target
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.shapes import model_spec, shape_of
@@ -155,7 +155,7 @@ def _make(path: Path, gb: float) -> RandomSource:
     # Two equal pipeline stages.
     layers = max(2, 2 * round((gb * 1e9 - 2 * one + two) / (two - one) / 2))
     source = RandomSource(dataclasses.replace(LAYER, num_layers=layers))
-    convert(source, make_target("hf", source, Options(max_shard_bytes=SHARD_BYTES)), path, what={"to": "hf"})
+    convert(source, make_target("hf", source, max_shard_bytes=SHARD_BYTES), path, what={"to": "hf"})
     return source
 
 

@@ -24,7 +24,6 @@ from hybridflow.reshard.report import format_bytes, format_seconds
 if TYPE_CHECKING:
     from hybridflow.checkpoint.convert.engine import Summary
     from hybridflow.checkpoint.convert.progress import Progress
-    from hybridflow.checkpoint.formats.registry import Options
     from hybridflow.checkpoint.formats.source import Source, Target
 
 TARGETS = ("hf", "megatron", "hdf5", "megatron-dist", "peft")
@@ -57,10 +56,9 @@ def add_convert(commands: Any) -> None:
         "complete or absent. After an interruption the same command continues. Under srun, mpirun or torchrun each "
         "rank writes its own files.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
-    parser.set_defaults(run=run, recipe=None, overrides=())
+    parser.set_defaults(run=run)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,9 +128,10 @@ def _run(arguments: argparse.Namespace, start: Start) -> int:
         summary = convert(source, target, arguments.out, what=what, place=place, restart=arguments.restart, show=show)
     finally:
         show.end()
-    if summary is not None:
-        as_json = arguments.json
-        print_out(_as_json(arguments, source, target, summary) if as_json else _table(arguments, source, summary))
+    if summary is not None and arguments.json:
+        print_out(_as_json(arguments, source, target, summary))
+    elif summary is not None:
+        print_out(_table(arguments, source, summary))
     elif not arguments.quiet and start.rank >= len(target.files):
         print(f"hybridflow: rank {start.rank}: {len(target.files)} file(s) need no more ranks", file=sys.stderr)
     return 0
@@ -151,6 +150,7 @@ def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, obje
     from hybridflow.checkpoint.formats.sharded import find_base
     from hybridflow.families.config_json import describe
     from hybridflow.families.tables import FAMILIES
+    from hybridflow.layout.parallel_layout import ParallelLayout
 
     wanted = arguments.source_format
     if wanted in READABLE:
@@ -172,24 +172,19 @@ def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, obje
     if arguments.merge_lora is not None:
         arguments.merge_lora = Path(os.path.abspath(arguments.merge_lora))
         source = open_merged(source, arguments.merge_lora)
-    target = make_target(arguments.to, source, _options(arguments))
-    names = ("to", "layout", "dtype", "max_shard_gb", "family", "merge_lora", "base")
-    asked = {name: getattr(arguments, name) for name in names}
-    return source, target, {name: None if value is None else str(value) for name, value in asked.items()}
-
-
-def _options(arguments: argparse.Namespace) -> Options:
-    from hybridflow.checkpoint.formats.registry import Options
-    from hybridflow.layout.parallel_layout import ParallelLayout
-
     shard = arguments.max_shard_gb
     if shard is not None and not 0 < shard < math.inf:
         raise ConfigError(f"--max-shard-gb {shard:g}: expected a number above 0")
-    return Options(
+    target = make_target(
+        arguments.to,
+        source,
         dtype=arguments.dtype,
         layout=None if arguments.layout is None else ParallelLayout.parse(arguments.layout),
         max_shard_bytes=None if shard is None else int(shard * 1e9),
     )
+    names = ("to", "layout", "dtype", "max_shard_gb", "family", "merge_lora", "base")
+    asked = {name: getattr(arguments, name) for name in names}
+    return source, target, {name: None if value is None else str(value) for name, value in asked.items()}
 
 
 def _end(ended: Ended, out: Path) -> NoReturn:
@@ -211,16 +206,12 @@ def _explain(error: Exception, rank: int) -> int:
         time.sleep(_AFTER_PEER_S)
         return error.status
     status = exit_status(error)
-    if status == FAILURE and not _is_explained(error):
+    # An OSError names its file.
+    if status == FAILURE and not isinstance(error, (HybridflowError, OSError)):
         traceback.print_exception(error)
         error = RuntimeError("failed, see above; this is an error of hybridflow's own")
     print(f"hybridflow: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
     return status
-
-
-def _is_explained(error: Exception) -> bool:
-    # An OSError names its file.
-    return isinstance(error, (HybridflowError, OSError))
 
 
 class _Show:
@@ -270,8 +261,10 @@ def _as_json(arguments: argparse.Namespace, source: Source, target: Target, summ
         },
     }
     if summary is None:
-        rows = [{"tensor": name, "from": names, "to": list(places)} for name, names, places in _rows(source, target)]
-        return json.dumps({**head, "bytes": _total_bytes(target), "tensors": rows}, indent=2)
+        found = list(_rows(source, target))
+        num_bytes = sum(at["bytes"] for _, _, places in found for at in places)
+        rows = [{"tensor": name, "from": names, "to": places} for name, names, places in found]
+        return json.dumps({**head, "bytes": num_bytes, "tensors": rows}, indent=2)
     done = {
         "num_tensors": summary.num_tensors,
         "num_cast": summary.num_cast,
@@ -302,18 +295,19 @@ def _table(arguments: argparse.Namespace, source: Source, summary: Summary) -> s
 
 def _mapping(source: Source, target: Target) -> str:
     """Show which tensors of the source make which of the target, for a person."""
-    lines = []
+    lines, num_bytes = [], 0
     for name, names, places in _rows(source, target):
+        num_bytes += sum(at["bytes"] for at in places)
         lines.append(name + (f"  <- {', '.join(names)}" if names != [name] else ""))
         lines += [f"    {at['file']}  {at['key']}  {at['dtype']} {at['shape']}  {at['bytes']} B" for at in places]
-    total = format_bytes(_total_bytes(target))
-    lines.append(f"{len(source.tensors)} tensors, {total} in {len(target.files)} file(s); nothing was written")
+    told = f"{len(source.tensors)} tensors, {format_bytes(num_bytes)} in {len(target.files)} file(s)"
+    lines.append(f"{told}; nothing was written")
     return "\n".join(lines)
 
 
 def _rows(source: Source, target: Target) -> Iterator[tuple[str, list[str], list[dict[str, Any]]]]:
     """Yield logical name, the source's names of its parts, and where they go."""
-    from hybridflow.checkpoint.formats.source import NamesParts
+    from hybridflow.checkpoint.formats.huggingface import HuggingFaceSource
 
     for name in source.tensors:
         places = []
@@ -321,8 +315,4 @@ def _rows(source: Source, target: Target) -> Iterator[tuple[str, list[str], list
             entry = target.files[file][key]
             at = {"dtype": entry.dtype, "shape": list(entry.shape), "bytes": entry.num_bytes}
             places.append({"file": file, "key": key, **at})
-        yield name, source.names(name) if isinstance(source, NamesParts) else [name], places
-
-
-def _total_bytes(target: Target) -> int:
-    return sum(entry.num_bytes for entries in target.files.values() for entry in entries.values())
+        yield name, source.names(name) if isinstance(source, HuggingFaceSource) else [name], places

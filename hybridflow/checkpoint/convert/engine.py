@@ -124,7 +124,8 @@ def convert(
         PeerError: Another rank failed, and has told why.
     """
     place = Place() if place is None else place
-    dealt = deal({name: _num_bytes(target, name) for name in target.files}, place.size)
+    sizes = {name: sum(entry.num_bytes for entry in entries.values()) for name, entries in target.files.items()}
+    dealt = deal(sizes, place.size)
     if place.rank and not dealt[place.rank]:
         return None
     with refusing(out, place.rank):
@@ -137,6 +138,7 @@ def convert(
             identity=identity,
             plan=_plan(source, identity, target, what),
             files=dealt[place.rank],
+            total_bytes=sum(sizes.values()),
             place=place,
             show=show,
         )
@@ -156,7 +158,7 @@ def convert(
             raise
         except BaseException as error:
             with contextlib.suppress(OSError):
-                ranks.tell_failure(str(error), exit_status(error))
+                ranks.tell("failure", {"rank": ranks.rank, "message": str(error), "status": exit_status(error)})
             raise
 
 
@@ -220,6 +222,7 @@ class _Job:
         identity: The source's, before it was read.
         plan: Tells it from others.
         files: The files of this rank.
+        total_bytes: Bytes of all files.
         place: See there.
         show: See there.
     """
@@ -231,6 +234,7 @@ class _Job:
     identity: str
     plan: Plan
     files: Sequence[str]
+    total_bytes: int
     place: Place
     show: Callable[[Progress], None]
 
@@ -245,7 +249,7 @@ def _run(job: _Job, ranks: Ranks) -> Summary | None:
         parts=len(found),
         num_parts=sum(map(len, job.target.files.values())),
         done_bytes=found_bytes,
-        total_bytes=sum(_num_bytes(job.target, name) for name in job.target.files),
+        total_bytes=job.total_bytes,
         found_bytes=found_bytes,
         seconds=0.0,
     )
@@ -256,10 +260,13 @@ def _run(job: _Job, ranks: Ranks) -> Summary | None:
             # Rank 0 removes the folder once it is told: nothing more is written there.
             monitor.stop()
         with as_write_errors(job.folder):
-            ranks.tell_done(monitor.own())
+            ranks.tell(f"done-{ranks.rank}", monitor.own())
         if job.place.rank:
             return None
-        peak = max([each["peak"] for each in _wait_for_all(ranks, monitor)] + [monitor.own()["peak"]])
+        while (done := ranks.done()) is None:
+            monitor.check()
+            time.sleep(_POLL_S)
+        peak = max(each["peak"] for each in [*done, monitor.own()])
         job.show(monitor.progress(ranks.look_after()))
         _complete(job)
     finally:
@@ -302,28 +309,21 @@ def _write_together(job: _Job, files: Sequence[str], output: Output, monitor: Mo
     wanted = set(files)
     for tensor in job.source.tensors:
         monitor.check()
-        places = [(file, key) for file, key in job.target.places(tensor) if file in wanted and key in output.left[file]]
-        if not places:
+        places = job.target.places(tensor)
+        missing = [(file, key) for file, key in places if file in wanted and key in output.left[file]]
+        if not missing:
             continue
-        dtype = TORCH_DTYPES[job.target.files[places[0][0]][places[0][1]].dtype]
+        dtype = TORCH_DTYPES[job.target.files[missing[0][0]][missing[0][1]].dtype]
         output.make_room(math.prod(job.source.tensors[tensor].shape) * dtype.itemsize)
         values = cast(tensor, job.source.read(tensor), dtype)
-        for file, key, part in job.target.parts(tensor, values, {file for file, _ in places}):
-            if (file, key) in places:
+        for (file, key), part in zip(places, job.target.parts(tensor, values), strict=True):
+            if (file, key) in missing:
                 output.put(file, key, part)
             # Not held while the next one is made.
             del part
         del values
         job.source.release()
     output.finish(files)
-
-
-def _wait_for_all(ranks: Ranks, monitor: Monitor) -> list[dict[str, int]]:
-    """Wait for all, and return what the other ranks left when they had written their files."""
-    while (done := ranks.done()) is None:
-        monitor.check()
-        time.sleep(_POLL_S)
-    return list(done.values())
 
 
 def _complete(job: _Job) -> None:
@@ -363,7 +363,7 @@ def _summary(job: _Job, found: Sequence[Part], seconds: float, peak: int) -> Sum
             job.target.files[file][key].dtype != job.source.tensors[tensor].dtype
             for tensor, (file, key) in wanted.items()
         ),
-        total_bytes=sum(_num_bytes(job.target, name) for name in job.target.files),
+        total_bytes=job.total_bytes,
         found_parts=len(found),
         found_bytes=sum(job.target.files[part.file][part.key].num_bytes for part in found),
         seconds=seconds,
@@ -459,13 +459,9 @@ def _check_room(job: _Job) -> None:
         # Files have their full length from the beginning; blocks, of 512 bytes, are what was written.
         there = sum((files / name).stat().st_blocks * 512 for name in job.target.files if (files / name).exists())
         free = shutil.disk_usage(files).free
-    missing = sum(_num_bytes(job.target, name) for name in job.target.files) - there
+    missing = job.total_bytes - there
     if missing > free:
         raise WriteError(
             f"{files}: {missing / 1e9:.2f} GB are to be written, and {free / 1e9:.2f} GB are free; make room, or "
             "choose an OUT elsewhere"
         )
-
-
-def _num_bytes(target: Target, file: str) -> int:
-    return sum(entry.num_bytes for entry in target.files[file].values())

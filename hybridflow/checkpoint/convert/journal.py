@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridflow.checkpoint.model_dir import write_text
+from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.errors import WriteError
 
 FILES = "files"
@@ -65,7 +65,7 @@ def write_plan(folder: Path, plan: Plan) -> None:
     Raises:
         WriteError: The file system refuses.
     """
-    write_text(folder / _PLAN, json.dumps(plan._asdict()) + "\n")
+    write_bytes(folder / _PLAN, (json.dumps(plan._asdict()) + "\n").encode())
 
 
 def read_plan(folder: Path) -> Plan | None:

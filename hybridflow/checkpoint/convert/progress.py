@@ -120,7 +120,7 @@ class Monitor:
             own = {"parts": progress.parts, "bytes": progress.done_bytes, "peak": own["peak"]}
         # A full disk is for what writes tensors to report.
         with contextlib.suppress(OSError):
-            self._ranks.tell(own)
+            self._ranks.tell(f"progress-{self._ranks.rank}", own)
         self._show(progress)
 
 

@@ -64,20 +64,13 @@ class Ranks:
         now = time.monotonic()
         self._seen: dict[int, tuple[Any, float]] = {worker: (None, now) for worker in self._watched}
 
-    def tell(self, progress: dict[str, int]) -> None:
-        """Publish how far this rank is."""
-        if self._others:
-            self._put(f"progress-{self.rank}", progress)
+    def tell(self, name: str, content: dict[str, Any]) -> None:
+        """Publish ``progress-RANK``, ``done-RANK`` when its files are written, or ``failure``, which ends the others.
 
-    def tell_done(self, result: dict[str, int]) -> None:
-        """Publish that this rank has written its files."""
+        A failure is the ``rank``, its ``message`` and the exit ``status``.
+        """
         if self._others:
-            self._put(f"done-{self.rank}", result)
-
-    def tell_failure(self, message: str, status: int) -> None:
-        """Leave a note that ends the other ranks."""
-        if self._others:
-            self._put("failure", {"rank": self.rank, "message": message, "status": status})
+            _write(self._folder / name, {"attempt": self._attempt, **content})
 
     def look_after(self) -> dict[int, dict[str, int]]:
         """Return how far the watched ranks are.
@@ -108,11 +101,11 @@ class Ranks:
                 found[worker] = progress
         return found
 
-    def done(self) -> dict[int, dict[str, int]] | None:
-        """Return what the other ranks left, by rank; None before all of them have written their files."""
-        found = {worker: self._get(f"done-{worker}") for worker in self._others}
-        done = {worker: result for worker, result in found.items() if result is not None}
-        return done if len(done) == len(self._others) else None
+    def done(self) -> list[dict[str, int]] | None:
+        """Return what the other ranks left; None before all of them have written their files."""
+        found = [self._get(f"done-{worker}") for worker in self._others]
+        done = [result for result in found if result is not None]
+        return done if len(done) == len(found) else None
 
     def _call(self) -> str:
         """Name the attempt, and wait for the answers. For rank 0."""
@@ -145,9 +138,6 @@ class Ranks:
         if begin["refusal"] is not None:
             raise _peer_error(begin["refusal"])
         return str(begin["attempt"])
-
-    def _put(self, name: str, content: dict[str, Any]) -> None:
-        _write(self._folder / name, {"attempt": self._attempt, **content})
 
     def _get(self, name: str) -> dict[str, Any] | None:
         found = _read(self._folder / name) if self._others else None

@@ -66,9 +66,7 @@ class Output:
             WriteError: It, or one before it, cannot be written.
         """
         num_bytes = values.nbytes
-        if file not in self._writers:
-            with as_write_errors(self._folder / file):
-                self._writers[file] = self._target.open(self._folder / file, file), threading.Lock()
+        self._open(file)
         self._flying.append((self._pool.submit(self._write, file, key, values), num_bytes))
         self._flying_bytes += num_bytes
 
@@ -93,9 +91,8 @@ class Output:
             self._land()
         for file in files:
             assert not self.left[file], f"{file}: the target gave no values for {sorted(self.left[file])}"
-            if file not in self._writers and not self._target.files[file]:
-                with as_write_errors(self._folder / file):
-                    self._writers[file] = self._target.open(self._folder / file, file), threading.Lock()
+            if not self._target.files[file]:
+                self._open(file)
         self._commit()
         self._wait_for_sync()
 
@@ -114,6 +111,11 @@ class Output:
                 with contextlib.suppress(OSError):
                     writer.close()
         self._writers.clear()
+
+    def _open(self, file: str) -> None:
+        if file not in self._writers:
+            with as_write_errors(self._folder / file):
+                self._writers[file] = self._target.open(self._folder / file, file), threading.Lock()
 
     def _write(self, file: str, key: str, values: Tensor) -> Part:
         writer, lock = self._writers[file]

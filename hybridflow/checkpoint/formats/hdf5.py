@@ -15,10 +15,10 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,15 +27,14 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.sharded import ShardedTarget
-from hybridflow.checkpoint.formats.source import Source
-from hybridflow.checkpoint.manifest import TensorEntry, versions
-from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, Entry, bytes_of
+from hybridflow.checkpoint.formats.source import Source, Target, check_shapes
+from hybridflow.checkpoint.manifest import TensorEntry, overlap, versions
+from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, bytes_of, entry_of
 from hybridflow.data.hdf5 import h5py
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.assets import ASSETS, identity_of
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.observe.files import sync_path
 from hybridflow.reshard.spec import Box, DType, num_elements
 from hybridflow.sections import read_section, to_dict
@@ -74,7 +73,7 @@ class _Shard(NamedTuple):
     sha256: str
 
 
-class HDF5Source:
+class HDF5Source(Source):
     """An HDF5 file of ours, or a directory of them, see ``source.Source``.
 
     Checksums of HDF5 and the sha256 of every dataset are compared when it is read.
@@ -91,8 +90,8 @@ class HDF5Source:
         self._files: dict[str, h5py.File] = {}
         with _reading(self._master):
             file = self._open(self._master.name, FORMAT)
-            self.family: str | None = _text(file, "family") or None
-            self.layout: str | None = _text(file, "layout") or None
+            self.family = _text(file, "family") or None
+            self.layout = _text(file, "layout") or None
             self.has_value_head = bool(file.attrs["has_value_head"])
             self.model = read_section(ModelConfig, json.loads(_text(file, "model")), source=f"{self._master}: model")
             datasets = self._datasets(file)
@@ -108,9 +107,6 @@ class HDF5Source:
         for shard in shards:
             found[tuple(slice(*span) for span in shard.box)] = self._values(shard, entry.dtype)
         return found
-
-    def release(self) -> None:
-        """See ``Source``; what was read is memory of the tensors themselves."""
 
     def assets(self) -> dict[str, bytes]:
         """See ``Source``."""
@@ -162,25 +158,17 @@ class HDF5Source:
 
     def _check(self, datasets: Mapping[str, h5py.Dataset]) -> dict[str, TensorEntry]:
         """Check that the tensors are those of the settings."""
-        model = self.model
-        least = model.num_layers * (1 if model.num_experts is None else model.num_experts)
-        if model.vocab_size is None or least > len(datasets):
-            raise CheckpointError(
-                f"{self._master}: {len(datasets)} datasets are too few for its settings, or these have no vocabulary; "
-                "restore it from a copy"
-            )
-        specs = model_spec(shape_of(model, model.vocab_size), has_value_head=self.has_value_head).tensors
-        expected = {spec.name: spec.shape for spec in specs}
-        for name in [*expected, *datasets]:
-            found = datasets[name].shape if name in datasets else "no such dataset (links are not followed)"
-            wanted = expected.get(name, "no such dataset")
-            if found != wanted:
-                raise CheckpointError(
-                    f"{self._master}: {_dataset(name)}: found {found}, expected {wanted} by its settings; restore it "
-                    "from a copy"
-                )
+        shapes = check_shapes(
+            {name: dataset.shape for name, dataset in datasets.items()},
+            self.model,
+            has_value_head=self.has_value_head,
+            where=str(self._master),
+            place=_dataset,
+            kind="dataset",
+            hint=" (links are not followed)",
+        )
         entries = {}
-        for name, shape in expected.items():
+        for name, shape in shapes.items():
             with _reading(self._master, _dataset(name)):
                 entries[name] = TensorEntry(_dtype_of(datasets[name]), shape)
         return entries
@@ -201,7 +189,9 @@ class HDF5Source:
                 if num_elements(box) != source.vspace.get_select_npoints() or source.dset_name != _dataset(name):
                     raise ValueError(f"it is made of {source.dset_name!r} by another selection than a box")
                 shards.append(_Shard(source.file_name, source.dset_name, box, sha256))
-            _check_cover(shards, dataset.shape)
+            boxes = sorted(shard.box for shard in shards)
+            if sum(map(num_elements, boxes)) != math.prod(dataset.shape) or overlap(boxes) is not None:
+                raise ValueError(f"its parts {boxes} do not make {list(dataset.shape)}")
             return shards
 
     def _values(self, shard: _Shard, dtype: DType) -> Tensor:
@@ -226,7 +216,7 @@ class HDF5Source:
         return values
 
 
-class HDF5Target:
+class HDF5Target(Target):
     """An HDF5 file, or one for each place of a layout and one that joins them, see ``source.Target``.
 
     Args:
@@ -243,39 +233,28 @@ class HDF5Target:
 
     def __init__(self, source: Source, *, layout: ParallelLayout | None = None, dtype: DType | None = None) -> None:
         self._source, self._layout = source, layout
-        self._model = replace(source.model, dtype=dtype) if dtype in ("fp32", "bf16") else source.model
-        self._entries = {
-            name: Entry(entry.dtype if dtype is None else dtype, entry.shape) for name, entry in source.tensors.items()
-        }
         self.is_single_file = layout is None
         # A file holds what a model directory of ours would hold in that layout.
-        self._cut = None if layout is None else ShardedTarget(source, layout, dtype=dtype)
-        if self._cut is None:
-            self.files: Mapping[str, Mapping[str, Entry]] = {MASTER: self._entries}
-        else:
-            self.files = {_part_file(file): entries for file, entries in self._cut.files.items()}
+        self._cut = ShardedTarget(source, ParallelLayout() if layout is None else layout, dtype=dtype)
+        files: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+        for name in source.tensors:
+            for file, key, _ in self._cut.boxes(name):
+                files[self._file(file)][key] = self._cut.files[file][key]
+        self.files: Mapping[str, Mapping[str, TensorEntry]] = dict(sorted(files.items()))
 
     def places(self, tensor: str) -> list[tuple[str, str]]:
         """See ``Target``."""
-        if self._cut is None:
-            return [(MASTER, tensor)]
-        return [(_part_file(file), key) for file, key in self._cut.places(tensor)]
+        return [(self._file(file), key) for file, key in self._cut.places(tensor)]
 
-    def parts(self, tensor: str, values: Tensor, files: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
+    def parts(self, tensor: str, values: Tensor) -> list[Tensor]:
         """See ``Target``."""
-        if self._cut is None:
-            if MASTER in files:
-                yield MASTER, tensor, values
-            return
-        wanted = {file for file in self._cut.files if _part_file(file) in files}
-        for file, key, part in self._cut.parts(tensor, values, wanted):
-            yield _part_file(file), key, part
+        return self._cut.parts(tensor, values)
 
     def open(self, path: Path, file: str) -> HDF5Writer:
         """See ``Target``."""
         writer = HDF5Writer(path, self.files[file])
         with _writing(path):
-            if self._cut is None:
+            if self._layout is None:
                 self._describe(writer.file)
             else:
                 writer.file.attrs["format"] = _PART_FORMAT
@@ -283,29 +262,28 @@ class HDF5Target:
 
     def finish(self, folder: Path, hashes: Mapping[str, Mapping[str, str]]) -> None:
         """See ``Target``."""
-        if self._cut is None:
+        if self._layout is None:
             return
         path = folder / MASTER
         with _writing(path):
             # The newest form of the format is the one that keeps many virtual datasets small.
             with h5py.File(path, "w", libver="v110") as file:
                 self._describe(file)
-                for name, entry in self._entries.items():
+                for name, entry in self._cut.tensors.items():
                     self._join(file, name, entry, hashes)
             sync_path(path)
 
-    def _join(self, file: h5py.File, name: str, entry: Entry, hashes: Mapping[str, Mapping[str, str]]) -> None:
+    def _join(self, file: h5py.File, name: str, entry: TensorEntry, hashes: Mapping[str, Mapping[str, str]]) -> None:
         """Make a virtual dataset over the parts of a tensor."""
-        assert self._cut is not None
         creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         space = h5py.h5s.create_simple(entry.shape)
         found = []
         for part_file, key, box in self._cut.boxes(name):
             sizes = tuple(stop - start for start, stop in box)
             space.select_hyperslab(tuple(start for start, _ in box), (1,) * len(box), block=sizes)
-            name_bytes = _part_file(part_file).encode(), _dataset(key).encode()
+            name_bytes = self._file(part_file).encode(), _dataset(key).encode()
             creation.set_virtual(space, *name_bytes, h5py.h5s.create_simple(sizes))
-            found.append(hashes[_part_file(part_file)][key])
+            found.append(hashes[self._file(part_file)][key])
         space.select_all()
         dataset = h5py.h5d.create(
             file.id, _dataset(name).encode(), _TYPES[entry.dtype], space, creation, _making_groups()
@@ -313,10 +291,14 @@ class HDF5Target:
         attributes = h5py.Dataset(dataset).attrs
         attributes["dtype"], attributes["sha256"] = entry.dtype, json.dumps(found)
 
+    def _file(self, file: str) -> str:
+        """Return the name of the file for one of a model directory."""
+        return MASTER if self._layout is None else f"{Path(file).stem}.h5"
+
     def _describe(self, file: h5py.File) -> None:
         """Write settings as attributes, and the files that travel along."""
         file.attrs["format"] = FORMAT
-        file.attrs["model"] = json.dumps(to_dict(self._model))
+        file.attrs["model"] = json.dumps(to_dict(self._cut.model))
         file.attrs["family"] = self._source.family or ""
         file.attrs["has_value_head"] = self._source.has_value_head
         file.attrs["layout"] = "" if self._layout is None else str(self._layout)
@@ -335,16 +317,14 @@ class HDF5Writer:
     Attributes:
         path: The file.
         file: Its handle.
-        num_bytes: Bytes of its tensors.
     """
 
-    def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, path: Path, entries: Mapping[str, TensorEntry]) -> None:
         self.path, self._entries = path, entries
         # Threads that hash and that wait for the disk while HDF5 writes.
         self._meanwhile = ThreadPoolExecutor(2)
         self._syncing: Future[None] | None = None
         self._unsynced_bytes = 0
-        self.num_bytes = sum(entry.num_bytes for entry in entries.values())
         with _writing(path):
             self.file = h5py.File(path, "w", libver="v110", rdcc_nbytes=_CACHE_BYTES)
             self.file.create_group(_WEIGHTS)
@@ -352,8 +332,7 @@ class HDF5Writer:
     def write(self, key: str, tensor: Tensor) -> str:
         """See ``Writer``."""
         entry = self._entries[key]
-        assert tuple(tensor.shape) == entry.shape, f"{key}: {list(tensor.shape)} is not {list(entry.shape)}"
-        assert tensor.dtype == TORCH_DTYPES[entry.dtype], f"{key}: {tensor.dtype} is not {entry.dtype}"
+        assert entry_of(tensor) == entry, f"{key}: {entry_of(tensor)} is not {entry}"
         tensor = tensor.contiguous()
         hashing = _hash(tensor, self._meanwhile)
         kind = _TYPES[entry.dtype]
@@ -546,10 +525,6 @@ def is_hdf5(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def _part_file(file: str) -> str:
-    return f"{Path(file).stem}.h5"
-
-
 def _dataset(name: str) -> str:
     return f"/{_WEIGHTS}/{name.replace('.', '/')}"
 
@@ -560,7 +535,7 @@ def _making_groups() -> Any:
     return links
 
 
-def _chunk(entry: Entry) -> tuple[int, ...]:
+def _chunk(entry: TensorEntry) -> tuple[int, ...]:
     """Return a chunk shape: whole rows of about 2 MiB, or a part of one longer row."""
     left, sizes = _CHUNK_BYTES // TORCH_DTYPES[entry.dtype].itemsize, []
     for size in reversed(entry.shape):
@@ -604,27 +579,9 @@ def _check_storage(dataset: h5py.Dataset, shape: tuple[int, ...], dtype: DType) 
         raise ValueError("does not lie in chunks of this file")
     if filters != [h5py.h5z.FILTER_FLETCHER32]:
         raise ValueError(f"has the filters {filters}, expected the checksum fletcher32 alone")
-    num_bytes = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
+    num_bytes = TensorEntry(dtype, shape).num_bytes
     if dataset.id.get_storage_size() < num_bytes:
         raise ValueError(f"has {dataset.id.get_storage_size()} bytes, expected {num_bytes}")
-
-
-def _check_cover(shards: list[_Shard], shape: tuple[int, ...]) -> None:
-    """Check that boxes lie side by side along one dim and fill the tensor."""
-    boxes = sorted(shard.box for shard in shards)
-    cut = [dim for dim, size in enumerate(shape) if boxes[0][dim] != (0, size)]
-    dim = cut[0] if cut else 0
-    ends = [0, *(box[dim][1] for box in boxes)]
-    is_whole = (
-        len(cut) <= 1
-        and ends[-1] == shape[dim]
-        and all(
-            box[dim][0] == end and all(span == (0, shape[other]) for other, span in enumerate(box) if other != dim)
-            for box, end in zip(boxes, ends, strict=False)
-        )
-    )
-    if not is_whole:
-        raise ValueError(f"its parts {boxes} do not make {list(shape)}")
 
 
 @contextmanager

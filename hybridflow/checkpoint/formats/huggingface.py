@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.forms import from_logical, part_shapes, to_logical
-from hybridflow.checkpoint.formats.source import Source
+from hybridflow.checkpoint.formats.source import Source, Target, num_blocks, spec_of_model
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
-from hybridflow.checkpoint.tensor_file import Entry, TensorFile, TensorFileWriter
+from hybridflow.checkpoint.tensor_file import HeldTensors, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import ASSETS, CONFIG, identity_of, parse_json, read_assets, read_json
 from hybridflow.families.config_json import Described, describe, read_config, update_config
 from hybridflow.families.family import Form
 from hybridflow.families.model import ModelConfig
-from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import DType
 
 SINGLE = "model.safetensors"
@@ -54,9 +53,8 @@ def parts_of(described: Described) -> dict[str, Parts]:
         ConfigError: The family has no place for a tensor of the model.
     """
     model, rules = described.model, {rule.logical: rule for rule in described.family.rules}
-    assert model.vocab_size is not None, "a described model has a vocabulary"
     found: dict[str, Parts] = {}
-    for spec in model_spec(shape_of(model, model.vocab_size), has_value_head=described.has_value_head).tensors:
+    for spec in spec_of_model(model, has_value_head=described.has_value_head).tensors:
         rule = rules.get(re.sub(r"\b(layer|expert)s\.\d+", r"\1s.{\1}", spec.name))
         if rule is None:
             raise ConfigError(
@@ -69,38 +67,7 @@ def parts_of(described: Described) -> dict[str, Parts]:
     return found
 
 
-class Tensors(Protocol):
-    """Tensors under Hugging Face's names, as ``TensorFile`` has them.
-
-    Attributes:
-        path: Where they are, for messages.
-    """
-
-    path: Path
-
-    @property
-    def entries(self) -> Mapping[str, Entry]:
-        """Return what is there, by name."""
-        ...
-
-    def read(self, key: str) -> Tensor:
-        """Read a tensor, in host memory, not to be written."""
-        ...
-
-    def read_stacked(self, keys: Sequence[str]) -> Tensor | None:
-        """Read tensors of one shape as one ``[keys, …]`` where that is no copy; else None."""
-        ...
-
-    def sha256(self, key: str) -> str:
-        """Return the sha256 of a tensor's bytes."""
-        ...
-
-    def release(self) -> None:
-        """Give back the memory of what was read."""
-        ...
-
-
-class HuggingFaceSource:
+class HuggingFaceSource(Source):
     """A directory of Hugging Face, see ``source.Source``.
 
     A stored output layer of a model whose embeddings are tied passes where it is the embedding bit for bit.
@@ -111,13 +78,12 @@ class HuggingFaceSource:
     """
 
     format = "hf"
-    layout: str | None = None
 
     def __init__(self, path: Path) -> None:
         values = read_json(path / CONFIG)
         self._take(path, values, _open_files(path))
 
-    def _take(self, path: Path, values: Mapping[str, Any], files: Mapping[str, Tensors]) -> None:
+    def _take(self, path: Path, values: Mapping[str, Any], files: Mapping[str, TensorFile | HeldTensors]) -> None:
         """Hold tensors, wherever they are, against the settings that go with them."""
         self.path = path
         self._files = files
@@ -125,7 +91,7 @@ class HuggingFaceSource:
         described = read_config(values, where=str(path / CONFIG))
         _check_counts(described.model, len(self._where), path)
         self.model, self.has_value_head = described.model, described.has_value_head
-        self.family: str | None = described.family.name
+        self.family = described.family.name
         self._parts = parts_of(described)
         self._output_copy = self._check_names(described)
         self.tensors: Mapping[str, TensorEntry] = {
@@ -143,7 +109,7 @@ class HuggingFaceSource:
         return to_logical(parts.form, values, self.model)
 
     def names(self, tensor: str) -> list[str]:
-        """See ``source.NamesParts``."""
+        """Return the Hugging Face names of the parts of a logical tensor."""
         return list(self._parts[tensor].names)
 
     def release(self) -> None:
@@ -211,7 +177,7 @@ class HuggingFaceSource:
             )
 
 
-class HuggingFaceTarget:
+class HuggingFaceTarget(Target):
     """A directory that ``transformers`` and vLLM load, see ``source.Target``.
 
     The ``config.json`` is the one that traveled along, brought up to date, where it describes the model; else it is
@@ -226,9 +192,6 @@ class HuggingFaceTarget:
         ConfigError: No family has such a model.
     """
 
-    is_single_file = False
-    can_go_on = True
-
     def __init__(self, source: Source, *, dtype: DType | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         if max_shard_bytes < 1:
             raise ConfigError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
@@ -237,25 +200,24 @@ class HuggingFaceTarget:
         self._parts = parts_of(self._described)
         self._dtype = dtype if dtype is not None else source.tensors[_EMBEDDING].dtype
         entries = {
-            part: Entry(dtype if dtype is not None else source.tensors[name].dtype, shape)
+            part: TensorEntry(dtype if dtype is not None else source.tensors[name].dtype, shape)
             for name, parts in self._parts.items()
             for part, shape in zip(parts.names, parts.shapes, strict=True)
         }
-        self.files: Mapping[str, Mapping[str, Entry]] = _deal(entries, max_shard_bytes)
+        shards = deal(entries, max_shard_bytes)
+        names = [f"model-{index + 1:05}-of-{len(shards):05}.safetensors" for index in range(len(shards))]
+        self.files: Mapping[str, Mapping[str, TensorEntry]] = (
+            dict(zip(names, shards, strict=True)) if len(shards) > 1 else {SINGLE: shards[0]}
+        )
         self._where = {part: file for file, held in self.files.items() for part in held}
 
     def places(self, tensor: str) -> list[tuple[str, str]]:
         """See ``Target``."""
         return [(self._where[name], name) for name in self._parts[tensor].names]
 
-    def parts(self, tensor: str, values: Tensor, files: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
+    def parts(self, tensor: str, values: Tensor) -> list[Tensor]:
         """See ``Target``."""
-        places = self.places(tensor)
-        if any(file in files for file, _ in places):
-            parts = from_logical(self._parts[tensor].form, values, self._described.model)
-            for (file, name), part in zip(places, parts, strict=True):
-                if file in files:
-                    yield file, name, part
+        return from_logical(self._parts[tensor].form, values, self._described.model)
 
     def open(self, path: Path, file: str) -> TensorFileWriter:
         """See ``Target``."""
@@ -277,9 +239,9 @@ class HuggingFaceTarget:
             write_bytes(folder / INDEX, _to_json(index))
 
 
-def _deal(entries: Mapping[str, Entry], max_shard_bytes: int) -> dict[str, dict[str, Entry]]:
-    """Deal tensors in their order to files within the size limit, named as ``transformers`` does."""
-    shards: list[dict[str, Entry]] = [{}]
+def deal(entries: Mapping[str, TensorEntry], max_shard_bytes: int) -> list[dict[str, TensorEntry]]:
+    """Deal tensors in their order to files within the size limit."""
+    shards: list[dict[str, TensorEntry]] = [{}]
     room = max_shard_bytes
     for name, entry in entries.items():
         if entry.num_bytes > room and shards[-1]:
@@ -287,9 +249,7 @@ def _deal(entries: Mapping[str, Entry], max_shard_bytes: int) -> dict[str, dict[
             room = max_shard_bytes
         shards[-1][name] = entry
         room -= entry.num_bytes
-    if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    return {f"model-{index + 1:05}-of-{len(shards):05}.safetensors": shard for index, shard in enumerate(shards)}
+    return shards
 
 
 def _to_json(values: Mapping[str, Any]) -> bytes:
@@ -345,8 +305,7 @@ def _open_shards(path: Path) -> dict[str, TensorFile]:
 
 def _check_counts(model: ModelConfig, num_tensors: int, path: Path) -> None:
     """Refuse sizes that the files cannot have, before anything is listed by them."""
-    least = model.num_layers * (1 if model.num_experts is None else model.num_experts)
-    if least > num_tensors:
+    if num_blocks(model) > num_tensors:
         raise CheckpointError(
             f"{path / CONFIG}: found {model.num_layers} layers"
             + ("" if model.num_experts is None else f" of {model.num_experts} experts")

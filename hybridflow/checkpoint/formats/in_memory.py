@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridflow.checkpoint.formats.huggingface import HuggingFaceSource
 from hybridflow.checkpoint.formats.in_memory_megatron import MegatronSource, read_megatron
 from hybridflow.checkpoint.formats.source import Source
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, Entry
+from hybridflow.checkpoint.tensor_file import HeldTensors
 from hybridflow.errors import ConfigError
 from hybridflow.families.assets import CONFIG
 from hybridflow.families.config_json import Described, read_config
@@ -32,8 +32,6 @@ SECTIONS = {
     "teacher": "teacher.model",
 }
 """Role -> the section of a recipe with its model."""
-
-_TEXT_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class InMemoryModel(NamedTuple):
@@ -121,7 +119,7 @@ class _TransformersSource(HuggingFaceSource):
         state = _as_saved(model, model.state_dict())
         if described.model.tied_embeddings:
             _drop_copy(state)
-        self._take(path, values, {str(path): _InMemory(path, state)})
+        self._take(path, values, {str(path): HeldTensors(path, state)})
         generation = getattr(model, "generation_config", None)
         self._assets = {CONFIG: json.dumps(values, indent=2).encode()}
         if generation is not None:
@@ -135,45 +133,6 @@ class _TransformersSource(HuggingFaceSource):
         """See ``Source``; of settings, names and shapes alone, since what is in memory has no time."""
         rows = [[name, *entry] for file in self._files.values() for name, entry in file.entries.items()]
         return hashlib.sha256(json.dumps([rows, self._assets[CONFIG].decode()]).encode()).hexdigest()
-
-
-class _InMemory:
-    """Tensors by name, as ``TensorFile`` has them.
-
-    Raises:
-        ConfigError: One of them is not there, cut over ranks, or of a dtype unknown here.
-    """
-
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        self.path = path
-        self._tensors = tensors
-        for name, tensor in tensors.items():
-            if tensor.device.type == "meta":
-                raise ConfigError(f"{path}: {name} is on the meta device, without values; load the weights first")
-            if hasattr(tensor, "full_tensor"):
-                raise ConfigError(
-                    f"{path}: {name} is cut over ranks by torch.distributed; give the model before it is sharded, or "
-                    "save_pretrained it and name the directory"
-                )
-            if tensor.dtype not in DTYPE_NAMES:
-                expected = ", ".join(map(str, DTYPE_NAMES))
-                raise ConfigError(f"{path}: {name} is {tensor.dtype}; expected one of {expected}: convert the model")
-        self.entries = {name: Entry(DTYPE_NAMES[each.dtype], tuple(each.shape)) for name, each in tensors.items()}
-
-    def read(self, key: str) -> Tensor:
-        """Read a tensor in host memory, not to be written."""
-        return self._tensors[key].detach().cpu()
-
-    def read_stacked(self, keys: Sequence[str]) -> Tensor | None:
-        """Return None: the tensors lie apart."""
-        return None
-
-    def sha256(self, key: str) -> str:
-        """Return the sha256 of a tensor's bytes."""
-        return hashlib.sha256(self.read(key).contiguous().view(torch.uint8).numpy().data).hexdigest()
-
-    def release(self) -> None:
-        """Do nothing: the program keeps the tensors."""
 
 
 def _library_class(given: object) -> type | None:
@@ -209,7 +168,7 @@ def _describe(model: Any) -> tuple[Described, dict[str, Any]]:
     values = json.loads(model.config.to_json_string())
     dtype = next(parameter.dtype for parameter in model.parameters())
     values = {key: value for key, value in values.items() if key not in ("dtype", "torch_dtype")}
-    values |= {"architectures": [kind.__name__], "dtype": _TEXT_DTYPES.get(dtype, str(dtype))}
+    values |= {"architectures": [kind.__name__], "dtype": str(dtype).removeprefix("torch.")}
     return read_config(values, where=f"{name}.config"), values
 
 

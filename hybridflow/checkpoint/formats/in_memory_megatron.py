@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from hybridflow.checkpoint.formats.megatron_args import MEGATRON_SETTINGS
+from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
+from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, entry_of
 from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig, RotaryScaling, check_model
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -36,7 +37,6 @@ _COMPUTED: dict[str, tuple[object, ...]] = {
 }
 """Settings of a ``TransformerConfig`` and the values that are computed here; a version may lack some of them."""
 
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _WHERE = "GPTModel"
 _REMEDY = "save it as a checkpoint that hybridflow reads (docs/checkpoints.md) and name its directory"
 
@@ -63,7 +63,7 @@ def read_megatron(given: GPTModel, *, vocab_size: int | None = None) -> ModelCon
         "rotary_percent": (given.rotary_percent, (1, 1.0)),
         "vp_stage": (given.vp_stage, (None,)),
         "config.expert_model_parallel_size": (config.expert_model_parallel_size, (None, 1)),
-        "config.params_dtype": (config.params_dtype, tuple(_DTYPES)),
+        "config.params_dtype": (config.params_dtype, tuple(DTYPE_NAMES)),
     }
     for name, (value, allowed) in found.items():
         if value not in allowed:
@@ -99,7 +99,7 @@ def read_megatron(given: GPTModel, *, vocab_size: int | None = None) -> ModelCon
         attention_scale=config.softmax_scale,
         window=_window(config.window_size),
         init_std=config.init_method_std,
-        dtype=_DTYPES[config.params_dtype],  # type: ignore[arg-type]
+        dtype=DTYPE_NAMES[config.params_dtype],
         **experts,
     )
     model = _with_rotary(model, given)
@@ -142,7 +142,7 @@ def _with_rotary(model: ModelConfig, given: GPTModel) -> ModelConfig:
     return model
 
 
-class MegatronSource:
+class MegatronSource(Source):
     """The weights of a ``GPTModel``, see ``source.Source``.
 
     If the model is cut, each rank gathers the parts of all others. It then holds the whole model in host memory while
@@ -159,15 +159,13 @@ class MegatronSource:
     """
 
     format = "megatron-core"
-    family: str | None = None
-    has_value_head = False
 
     def __init__(self, given: GPTModel, *, vocab_size: int | None = None) -> None:
         self.path = Path("<GPTModel in memory>")
         self.model = read_megatron(given, vocab_size=vocab_size)
         groups = given.pg_collection
         tp, pp = groups.tp.size(), groups.pp.size()
-        self.layout: str | None = None if tp == pp == 1 else f"tp{tp}.pp{pp}"
+        self.layout = None if tp == pp == 1 else f"tp{tp}.pp{pp}"
         # Its own padding may be more than a layout of ours would have.
         specs = model_spec(shape_of(self.model, given.vocab_size)).tensors
         held = logical_tensors(given)
@@ -180,20 +178,11 @@ class MegatronSource:
             spec.name: whole[spec.name] if spec.padded_to is None else whole[spec.name][: self.model.vocab_size]
             for spec in specs
         }
-        self.tensors: Mapping[str, TensorEntry] = {
-            name: TensorEntry(DTYPE_NAMES[each.dtype], tuple(each.shape)) for name, each in self._tensors.items()
-        }
+        self.tensors: Mapping[str, TensorEntry] = {name: entry_of(each) for name, each in self._tensors.items()}
 
     def read(self, tensor: str) -> Tensor:
         """See ``Source``."""
         return self._tensors[tensor].cpu()
-
-    def release(self) -> None:
-        """Do nothing: gathered tensors stay."""
-
-    def assets(self) -> dict[str, bytes]:
-        """Return None: the model has no files."""
-        return {}
 
     def identity(self) -> str:
         """See ``Source``; of names and shapes alone, since what is in memory has no time."""

@@ -19,14 +19,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.huggingface import parts_of
-from hybridflow.checkpoint.formats.source import Source
+from hybridflow.checkpoint.formats.source import Source, num_blocks, spec_of_model
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
 from hybridflow.errors import CheckpointError, ConfigError
@@ -35,7 +34,6 @@ from hybridflow.families.config_json import Described, describe
 from hybridflow.families.family import Form
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.adapters import FACTOR
-from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
 
 HEAD = "value_head.weight"
@@ -242,14 +240,12 @@ def linear_modules(described: Described) -> list[Module]:
 
 def _base_spec(model: ModelConfig, has_value_head: bool) -> ModelSpec:
     """Return the tensors of a model without an adapter. Its settings may come with no tensors that bound them."""
-    assert model.vocab_size is not None, "a checkpoint's settings have a vocabulary"
-    count = model.num_layers * (1 if model.num_experts is None else model.num_experts)
-    if count > _MOST_BLOCKS:
+    if num_blocks(model) > _MOST_BLOCKS:
         raise ConfigError(
             f"num_layers={model.num_layers} num_experts={model.num_experts}: expected at most {_MOST_BLOCKS} together; "
             "give the settings that belong to the adapter"
         )
-    return model_spec(shape_of(model, model.vocab_size), has_value_head=has_value_head)
+    return spec_of_model(model, has_value_head=has_value_head)
 
 
 def is_adapter(source: Source) -> bool:
@@ -257,13 +253,15 @@ def is_adapter(source: Source) -> bool:
     return any(FACTOR.fullmatch(name) for name in source.tensors)
 
 
-def adapter_spec(source: Source) -> ModelSpec:
-    """Return how the factors of an adapter are cut: B as the rows of its weight, A as its columns.
+def spec_of(source: Source) -> ModelSpec:
+    """Return how the tensors of a checkpoint are cut; of an adapter B as the rows of its weight, A as its columns.
 
     Raises:
-        CheckpointError: A tensor is no factor of one of the model's weights.
+        CheckpointError: A tensor of an adapter is no factor of one of the model's weights.
     """
     base = _base_spec(source.model, source.has_value_head)
+    if not is_adapter(source):
+        return base
     weights = {spec.name: spec for spec in base.tensors}
     specs = []
     for name, entry in source.tensors.items():
@@ -279,13 +277,9 @@ def adapter_spec(source: Source) -> ModelSpec:
 
 
 def _factor_spec(name: str, entry: TensorEntry, weight: TensorSpec, *, is_a: bool) -> TensorSpec:
-    cuts_columns = weight.tp_dim == len(weight.shape) - 1
-    cuts_rows = weight.tp_dim is not None and not cuts_columns
-    tp_dim = None
-    if is_a and cuts_columns:
-        tp_dim = 1
-    elif not is_a and cuts_rows:
-        tp_dim = len(entry.shape) - 2
+    tp_dim, cuts_columns = None, weight.tp_dim == len(weight.shape) - 1
+    if weight.tp_dim is not None and is_a == cuts_columns:
+        tp_dim = 1 if is_a else len(entry.shape) - 2
     return TensorSpec(
         name=name,
         shape=entry.shape,
@@ -295,15 +289,6 @@ def _factor_spec(name: str, entry: TensorEntry, weight: TensorSpec, *, is_a: boo
         padded_to=None if tp_dim is None else weight.padded_to,
         expert=weight.expert,
     )
-
-
-def spec_of(source: Source) -> ModelSpec:
-    """Return how the tensors of a checkpoint, a model or an adapter, are cut.
-
-    Raises:
-        CheckpointError: A tensor is no factor of one of the model's weights.
-    """
-    return adapter_spec(source) if is_adapter(source) else _base_spec(source.model, source.has_value_head)
 
 
 def described_of(source: Source) -> Described:
@@ -365,7 +350,7 @@ def check_factors(
     return found
 
 
-class MergedSource:
+class MergedSource(Source):
     """A checkpoint with an adapter's updates in its weights: W + scale * B A in fp32, rounded to the weight's dtype.
 
     One tensor at a time, computed when it is read. The attributes are the base's, see ``Source``.
@@ -380,7 +365,7 @@ class MergedSource:
     """
 
     def __init__(self, base: Source, adapter: Source) -> None:
-        self.path: Path = base.path
+        self.path = base.path
         self.format = base.format
         self.family = base.family
         self.model = base.model
@@ -436,16 +421,7 @@ def settings_of(adapter: Source) -> LoraSettings:
     text = adapter.assets().get(ADAPTER_CONFIG)
     if text is None:
         raise CheckpointError(f"{adapter.path}: holds no {ADAPTER_CONFIG}; expected a LoRA adapter")
-    return parse_settings(text, where=str(adapter.path / ADAPTER_CONFIG))
-
-
-def parse_settings(text: bytes, *, where: str) -> LoraSettings:
-    """Parse the settings of an ``adapter_config.json``.
-
-    Raises:
-        CheckpointError: It is no JSON.
-        ConfigError: As ``read_settings``.
-    """
+    where = str(adapter.path / ADAPTER_CONFIG)
     return read_settings(parse_json(text, where), where=where)
 
 

@@ -18,31 +18,30 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hybridflow.checkpoint.formats.huggingface import MAX_SHARD_BYTES, deal
 from hybridflow.checkpoint.formats.megatron_args import layout_of, padded_vocab_size, read_args, to_args, to_model
-from hybridflow.checkpoint.formats.source import Source
+from hybridflow.checkpoint.formats.source import Source, Target, num_blocks, spec_of_model
 from hybridflow.checkpoint.formats.torch_archive import ArchivesWriter, object_archive, places
 from hybridflow.checkpoint.formats.unpickle import Inert, MappedFile, TorchArchive, dump, read_pickle
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import within, write_bytes
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES, Entry
+from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.assets import ASSETS, identity_of, read_assets, read_json
 from hybridflow.families.model import ModelConfig
-from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import Box, DType, TensorSpec, intersect, num_elements
 
 LATEST = "latest_checkpointed_iteration.txt"
 METADATA, COMMON, KIND = ".metadata", "common.pt", "metadata.json"
 _RELEASE, _STATES = "release", "__states_0.distcp"
 _ASSETS = "assets"
-MAX_FILE_BYTES = 5_000_000_000
 _CHUNK_BYTES = 1 << 30
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.*)")
@@ -118,7 +117,7 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
 
 
-class MegatronDistSource:
+class MegatronDistSource(Source):
     """A ``torch_dist`` checkpoint, see ``source.Source``.
 
     The checksum of every chunk is compared when it is first read. Optimizer states are not read.
@@ -129,8 +128,6 @@ class MegatronDistSource:
     """
 
     format = "megatron-dist"
-    family: str | None = None
-    has_value_head = False
 
     def __init__(self, path: Path) -> None:
         self.path, self._folder = path, find_iteration(path)
@@ -181,7 +178,7 @@ class MegatronDistSource:
     def _find_parts(self) -> dict[str, list[_Part]]:
         """Return every logical tensor's place, in whichever of its forms it is there."""
         model = self.model
-        least = model.num_layers * (1 if model.num_experts is None else model.num_experts)
+        least = num_blocks(model)
         num_chunks = sum(len(stored.chunks) for stored in self._stored.values())
         if model.vocab_size is None or least > num_chunks:
             raise CheckpointError(
@@ -189,7 +186,7 @@ class MegatronDistSource:
                 f"{METADATA} has {num_chunks} chunks; restore both from one copy"
             )
         found = {}
-        for spec in model_spec(shape_of(model, model.vocab_size)).tensors:
+        for spec in spec_of_model(model).tensors:
             forms = _forms(spec, model.num_layers)
             there = [parts for parts in forms if all(part.key in self._stored for part in parts)]
             if not there:
@@ -296,53 +293,48 @@ class MegatronDistSource:
             raise CheckpointError(f"{tensor} ({key} of {chunk.file}): {error}") from error
 
 
-class MegatronDistTarget:
+class MegatronDistTarget(Target):
     """A directory that Megatron-LM loads in any layout by ``--load``, see ``source.Target``.
 
     Args:
         source: What is to be written.
         dtype: Number format to write; None: each tensor's own.
-        max_file_bytes: No file has more bytes of tensors, unless it has one chunk alone.
+        max_shard_bytes: No file has more bytes of tensors, unless it has one chunk alone.
 
     Raises:
         ConfigError: Megatron-LM has no such model.
     """
 
-    is_single_file = False
-    can_go_on = True
-
-    def __init__(self, source: Source, *, dtype: DType | None = None, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    def __init__(self, source: Source, *, dtype: DType | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         if source.has_value_head:
             raise ConfigError("Megatron-LM's GPT has no value head; write another format, or convert the actor")
-        if max_file_bytes < 1:
-            raise ConfigError(f"max_file_bytes={max_file_bytes}: expected at least 1")
+        if max_shard_bytes < 1:
+            raise ConfigError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
         self._source, self._model = source, source.model
         dtypes = {name: entry.dtype if dtype is None else dtype for name, entry in source.tensors.items()}
         self._args = to_args(self._model, dtypes["embedding.word_embeddings.weight"])
-        assert self._model.vocab_size is not None, "a source's model has a vocabulary"
-        specs = model_spec(shape_of(self._model, self._model.vocab_size)).tensors
+        specs = spec_of_model(self._model).tensors
         self._items = {spec.name: _items(spec, self._model, dtypes[spec.name]) for spec in specs}
         _check_dtypes(self._items)
-        self.files: Mapping[str, Mapping[str, Entry]] = _deal(self._items, max_file_bytes)
+        entries = {item.name: item.entry for items in self._items.values() for item in items}
+        self.files: Mapping[str, Mapping[str, TensorEntry]] = {
+            f"{_RELEASE}/__{index}_0.distcp": shard for index, shard in enumerate(deal(entries, max_shard_bytes))
+        }
         self._where = {key: file for file, entries in self.files.items() for key in entries}
 
     def places(self, tensor: str) -> list[tuple[str, str]]:
         """See ``Target``."""
         return [(self._where[item.name], item.name) for item in self._items[tensor]]
 
-    def parts(self, tensor: str, values: Tensor, files: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
+    def parts(self, tensor: str, values: Tensor) -> Iterator[Tensor]:
         """See ``Target``."""
-        items = self._items[tensor]
         rows = values.flatten(0, 1) if values.dim() == 3 else values
-        for item in items:
-            file = self._where[item.name]
-            if file not in files:
-                continue
+        for item in self._items[tensor]:
             part = rows[item.start : item.start + item.entry.shape[len(item.lead)]]
             missing = item.entry.shape[len(item.lead)] - len(part)
             if missing:
                 part = torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
-            yield file, item.name, part.view(item.entry.shape)
+            yield part.view(item.entry.shape)
 
     def open(self, path: Path, file: str) -> ArchivesWriter:
         """See ``Target``."""
@@ -409,7 +401,7 @@ class _Item(NamedTuple):
     shape: tuple[int, ...]
     lead: tuple[int, ...]
     start: int
-    entry: Entry
+    entry: TensorEntry
 
 
 def _forms(spec: TensorSpec, num_layers: int) -> list[list[_Part]]:
@@ -451,12 +443,12 @@ def _items(spec: TensorSpec, model: ModelConfig, dtype: DType) -> list[_Item]:
         num_rows, rest = part.shape[0], part.shape[1:]
         if spec.padded_to is not None:
             num_rows = padded_vocab_size(model)
-        step = max(1, _CHUNK_BYTES // Entry(dtype, (1, *rest)).num_bytes)
+        step = max(1, _CHUNK_BYTES // TensorEntry(dtype, (1, *rest)).num_bytes)
         for start in range(0, num_rows, step):
             sizes = (*(1 for _ in part.lead), min(step, num_rows - start), *rest)
             name = f"{part.key}@{'.'.join(map(str, (*part.lead, start)))}"
             shape = (*part.counts, num_rows, *rest)
-            items.append(_Item(name, part.key, shape, part.lead, start, Entry(dtype, sizes)))
+            items.append(_Item(name, part.key, shape, part.lead, start, TensorEntry(dtype, sizes)))
     return items
 
 
@@ -486,19 +478,6 @@ def _state_keys(model: ModelConfig) -> Iterator[str]:
                     f"decoder.layers.mlp.experts.experts.{module}._extra_state/"
                     f"shard_{layer}.{expert}_{layers}.{model.num_experts}"
                 )
-
-
-def _deal(items: Mapping[str, list[_Item]], max_file_bytes: int) -> dict[str, dict[str, Entry]]:
-    """Deal chunks in their order to files within the size limit."""
-    files: list[dict[str, Entry]] = [{}]
-    room = max_file_bytes
-    for item in (item for parts in items.values() for item in parts):
-        if item.entry.num_bytes > room and files[-1]:
-            files.append({})
-            room = max_file_bytes
-        files[-1][item.name] = item.entry
-        room -= item.entry.num_bytes
-    return {f"{_RELEASE}/__{index}_0.distcp": entries for index, entries in enumerate(files)}
 
 
 def _read_metadata(path: Path) -> dict[str, _Stored]:

@@ -10,7 +10,7 @@ They are read through the restricted unpickler, and not written.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from hybridflow.checkpoint.formats.megatron_args import layout_of, read_args, to_model
 from hybridflow.checkpoint.formats.megatron_dist import LATEST, find_iteration
+from hybridflow.checkpoint.formats.source import Source, num_blocks, spec_of_model
 from hybridflow.checkpoint.formats.unpickle import MappedFile, StoredTensor, TorchArchive
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.assets import identity_of
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import TensorSpec
 
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -41,14 +41,6 @@ _FUSED = {
 }
 
 
-class _Rank(NamedTuple):
-    """Whose file it is."""
-
-    tp: int
-    pp: int
-    ep: int
-
-
 class _Held(NamedTuple):
     """A rank's part of a logical tensor."""
 
@@ -57,7 +49,7 @@ class _Held(NamedTuple):
     tensor: StoredTensor
 
 
-class MegatronLegacySource:
+class MegatronLegacySource(Source):
     """A legacy checkpoint of Megatron-LM, see ``source.Source``.
 
     The checksum of every tensor is compared when it is read.
@@ -68,8 +60,6 @@ class MegatronLegacySource:
     """
 
     format = "megatron-legacy"
-    family: str | None = None
-    has_value_head = False
 
     def __init__(self, path: Path) -> None:
         self.path, self._folder = path, find_iteration(path)
@@ -81,7 +71,7 @@ class MegatronLegacySource:
         args = read_args(self._load(file), file)
         self.model = to_model(args, where=f"{file}: args")
         self._layout = _layout(args, file)
-        self.layout: str | None = str(self._layout)
+        self.layout = str(self._layout)
         padded = args.get("padded_vocab_size")
         self._padded = padded if isinstance(padded, int) else None
         self._held = self._find_tensors()
@@ -93,7 +83,10 @@ class MegatronLegacySource:
         """See ``Source``."""
         spec, held = self._specs[tensor], self._held[tensor]
         dim = spec.tp_dim
-        parts = [_logical(spec, held[tp].tensor.read()) for tp in range(1 if dim is None else len(held))]
+        parts = [held[tp].tensor.read() for tp in range(1 if dim is None else len(held))]
+        if len(spec.shape) == 3:
+            # Gate and up apart, as in the view of ``reshard.spec``.
+            parts = [part.unflatten(0, (2, -1)) for part in parts]
         if tensor == _EMBEDDING:
             self._check_copies(parts)
         whole = parts[0] if dim is None or len(parts) == 1 else torch.cat(parts, dim)
@@ -104,10 +97,6 @@ class MegatronLegacySource:
         """See ``Source``."""
         for file in self._files.values():
             file.release()
-
-    def assets(self) -> dict[str, bytes]:
-        """See ``Source``; there are none."""
-        return {}
 
     def identity(self) -> str:
         """See ``Source``."""
@@ -121,13 +110,17 @@ class MegatronLegacySource:
     def _find_tensors(self) -> dict[str, dict[int, _Held]]:
         """Return logical name -> tensor parallel index -> the part; layers are counted through the stages in order."""
         layout, found = self._layout, dict[str, dict[int, _Held]]()
-        names = {rank: _folder_name(rank, layout) for rank in _ranks(layout)}
+        names = {
+            (tp, pp, ep): _folder_name(tp, pp, ep, layout)
+            for tp, pp, ep in product(range(layout.tp), range(layout.pp), range(layout.ep))
+        }
+        experts_each = 0 if self.model.num_experts is None else self.model.num_experts // layout.ep
         there = {folder.name for folder in self._folder.glob("mp_rank_*")}
         for name in sorted(there ^ set(names.values())):
             what = "missing" if name not in there else "not expected"
             raise CheckpointError(f"{self._folder / name}: {what} in layout {layout}, which args tell; restore it")
         for tp, ep in product(range(layout.tp), range(layout.ep)):
-            files = [_file_of(self._folder / names[_Rank(tp, pp, ep)]) for pp in range(layout.pp)]
+            files = [_file_of(self._folder / names[tp, pp, ep]) for pp in range(layout.pp)]
             dicts = [self._state_dicts(file) for file in files]
             first_layer = 0
             for chunk, pp in product(range(layout.vpp), range(layout.pp)):
@@ -135,7 +128,7 @@ class MegatronLegacySource:
                 for name, tensor in dicts[pp][chunk].items():
                     local = _LAYER.fullmatch(name)
                     num_layers = max(num_layers, int(local[1]) + 1 if local else 0)
-                    logical = _logical_name(name, first_layer, ep * self._experts_each)
+                    logical = _logical_name(name, first_layer, ep * experts_each)
                     # Dense tensors are alike on all expert ranks.
                     if logical is None or ep > 0 and ".mlp.experts." not in logical:
                         continue
@@ -149,10 +142,6 @@ class MegatronLegacySource:
                     f"{self.model.num_layers} by args; restore them from one copy"
                 )
         return found
-
-    @property
-    def _experts_each(self) -> int:
-        return 0 if self.model.num_experts is None else self.model.num_experts // self._layout.ep
 
     def _state_dicts(self, path: Path) -> list[dict[str, Any]]:
         """Return a file's state dicts, one for each virtual stage."""
@@ -174,11 +163,11 @@ class MegatronLegacySource:
     def _check_names(self) -> dict[str, TensorSpec]:
         """Check that all expected tensors are there on every tensor parallel rank, and no others."""
         model = self.model
-        if model.vocab_size is None or model.num_layers * (model.num_experts or 1) > len(self._held):
+        if model.vocab_size is None or num_blocks(model) > len(self._held):
             raise CheckpointError(
                 f"{self._folder}: holds {len(self._held)} tensors, too few for its args, or these have no vocabulary"
             )
-        specs = {spec.name: spec for spec in model_spec(shape_of(model, model.vocab_size)).tensors}
+        specs = {spec.name: spec for spec in spec_of_model(model).tensors}
         for name in [*specs, *self._held]:
             held = self._held.get(name, {})
             if name not in specs:
@@ -243,14 +232,10 @@ def _layout(args: Mapping[str, Any], path: Path) -> ParallelLayout:
     return layout
 
 
-def _ranks(layout: ParallelLayout) -> Iterator[_Rank]:
-    return (_Rank(*rank) for rank in product(range(layout.tp), range(layout.pp), range(layout.ep)))
-
-
-def _folder_name(rank: _Rank, layout: ParallelLayout) -> str:
-    name = f"mp_rank_{rank.tp:02d}"
-    name += f"_{rank.pp:03d}" if layout.pp > 1 else ""
-    return name + (f"_{rank.ep:03d}" if layout.ep > 1 else "")
+def _folder_name(tp: int, pp: int, ep: int, layout: ParallelLayout) -> str:
+    name = f"mp_rank_{tp:02d}"
+    name += f"_{pp:03d}" if layout.pp > 1 else ""
+    return name + (f"_{ep:03d}" if layout.ep > 1 else "")
 
 
 def _file_of(folder: Path) -> Path:
@@ -272,8 +257,3 @@ def _logical_name(name: str, first_layer: int, first_expert: int) -> str | None:
     if expert is not None:
         rest = f"mlp.experts.{first_expert + int(expert['index'])}.{expert['rest']}"
     return f"decoder.layers.{first_layer + int(match[1])}.{rest}"
-
-
-def _logical(spec: TensorSpec, local: Tensor) -> Tensor:
-    """Return a rank's part in the view of ``reshard.spec``: gate and up apart."""
-    return local.unflatten(0, (2, -1)) if len(spec.shape) == 3 else local

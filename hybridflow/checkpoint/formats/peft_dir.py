@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -11,13 +11,20 @@ from torch import Tensor
 
 from hybridflow.checkpoint.formats.forms import from_logical, to_logical
 from hybridflow.checkpoint.formats.huggingface import INDEX, SINGLE
-from hybridflow.checkpoint.formats.lora import Factor, check_adapter, check_factors, linear_modules, parse_settings
-from hybridflow.checkpoint.formats.source import Source
+from hybridflow.checkpoint.formats.lora import (
+    Factor,
+    LoraSettings,
+    check_adapter,
+    check_factors,
+    linear_modules,
+    read_settings,
+)
+from hybridflow.checkpoint.formats.source import Source, Target
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
-from hybridflow.checkpoint.tensor_file import Entry, TensorFile, TensorFileWriter
+from hybridflow.checkpoint.tensor_file import TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.families.assets import ADAPTER_CONFIG, ASSETS, CONFIG, identity_of, read_assets
+from hybridflow.families.assets import ADAPTER_CONFIG, ASSETS, CONFIG, identity_of, parse_json, read_assets
 from hybridflow.families.config_json import Described
 from hybridflow.reshard.spec import DType
 
@@ -38,7 +45,7 @@ def base_of(path: Path) -> Path:
         CheckpointError: ``adapter_config.json`` is damaged.
         ConfigError: There is no such directory; or the settings ask for what is not computed.
     """
-    named = parse_settings(_config(path), where=str(path / ADAPTER_CONFIG)).base
+    named = _settings(path).base
     folder = path if named is None or (path / CONFIG).is_file() else Path(named).expanduser()
     if not (folder / CONFIG).is_file():
         raise ConfigError(
@@ -48,7 +55,7 @@ def base_of(path: Path) -> Path:
     return folder
 
 
-class PeftSource:
+class PeftSource(Source):
     """An adapter's directory as a source of logical factors; see ``source.Source``.
 
     Args:
@@ -61,13 +68,12 @@ class PeftSource:
     """
 
     format = "peft"
-    layout: str | None = None
 
     def __init__(self, path: Path, base: Described) -> None:
         self.path = path
-        self.family: str | None = base.family.name
+        self.family = base.family.name
         self.model, self.has_value_head = base.model, base.has_value_head
-        settings = parse_settings(_config(path), where=str(path / ADAPTER_CONFIG))
+        settings = _settings(path)
         if not (path / WEIGHTS).is_file():
             raise CheckpointError(
                 f"{path}: has no {WEIGHTS}; adapter_model.bin, which is a pickle, is not read: save the adapter with "
@@ -113,7 +119,7 @@ class PeftSource:
         return TensorEntry(dtype, factor.logical_shape(shape[1]) if fits and factor.side == "B" else shape)
 
 
-class PeftTarget:
+class PeftTarget(Target):
     """An adapter's directory to be written; see ``source.Target``.
 
     Args:
@@ -125,29 +131,24 @@ class PeftTarget:
         ConfigError: Its settings ask for what is not computed, or it does not say the family of its base.
     """
 
-    is_single_file = False
-    can_go_on = True
-
     def __init__(self, source: Source, dtype: DType | None = None) -> None:
         self._assets = {name: data for name, data in source.assets().items() if name in _ASSETS}
         self._model = source.model
         self._where = check_adapter(source)
-        entries: dict[str, Entry] = {}
+        entries: dict[str, TensorEntry] = {}
         for name, factor in self._where.items():
             found = source.tensors[name]
             rank = found.shape[0] if factor.side == "A" else found.shape[-1]
-            entries[_key(factor)] = Entry(found.dtype if dtype is None else dtype, factor.shape(rank))
-        self.files: Mapping[str, Mapping[str, Entry]] = {WEIGHTS: entries}
+            entries[_key(factor)] = TensorEntry(found.dtype if dtype is None else dtype, factor.shape(rank))
+        self.files: Mapping[str, Mapping[str, TensorEntry]] = {WEIGHTS: entries}
 
     def places(self, tensor: str) -> list[tuple[str, str]]:
         """See ``Target``."""
         return [(WEIGHTS, _key(self._where[tensor]))]
 
-    def parts(self, tensor: str, values: Tensor, files: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
+    def parts(self, tensor: str, values: Tensor) -> list[Tensor]:
         """See ``Target``."""
-        factor = self._where[tensor]
-        if WEIGHTS in files:
-            yield WEIGHTS, _key(factor), from_logical(factor.form, values, self._model)[0]
+        return from_logical(self._where[tensor].form, values, self._model)
 
     def open(self, path: Path, file: str) -> TensorFileWriter:
         """See ``Target``."""
@@ -164,8 +165,10 @@ def _key(factor: Factor) -> str:
     return f"base_model.model.{factor.module.hf}.{_ENDS[factor.side]}"
 
 
-def _config(path: Path) -> bytes:
+def _settings(path: Path) -> LoraSettings:
+    file = path / ADAPTER_CONFIG
     try:
-        return (path / ADAPTER_CONFIG).read_bytes()
+        content = file.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path / ADAPTER_CONFIG}: cannot be read: {error}; expected a LoRA adapter") from error
+        raise CheckpointError(f"{file}: cannot be read: {error}; expected a LoRA adapter") from error
+    return read_settings(parse_json(content, str(file)), where=str(file))

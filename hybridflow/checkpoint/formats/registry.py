@@ -8,13 +8,8 @@ from typing import NamedTuple
 
 from hybridflow.checkpoint.formats import lora
 from hybridflow.checkpoint.formats.hdf5 import MASTER, HDF5Source, HDF5Target, is_hdf5
-from hybridflow.checkpoint.formats.huggingface import MAX_SHARD_BYTES, HuggingFaceSource, HuggingFaceTarget
-from hybridflow.checkpoint.formats.megatron_dist import (
-    MAX_FILE_BYTES,
-    MegatronDistSource,
-    MegatronDistTarget,
-    is_torch_dist,
-)
+from hybridflow.checkpoint.formats.huggingface import HuggingFaceSource, HuggingFaceTarget
+from hybridflow.checkpoint.formats.megatron_dist import MegatronDistSource, MegatronDistTarget, is_torch_dist
 from hybridflow.checkpoint.formats.megatron_legacy import MegatronLegacySource, is_legacy
 from hybridflow.checkpoint.formats.peft_dir import PeftSource, PeftTarget, base_of, is_peft
 from hybridflow.checkpoint.formats.sharded import ShardedSource, ShardedTarget, find_base, find_model
@@ -25,20 +20,6 @@ from hybridflow.families.assets import ADAPTER_CONFIG, CONFIG, read_json
 from hybridflow.families.config_json import Described, read_config
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.spec import DType
-
-
-class Options(NamedTuple):
-    """What may be asked of a target; each format takes some of it.
-
-    Attributes:
-        dtype: Number format to write; None: each tensor's own.
-        layout: How the model is cut; None: it is not.
-        max_shard_bytes: Most bytes of tensors in each file; None: the format's own.
-    """
-
-    dtype: DType | None = None
-    layout: ParallelLayout | None = None
-    max_shard_bytes: int | None = None
 
 
 class Readable(NamedTuple):
@@ -55,37 +36,6 @@ class Readable(NamedTuple):
     open: Callable[[Path], Source]
 
 
-class Writable(NamedTuple):
-    """A format that can be written.
-
-    Attributes:
-        options: The ``Options`` that it takes.
-        make: Gives the target.
-    """
-
-    options: tuple[str, ...]
-    make: Callable[[Source, Options], Target]
-
-
-def _to_hf(source: Source, options: Options) -> Target:
-    max_bytes = MAX_SHARD_BYTES if options.max_shard_bytes is None else options.max_shard_bytes
-    return HuggingFaceTarget(source, dtype=options.dtype, max_shard_bytes=max_bytes)
-
-
-def _to_megatron(source: Source, options: Options) -> Target:
-    layout = ParallelLayout() if options.layout is None else options.layout
-    return ShardedTarget(source, layout, dtype=options.dtype)
-
-
-def _to_hdf5(source: Source, options: Options) -> Target:
-    return HDF5Target(source, layout=options.layout, dtype=options.dtype)
-
-
-def _to_megatron_dist(source: Source, options: Options) -> Target:
-    max_bytes = MAX_FILE_BYTES if options.max_shard_bytes is None else options.max_shard_bytes
-    return MegatronDistTarget(source, dtype=options.dtype, max_file_bytes=max_bytes)
-
-
 # The first that lies at a path is taken, so the narrower stand first.
 READABLE: dict[str, Readable] = {
     "megatron": Readable(f"{NAME}, or a run's checkpoint", lambda path: find_model(path) is not None, ShardedSource),
@@ -97,13 +47,15 @@ READABLE: dict[str, Readable] = {
 
 OF_ADAPTERS = ("megatron", "peft")
 
-WRITABLE: dict[str, Writable] = {
-    "megatron": Writable(("dtype", "layout"), _to_megatron),
-    "hf": Writable(("dtype", "max_shard_bytes"), _to_hf),
-    "hdf5": Writable(("dtype", "layout"), _to_hdf5),
-    "peft": Writable(("dtype",), lambda source, options: PeftTarget(source, options.dtype)),
-    "megatron-dist": Writable(("dtype", "max_shard_bytes"), _to_megatron_dist),
+WRITABLE: dict[str, Callable[..., Target]] = {
+    "megatron": ShardedTarget,
+    "hf": HuggingFaceTarget,
+    "hdf5": HDF5Target,
+    "peft": PeftTarget,
+    "megatron-dist": MegatronDistTarget,
 }
+_TAKERS = {"layout": ("megatron", "hdf5"), "max_shard_bytes": ("hf", "megatron-dist")}
+"""Option -> the formats that take it."""
 
 
 def open_source(path: Path, *, base: Path | None = None) -> Source:
@@ -190,8 +142,22 @@ def open_merged(base: Source, adapter: Path) -> Source:
     return lora.MergedSource(base, found)
 
 
-def make_target(format: str, source: Source, options: Options) -> Target:
+def make_target(
+    format: str,
+    source: Source,
+    *,
+    dtype: DType | None = None,
+    layout: ParallelLayout | None = None,
+    max_shard_bytes: int | None = None,
+) -> Target:
     """Make the target to which a checkpoint is written.
+
+    Args:
+        format: One of ``WRITABLE``.
+        source: The checkpoint.
+        dtype: Number format to write; None: each tensor's own.
+        layout: How the model is cut; None: it is not.
+        max_shard_bytes: Most bytes of tensors in each file; None: the format's own.
 
     Raises:
         ConfigError: The format is unknown, cannot be written or takes no such option, or has no place for the model.
@@ -205,9 +171,10 @@ def make_target(format: str, source: Source, options: Options) -> Target:
             f"{source.path}: is a LoRA adapter, which format {format} has no place for; write "
             f"{' or '.join(OF_ADAPTERS)}, or merge it into its base"
         )
-    writable = WRITABLE[format]
-    for name, value in options._asdict().items():
-        if value is not None and name not in writable.options:
-            takers = ", ".join(other for other, taker in WRITABLE.items() if name in taker.options)
-            raise ConfigError(f"{name}={value}: format {format} has no such option; leave it out, or write {takers}")
-    return writable.make(source, options)
+    options = {"dtype": dtype, "layout": layout, "max_shard_bytes": max_shard_bytes}
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, takers in _TAKERS.items():
+        if name in given and format not in takers:
+            told = f"{name}={given[name]}: format {format} has no such option"
+            raise ConfigError(f"{told}; leave it out, or write {', '.join(takers)}")
+    return WRITABLE[format](source, **given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -12,18 +12,18 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hybridflow.checkpoint.formats import lora
-from hybridflow.checkpoint.formats.source import Source
+from hybridflow.checkpoint.formats.source import Source, Target, check_shapes
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, TensorEntry, piece_key
 from hybridflow.checkpoint.model_dir import ModelDir, write_assets, write_manifest
 from hybridflow.checkpoint.store import BASE, JOB
-from hybridflow.checkpoint.tensor_file import Entry, TensorFileWriter
+from hybridflow.checkpoint.tensor_file import TensorFileWriter
 from hybridflow.errors import CheckpointError, LayoutError
 from hybridflow.families.assets import ADAPTER_CONFIG, ASSETS, CONFIG, FOLDER, identity_of, read_assets, read_json
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import Box, DType, TensorSpec, cut, expert_block, num_elements, stage_of
 
+_WHOLE = ParallelLayout()
 _ASSET_NAMES = (*ASSETS, ADAPTER_CONFIG)
 
 
@@ -71,7 +71,7 @@ def find_base(adapter: Path) -> Path | None:
     return None if record is None else adapter.parent.parent / record["directory"]
 
 
-class ShardedSource:
+class ShardedSource(Source):
     """The weights of a model directory, see ``source.Source``; every piece's hash is checked when it is read.
 
     Args:
@@ -98,7 +98,8 @@ class ShardedSource:
         if lora.is_adapter(self):
             lora.check_adapter(self)
         else:
-            _check_tensors(self.tensors, self.model, self.has_value_head, found)
+            shapes = {name: entry.shape for name, entry in self.tensors.items()}
+            check_shapes(shapes, self.model, has_value_head=self.has_value_head, where=str(found / NAME))
 
     def read(self, tensor: str) -> Tensor:
         """See ``Source``."""
@@ -130,25 +131,6 @@ class ShardedSource:
         return identity_of([*files, *(self.path / FOLDER / name for name in _ASSET_NAMES)])
 
 
-def _check_tensors(tensors: Mapping[str, TensorEntry], model: ModelConfig, has_value_head: bool, path: Path) -> None:
-    """Check that the tensors are those of the settings, so that a converter may use either."""
-    least = model.num_layers * (1 if model.num_experts is None else model.num_experts)
-    if model.vocab_size is None or least > len(tensors):
-        raise CheckpointError(
-            f"{path / NAME}: found {len(tensors)} tensors, too few for its settings, or these have no vocabulary; "
-            "restore it from a copy"
-        )
-    specs = model_spec(shape_of(model, model.vocab_size), has_value_head=has_value_head).tensors
-    expected = {spec.name: spec.shape for spec in specs}
-    for name in [*expected, *tensors]:
-        found = tensors[name].shape if name in tensors else "no such tensor"
-        wanted = expected.get(name, "no such tensor")
-        if found != wanted:
-            raise CheckpointError(
-                f"{path / NAME}: {name}: found {found}, expected {wanted} by its settings; restore it from a copy"
-            )
-
-
 class _Part(NamedTuple):
     """A piece to be written."""
 
@@ -157,7 +139,7 @@ class _Part(NamedTuple):
     box: Box
 
 
-class ShardedTarget:
+class ShardedTarget(Target):
     """A model directory with a file for each place of a layout that holds weights of its own, see ``source.Target``.
 
     Places are a tensor parallel index and a pipeline stage; in a mixture each block of experts has files beside. What
@@ -168,30 +150,31 @@ class ShardedTarget:
         layout: How it is cut; data and context parallel ranks add no files.
         dtype: Number format to write; None: each tensor's own.
 
+    Attributes:
+        model: Settings of what is written.
+        tensors: Logical name -> the whole tensor, as it is written.
+
     Raises:
         LayoutError: The layout does not cut the model.
         ReshardError: The same, found at one tensor.
     """
 
-    is_single_file = False
-    can_go_on = True
-
-    def __init__(self, source: Source, layout: ParallelLayout, *, dtype: DType | None = None) -> None:
+    def __init__(self, source: Source, layout: ParallelLayout = _WHOLE, *, dtype: DType | None = None) -> None:
         _check_cut(source.model, layout)
         self._source, self._layout = source, layout
-        self._tensors = {
+        self.tensors = {
             name: TensorEntry(entry.dtype if dtype is None else dtype, entry.shape)
             for name, entry in source.tensors.items()
         }
-        self._model = source.model if dtype not in ("fp32", "bf16") else replace(source.model, dtype=dtype)
+        self.model = source.model if dtype not in ("fp32", "bf16") else replace(source.model, dtype=dtype)
         spec = lora.spec_of(source)
         self._parts = {tensor.name: _cut(tensor, layout, spec.num_layers) for tensor in spec.tensors}
-        files: dict[str, dict[str, Entry]] = defaultdict(dict)
+        files: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
         for name, parts in self._parts.items():
             for part in parts:
                 sizes = tuple(stop - start for start, stop in part.box)
-                files[part.file][part.key] = Entry(self._tensors[name].dtype, sizes)
-        self.files: Mapping[str, Mapping[str, Entry]] = dict(sorted(files.items()))
+                files[part.file][part.key] = TensorEntry(self.tensors[name].dtype, sizes)
+        self.files: Mapping[str, Mapping[str, TensorEntry]] = dict(sorted(files.items()))
 
     def places(self, tensor: str) -> list[tuple[str, str]]:
         """See ``Target``."""
@@ -201,11 +184,9 @@ class ShardedTarget:
         """Return file, key and box of every part of a logical tensor."""
         return [(part.file, part.key, part.box) for part in self._parts[tensor]]
 
-    def parts(self, tensor: str, values: Tensor, files: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
+    def parts(self, tensor: str, values: Tensor) -> list[Tensor]:
         """See ``Target``."""
-        for part in self._parts[tensor]:
-            if part.file in files:
-                yield part.file, part.key, values[tuple(slice(*span) for span in part.box)]
+        return [values[tuple(slice(*span) for span in part.box)] for part in self._parts[tensor]]
 
     def open(self, path: Path, file: str) -> TensorFileWriter:
         """See ``Target``."""
@@ -215,11 +196,11 @@ class ShardedTarget:
         """See ``Target``."""
         notes = write_assets(folder, self._source.assets())
         manifest = Manifest(
-            model=self._model,
+            model=self.model,
             family=self._source.family,
             has_value_head=self._source.has_value_head,
             layout=str(self._layout),
-            tensors={WEIGHT: self._tensors},
+            tensors={WEIGHT: self.tensors},
             pieces=tuple(
                 Piece(WEIGHT, name, part.box, part.file, part.key, hashes[part.file][part.key])
                 for name, parts in self._parts.items()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
 from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.checkpoint.tensor_file import Entry
+from hybridflow.errors import CheckpointError
 from hybridflow.families.model import ModelConfig
+from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.reshard.spec import ModelSpec
 
 
 class Source(Protocol):
@@ -28,10 +30,10 @@ class Source(Protocol):
 
     path: Path
     format: str
-    family: str | None
+    family: str | None = None
     model: ModelConfig
-    has_value_head: bool
-    layout: str | None
+    has_value_head: bool = False
+    layout: str | None = None
     tensors: Mapping[str, TensorEntry]
 
     def read(self, tensor: str) -> Tensor:
@@ -43,24 +45,18 @@ class Source(Protocol):
         ...
 
     def release(self) -> None:
-        """Give back the memory of what was read."""
-        ...
+        """Give back the memory of what was read; here, where that is memory of its own, nothing."""
+        return None
 
     def assets(self) -> dict[str, bytes]:
-        """Return small files that travel along, by name: ``config.json``, ``generation_config.json``, the tokenizer."""
-        ...
+        """Return small files that travel along, by name: ``config.json``, ``generation_config.json``, the tokenizer.
+
+        Here: there are none.
+        """
+        return {}
 
     def identity(self) -> str:
         """Return a sha256 of the files' names, sizes and times, which differs when the source was changed meanwhile."""
-        ...
-
-
-@runtime_checkable
-class NamesParts(Protocol):
-    """A source whose own names for tensors differ from the logical ones."""
-
-    def names(self, tensor: str) -> list[str]:
-        """Return the source's names of the parts of a logical tensor."""
         ...
 
 
@@ -68,12 +64,7 @@ class Writer(Protocol):
     """A file of tensors that is being written, see ``TensorFileWriter``.
 
     One thread at a time writes to it; where its target can go on with files, another may sync it meanwhile.
-
-    Attributes:
-        num_bytes: Its size when whole.
     """
-
-    num_bytes: int
 
     def write(self, key: str, tensor: Tensor) -> str:
         """Put a tensor at its place and return the sha256 of its bytes."""
@@ -97,21 +88,20 @@ class Target(Protocol):
         can_go_on: Whether a file whose writer was killed can be gone on with, tensor by tensor.
     """
 
-    files: Mapping[str, Mapping[str, Entry]]
-    is_single_file: bool
-    can_go_on: bool
+    files: Mapping[str, Mapping[str, TensorEntry]]
+    is_single_file: bool = False
+    can_go_on: bool = True
 
     def places(self, tensor: str) -> list[tuple[str, str]]:
         """Return file and key of every part of a logical tensor."""
         ...
 
-    def parts(self, tensor: str, values: Tensor, files: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
-        """Return file, key and values of the parts of a logical tensor that belong into some of the files.
+    def parts(self, tensor: str, values: Tensor) -> Iterable[Tensor]:
+        """Return the values of the parts of a logical tensor, in the order of ``places``.
 
         Args:
             tensor: Logical name.
             values: The whole of it, of the dtype to be written.
-            files: Names of files.
         """
         ...
 
@@ -132,3 +122,53 @@ class Target(Protocol):
             hashes: File -> key -> sha256.
         """
         ...
+
+
+def num_blocks(model: ModelConfig) -> int:
+    """Count the layers, or their experts, each of which has tensors, to refuse sizes before anything is listed."""
+    return model.num_layers * (1 if model.num_experts is None else model.num_experts)
+
+
+def spec_of_model(model: ModelConfig, *, has_value_head: bool = False) -> ModelSpec:
+    """Return the tensors of a model's settings, the vocabulary included."""
+    assert model.vocab_size is not None, "a checkpoint's settings have a vocabulary"
+    return model_spec(shape_of(model, model.vocab_size), has_value_head=has_value_head)
+
+
+def check_shapes(
+    found: Mapping[str, tuple[int, ...]],
+    model: ModelConfig,
+    *,
+    has_value_head: bool,
+    where: str,
+    place: Callable[[str], str] = str,
+    kind: str = "tensor",
+    hint: str = "",
+) -> dict[str, tuple[int, ...]]:
+    """Check that tensors are those of the settings, so that a converter may use either; return their shapes in order.
+
+    Args:
+        found: Logical name -> shape.
+        model: The settings.
+        has_value_head: Whether they give values instead of logits.
+        where: What messages call the checkpoint.
+        place: Gives the name of a tensor in messages.
+        kind: What messages call a tensor.
+        hint: Why one that is missing may be so.
+
+    Raises:
+        CheckpointError: There are too few for the settings; or names the first tensor that differs.
+    """
+    if model.vocab_size is None or num_blocks(model) > len(found):
+        raise CheckpointError(
+            f"{where}: found {len(found)} {kind}s, too few for its settings, or these have no vocabulary; restore it "
+            "from a copy"
+        )
+    expected = {spec.name: spec.shape for spec in spec_of_model(model, has_value_head=has_value_head).tensors}
+    for name in [*expected, *found]:
+        here, wanted = found.get(name, f"no such {kind}{hint}"), expected.get(name, f"no such {kind}")
+        if here != wanted:
+            raise CheckpointError(
+                f"{where}: {place(name)}: found {here}, expected {wanted} by its settings; restore it from a copy"
+            )
+    return expected

@@ -12,7 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.unpickle import dump_tensor
-from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, Entry, bytes_of
+from hybridflow.checkpoint.manifest import TensorEntry
+from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, bytes_of, entry_of, write_all
 from hybridflow.observe.files import sync_path
 
 ALIGNMENT = 64
@@ -61,7 +62,7 @@ class Archive:
         return head, directory + end
 
 
-def tensor_archive(entry: Entry) -> Archive:
+def tensor_archive(entry: TensorEntry) -> Archive:
     """Return the archive of a tensor."""
     return Archive(dump_tensor(TORCH_DTYPES[entry.dtype], entry.shape), entry.num_bytes)
 
@@ -71,7 +72,7 @@ def object_archive(pickle: bytes) -> bytes:
     return b"".join(Archive(pickle, None).around(0))
 
 
-def places(entries: Mapping[str, Entry]) -> tuple[dict[str, tuple[int, Archive]], int]:
+def places(entries: Mapping[str, TensorEntry]) -> tuple[dict[str, tuple[int, Archive]], int]:
     """Return where each archive begins in a file of them, and the size of the file."""
     found, at = {}, 0
     for key, entry in entries.items():
@@ -92,7 +93,7 @@ class ArchivesWriter:
         OSError: The file system refuses.
     """
 
-    def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, path: Path, entries: Mapping[str, TensorEntry]) -> None:
         self.path, self._entries = path, entries
         self._places, self.num_bytes = places(entries)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -101,16 +102,13 @@ class ArchivesWriter:
     def write(self, key: str, tensor: Tensor) -> str:
         """See ``Writer``."""
         entry = self._entries[key]
-        assert tuple(tensor.shape) == entry.shape, f"{key}: {list(tensor.shape)} is not {list(entry.shape)}"
-        assert tensor.dtype == TORCH_DTYPES[entry.dtype], f"{key}: {tensor.dtype} is not {entry.dtype}"
+        assert entry_of(tensor) == entry, f"{key}: {entry_of(tensor)} is not {entry}"
         start, archive = self._places[key]
         data = bytes_of(tensor)
         head, tail = archive.around(zlib.crc32(data))
-        at = start
         for part in (memoryview(head), data, memoryview(tail)):
-            while part:
-                written = os.pwrite(self._file, part[: 1 << 30], at)
-                part, at = part[written:], at + written
+            write_all(self._file, part, start)
+            start += len(part)
         return hashlib.sha256(data).hexdigest()
 
     def sync(self) -> None:

@@ -14,7 +14,7 @@ from hybridflow.rollout.engines.wire import BadAnswer
 from hybridflow.rollout.request import Request, Response, SamplingParams
 
 LogProbsKind = Literal["raw", "processed"]
-"""What log-probabilities are of: the model's own distribution, or the one sampled from, after temperature and cuts."""
+"""Log-probabilities of the model's own distribution, or of the one sampled from, after temperature and cuts."""
 
 _ROUNDING = 1e-3
 """A log-probability may be so much above 0."""
@@ -22,7 +22,7 @@ _ROUNDING = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What an engine says it sampled.
+    """Answer of an engine, as it says what it sampled.
 
     Attributes:
         tokens: Ids, as they came.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
@@ -11,15 +11,15 @@ from hybridflow.checkpoint.formats.huggingface import parts_of
 from hybridflow.families.config_json import Described
 
 
-def hf_weights(described: Described, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def hf_weights(described: Described, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of a model, one logical tensor's parts at a time; views where the form allows.
 
     Args:
         described: The model, and the table of its family.
-        tensors: Logical name -> the whole tensor without padding.
+        read: From a logical name to the whole tensor without padding.
 
     Raises:
         ConfigError: The family has no place for a tensor of the model.
     """
     for name, parts in parts_of(described).items():
-        yield from zip(parts.names, from_logical(parts.form, tensors[name], described.model), strict=True)
+        yield from zip(parts.names, from_logical(parts.form, read(name), described.model), strict=True)

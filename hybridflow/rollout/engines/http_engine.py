@@ -7,10 +7,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.errors import DataError, EngineError
+from hybridflow.rollout.calls import take_all
 from hybridflow.rollout.engines.answers import (
     Answer,
     failed,
@@ -24,6 +26,10 @@ from hybridflow.rollout.request import Progress, Request, Response, RolloutStopp
 
 LOOK_S = 0.1
 """So often generating looks up: what is finished is handed over, what is late is ended, and it may be told to stop."""
+
+
+_ASKED_S = 60.0
+"""Longest wait for what a server says of itself."""
 
 
 class Api(Protocol):
@@ -48,44 +54,25 @@ class Api(Protocol):
         ...
 
 
+@dataclass(kw_only=True, eq=False)
 class HttpEngine:
     """Generates with servers of one model, see ``request.Engine``. No other rank takes part.
 
-    Args:
+    Attributes:
         lines: Connections to the servers.
         api: How they are asked.
+        settings: ``rollout.engine`` of the recipe.
         seed: Seed of the noise.
         vocab_size: Ids that the trainer knows; None: any will do.
-        max_in_flight: Requests at the servers at one time.
-        retries: How often a request is sent again.
-        read_timeout_s: Longest wait for an answer.
-        deadline_s: Longest time for a request, all tries together.
-
-    Attributes:
         version: Number of the weights, noted beside each token; the caller's to set.
     """
 
-    def __init__(
-        self,
-        lines: Lines,
-        api: Api,
-        *,
-        seed: int,
-        vocab_size: int | None,
-        max_in_flight: int,
-        retries: int,
-        read_timeout_s: float,
-        deadline_s: float,
-    ) -> None:
-        self.version = 0
-        self._lines = lines
-        self._api = api
-        self._seed = seed
-        self._vocab_size = vocab_size
-        self._max_in_flight = max_in_flight
-        self._retries = retries
-        self._read_timeout_s = read_timeout_s
-        self._deadline_s = deadline_s
+    lines: Lines
+    api: Api
+    settings: SamplingEngineConfig
+    seed: int
+    vocab_size: int | None
+    version: int = 0
 
     def generate(
         self, requests: list[Request], purpose: str = "rollout", progress: Progress | None = None
@@ -108,26 +95,26 @@ class HttpEngine:
 
     def refusal(self, request: Request) -> str | None:
         """Return why a request cannot be met, or None if it can."""
-        return length_refusal(request, None) or going_on_refusal(request) or self._api.refusal(request)
+        return length_refusal(request, None) or going_on_refusal(request) or self.api.refusal(request)
 
     def weights_changed(self) -> None:
         """Do nothing: a server's weights do not follow the trainer's."""
 
     def close(self) -> None:
         """Hang up."""
-        self._lines.close()
+        self.lines.close()
 
     def _collect(self, run: _Run, requests: list[Request], progress: Progress | None) -> list[Response]:
         responses: dict[int, Response] = {}
         began_s = time.monotonic()
-        run.start(min(self._max_in_flight, len(requests)))
+        run.start(min(self.settings.max_in_flight, len(requests)))
         while len(responses) < len(requests):
             new = run.wait()
             for number, outcome in new:
                 if isinstance(outcome, BaseException):
                     raise outcome
                 responses[number] = replace(outcome, latency_s=time.monotonic() - began_s)
-            _check_hope(responses, min(self._max_in_flight, len(requests)))
+            _check_hope(responses, min(self.settings.max_in_flight, len(requests)))
             if progress is None:
                 continue
             if new:
@@ -139,10 +126,10 @@ class HttpEngine:
 
     def _try_all(self, run: _Run, number: int, request: Request, purpose: str) -> Response:
         """Send a request until it is answered, its tries are used up, or its time is over."""
-        body = self._api.body(request, request_seed(self._seed, purpose, request))
-        flight = run.begin(number, self._deadline_s)
+        body = self.api.body(request, request_seed(self.seed, purpose, request))
+        flight = run.begin(number, self.settings.deadline_s)
         error: Exception = TimeoutError()
-        for attempt in range(self._retries + 1):
+        for attempt in range(self.settings.retries + 1):
             try:
                 return self._try(flight, number + attempt, request, body)
             except Refused as refused:
@@ -152,35 +139,33 @@ class HttpEngine:
             except (Unavailable, BadAnswer) as failure:
                 error = failure
             wait_s = backoff_s(attempt, getattr(error, "after_s", None))
-            if attempt == self._retries or wait_s >= flight.left_s() or run.is_ended.wait(wait_s):
+            if attempt == self.settings.retries or wait_s >= flight.left_s() or run.is_ended.wait(wait_s):
                 break
         if flight.left_s() == 0 or isinstance(error, TimeoutError):
-            told = f"not answered within rollout.engine.deadline_s={self._deadline_s:g}"
+            told = f"not answered within rollout.engine.deadline_s={self.settings.deadline_s:g}"
         else:
             told = f"given up after {attempt + 1} tries"
         return failed(request, f"{told}; the last: {error}")
 
     def _try(self, flight: Flight, turn: int, request: Request, body: Mapping[str, Any]) -> Response:
-        line = self._lines.take(turn)
+        line = self.lines.take(turn)
         try:
             if not flight.board(line):
                 raise Unavailable(f"{line.url}: ended")
-            timeout_s = max(min(self._read_timeout_s, flight.left_s()), 1e-3)
-            answer = line.ask("POST", self._api.path, body, timeout_s=timeout_s)
+            timeout_s = max(min(self.settings.read_timeout_s, flight.left_s()), 1e-3)
+            answer = line.ask("POST", self.api.path, body, timeout_s=timeout_s)
         finally:
             flight.board(None)
-            self._lines.give_back(line)
+            self.lines.give_back(line)
         try:
-            told = self._api.read(request, answer)
-            return response_of(request, told, version=self.version, vocab_size=self._vocab_size)
+            told = self.api.read(request, answer)
+            return response_of(request, told, version=self.version, vocab_size=self.vocab_size)
         except BadAnswer as error:
             raise BadAnswer(f"{line.url}: {error}") from None
 
 
-def ask_once(
-    lines: Lines, method: str, path: str, *, retries: int, timeout_s: float, deadline_s: float
-) -> tuple[str, Any]:
-    """Return the JSON of the first server, tried as often as a request is.
+def ask_once(lines: Lines, path: str, settings: SamplingEngineConfig) -> tuple[str, Any]:
+    """Get the JSON of the first server, tried as often as a request is.
 
     Returns:
         The server's address, and what it said.
@@ -189,17 +174,18 @@ def ask_once(
         EngineError: It does not answer, or refuses.
         Refused: It has no such path.
     """
-    flight, error = Flight(time.monotonic() + deadline_s), None
-    for attempt in range(retries + 1):
+    flight, error = Flight(time.monotonic() + settings.deadline_s), None
+    timeout_s = min(settings.read_timeout_s, _ASKED_S)
+    for attempt in range(settings.retries + 1):
         line = lines.take(attempt)
         try:
-            return line.url, line.ask(method, path, None, timeout_s=min(timeout_s, flight.left_s() + 1e-3))
+            return line.url, line.ask("GET", path, None, timeout_s=min(timeout_s, flight.left_s() + 1e-3))
         except (Unavailable, BadAnswer) as failure:
             error = failure
         finally:
             lines.give_back(line)
         wait_s = backoff_s(attempt, getattr(error, "after_s", None))
-        if attempt == retries or wait_s >= flight.left_s():
+        if attempt == settings.retries or wait_s >= flight.left_s():
             break
         time.sleep(wait_s)
     raise EngineError(f"{error}; given up after {attempt + 1} tries: is the server of rollout.engine.urls up?")
@@ -245,13 +231,7 @@ class _Run:
 
     def wait(self) -> Sequence[tuple[int, Response | BaseException]]:
         """Return what has arrived since the last call, perhaps nothing; end late requests."""
-        found = []
-        try:
-            found.append(self._results.get(timeout=LOOK_S))
-            while True:
-                found.append(self._results.get_nowait())
-        except queue.Empty:
-            pass
+        found = take_all(self._results, LOOK_S)
         with self._lock:
             for number, _ in found:
                 self._flights.pop(number, None)

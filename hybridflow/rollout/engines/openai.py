@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
+from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import EngineError
 from hybridflow.rollout.engines.answers import (
@@ -20,18 +22,19 @@ from hybridflow.rollout.engines.wire import BadAnswer, Lines, Refused
 from hybridflow.rollout.request import Request
 
 _NEUTRAL = {"min_new_tokens": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "with_prompt_log_probs": False}
-"""What only vLLM can be asked for, and the values that ask for nothing."""
+"""Parameters that only vLLM knows, and the values that ask for nothing."""
 
 _TOKEN_ID = re.compile(r"token_id:([0-9]{1,18})")
 
 
+@dataclass(frozen=True, kw_only=True)
 class OpenAi:
     """See ``http_engine.Api``.
 
     A server that is not vLLM gives text: its tokens are those of the tokenizer, where their number is right; and where
     it stopped, the end of sequence is put behind, with an unknown log-probability if it told none.
 
-    Args:
+    Attributes:
         model: The server's name for the model.
         is_vllm: Whether it takes vLLM's additions.
         log_probs: Distribution of its log-probabilities.
@@ -39,14 +42,10 @@ class OpenAi:
     """
 
     path = "/v1/completions"
-
-    def __init__(
-        self, *, model: str, is_vllm: bool, log_probs: LogProbsKind, tokenizer: Tokenizer | None = None
-    ) -> None:
-        self.model = model
-        self.is_vllm = is_vllm
-        self._log_probs = log_probs
-        self._tokenizer = tokenizer
+    model: str
+    is_vllm: bool
+    log_probs: LogProbsKind
+    tokenizer: Tokenizer | None = None
 
     def refusal(self, request: Request) -> str | None:
         """See ``Api``."""
@@ -59,7 +58,7 @@ class OpenAi:
                     return f"{name}={getattr(params, name)}: OpenAI's interface does not know it, and this is not vLLM"
             if params.stop:
                 return "stop: OpenAI's interface does not tell the tokens of what stopped it, and this is not vLLM"
-            if self._tokenizer is None:
+            if self.tokenizer is None:
                 return "the server tells no token ids, and there is no tokenizer to find them by; serve with vLLM"
         return bias_refusal(params)
 
@@ -117,7 +116,7 @@ class OpenAi:
             tokens=_ids(told.get("tokens")) if tokens is None else tokens,
             log_probs=told.get("token_logprobs"),
             finish=finish,
-            kind=self._log_probs,
+            kind=self.log_probs,
             prompt_log_probs=_prompt_log_probs(request, choice) if request.params.with_prompt_log_probs else None,
         )
 
@@ -125,8 +124,8 @@ class OpenAi:
         text, log_probs = choice.get("text"), told.get("token_logprobs")
         if not isinstance(text, str) or not isinstance(log_probs, list):
             raise BadAnswer("text, token_logprobs: found none, expected both")
-        assert self._tokenizer is not None, "refused before"
-        tokens = self._tokenizer.encode(text)
+        assert self.tokenizer is not None, "refused before"
+        tokens = self.tokenizer.encode(text)
         is_ended = finish == "stop" and len(request.params.stop_ids) > 0
         if is_ended:
             tokens.append(request.params.stop_ids[0])
@@ -134,30 +133,28 @@ class OpenAi:
         if len(log_probs) != len(tokens) - lacks_last:
             raise BadAnswer(
                 f"found {len(log_probs)} log-probabilities for a text of {len(tokens)} tokens of "
-                f"{self._tokenizer.path}; is it the model's tokenizer? vLLM tells the ids themselves"
+                f"{self.tokenizer.path}; is it the model's tokenizer? vLLM tells the ids themselves"
             )
-        return Answer(tokens=tokens, log_probs=log_probs, finish=finish, kind=self._log_probs, lacks_last=lacks_last)
+        return Answer(tokens=tokens, log_probs=log_probs, finish=finish, kind=self.log_probs, lacks_last=lacks_last)
 
 
-def find_model(
-    lines: Lines, model: str | None, *, retries: int, timeout_s: float, deadline_s: float
-) -> tuple[str, bool]:
+def find_model(lines: Lines, settings: SamplingEngineConfig) -> tuple[str, bool]:
     """Return the servers' name for the model, and whether the servers are vLLM's.
 
     Raises:
         EngineError: They do not answer, have no such model, or several and none is named.
     """
     try:
-        url, answer = ask_once(lines, "GET", "/v1/models", retries=retries, timeout_s=timeout_s, deadline_s=deadline_s)
+        url, answer = ask_once(lines, "/v1/models", settings)
     except Refused as error:
         raise EngineError(f"{error}; look at rollout.engine.urls and auth_env") from None
     listed = answer.get("data") if isinstance(answer, dict) else None
     models = {each["id"]: each for each in listed or [] if isinstance(each, dict) and isinstance(each.get("id"), str)}
     if not models:
         raise EngineError(f"{url}/v1/models: found no model; is that an OpenAI-compatible server?")
-    if model is None and len(models) > 1:
+    if settings.model is None and len(models) > 1:
         raise EngineError(f"{url}: found models {', '.join(models)}; name one of them in rollout.engine.model")
-    chosen = next(iter(models)) if model is None else model
+    chosen = next(iter(models)) if settings.model is None else settings.model
     if chosen not in models:
         raise EngineError(f"{url}: rollout.engine.model={chosen!r}: found {', '.join(models)}; name one of them")
     return chosen, models[chosen].get("owned_by") == "vllm"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybridflow.data.tokenizer import Tokenizer
@@ -19,22 +20,21 @@ _UNKNOWN = {
     "bad_ids": (),
     "bad": (),
 }
-"""What it cannot be asked for, and the values that ask for nothing."""
+"""Parameters that it does not know, and the values that ask for nothing."""
 
 _FINISH: dict[str, Literal["stop", "length"]] = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 
 
+@dataclass(frozen=True)
 class Tgi:
     """See ``http_engine.Api``. Its log-probabilities are those of the distribution sampled from.
 
-    Args:
+    Attributes:
         tokenizer: The model's own: a prompt is sent as text, which must be read as the same tokens.
     """
 
     path = "/generate"
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    tokenizer: Tokenizer
 
     def refusal(self, request: Request) -> str | None:
         """See ``Api``."""
@@ -44,7 +44,7 @@ class Tgi:
         if num_begun(request) > 0:
             return "TGI takes text, and does not go on from tokens"
         tokens, start = request.prompt.tolist(), self._start()
-        if start + self._tokenizer.encode(self._text(request)) != tokens:
+        if start + self.tokenizer.encode(self._text(request)) != tokens:
             return "TGI takes text, and that of the prompt is not read as the same tokens"
         return None
 
@@ -63,12 +63,8 @@ class Tgi:
         if not params.greedy:
             asked["temperature"] = params.temperature
         # It refuses the values that cut nothing.
-        if params.top_k > 0:
-            asked["top_k"] = params.top_k
-        if params.top_p < 1:
-            asked["top_p"] = params.top_p
-        if params.repetition_penalty != 1:
-            asked["repetition_penalty"] = params.repetition_penalty
+        neutral = {"top_k": 0, "top_p": 1, "repetition_penalty": 1}
+        asked |= {name: getattr(params, name) for name, none in neutral.items() if getattr(params, name) != none}
         return {"inputs": self._text(request), "parameters": asked}
 
     def read(self, request: Request, answer: Any) -> Answer:
@@ -92,10 +88,10 @@ class Tgi:
         )
 
     def _start(self) -> list[int]:
-        return [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
+        return [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
 
     def _text(self, request: Request) -> str:
-        return self._tokenizer.decode(request.prompt.tolist()[len(self._start()) :])
+        return self.tokenizer.decode(request.prompt.tolist()[len(self._start()) :])
 
 
 def _columns(rows: Any, what: str) -> tuple[list[Any], list[Any]]:

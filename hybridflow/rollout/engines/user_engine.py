@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hybridflow.errors import DataError, EngineError
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.user_model import ask_logits, said
-from hybridflow.rollout.engines.answers import unfinished
+from hybridflow.rollout.engines.answers import failed, unfinished
 from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, SamplingParams, length_refusal
 from hybridflow.rollout.sampling import FAILURES, Sampler, sequence_key
 
@@ -26,16 +26,17 @@ LOOK_STEPS = 16
 """Every so many tokens generating looks up whether it is told to stop."""
 
 _BY_GENERATE = ("max_new_tokens", "temperature", "top_k", "top_p", "stop_ids", "greedy", "seed")
-"""What a module's own ``generate`` can be asked for."""
+"""Parameters that a module's own ``generate`` takes."""
 
 Generated = tuple[Tensor, Tensor, Tensor]
 """Of one sample what is new: tokens, their log-probabilities, and those under what was sampled from."""
 
 
+@dataclass(eq=False)
 class UserEngine:
     """Generates with one replica of a module, see ``request.Engine``; no other rank takes part.
 
-    Args:
+    Attributes:
         module: The user's, as ``models.user_model.ActorModel``.
         group: This rank alone.
         vocab_size: Ids that are sampled.
@@ -43,28 +44,22 @@ class UserEngine:
         seed: Seed of the noise.
         max_concurrent: Most sequences at a time.
         pad_id: Token that pads shorter prompts.
-
-    Attributes:
         version: Number of the weights, noted beside each token; the caller's to set.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        group: dist.ProcessGroup,
-        *,
-        vocab_size: int,
-        max_context: int,
-        seed: int,
-        max_concurrent: int,
-        pad_id: int,
-    ) -> None:
-        self.version = 0
-        self._module, self._group = module, group
-        self._vocab_size, self._max_context, self._pad_id = vocab_size, max_context, pad_id
-        self._seed, self._max_concurrent = seed, max_concurrent
-        self._device = next(module.parameters()).device
-        self._has_generate = callable(getattr(module, "generate", None))
+    module: nn.Module
+    group: dist.ProcessGroup
+    _: KW_ONLY
+    vocab_size: int
+    max_context: int
+    seed: int
+    max_concurrent: int
+    pad_id: int
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        self._device = next(self.module.parameters()).device
+        self._has_generate = callable(getattr(self.module, "generate", None))
 
     def weights_changed(self) -> None:
         """Do nothing: no copy of the weights is kept."""
@@ -72,7 +67,7 @@ class UserEngine:
     def refusal(self, request: Request) -> str | None:
         """Return why a request cannot be met, or None if it can."""
         params = request.params
-        if reason := length_refusal(request, self._max_context, f"max_context of {type(self._module).__name__}"):
+        if reason := length_refusal(request, self.max_context, f"max_context of {type(self.module).__name__}"):
             return reason
         if params.has_texts or params.with_prompt_log_probs:
             return "stop, bad, with_prompt_log_probs: an actor of your own works on tokens, and tells of new ones alone"
@@ -81,7 +76,7 @@ class UserEngine:
         strange = [name for name in strange if getattr(params, name) != getattr(plain, name)]
         if self._has_generate and strange:
             return (
-                f"{', '.join(strange)}: generate of {type(self._module).__name__} is not asked for that; leave it out, "
+                f"{', '.join(strange)}: generate of {type(self.module).__name__} is not asked for that; leave it out, "
                 "or set generate = None to sample by forward"
             )
         return None
@@ -100,7 +95,7 @@ class UserEngine:
         for request in requests:
             if reason := self.refusal(request):
                 raise DataError(f"request for prompt {request.prompt_index}: {reason}")
-        self._module.eval()
+        self.module.eval()
         began_s = perf_counter()
         found: dict[int, Response] = {}
         for numbers in self._batches(requests):
@@ -130,18 +125,18 @@ class UserEngine:
         order = sorted(range(len(requests)), key=lambda at: (repr(requests[at].params), len(requests[at].prompt), at))
         for _, alike in itertools.groupby(order, key=lambda at: repr(requests[at].params)):
             numbers = list(alike)
-            for start in range(0, len(numbers), self._max_concurrent):
-                yield numbers[start : start + self._max_concurrent]
+            for start in range(0, len(numbers), self.max_concurrent):
+                yield numbers[start : start + self.max_concurrent]
 
     def _by_forward(self, batch: list[Request], purpose: str, look: Callable[[], None]) -> list[Generated | str]:
         """Sample token by token, with the noise of each sample's own place: the same in every batch and layout."""
         params, lengths = batch[0].params, np.array([len(each.prompt) for each in batch])
         width = int(lengths.max()) + params.max_new_tokens
-        known = np.full((len(batch), width), self._pad_id, np.int32)
-        sampler = Sampler(len(batch), self._group, self._vocab_size, self._device)
+        known = np.full((len(batch), width), self.pad_id, np.int32)
+        sampler = Sampler(len(batch), self.group, self.vocab_size, self._device)
         for slot, each in enumerate(batch):
             known[slot, : lengths[slot]] = each.prompt.numpy()
-            seed = self._seed if params.seed is None else params.seed
+            seed = self.seed if params.seed is None else params.seed
             sampler.seat(slot, params, sequence_key(seed, purpose, each.prompt_index, each.index), int(lengths[slot]))
         log_probs, open_slots = np.zeros((2, *known.shape), np.float32), np.arange(len(batch))
         failures: dict[int, str] = {}
@@ -185,7 +180,7 @@ class UserEngine:
         """Ask the module's own, and tell the log-probabilities by ``forward`` where it does not."""
         params = batch[0].params
         width = max(len(each.prompt) for each in batch)
-        ids = torch.full((len(batch), width), self._pad_id, dtype=torch.int64, device=self._device)
+        ids = torch.full((len(batch), width), self.pad_id, dtype=torch.int64, device=self._device)
         mask = torch.zeros_like(ids)
         for row, each in enumerate(batch):
             ids[row, width - len(each.prompt) :] = each.prompt
@@ -193,7 +188,7 @@ class UserEngine:
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(self._batch_seed(batch, purpose))
-            output: Any = self._module.generate(  # type: ignore[operator]
+            output: Any = self.module.generate(  # type: ignore[operator]
                 ids,
                 attention_mask=mask,
                 max_new_tokens=params.max_new_tokens,
@@ -202,7 +197,7 @@ class UserEngine:
                 top_k=params.top_k,
                 top_p=params.top_p,
                 eos_token_id=list(params.stop_ids),
-                pad_token_id=self._pad_id,
+                pad_token_id=self.pad_id,
             )
         rows, told = output if isinstance(output, tuple) else (output, None)
         self._check_generated(rows, told, ids, params)
@@ -217,7 +212,7 @@ class UserEngine:
         return list(zip(new, found, sampled, strict=True))
 
     def _check_generated(self, rows: Any, told: Any, ids: Tensor, params: SamplingParams) -> None:
-        name, width = f"generate of {type(self._module).__name__}", ids.shape[1]
+        name, width = f"generate of {type(self.module).__name__}", ids.shape[1]
         if not isinstance(rows, Tensor) or rows.dim() != 2 or len(rows) != len(ids):
             raise EngineError(f"{name} gave {said(rows)}, expected [samples, tokens + new] with {len(ids)} samples")
         if not torch.equal(rows[:, :width], ids):
@@ -226,8 +221,8 @@ class UserEngine:
             raise EngineError(
                 f"{name} gave {rows.shape[1] - width} new tokens, expected 1 to max_new_tokens={params.max_new_tokens}"
             )
-        if int(rows.max()) >= self._vocab_size or int(rows.min()) < 0:
-            raise EngineError(f"{name} gave token {int(rows.max())}, expected ids from 0 to {self._vocab_size - 1}")
+        if int(rows.max()) >= self.vocab_size or int(rows.min()) < 0:
+            raise EngineError(f"{name} gave token {int(rows.max())}, expected ids from 0 to {self.vocab_size - 1}")
         if told is not None and (not isinstance(told, Tensor) or told.shape != rows[:, width:].shape):
             raise EngineError(
                 f"{name} gave log-probabilities {said(told)}, expected [samples, new] = {[*rows[:, width:].shape]}"
@@ -236,7 +231,7 @@ class UserEngine:
     def _log_probs(self, prompts: list[Tensor], new: list[Tensor], temperature: float) -> list[Tensor]:
         """Return log-probabilities of new tokens under ``forward``."""
         whole = [torch.cat(pair) for pair in zip(prompts, new, strict=True)]
-        ids = nn.utils.rnn.pad_sequence(whole, batch_first=True, padding_value=self._pad_id).to(self._device)
+        ids = nn.utils.rnn.pad_sequence(whole, batch_first=True, padding_value=self.pad_id).to(self._device)
         logits = self._logits(ids)
         found = []
         for row, prompt, tokens in zip(logits, prompts, new, strict=True):
@@ -244,34 +239,26 @@ class UserEngine:
             targets = tokens.to(self._device)
             found.append(
                 vocab_parallel_log_probs(
-                    rows, targets, group=self._group, vocab_size=self._vocab_size, temperature=temperature
+                    rows, targets, group=self.group, vocab_size=self.vocab_size, temperature=temperature
                 )[0].cpu()
             )
         return found
 
     def _logits(self, ids: Tensor) -> Tensor:
-        return ask_logits(self._module, ids, vocab_size=self._vocab_size, name=type(self._module).__name__)
+        return ask_logits(self.module, ids, vocab_size=self.vocab_size, name=type(self.module).__name__)
 
     def _batch_seed(self, batch: list[Request], purpose: str) -> int:
         """Return a seed for torch's generators from the requests and the version of the weights.
 
         Each step has a seed of its own.
         """
-        seed = self._seed if batch[0].params.seed is None else batch[0].params.seed
+        seed = self.seed if batch[0].params.seed is None else batch[0].params.seed
         told = [seed, purpose, self.version, [[each.prompt_index, each.index] for each in batch]]
         return int.from_bytes(hashlib.sha256(json.dumps(told).encode()).digest()[:8], "little") >> 1
 
     def _response(self, request: Request, sampled: Generated | str) -> Response:
         if isinstance(sampled, str):
-            none = torch.zeros(0)
-            return Response(
-                tokens=none.long(),
-                log_probs=none,
-                sampled_log_probs=none,
-                versions=none.int(),
-                finish="failed",
-                error=sampled,
-            )
+            return failed(request, sampled)
         tokens, log_probs, sampled_log_probs = sampled
         is_stop = len(tokens) > 0 and int(tokens[-1]) in request.params.stop_ids
         return Response(

@@ -129,14 +129,9 @@ class Line:
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
         try:
             status, after_s, answer = self._exchange(method, path, content, timeout_s, most_bytes)
-        except http.client.BadStatusLine as error:
-            # RemoteDisconnected is one too; an idle connection may have been closed by the other side at any time.
-            if isinstance(error, OSError) and self._was_used:
-                self.hang_up()
-                return self.ask(method, path, body, timeout_s=timeout_s, most_bytes=most_bytes)
-            raise self._lost(error) from None
         except (OSError, ValueError, http.client.HTTPException, AttributeError) as error:
-            # ValueError and AttributeError: hung up by another thread in the midst of it.
+            # ValueError and AttributeError: hung up by another thread in the midst of it. An idle connection may have
+            # been closed by the other side at any time.
             if isinstance(error, ConnectionError) and self._was_used:
                 self.hang_up()
                 return self.ask(method, path, body, timeout_s=timeout_s, most_bytes=most_bytes)

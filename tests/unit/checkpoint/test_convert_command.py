@@ -26,56 +26,19 @@ from hybridflow.checkpoint.tensor_file import TensorFileWriter
 from hybridflow.errors import CheckpointError
 from tests.e2e.commands import fork_ranks
 from tests.support.convert_doubles import fork, wait_for
+from tests.support.hf_models import write_model
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
-HIDDEN, FFN, HEADS, GROUPS, LAYERS, VOCAB = 16, 24, 4, 2, 2, 31
+HIDDEN = 16
 
 torch.set_num_threads(1)
 
 
-def write_llama(path: Path, *, hidden: int = HIDDEN, ffn: int = FFN, layers: int = LAYERS, vocab: int = VOCAB) -> None:
-    """A Llama of random numbers, as ``transformers`` would save it."""
-    head = hidden // HEADS
-    shapes = {
-        "model.embed_tokens.weight": (vocab, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocab, hidden),
-    }
-    for layer in range(layers):
-        block = {
-            **{
-                f"self_attn.{name}_proj.weight": (groups * head, hidden)
-                for name, groups in zip("qkv", (HEADS, GROUPS, GROUPS), strict=True)
-            },
-            "self_attn.o_proj.weight": (hidden, hidden),
-            **{f"mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")},
-            "mlp.down_proj.weight": (hidden, ffn),
-            **{f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")},
-        }
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
-    generator = torch.Generator().manual_seed(1)
-    path.mkdir(parents=True)
-    save_file(
-        {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}, path / "model.safetensors"
-    )
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": GROUPS,
-        "vocab_size": vocab,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-    }
-    (path / "config.json").write_text(json.dumps(config))
+def write_llama(path: Path, *, hidden: int = HIDDEN, ffn: int = 24, layers: int = 2, vocab: int = 31) -> None:
+    """A Llama of random numbers: 4 heads and 2 groups."""
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers, "vocab_size": vocab}
+    write_model(path, seed=1, **sizes)
     (path / "tokenizer_config.json").write_text('{"model_max_length": 64}')
 
 
@@ -453,22 +416,10 @@ def test_memory_stays_within_its_bound(tmp_path):
     """Seen from outside; and the command's own figure is no smaller."""
     write_llama(tmp_path / "llama", hidden=2048, ffn=8192, layers=8, vocab=32000)
     largest = 32000 * 2048 * 4
-    command = [
-        sys.executable,
-        "-m",
-        "hybridflow",
-        "convert",
-        "llama",
-        "out",
-        "--to",
-        "megatron",
-        "--layout",
-        "tp2.pp2",
-        "--dtype",
-        "bf16",
-    ]
+    words = ["llama", "out", "--to", "megatron", "--layout", "tp2.pp2", "--dtype", "bf16", "--json"]
+    command = [sys.executable, "-m", "hybridflow", "convert", *words]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    child = subprocess.Popen([*command, "--json"], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
     peak = 0
     while child.poll() is None:
         status = Path(f"/proc/{child.pid}/status").read_text()

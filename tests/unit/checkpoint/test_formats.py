@@ -6,13 +6,12 @@ import json
 import re
 import shutil
 import struct
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridflow.checkpoint.formats.registry import Options, make_target, open_source
+from hybridflow.checkpoint.formats.registry import make_target, open_source
 from hybridflow.checkpoint.manifest import WEIGHT, Manifest, TensorEntry, digest
 from hybridflow.checkpoint.model_dir import Share, write_manifest, write_shares
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
@@ -21,7 +20,8 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import flat_boxes
-from tests.support.checkpoint_cases import convert, edit_json, make_model, same_bits, save, tensors_of, write
+from tests.support.checkpoint_cases import edit_json, make_model, same_bits, save, tensors_of
+from tests.support.conversions import convert
 
 pytest.importorskip("transformers")
 
@@ -136,19 +136,24 @@ SINGLE = {
 }
 
 
-@pytest.mark.parametrize("case", SINGLE)
-def test_a_damaged_directory_of_one_file(case, saved, tmp_path):
-    spoil, messages = SINGLE[case]
-    path = tmp_path / "model"
-    shutil.copytree(saved / "single", path)
-    spoil(path)
+def assert_refused(path, messages):
+    """Opening or reading it fails, with these words."""
     with pytest.raises(CheckpointError) as caught:
         source = open_source(path)
         for name in source.tensors:
             source.read(name)
+        source.assets()
     assert str(path) in str(caught.value)
     for message in messages:
         assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("case", SINGLE)
+def test_a_damaged_directory_of_one_file(case, saved, tmp_path):
+    spoil, messages = SINGLE[case]
+    shutil.copytree(saved / "single", tmp_path / "model")
+    spoil(tmp_path / "model")
+    assert_refused(tmp_path / "model", messages)
 
 
 SHARDS = {
@@ -176,10 +181,7 @@ def test_a_damaged_directory_of_shards(case, saved, tmp_path):
     shutil.copytree(saved / "shards", path)
     names = {LAST: shard_of(path, LAST)}
     spoil(path)
-    with pytest.raises(CheckpointError) as caught:
-        open_source(path)
-    for message in messages:
-        assert names.get(message, message) in str(caught.value)
+    assert_refused(path, [names.get(message, message) for message in messages])
 
 
 @pytest.mark.parametrize("limit", [5_000, 9_000, 20_000])
@@ -217,20 +219,12 @@ def test_tables_of_frequencies_are_no_weights(saved, tmp_path):
     assert same_bits(tensors_of(convert(path, "hf", tmp_path / "again")), tensors_of(saved / "single"))
 
 
-def cast(source, dtype):
-    """A source whose tensors are turned when they are read, as a converter does."""
-    return SimpleNamespace(
-        tensors=source.tensors, read=lambda name: source.read(name).to(dtype), release=source.release
-    )
-
-
 def test_the_dtype_is_changed_on_the_way(saved, tmp_path):
     source = open_source(saved / "single")
-    target = make_target("hf", source, Options(dtype="bf16"))
+    target = make_target("hf", source, dtype="bf16")
     assert {entry.dtype for entries in target.files.values() for entry in entries.values()} == {"bf16"}
     for format, dtype in (("hf", torch.bfloat16), ("megatron", torch.float16)):
-        target = make_target(format, source, Options(dtype=DTYPE_NAMES[dtype]))
-        out = write(cast(source, dtype), target, tmp_path / format)
+        out = convert(source, format, tmp_path / format, dtype=DTYPE_NAMES[dtype])
         assert {tensor.dtype for tensor in tensors_of(out).values()} == {dtype}
     assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == "bfloat16"
     assert {entry.dtype for entry in open_source(tmp_path / "megatron").tensors.values()} == {"fp16"}
@@ -285,16 +279,9 @@ def resign(path, change):
 @pytest.mark.parametrize("case", OURS)
 def test_a_damaged_directory_of_ours(case, saved, tmp_path):
     spoil, messages = OURS[case]
-    path = tmp_path / "model"
-    shutil.copytree(saved / "ours", path)
-    spoil(path)
-    with pytest.raises(CheckpointError) as caught:
-        source = open_source(path)
-        for name in source.tensors:
-            source.read(name)
-        source.assets()
-    for message in messages:
-        assert message in str(caught.value)
+    shutil.copytree(saved / "ours", tmp_path / "model")
+    spoil(tmp_path / "model")
+    assert_refused(tmp_path / "model", messages)
 
 
 def test_what_several_ranks_hold_alike_is_written_once(saved):
@@ -351,16 +338,16 @@ CUTS = {
 def test_a_layout_that_does_not_cut_the_model(layout, saved):
     error, message = CUTS[layout]
     with pytest.raises(error, match=re.escape(message)):
-        make_target("megatron", open_source(saved / "single"), Options(layout=ParallelLayout.parse(layout)))
+        make_target("megatron", open_source(saved / "single"), layout=ParallelLayout.parse(layout))
 
 
 def test_a_layout_that_does_not_cut_the_experts_or_the_groups(tmp_path):
     source = open_source(save(make_model("mixtral"), tmp_path / "model"))
     with pytest.raises(ReshardError, match="4 experts cannot be dealt to ep=3"):
-        make_target("megatron", source, Options(layout=ParallelLayout.parse("dp3.ep3")))
+        make_target("megatron", source, layout=ParallelLayout.parse("dp3.ep3"))
     other = save(make_model("llama", num_attention_heads=8, num_key_value_heads=4, hidden_size=48), tmp_path / "other")
     with pytest.raises(LayoutError, match="tp=3 does not"):
-        make_target("megatron", open_source(other), Options(layout=ParallelLayout(tp=3)))
+        make_target("megatron", open_source(other), layout=ParallelLayout(tp=3))
 
 
 def test_the_role_of_a_run_is_found(saved, tmp_path):
@@ -437,16 +424,16 @@ def test_paths_with_nothing_to_convert(tmp_path):
 def test_options_that_a_format_does_not_take(saved):
     source = open_source(saved / "single")
     with pytest.raises(ConfigError, match="layout=tp1.pp1.dp1: format hf has no such option; .* write megatron"):
-        make_target("hf", source, Options(layout=ParallelLayout()))
+        make_target("hf", source, layout=ParallelLayout())
     with pytest.raises(ConfigError, match="format 'onnx': cannot be written; expected one of megatron, hf"):
-        make_target("onnx", source, Options())
+        make_target("onnx", source)
     with pytest.raises(ConfigError, match="max_shard_bytes=0: expected at least 1"):
-        make_target("hf", source, Options(max_shard_bytes=0))
+        make_target("hf", source, max_shard_bytes=0)
 
 
 def test_a_target_that_cannot_be_written(saved, tmp_path):
     for format in ("hf", "megatron"):
-        target = make_target(format, open_source(saved / "single"), Options())
+        target = make_target(format, open_source(saved / "single"))
         hashes = {file: dict.fromkeys(entries, "0") for file, entries in target.files.items()}
         with pytest.raises(WriteError, match=re.escape(str(tmp_path / "gone"))):
             target.finish(tmp_path / "gone", hashes)

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.checkpoint.formats.hdf5 import HDF5Source
-from hybridflow.checkpoint.formats.registry import Options, make_target, open_source
+from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.errors import CheckpointError, LayoutError
 from hybridflow.layout.parallel_layout import ParallelLayout
-from tests.support.checkpoint_formats import SMALL, MemorySource, assert_same, in_bf16, write_target
+from tests.support.checkpoint_formats import SMALL, MemorySource, assert_same, in_bf16
+from tests.support.conversions import convert
 
 MIXTURE = replace(SMALL, num_experts=4, qkv_bias=False, qk_norm=True, dtype="bf16")
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
@@ -28,10 +29,8 @@ QKV_PATH = "/weights/decoder/layers/1/self_attention/linear_qkv/weight"
 
 def written(tmp_path, model=SMALL, layout=None, dtype=None, **other):
     source = MemorySource(model, **other)
-    options = Options(layout=None if layout is None else ParallelLayout.parse(layout), dtype=dtype)
-    out = tmp_path / ("out" if layout else "out.h5")
-    write_target(source, make_target("hdf5", source, options), out)
-    return source, out
+    cut = None if layout is None else ParallelLayout.parse(layout)
+    return source, convert(source, "hdf5", tmp_path / ("out" if layout else "out.h5"), layout=cut, dtype=dtype)
 
 
 @pytest.mark.parametrize("layout", [None, "tp1", "tp2.pp2", "tp2.dp2.ep2.etp1"])
@@ -84,7 +83,7 @@ def test_every_bfloat16_is_the_float32_that_torch_says(tmp_path_factory, pattern
     name = "decoder.final_layernorm.weight"
     source.values[name] = bits.repeat(16)[:16].view(torch.bfloat16)
     out = tmp_path_factory.mktemp("patterns") / "out.h5"
-    write_target(source, make_target("hdf5", source, Options()), out)
+    convert(source, "hdf5", out)
     assert torch.equal(open_source(out).read(name).view(torch.int16), source.values[name].view(torch.int16))
     with h5py.File(out) as file:
         found = file["weights/" + name.replace(".", "/")][()]
@@ -135,12 +134,26 @@ def test_a_part_that_is_missing_or_of_another_directory(tmp_path):
         open_source(out).read(QKV)
 
 
-def spoil_truncated(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+def edited(change):
+    """Change the file by h5py."""
+
+    def spoil(path):
+        with h5py.File(path, "r+") as file:
+            change(file)
+
+    return spoil
 
 
-def spoil_no_hdf5(path):
-    path.write_bytes(b"\x89HDF\r\n\x1a\n" + b"x" * 100)
+def put(path, value):
+    """Put a dataset, a link, or nothing in the place of another."""
+
+    def change(file):
+        if path in file:
+            del file[path]
+        if value is not None:
+            file[path] = value
+
+    return edited(change)
 
 
 def spoil_foreign(path):
@@ -148,54 +161,38 @@ def spoil_foreign(path):
         file["weights/x"] = np.zeros(3)
 
 
-def spoil_missing(path):
-    with h5py.File(path, "r+") as file:
-        del file[QKV_PATH]
-
-
-def spoil_extra(path):
-    with h5py.File(path, "r+") as file:
-        file["weights/extra"] = np.zeros(3, np.float32)
-
-
-def spoil_shape(path):
-    with h5py.File(path, "r+") as file:
-        del file[QKV_PATH]
-        file[QKV_PATH] = np.zeros((3, 16), np.float32)
-
-
-def spoil_dtype(path):
-    with h5py.File(path, "r+") as file:
-        shape = file[QKV_PATH].shape
-        del file[QKV_PATH]
-        file[QKV_PATH] = np.zeros(shape, np.float64)
-
-
 def spoil_external_link(path):
     shutil.copy(path, path.with_name("other.h5"))
-    with h5py.File(path, "r+") as file:
-        del file[QKV_PATH]
-        file[QKV_PATH] = h5py.ExternalLink("other.h5", QKV_PATH)
+    put(QKV_PATH, h5py.ExternalLink("other.h5", QKV_PATH))(path)
 
 
-def spoil_settings(path):
-    with h5py.File(path, "r+") as file:
-        file.attrs["model"] = json.dumps({**json.loads(file.attrs["model"]), "num_layers": 10**9})
+def spoil_group_link(file):
+    file.move("weights", "elsewhere")
+    file["weights"] = h5py.SoftLink("/elsewhere")
 
 
-def spoil_group_link(path):
-    with h5py.File(path, "r+") as file:
-        file.move("weights", "elsewhere")
-        file["weights"] = h5py.SoftLink("/elsewhere")
+def spoil_settings(file):
+    file.attrs["model"] = json.dumps({**json.loads(file.attrs["model"]), "num_layers": 10**9})
 
 
-SPOILED = [value for name, value in globals().items() if name.startswith("spoil_")]
+SPOILED = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "no hdf5": lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + b"x" * 100),
+    "foreign": spoil_foreign,
+    "missing": put(QKV_PATH, None),
+    "extra": put("weights/extra", np.zeros(3, np.float32)),
+    "shape": put(QKV_PATH, np.zeros((3, 16), np.float32)),
+    "dtype": put(QKV_PATH, np.zeros((32, 16), np.float64)),
+    "external link": spoil_external_link,
+    "settings": edited(spoil_settings),
+    "group link": edited(spoil_group_link),
+}
 
 
 @pytest.mark.parametrize("spoil", SPOILED)
 def test_what_is_wrong_is_refused_when_it_is_opened(tmp_path, spoil):
     _, out = written(tmp_path)
-    spoil(out)
+    SPOILED[spoil](out)
     with pytest.raises(CheckpointError, match="out.h5.*(restore|hybridflow wrote)"):
         HDF5Source(out)
 
@@ -234,30 +231,23 @@ def test_a_hole_is_no_tensor_of_zeros(tmp_path):
         open_source(out).read(QKV)
 
 
-@pytest.mark.parametrize("file_name", ["../outside.h5", "/etc/passwd", "model.h5"])
-def test_virtual_datasets_stay_within_the_directory(tmp_path, file_name):
+@pytest.mark.parametrize(
+    ("file_name", "num_rows", "complaint"),
+    [
+        *((name, 32, "(beside it|another selection)") for name in ("../outside.h5", "/etc/passwd", "model.h5")),
+        ("tp00-pp00.h5", 16, "do not make"),
+    ],
+)
+def test_virtual_datasets_stay_within_the_directory_and_leave_no_gap(tmp_path, file_name, num_rows, complaint):
     _, out = written(tmp_path, SMALL, "tp2")
     with h5py.File(out / "model.h5", "r+") as file:
         old = file[QKV_PATH]
         layout = h5py.VirtualLayout(old.shape, old.dtype)
-        layout[...] = h5py.VirtualSource(file_name, QKV_PATH, old.shape)
+        layout[:num_rows] = h5py.VirtualSource(file_name, QKV_PATH, (num_rows, old.shape[1]))
         attributes = {**old.attrs, "sha256": json.dumps(["0" * 64])}
         del file[QKV_PATH]
         file.create_virtual_dataset(QKV_PATH, layout).attrs.update(attributes)
-    with pytest.raises(CheckpointError, match=f"model.h5: {QKV_PATH}: .*(beside it|another selection)"):
-        open_source(out)
-
-
-def test_virtual_datasets_that_leave_a_gap_are_refused(tmp_path):
-    _, out = written(tmp_path, SMALL, "tp2")
-    with h5py.File(out / "model.h5", "r+") as file:
-        old = file[QKV_PATH]
-        layout = h5py.VirtualLayout(old.shape, old.dtype)
-        layout[:16] = h5py.VirtualSource("tp00-pp00.h5", QKV_PATH, (16, old.shape[1]))
-        attributes = {**old.attrs, "sha256": json.dumps(["0" * 64])}
-        del file[QKV_PATH]
-        file.create_virtual_dataset(QKV_PATH, layout).attrs.update(attributes)
-    with pytest.raises(CheckpointError, match=f"model.h5: {QKV_PATH}: .*do not make"):
+    with pytest.raises(CheckpointError, match=f"model.h5: {QKV_PATH}: .*{complaint}"):
         open_source(out)
 
 
@@ -266,7 +256,7 @@ def write_into_little_room(path, sender):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     source = MemorySource(replace(SMALL, vocab_size=70_001))
     try:
-        write_target(source, make_target("hdf5", source, Options()), path)
+        convert(source, "hdf5", path)
     except OSError as error:
         sender.send(str(error))
     os._exit(0)

@@ -24,16 +24,17 @@ from torch import Tensor
 from hybridflow import cli
 from hybridflow.checkpoint import differences, inspecting
 from hybridflow.checkpoint.differences import compare, differing_settings
-from hybridflow.checkpoint.formats.registry import Options, open_source
+from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.checkpoint.inspecting import collapse
 from hybridflow.checkpoint.look import _DIFF_EXAMPLES, _INSPECT_EXAMPLES
 from hybridflow.checkpoint.manifest import Manifest, Progress, TensorEntry, digest
 from hybridflow.checkpoint.model_dir import Share, write_manifest, write_shares
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TensorFile
+from hybridflow.checkpoint.tensor_file import TensorFile, entry_of
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape_of
-from tests.support.lora_cases import make_adapter, make_model, write_as
+from tests.support.conversions import convert
+from tests.support.lora_cases import make_adapter, make_model
 
 MODEL = ModelConfig(
     num_layers=3, hidden_size=8, ffn_hidden_size=12, num_attention_heads=2, max_context=16, vocab_size=11, num_experts=2
@@ -255,7 +256,7 @@ def test_signal_ends_a_command_without_a_traceback(command, number, tmp_path, mo
 def test_verifying_reads_every_byte_and_says_what_was_compared(tmp_path, capsys, monkeypatch):
     """A tensor of a mapped file is not read by asking for it."""
     make_model("llama").save_pretrained(tmp_path / "hf")
-    write_as("megatron-dist", open_source(tmp_path / "hf"), tmp_path / "dist")
+    convert(tmp_path / "hf", "megatron-dist", tmp_path / "dist")
     read_bytes, crc32 = [], zlib.crc32
 
     def counted(data: Any, *args: Any) -> int:
@@ -274,7 +275,7 @@ def test_hugging_face_and_adapters_are_shown(tmp_path, capsys):
     model = make_model("reward")
     model.save_pretrained(tmp_path / "hf")
     make_adapter(tmp_path / "adapter", model, {"q_proj": 4}, {"base_model_name_or_path": str(tmp_path / "hf")})
-    write_as("megatron", open_source(tmp_path / "adapter"), tmp_path / "cut", Options(layout=ParallelLayout(tp=2)))
+    convert(tmp_path / "adapter", "megatron", tmp_path / "cut", layout=ParallelLayout(tp=2))
     capsys.readouterr()
     assert hybridflow("inspect", tmp_path / "hf", "--verify") == 0
     out = capsys.readouterr().out
@@ -324,9 +325,9 @@ def changed(source: Path, target: Path, change: Any) -> Path:
 def test_formats_and_layouts_are_equal(tmp_path, capsys):
     make_model("llama").save_pretrained(tmp_path / "hf")
     source = open_source(tmp_path / "hf")
-    write_as("megatron", source, tmp_path / "cut", Options(layout=ParallelLayout(tp=2, pp=2)))
-    write_as("megatron", source, tmp_path / "bf16", Options(dtype="bf16"))
-    write_as("hf", open_source(tmp_path / "bf16"), tmp_path / "fp32", Options(dtype="fp32"))
+    convert(source, "megatron", tmp_path / "cut", layout=ParallelLayout(tp=2, pp=2))
+    convert(source, "megatron", tmp_path / "bf16", dtype="bf16")
+    convert(tmp_path / "bf16", "hf", tmp_path / "fp32", dtype="fp32")
     capsys.readouterr()
     assert hybridflow("diff", tmp_path / "hf", tmp_path / "cut") == 0
     assert capsys.readouterr().out == "equal: 15 tensors, 21,984 parameters\n"
@@ -442,7 +443,7 @@ class Held:
 
     def __init__(self, **tensors: Tensor) -> None:
         self._tensors = tensors
-        self.tensors = {name: TensorEntry(DTYPE_NAMES[each.dtype], tuple(each.shape)) for name, each in tensors.items()}
+        self.tensors = {name: entry_of(each) for name, each in tensors.items()}
 
     def read(self, tensor: str) -> Tensor:
         return self._tensors[tensor]

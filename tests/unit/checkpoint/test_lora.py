@@ -15,15 +15,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hybridflow import cli
 from hybridflow.checkpoint.formats import lora
 from hybridflow.checkpoint.formats.lora import read_settings
-from hybridflow.checkpoint.formats.registry import Options, make_target, open_merged, open_source
+from hybridflow.checkpoint.formats.registry import make_target, open_merged, open_source
 from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.checkpoint.model_dir import ModelDir, write_manifest
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.layout.parallel_layout import ParallelLayout
-from tests.support.lora_cases import MAKERS, SIZES, make_adapter, make_model, write_as
+from tests.support.conversions import convert
+from tests.support.lora_cases import make_adapter, make_model
 
 DENSE = {"q_proj": 4, "k_proj": 4, "v_proj": 4, "o_proj": 4, "gate_proj": 4, "up_proj": 4, "down_proj": 4}
 PHI3 = {"qkv_proj": 4, "o_proj": 4, "gate_up_proj": 4, "down_proj": 4}
@@ -86,10 +86,10 @@ def test_adapter_goes_through_layouts_and_back_bit_for_bit(case, tmp_path):
     source = open_source(tmp_path / "adapter")
     assert source.format == "peft" and len(source.tensors) == len(tensors)
     for layout in (ParallelLayout(), ParallelLayout(tp=2), ParallelLayout(pp=2), ParallelLayout(tp=4, pp=2)):
-        folder = write_as("megatron", source, tmp_path / f"megatron {layout}", Options(layout=layout))
+        folder = convert(source, "megatron", tmp_path / f"megatron {layout}", layout=layout)
         again = open_source(folder)
         assert again.layout == str(layout) and list(again.tensors) == list(source.tensors)
-        back = write_as("peft", again, tmp_path / f"back {layout}")
+        back = convert(again, "peft", tmp_path / f"back {layout}")
         found = load_file(back / "adapter_model.safetensors")
         assert found.keys() == tensors.keys()
         assert all(torch.equal(found[key], tensors[key]) for key in tensors)
@@ -98,9 +98,7 @@ def test_adapter_goes_through_layouts_and_back_bit_for_bit(case, tmp_path):
 
 def test_factors_are_cut_with_their_weights(tmp_path):
     _, tensors = prepare("all", tmp_path)
-    folder = write_as(
-        "megatron", open_source(tmp_path / "adapter"), tmp_path / "m", Options(layout=ParallelLayout(tp=2))
-    )
+    folder = convert(tmp_path / "adapter", "megatron", tmp_path / "m", layout=ParallelLayout(tp=2))
     pieces = {(piece.tensor, piece.box) for piece in ModelDir(folder).manifest.pieces}
     layer, rank = "decoder.layers.0", (0, 4)
     # 4 heads and 2 groups of 8: q has 32 rows, k has 16; tp 2 halves them. ffn is 48, hidden 32.
@@ -125,8 +123,8 @@ def test_merged_model_computes_what_updates_by_hand_give(case, tmp_path):
     model, tensors = prepare(case, tmp_path)
     merged = open_merged(open_source(tmp_path / "base"), tmp_path / "adapter")
     theirs = updated(case, model, tensors)
-    write_as("hf", merged, tmp_path / "merged")
-    ours = MAKERS[CASES[case][0]][1].from_pretrained(tmp_path / "merged").eval()
+    convert(merged, "hf", tmp_path / "merged")
+    ours = type(model).from_pretrained(tmp_path / "merged").eval()
     for (name, weight), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-5, msg=name)
     tokens = torch.randint(0, 100, (2, 12), generator=torch.Generator().manual_seed(3))
@@ -138,8 +136,7 @@ def test_merged_model_computes_what_updates_by_hand_give(case, tmp_path):
 
 def test_experts_have_adapters_of_their_own(tmp_path):
     """The model's experts are one tensor in memory and many on disk, and older adapters name those on disk."""
-    family_sizes = {**SIZES, "num_local_experts": 4}
-    transformers.MixtralForCausalLM(transformers.MixtralConfig(**family_sizes)).save_pretrained(tmp_path / "base")
+    make_model("mixtral").save_pretrained(tmp_path / "base")
     stem = "model.layers.1.block_sparse_moe.experts.2"
     generator = torch.Generator().manual_seed(2)
     shapes = {"w3.lora_A": (4, 32), "w3.lora_B": (48, 4), "w2.lora_A": (4, 48), "w2.lora_B": (32, 4)}
@@ -152,14 +149,13 @@ def test_experts_have_adapters_of_their_own(tmp_path):
     }
     make_adapter(tmp_path / "adapter", nn.Module(), {}, {"base_model_name_or_path": str(tmp_path / "base")})
     save_file(tensors, tmp_path / "adapter/adapter_model.safetensors")
-    options = Options(layout=ParallelLayout(dp=2, ep=2))
-    folder = write_as("megatron", open_source(tmp_path / "adapter"), tmp_path / "m", options)
+    folder = convert(tmp_path / "adapter", "megatron", tmp_path / "m", layout=ParallelLayout(dp=2, ep=2))
     files = {piece.tensor: piece.file for piece in ModelDir(folder).manifest.pieces}
     assert files["decoder.layers.1.mlp.experts.2.linear_fc1.lora.up.B"] == "ep01-etp00-pp00.safetensors"
     assert files["decoder.layers.1.mlp.router.lora.A"] == "tp00-pp00.safetensors"
-    back = load_file(write_as("peft", open_source(folder), tmp_path / "back") / "adapter_model.safetensors")
+    back = load_file(convert(folder, "peft", tmp_path / "back") / "adapter_model.safetensors")
     assert back.keys() == tensors.keys() and all(torch.equal(back[key], tensors[key]) for key in tensors)
-    write_as("hf", open_merged(open_source(tmp_path / "base"), folder), tmp_path / "merged")
+    convert(open_merged(open_source(tmp_path / "base"), folder), "hf", tmp_path / "merged")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
     for name in before:
         update = tensors.get(f"base_model.model.{name.replace('.weight', '.lora_B.weight')}")
@@ -175,7 +171,7 @@ def test_experts_have_adapters_of_their_own(tmp_path):
 def test_merging_an_adapter_that_was_cut_is_the_same(tmp_path):
     prepare("fused", tmp_path)
     base = open_source(tmp_path / "base")
-    cut = write_as("megatron", open_source(tmp_path / "adapter"), tmp_path / "m", Options(layout=ParallelLayout(tp=2)))
+    cut = convert(tmp_path / "adapter", "megatron", tmp_path / "m", layout=ParallelLayout(tp=2))
     one, other = open_merged(base, tmp_path / "adapter"), open_merged(base, cut)
     assert all(torch.equal(one.read(name), other.read(name)) for name in base.tensors)
     assert one.identity() != base.identity()
@@ -322,9 +318,9 @@ def test_what_is_no_adapter_or_no_base_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match="is a LoRA adapter, which format hf has no place for; write megatron or peft"
     ):
-        make_target("hf", adapter, Options())
+        make_target("hf", adapter)
     with pytest.raises(HybridflowError, match="expected a LoRA adapter"):
-        make_target("peft", base, Options())
+        make_target("peft", base)
 
 
 def test_adapter_without_its_base_at_hand_asks_for_it(tmp_path):
@@ -361,21 +357,9 @@ def test_pickled_adapter_is_not_read(tmp_path):
         open_source(tmp_path / "adapter")
 
 
-def test_settings_of_a_cut_adapter_are_guarded(tmp_path):
-    prepare("all", tmp_path)
-    folder = write_as("megatron", open_source(tmp_path / "adapter"), tmp_path / "m")
-    path = folder / "assets/adapter_config.json"
-    path.write_text(path.read_text().replace('"r": 4', '"r": 5'))
-    with pytest.raises(CheckpointError, match="adapter_config.json: found other bytes than were written"):
-        open_source(folder)
-    path.unlink()
-    with pytest.raises(CheckpointError, match="adapter_config.json: found no such file"):
-        open_source(folder)
-
-
 def test_more_layers_than_any_model_has_are_refused_before_they_are_listed(tmp_path):
     prepare("all", tmp_path)
-    folder = write_as("megatron", open_source(tmp_path / "adapter"), tmp_path / "m")
+    folder = convert(tmp_path / "adapter", "megatron", tmp_path / "m")
     manifest = read_manifest(folder)
     (folder / "manifest.json").unlink()
     write_manifest(folder, dataclasses.replace(manifest, model=dataclasses.replace(manifest.model, num_layers=10**9)))
@@ -385,51 +369,6 @@ def test_more_layers_than_any_model_has_are_refused_before_they_are_listed(tmp_p
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 10**9}))
     with pytest.raises(HybridflowError, match="num_hidden_layers=1000000000"):
         open_source(tmp_path / "adapter")
-
-
-def test_commands_take_adapters_there_and_back(tmp_path, capsys):
-    model, tensors = prepare("fused", tmp_path)
-    steps = [
-        ("convert", "adapter", "cut", "--to", "megatron", "--layout", "tp2.pp2"),
-        ("convert", "cut", "back", "--to", "peft"),
-        ("diff", "adapter", "back"),
-        ("convert", "base", "merged", "--to", "hf", "--merge-lora", "cut"),
-        ("convert", "base", "merged-cut", "--to", "megatron", "--layout", "tp2", "--merge-lora", "back"),
-        ("diff", "merged", "merged-cut"),
-    ]
-    for command, *words in steps:
-        paths = [
-            str(tmp_path / word) if (tmp_path / word).exists() or at == 1 else word for at, word in enumerate(words)
-        ]
-        assert cli.main([command, *paths]) == 0, capsys.readouterr().err
-    found = load_file(tmp_path / "back/adapter_model.safetensors")
-    assert found.keys() == tensors.keys() and all(torch.equal(found[key], tensors[key]) for key in tensors)
-    ours = transformers.Phi3ForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    tokens = torch.arange(20).view(2, 10)
-    with torch.no_grad():
-        expected = updated("fused", model, tensors)(tokens).logits
-        torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-4, atol=1e-4)
-    for refused in (("adapter", "--to", "hf"), ("base", "--to", "peft"), ("adapter", "--to", "hdf5")):
-        path, *rest = refused
-        assert cli.main(["convert", str(tmp_path / path), str(tmp_path / "no"), *rest]) in (2, 3)
-        assert "adapter" in capsys.readouterr().err and not (tmp_path / "no").exists()
-
-
-@pytest.mark.parametrize("way", [("megatron", "--layout", "tp2.pp2"), ("hdf5",)])
-def test_value_heads_travel_both_ways(way, tmp_path, capsys):
-    model = make_model("reward")
-    model.save_pretrained(tmp_path / "hf")
-    there, back = tmp_path / "there", tmp_path / "back"
-    assert cli.main(["convert", str(tmp_path / "hf"), str(there), "--to", *way]) == 0, capsys.readouterr().err
-    source = open_source(there)
-    assert source.has_value_head and torch.equal(source.read("value_head.weight"), model.get_parameter("score.weight"))
-    assert cli.main(["convert", str(there), str(back), "--to", "hf"]) == 0, capsys.readouterr().err
-    assert cli.main(["diff", str(tmp_path / "hf"), str(back)]) == 0
-    assert cli.main(["diff", str(tmp_path / "hf"), str(there)]) == 0
-    ours = transformers.AutoModelForSequenceClassification.from_pretrained(back)
-    assert ours.config.num_labels == 1
-    for name, weight in model.named_parameters():
-        assert torch.equal(ours.get_parameter(name), weight), name
 
 
 def test_peft_merges_to_the_same_weights_and_loads_what_came_back(tmp_path):
@@ -450,10 +389,10 @@ def test_peft_merges_to_the_same_weights_and_loads_what_came_back(tmp_path):
     theirs = peft.get_peft_model(copy.deepcopy(model), config)
     theirs.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     source = open_source(tmp_path / "adapter", base=tmp_path / "base")
-    folder = write_as("megatron", source, tmp_path / "m", Options(layout=ParallelLayout(tp=2, pp=2)))
-    back = write_as("peft", open_source(folder), tmp_path / "back")
+    folder = convert(source, "megatron", tmp_path / "m", layout=ParallelLayout(tp=2, pp=2))
+    back = convert(folder, "peft", tmp_path / "back")
     merged = open_merged(open_source(tmp_path / "base"), back)
-    write_as("hf", merged, tmp_path / "merged")
+    convert(merged, "hf", tmp_path / "merged")
     loaded = peft.PeftModel.from_pretrained(copy.deepcopy(model), back).merge_and_unload()
     ours = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
     for (name, weight), expected in zip(ours.named_parameters(), loaded.parameters(), strict=True):

@@ -16,7 +16,8 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, num_elements
-from tests.unit.reshard.test_optimizer import LAYOUTS, dealt_state, make_model, over, whole_array, whole_state
+from tests.support.reshard_cases import make_mesh
+from tests.unit.reshard.test_optimizer import LAYOUTS, dealt_state, make_model, whole_array, whole_state
 
 # Tensor parallel ranks that are replicas of each other inside experts.
 MORE = [ParallelLayout.parse(text) for text in ("tp2.dp2.etp1", "tp4.ep2.etp1", "tp4.dp2.ep2.etp2")]
@@ -26,7 +27,7 @@ MORE = [ParallelLayout.parse(text) for text in ("tp2.dp2.etp1", "tp4.ep2.etp1", 
 def meshes(draw: st.DrawFn) -> DeviceMesh:
     """Any layout, over ranks below 12 in any order."""
     layout = draw(st.sampled_from([*LAYOUTS, *MORE]))
-    return over(layout, tuple(draw(st.permutations(range(12)))[: layout.world_size]))
+    return make_mesh(str(layout), tuple(draw(st.permutations(range(12)))[: layout.world_size]))
 
 
 models = st.builds(make_model, st.integers(1, 40), st.booleans())
@@ -65,7 +66,7 @@ def test_state_of_a_distributed_optimizer_is_written_once(mesh: DeviceMesh, mode
     ("name", "layout"), [("llama3-8b", "tp2.pp2.dp4"), ("qwen2.5-0.5b", "dp8"), ("llama3-1b", "tp8")]
 )
 def test_bytes_are_dealt_evenly(name: str, layout: str) -> None:
-    model, mesh = model_spec(shape(name)), over(ParallelLayout.parse(layout))
+    model, mesh = model_spec(shape(name)), make_mesh(layout)
     item_bytes = {tensor.name: ITEM_BYTES[tensor.dtype] for tensor in model.tensors}
     load = {
         rank: sum(num_elements(box) * item_bytes[tensor] for tensor, box in boxes)
@@ -82,7 +83,7 @@ def test_bytes_are_dealt_evenly(name: str, layout: str) -> None:
 
 def test_twins_take_turns() -> None:
     """Norms, which all tensor parallel ranks hold, are not all written by the first."""
-    model, mesh = model_spec(shape("llama3-8b")), over(ParallelLayout.parse("tp4.dp2"))
+    model, mesh = model_spec(shape("llama3-8b")), make_mesh("tp4.dp2")
     whole = {tensor.name for tensor in model.tensors if tensor.tp_dim is None}
     counts = [len(writes_state(model, mesh, rank) & whole) for rank in range(4)]
     assert sum(counts) == len(whole) and min(counts) >= len(whole) // 8, counts

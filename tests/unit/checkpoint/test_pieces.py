@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybridflow.checkpoint import tensor_file
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, Entry, TensorFileWriter
+from hybridflow.checkpoint.tensor_file import TensorFileWriter, entry_of
 
 
 @pytest.mark.parametrize("piece_bytes", [4, 24, 100, 1 << 20])
@@ -26,9 +26,7 @@ def test_any_view_is_written_in_order(tmp_path, monkeypatch, piece_bytes):
         "empty": whole[:, :, :0],
         "half": whole[:, 1:, 2].bfloat16().t(),
     }
-    writer = TensorFileWriter(
-        tmp_path / "f", {name: Entry(DTYPE_NAMES[view.dtype], tuple(view.shape)) for name, view in views.items()}
-    )
+    writer = TensorFileWriter(tmp_path / "f", {name: entry_of(view) for name, view in views.items()})
     hashes = {name: writer.write(name, view) for name, view in views.items()}
     writer.close()
     found = load_file(tmp_path / "f")
@@ -60,9 +58,7 @@ def test_tensors_larger_than_the_buffer_are_written_whole(tmp_path, monkeypatch,
         str(size): torch.randn(size, generator=generator).to(dtype)
         for size, dtype in ((3, torch.bfloat16), (1024, torch.float32), (5001, torch.bfloat16), (40_007, torch.float32))
     }
-    writer = TensorFileWriter(
-        tmp_path / "f", {name: Entry(DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
-    )
+    writer = TensorFileWriter(tmp_path / "f", {name: entry_of(t) for name, t in tensors.items()})
     for name in sorted(tensors):
         assert writer.write(name, tensors[name]) == hashlib.sha256(tensor_file.bytes_of(tensors[name])).hexdigest()
     writer.close()

@@ -12,7 +12,8 @@ from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.checkpoint.manifest import digest
 from hybridflow.families.tables import FAMILIES
 from hybridflow.layout.parallel_layout import ParallelLayout
-from tests.support.checkpoint_cases import convert, make_model, same_bits, save, tensors_of
+from tests.support.checkpoint_cases import make_model, same_bits, save, tensors_of
+from tests.support.conversions import convert
 
 PROMPTS = torch.tensor([[1, 17, 5, 9, 30, 2, 8, 11, 36], [1, 4, 4, 23, 7, 19, 33, 3, 10]])
 LAYOUTS = ["tp1", "tp2", "pp2", "tp2.pp2"]

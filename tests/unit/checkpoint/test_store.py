@@ -388,14 +388,3 @@ def test_the_state_is_checked_where_it_is_read(tmp_path: Path) -> None:
     del body["sha256"], body["roles"]["actor"]["sha256"]
     (path / "job.json").write_text(json.dumps({"sha256": store.digest(body), **body}))
     assert "job.json: is malformed: TypeError" in damaged(tmp_path)
-
-
-def test_a_step_without_what_does_not_change_still_names_it(tmp_path: Path) -> None:
-    save(tmp_path, 10)
-    first = load_latest(tmp_path)
-    assert first is not None
-    with pytest.raises(AssertionError, match="keep_last=0"):
-        complete_step(tmp_path, 20, {}, {}, keep_last=0)
-    save(tmp_path, 20)
-    second = load_latest(tmp_path)
-    assert second is not None and second.roles["reference"] == first.roles["reference"]

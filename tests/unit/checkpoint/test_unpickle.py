@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from hybridflow.checkpoint.formats.torch_archive import ArchivesWriter
 from hybridflow.checkpoint.formats.unpickle import Inert, MappedFile, StoredTensor, TorchArchive, dump, read_pickle
-from hybridflow.checkpoint.tensor_file import Entry
+from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.errors import CheckpointError
 
 CALLED = []
@@ -343,7 +343,7 @@ def test_tensors_stay_within_their_storage(tmp_path, given):
 
 
 def test_archives_of_ours_are_those_of_torch(tmp_path):
-    entries = {"a": Entry("bf16", (3, 5)), "b": Entry("fp32", (1, 1, 7)), "c": Entry("fp16", (2,))}
+    entries = {"a": TensorEntry("bf16", (3, 5)), "b": TensorEntry("fp32", (1, 1, 7)), "c": TensorEntry("fp16", (2,))}
     tensors = {"a": torch.randn(3, 5).bfloat16(), "b": torch.randn(1, 1, 7), "c": torch.randn(2).half()}
     path = tmp_path / "file"
     for _ in range(2):  # the second goes on with the first

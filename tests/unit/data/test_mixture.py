@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from hybridflow.config.data import DataConfig, DataSourceConfig, SpoolConfig, check_data
 from hybridflow.data.mixture import source_of, whole_weights
-from hybridflow.data.order import permuted
-from hybridflow.data.problems import Order
+from hybridflow.data.problems import Stores
 from hybridflow.errors import ConfigError
 
 WEIGHTS = st.lists(st.integers(1, 50), min_size=1, max_size=6)
@@ -49,16 +48,9 @@ def test_every_window_has_the_proportion(weights, first, length):
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(0, 3))
 def test_without_weights_all_rows_come_once_in_so_many_draws(sizes, epoch):
-    order, total = Order(sizes, [None] * len(sizes), seed=7), sum(sizes)
-    found = [order(prompt_index) for prompt_index in range(epoch * total, (epoch + 1) * total)]
+    stores, total = Stores([range(size) for size in sizes], [None] * len(sizes), seed=7), sum(sizes)
+    found = [stores.place(prompt_index) for prompt_index in range(epoch * total, (epoch + 1) * total)]
     assert sorted(found) == [(source, row) for source, size in enumerate(sizes) for row in range(size)]
-
-
-def test_a_single_source_is_drawn_as_ever():
-    order = Order([9], [None], seed=3)
-    assert [order(prompt_index) for prompt_index in range(27)] == [
-        (0, permuted(prompt_index % 9, size=9, key=(3, prompt_index // 9))) for prompt_index in range(27)
-    ]
 
 
 @pytest.mark.parametrize(

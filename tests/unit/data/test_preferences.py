@@ -105,11 +105,11 @@ def test_responses_end_and_fit_exactly_or_are_named(tokenizer):
     responses = (Judged("2", True), Judged("123", False))
     example = Example(prompt="1+1=", answer="2", responses=responses, margin=0.5, place="f:1")
     prompt = (tokenizer.bos_id, *tokenizer.encode("1+1="))
-    ((first, second),) = encode_responses([example], tokenizer, max_context=9)
+    first, second = encode_responses(example, tokenizer, max_context=9)
     assert first == Response(prompt, (*tokenizer.encode("2"), tokenizer.eos_id), True, 0.5)
     assert second == Response(prompt, (*tokenizer.encode("123"), tokenizer.eos_id), False, 0.5)
     with pytest.raises(DataError, match=r"f:1: prompt of 5 tokens \+ response of 4 = 9 exceeds model.max_context=8"):
-        encode_responses([example], tokenizer, max_context=8)
+        encode_responses(example, tokenizer, max_context=8)
 
 
 def test_single_responses_are_compared_in_the_order_of_the_file():

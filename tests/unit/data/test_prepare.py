@@ -19,7 +19,7 @@ from hybridflow.data.order import permuted
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.prepare import Given, prepare
 from hybridflow.data.problems import StoredProblems, Stores, example_in, open_problems
-from hybridflow.data.prompts import PromptSource, encode_prompts, encode_solutions
+from hybridflow.data.prompts import PromptSource, encode_prompt, encode_solution
 from hybridflow.data.shaping import Shape
 from hybridflow.errors import DataError
 from tests.support.ranks import run_ranks
@@ -59,8 +59,8 @@ def test_of_a_small_file_the_hash_and_the_order_are_those_of_the_rows_in_memory(
     source = PromptSource(examples=examples, seed=5)
     problems = open_problems([DataSourceConfig(path=str(path))], shape, tokenizer, tmp_path / "stores", seed=5)
     assert problems.sha256 == source.sha256
-    prompts = encode_prompts(examples, tokenizer, max_new_tokens=3, max_context=40)
-    solutions = encode_solutions(examples, tokenizer, max_context=40)
+    prompts = [encode_prompt(each, tokenizer, max_new_tokens=3, max_context=40) for each in examples]
+    solutions = [encode_solution(each, tokenizer, max_context=40) for each in examples]
     for prompt_index in range(150):
         row = permuted(prompt_index % 60, size=60, key=(5, prompt_index // 60))
         assert problems.example(prompt_index) == examples[row] and problems.prompt(prompt_index) == prompts[row]

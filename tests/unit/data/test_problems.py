@@ -14,7 +14,7 @@ from hybridflow.config.data import ArithmeticConfig, DataConfig
 from hybridflow.data.arithmetic import ensure_files, make_problems, wrong_carry
 from hybridflow.data.order import permuted
 from hybridflow.data.pieces import PieceTokenizer, train_tokenizer
-from hybridflow.data.prompts import Example, PromptSource, encode_prompts, encode_solutions
+from hybridflow.data.prompts import Example, PromptSource, encode_prompt, encode_solution
 from hybridflow.errors import DataError
 from hybridflow.rollout.calculator import Calculator
 from tests.support.row_files import examples_of_file
@@ -182,21 +182,13 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "rows.jsonl: holds no rows"),
         (b"\n\n", "rows.jsonl: holds no rows"),
-        (GOOD + b'{"prompt": ', "rows.jsonl:2: not valid JSON"),
-        (GOOD + b"[1]", "rows.jsonl:2: expected a JSON object, found list"),
-        (GOOD + b'{"answer": "2"}', "rows.jsonl:2: no field 'prompt'; found ['answer']"),
-        (GOOD + b'{"prompt": "1"}', "rows.jsonl:2: no field 'answer'"),
         (GOOD + b'{"prompt": "1", "answer": 2}', "rows.jsonl:2: field 'answer': expected text, found 2"),
         (GOOD + b'{"prompt": "1", "answer": "2", "solution": null}', "rows.jsonl:2: field 'solution': expected text"),
         (GOOD + b'{"prompt": "1", "answer": "2", "solution": ["1", "2"]}', "'solution': a list of 2 texts; a conv"),
         (GOOD + b'{"prompt": "1", "answer": "2", "solution": []}', "'solution': a list of 0 texts; a conversation"),
         (GOOD + b'{"prompt": "1", "answer": "2", "solution": [7]}', "field 'solution[0]': expected text, found 7"),
-        (GOOD + b'{"prompt": "", "answer": "2"}', "rows.jsonl:2: field 'prompt' is empty"),
-        (GOOD + b'{"prompt": "\xff", "answer": "2"}', "rows.jsonl:2: not UTF-8: invalid start byte at byte 12"),
         (GOOD + b'{"prompt": "\\ud800", "answer": "2"}', "rows.jsonl:2: field 'prompt': half of a surrogate pair"),
-        (GOOD + b"[" * 100_000, "rows.jsonl:2: not valid JSON"),
         (None, "rows.jsonl: cannot be read"),
     ],
 )
@@ -210,13 +202,13 @@ def test_bad_row_is_named_by_file_and_line(tmp_path, content, says):
 
 
 def test_prompts_fit_exactly_or_are_named(tokenizer):
-    examples = [Example(prompt="1+1=", answer="2", place="f:1"), Example(prompt="10+1=", answer="11", place="f:2")]
-    prompts = encode_prompts(examples, tokenizer, max_new_tokens=4, max_context=10)
-    assert prompts[1] == (tokenizer.bos_id, *tokenizer.encode("10+1="))
+    example = Example(prompt="10+1=", answer="11", place="f:2")
+    prompt = encode_prompt(example, tokenizer, max_new_tokens=4, max_context=10)
+    assert prompt == (tokenizer.bos_id, *tokenizer.encode("10+1="))
     with pytest.raises(
         DataError, match=r"f:2: prompt of 6 tokens.*=4 = 10 exceeds model.max_context=9; .* to 5 tokens"
     ):
-        encode_prompts(examples, tokenizer, max_new_tokens=4, max_context=9)
+        encode_prompt(example, tokenizer, max_new_tokens=4, max_context=9)
 
 
 def test_solutions_end_and_fit_exactly_or_are_named(tokenizer):
@@ -224,23 +216,23 @@ def test_solutions_end_and_fit_exactly_or_are_named(tokenizer):
         Example(prompt="1+1=", answer="2", place="f:1"),
         Example(prompt="8+8=", answer="16", solution="6", place="f:2"),
     ]
-    pairs = encode_solutions(examples, tokenizer, max_context=7)
+    pairs = [encode_solution(each, tokenizer, max_context=7) for each in examples]
     assert [pair.tokens for pair in pairs] == [(*tokenizer.encode(text), tokenizer.eos_id) for text in ("2", "6")]
     assert all(all(pair.is_written) and len(pair.is_written) == len(pair.tokens) for pair in pairs)
-    assert pairs[0].prompt == encode_prompts(examples, tokenizer, max_new_tokens=1, max_context=7)[0]
+    assert pairs[0].prompt == encode_prompt(examples[0], tokenizer, max_new_tokens=1, max_context=7)
     with pytest.raises(DataError, match=r"f:1: prompt of 5 tokens \+ solution of 2 = 7 exceeds model.max_context=6"):
-        encode_solutions(examples, tokenizer, max_context=6)
+        encode_solution(examples[0], tokenizer, max_context=6)
 
 
 def test_a_conversation_to_imitate_has_ends_where_the_policy_ends(tokenizer):
     one = Example(prompt="1+1=", answer="2", solution=("=1+1", "2+", "2"), place="f:1")
-    (found,) = encode_solutions([one], tokenizer, max_context=20)
+    found = encode_solution(one, tokenizer, max_context=20)
     written, observed, last = (tokenizer.encode(text) for text in one.solution)
     assert found.tokens == (*written, tokenizer.eos_id, *observed, *last, tokenizer.eos_id)
     assert found.is_written == (True,) * 5 + (False,) * 2 + (True,) * 2
     # 5 of the prompt, with its beginning, and these 9.
     with pytest.raises(DataError, match=r"solution of 9 = 14 exceeds model.max_context=13"):
-        encode_solutions([one], tokenizer, max_context=13)
+        encode_solution(one, tokenizer, max_context=13)
 
 
 def test_products_of_which_some_ask_the_calculator():

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.config.data import DataConfig, SpoolConfig
-from hybridflow.data import live
 from hybridflow.data.pieces import train_tokenizer
+from hybridflow.data.queues import open_queue
 from hybridflow.data.shaping import Shape
-from hybridflow.data.spool import SpoolTaker, open_spool, spooled
+from hybridflow.data.spool import SpoolTaker, spooled
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.recipe.load import recipe_from_dict
+from tests.support.queues import Killed, kill_at, recipe_values
 from tests.support.ranks import run_ranks
 
 SHAPE = Shape(data=DataConfig(spool=SpoolConfig(path="spool"), held_out="none"), kind="problems")
@@ -57,10 +58,6 @@ def test_files_are_taken_in_the_order_of_their_names_with_their_places(tmp_path)
     assert spooled(folder, spool, 1.0).sha256 == spooled(folder, spool, 1.0).sha256 != ""
 
 
-class Killed(BaseException):
-    """In the place of a kill."""
-
-
 KILLS = ("none", "rows", "journal", "torn", "move")
 
 
@@ -76,7 +73,7 @@ def test_wherever_it_is_killed_each_row_comes_once_and_in_order(turns):
         for turn, (count, kill) in enumerate(turns):
             put(spool, f"{turn:03d}.jsonl", *itertools.islice(numbers, count))
             with pytest.MonkeyPatch.context() as patch:
-                _kill_at(patch, kill, folder)
+                kill_at(patch, kill)
                 one = taker(spool, folder)
                 with contextlib.suppress(Killed):
                     one.take()
@@ -92,20 +89,6 @@ def test_wherever_it_is_killed_each_row_comes_once_and_in_order(turns):
         total = next(numbers)
         assert drawn(folder, spool, total) == [str(number) for number in range(total)]
         assert not list(spool.glob("*.jsonl"))
-
-
-def _kill_at(patch, kill, folder):
-    def die(*_, **__):
-        raise Killed
-
-    if kill == "rows":
-        patch.setattr(live, "sync_path", die)
-    elif kill == "move":
-        patch.setattr(Path, "rename", die)
-    elif kill == "journal":
-        # It opens the journal to append, and never gets so far.
-        inner = Path.open
-        patch.setattr(Path, "open", lambda self, mode="r", **more: die() if mode == "ab" else inner(self, mode, **more))
 
 
 def test_a_row_is_waited_for_and_then_missed(tmp_path):
@@ -161,7 +144,7 @@ def prompts_of(world, spool, folder, tokenizer):
 
     everyone = world.coordinator(tuple(range(world.size)))
     settings_ = SpoolConfig(path=spool, deadline_s=20.0, poll_s=0.05)
-    problems = open_spool(settings_, SHAPE, open_tokenizer(tokenizer), Path(folder), everyone=everyone)
+    problems = open_queue(settings_, SHAPE, open_tokenizer(tokenizer), Path(folder), everyone=everyone)
     if world.rank == 1:
         for number in range(4):
             put(Path(spool), f"{number}.jsonl", 2 * number, 2 * number + 1)
@@ -178,26 +161,16 @@ def test_ranks_wait_for_what_the_lowest_takes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("section", "key", "value", "says"),
     [
-        ({"data": {"spool": {"path": "s", "deadline_s": 1800}}}, "lower the first or raise the second"),
-        ({"data": {"spool": {"path": "s"}, "file_format": "parquet"}}, "data.spool takes JSONL"),
-        ({"tokenizer": {"path": None}}, "data.spool has no text yet"),
+        ("data", "spool", {"path": "s", "deadline_s": 1800}, "lower the first or raise the second"),
+        ("data", "file_format", "parquet", "data.spool takes JSONL"),
+        ("tokenizer", "path", None, "data.spool has no text yet"),
     ],
 )
-def test_settings_that_do_not_go_with_a_spool(more, says):
-    values = {
-        "name": "tiny",
-        "algorithm": "grpo",
-        "model": {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 1, "max_context": 8},
-        "data": {"spool": {"path": "s"}},
-        "tokenizer": {"path": "tokenizer.model"},
-        "actor": {"update": {}, "rollout": {}, "optimizer": {"lr": 1e-3}},
-        "rollout": {"max_new_tokens": 2, "group_size": 2},
-        "trainer": {"steps": 1, "global_batch_size": 2},
-        **more,
-    }
-    values["data"]["held_out"] = "h"
+def test_settings_that_do_not_go_with_a_spool(section, key, value, says):
+    values = recipe_values(spool={"path": "s"})
+    values[section][key] = value
     with pytest.raises(ConfigError) as caught:
         recipe_from_dict(values)
     assert says in str(caught.value)

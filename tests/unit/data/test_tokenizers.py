@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hybridflow.data.pieces import train_tokenizer
-from hybridflow.data.prompts import Example, encode_prompts
+from hybridflow.data.prompts import Example, prompt_tokens
 from hybridflow.data.tokenizer import check_same_pieces, open_tokenizer, tokenizer_in
 from hybridflow.errors import DataError
 
@@ -25,9 +25,8 @@ def test_tokens_are_those_of_transformers(tmp_path, has_start):
     assert ours.vocab_size == len(theirs) and ours.pieces()[ours.eos_id] == END
     assert (ours.eos_id, ours.pad_id) == (theirs.eos_token_id, theirs.pad_token_id)
     assert ours.bos_id == (theirs.convert_tokens_to_ids(START) if has_start else None)
-    examples = [Example(prompt=text, answer="", place=text) for text in TEXTS]
-    prompts = encode_prompts(examples, ours, max_new_tokens=1, max_context=64)
-    for text, prompt in zip(TEXTS, prompts, strict=True):
+    for text in TEXTS:
+        prompt = prompt_tokens(Example(prompt=text, answer="", place=text), ours)
         ids = ours.encode(text)
         assert ids == theirs.encode(text, add_special_tokens=False)
         assert list(prompt) == theirs(text)["input_ids"], "a prompt begins as the tokenizer begins a text"

@@ -15,12 +15,11 @@ from hybridflow.errors import DataError, GraphError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.coordinator import Coordinator
+from tests.support import flows
 
 
 def mesh(layout: str, ranks, ranks_per_node: int = 2) -> DeviceMesh:
-    return DeviceMesh(
-        name=layout, layout=ParallelLayout.parse(layout), ranks=tuple(ranks), ranks_per_node=ranks_per_node
-    )
+    return flows.mesh(layout, layout, ranks, ranks_per_node)
 
 
 def test_balance_by_hand() -> None:

@@ -1,8 +1,5 @@
 """Compiled programs: where columns move, what runs at the same time, and that every rank has what its calls read."""
 
-import subprocess
-import sys
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -25,19 +22,7 @@ from hybridflow.dataflow.schedule import (
 )
 from hybridflow.errors import GraphError
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.layout.parallel_layout import ParallelLayout
-
-
-def mesh(name: str, layout: str, ranks: range | tuple[int, ...]) -> DeviceMesh:
-    return DeviceMesh(name=name, layout=ParallelLayout.parse(layout), ranks=tuple(ranks), ranks_per_node=8)
-
-
-def node(name: str, place: str, reads: str = "", writes: str = "", **options) -> Node:
-    role, call = name.split(".")
-    return Node(
-        name=name, role=role, call=call, mesh=place, reads=tuple(reads.split()), writes=tuple(writes.split()), **options
-    )
-
+from tests.support.flows import mesh, node
 
 COLOCATED = {
     "rollout": mesh("rollout", "dp4", range(4)),
@@ -391,11 +376,3 @@ def test_the_picture_shows_calls_columns_and_moves() -> None:
     assert 'n0 -->|"tokens"| n1' in picture, "the reward reads tokens where they were written"
     assert 'n0 ==>|"tokens"| n2' in picture, "log_probs read tokens that a move brought"
     assert picture.count("subgraph") == picture.count("end") == 2
-
-
-def test_a_login_node_needs_no_torch() -> None:
-    code = (
-        "import sys, hybridflow.dataflow.compiler, hybridflow.dataflow.render;"
-        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

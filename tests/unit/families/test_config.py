@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from hybridflow.errors import ConfigError
-from hybridflow.families.config_json import Described, describe, read_config, spelled_out, update_config, write_config
+from hybridflow.families.config_json import Described, describe, read_config, spelled_out, update_config
 from hybridflow.families.model import ModelConfig, RotaryScaling
 from hybridflow.families.tables import FAMILIES
 
@@ -215,6 +215,12 @@ def test_well_known_models_read_as_what_they_are(name):
     assert (described.family.name, described.has_value_head) == (values["model_type"], False)
 
 
+def written_config(described):
+    """What is written for a model without a file of its own, as JSON has it."""
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[described.model.dtype]
+    return json.loads(json.dumps(update_config(None, described, dtype=dtype)))
+
+
 def meaning(values):
     """What transformers makes of a file, but for what tells nothing of the computation."""
     transformers = pytest.importorskip("transformers")
@@ -230,7 +236,7 @@ def meaning(values):
 def test_a_written_file_means_the_same_to_transformers(name):
     values, _ = real(name)
     described = read_config(values, where="config.json")
-    written = json.loads(json.dumps(write_config(described)))
+    written = written_config(described)
     assert spelled_out(read_config(written, where="config.json").model) == spelled_out(described.model)
     ours, theirs = meaning(written), meaning(values)
     for each in (ours, theirs):
@@ -314,7 +320,7 @@ def models(draw, family):
 @settings(max_examples=40, deadline=None)
 def test_what_is_written_reads_as_it_was(name, data, has_value_head):
     described = Described(family=FAMILIES[name], model=data.draw(models(FAMILIES[name])), has_value_head=has_value_head)
-    written = json.loads(json.dumps(write_config(described)))
+    written = written_config(described)
     found = read_config(written, where="config.json")
     assert (found.family, found.has_value_head) == (described.family, has_value_head)
     assert spelled_out(found.model) == spelled_out(described.model)
@@ -370,22 +376,9 @@ def test_the_original_is_kept_and_brought_up_to_date():
 
 def test_phi3_is_written_with_the_three_keys_that_older_readers_allow():
     described = read_config(real("Phi-3-mini-128k")[0], where="config.json")
-    written = write_config(described)
+    written = written_config(described)
     assert written["rope_scaling"] == {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}
     assert written["original_max_position_embeddings"] == 4096
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_each_key_may_be_left_out_where_transformers_has_a_default(name):
-    transformers = pytest.importorskip("transformers")
-    make = getattr(transformers, FAMILIES[name].causal.replace("ForCausalLM", "Config"))
-    values = {**make().to_dict(), "architectures": [FAMILIES[name].causal]}
-    whole = spelled_out(read_config(values, where="config.json").model)
-    needed = {"model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"}
-    needed |= {"moe_intermediate_size" if name == "qwen3_moe" else "intermediate_size"}
-    for key in values.keys() - needed:
-        rest = {other: value for other, value in values.items() if other != key}
-        assert spelled_out(read_config(rest, where="config.json").model) == whole, key
 
 
 @pytest.mark.parametrize(
@@ -433,6 +426,64 @@ def test_what_is_not_computed_or_malformed_is_refused_by_name(case):
     values = {**real("Llama-3.1-8B")[0], "moe_intermediate_size": 8, **changes}
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_config(values, where="config.json")
+
+
+LEAST = ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
+LEAST += ["vocab_size", "moe_intermediate_size"]
+
+
+def full(name):
+    """Every key as the family's class in ``transformers`` writes it."""
+    transformers = pytest.importorskip("transformers")
+    make = getattr(transformers, FAMILIES[name].causal.replace("ForCausalLM", "Config"))
+    return {**make().to_dict(), "architectures": [FAMILIES[name].causal]}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_left_out_has_the_default_of_transformers(name):
+    values = full(name)
+    least = {"model_type": name, **{key: values[key] for key in LEAST if key in values}}
+    written, left_out = (read_config(each, where="config.json").model for each in (values, least))
+    assert replace(written, head_dim=written.head_size) == replace(left_out, head_dim=left_out.head_size)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padding_that_is_left_out_is_that_of_transformers(name):
+    """It decides which token a reward is read from."""
+    assert FAMILIES[name].defaults.get("pad_token_id") == full(name).get("pad_token_id")
+
+
+def test_null_is_an_answer():
+    caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": None}
+    model = read_config({**full("gemma2"), **caps}, where="config.json").model
+    assert (model.attention_softcap, model.logit_softcap, model.window, model.window_layers) == (None,) * 4
+    assert read_config({**full("mistral"), "sliding_window": None}, where="config.json").model.window is None
+
+
+def test_the_published_and_the_written_name_of_the_number_of_experts():
+    values = full("qwen3_moe")
+    values.pop("num_local_experts")
+    for key in ("num_experts", "num_local_experts"):
+        assert read_config({**values, key: 96}, where="config.json").model.num_experts == 96
+
+
+ROTARY = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+REFUSED_ROTARY = {
+    "mscale": ({**ROTARY, "mscale": 0.7}, "mscale=0.7 is not computed"),
+    "truncate": ({**ROTARY, "truncate": False}, "truncate=False is not computed"),
+    "nested": ({"full_attention": ROTARY, "rope_type": "yarn"}, "full_attention={"),
+    "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, "rope_type='dynamic' is not computed"),
+    "partial": ({**ROTARY, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not computed"),
+    "betas": ({**ROTARY, "beta_fast": 1.0, "beta_slow": 1.0}, "beta_slow=1.0 is not below"),
+    "divisors": ({**ROTARY, "rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "1 numbers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_ROTARY)
+def test_rotary_embeddings_that_are_not_computed_are_refused_by_name(case):
+    parameters, message = REFUSED_ROTARY[case]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_config({**full("llama"), "rope_parameters": parameters}, where="config.json")
 
 
 def test_the_docs_name_every_family_and_what_it_refuses():

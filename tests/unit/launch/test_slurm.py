@@ -23,7 +23,7 @@ from hybridflow.launch.site import Container, Site, check_site, load_site, secon
 from hybridflow.launch.submit import job_state
 from hybridflow.mapping.memory import RankMemory
 from hybridflow.parallel.scontrol import parse_records
-from hybridflow.recipe.load import load_recipe, recipe_from_dict
+from hybridflow.recipe.load import load_recipe
 from hybridflow.sections import to_dict
 from tests.support.programs import put_program
 
@@ -126,14 +126,6 @@ def test_batch_files_are_as_recorded(name):
     if os.environ.get("HYBRIDFLOW_RECORD") == "1":
         path.write_text(found, encoding="utf-8")
     assert found == path.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_batch_files_are_bash_and_end_with_the_body(name):
-    text = render_batch(JOBS[name])
-    assert text.endswith(JOBS[name].body)
-    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def printed_by(batch, folder):
@@ -464,12 +456,6 @@ def test_a_launch_that_cannot_be_kept_leaves_nothing(tmp_path):
     assert (kept / "batch.sh").read_text() == "another's" and snapshot.next_folder(tmp_path) == tmp_path / "launch/0002"
 
 
-def test_resolved_recipes_are_recipes(on_a_login_node):
-    for name in ("quickstart", "grpo", "split", "ppo-70b"):
-        recipe = load_recipe(name)
-        assert recipe_from_dict(yaml.safe_load(yaml.safe_dump(to_dict(recipe), sort_keys=False))) == recipe
-
-
 def test_state_of_a_job():
     line = (
         "JobId=3 JobName=a b UserId=ada(1) JobState=FAILED Reason=NonZeroExitCode Dependency=(null) Requeue=1 "
@@ -492,19 +478,10 @@ def test_local_and_mpi_print_what_they_would_start(capsys, tmp_path):
     assert len(lines) == 4 and " RANK=3 LOCAL_RANK=3 " in lines[3]
     assert lines[0].endswith(" -m hybridflow train quickstart seed=2")
     assert cli.main(["launch", "mpi", "quickstart", "seed=2", "--resume", "--print"]) == 0
-    words = shlex.split(capsys.readouterr().out)
-    assert words == [
-        "mpirun",
-        "-n",
-        "4",
-        sys.executable,
-        "-m",
-        "hybridflow",
-        "train",
-        "quickstart",
-        "seed=2",
-        "--resume",
-    ]
+    printed = capsys.readouterr().out
+    assert (
+        shlex.split(printed) == f"mpirun -n 4 {sys.executable} -m hybridflow train quickstart seed=2 --resume".split()
+    )
     hosts = tmp_path / "hosts"
     hosts.write_text("n1\n")
     assert mpi_command(["train"], 2, hosts)[:5] == ["mpirun", "-hostfile", str(hosts), "-n", "2"]

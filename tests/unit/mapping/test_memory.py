@@ -1,7 +1,6 @@
 """Memory of each rank, from figures worked out by hand; what ranks really hold is in tests/multi/test_memory.py."""
 
 import functools
-import json
 from dataclasses import replace
 
 import pytest
@@ -10,6 +9,7 @@ from hybridflow import cli
 from hybridflow.mapping.memory import MeshMemory, RankMemory, job_memory, memory_summary, memory_table
 from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.meshes import role_meshes
+from tests.support.recipes import POLICY, SCORER, write_config
 
 
 @functools.cache
@@ -112,30 +112,14 @@ def test_ranks_without_a_model_need_nothing():
     assert "\n6      none" in memory_table(memory) and memory_summary(memory).startswith("most on rank ")
 
 
-def write_config(folder, **changes):
-    """Settings of a scorer, or with changes of another model, of the size of Llama 3 70B."""
-    config = dict(
-        architectures=["LlamaForSequenceClassification"],
-        model_type="llama",
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        hidden_act="silu",
-        num_labels=1,
-        id2label={"0": "score"},
-        tie_word_embeddings=False,
-    )
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config | changes))
+LLAMA_70B = {
+    **{"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    **{"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192},
+}
 
 
 def test_a_reward_model_is_counted_where_it_scores(tmp_path):
-    write_config(tmp_path)
+    write_config(tmp_path, SCORER, **LLAMA_70B)
     override = f"reward.model={{path: {tmp_path}, dtype: bf16}}"
     without, needed = memory_of("ppo-70b")[100], memory_of("ppo-70b", override)[100]
     reward = by_mesh(needed)["reward"]
@@ -144,7 +128,7 @@ def test_a_reward_model_is_counted_where_it_scores(tmp_path):
 
 
 def test_frozen_models_in_host_memory_are_counted_one_at_a_time(tmp_path):
-    write_config(tmp_path)
+    write_config(tmp_path, SCORER, **LLAMA_70B)
     reward = f"reward.model={{path: {tmp_path}, dtype: bf16}}"
     kept = memory_of("ppo-70b", reward)[100]
     parts = by_mesh(kept)
@@ -160,7 +144,7 @@ def test_frozen_models_in_host_memory_are_counted_one_at_a_time(tmp_path):
 
 
 def test_costs_cost_critics_and_teachers_are_counted(tmp_path):
-    write_config(tmp_path / "price")
+    write_config(tmp_path / "price", SCORER, **LLAMA_70B)
     safe = (
         "algorithm=safe-rlhf",
         f"cost={{model: {{path: {tmp_path / 'price'}, dtype: bf16}}}}",
@@ -172,7 +156,7 @@ def test_costs_cost_critics_and_teachers_are_counted(tmp_path):
     assert replace(parts["cost"], mesh="reference") == parts["reference"] and parts["cost"].weights == 10 * LAYER * 2
     function = by_mesh(memory_of("ppo-70b", safe[0], "cost.function=length", safe[2])[100])
     assert function.keys() == parts.keys() - {"cost"}
-    write_config(tmp_path / "teacher", architectures=["LlamaForCausalLM"])
+    write_config(tmp_path / "teacher", POLICY, **LLAMA_70B)
     teacher = "teacher={model: {path: %s, dtype: bf16}, layout: {tp: 8, pp: 8, dp: 8}}" % (tmp_path / "teacher")
     parts = by_mesh(memory_of("ppo-70b", "algorithm=distill", "critic=null", "kl={coef: 0}", teacher)[100])
     assert list(parts) == ["actor.update", "actor.rollout", "teacher"]

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from transformers import modeling_rope_utils as rope
 
 from hybridflow.families.model import ModelConfig, RotaryScaling
 from hybridflow.models.rotary import rotary_factor, rotary_frequencies
-
-transformers = pytest.importorskip("transformers")
-rope = pytest.importorskip("transformers.modeling_rope_utils")
 
 MODEL = ModelConfig(
     num_layers=1,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from prometheus_client.parser import text_string_to_metric_families
 
+from hybridflow.config.metrics import WandbConfig
 from hybridflow.errors import ConfigError
 from hybridflow.observe import exporters
 from hybridflow.observe.exporters import (
@@ -33,16 +33,11 @@ from hybridflow.parallel.world import World
 from hybridflow.recipe.load import load_recipe
 from hybridflow.trainer.record import Record
 from hybridflow.trainer.step_metrics import Share
+from tests.e2e.commands import free_port
 from tests.support.waiting import wait_until
 
 GATEWAY = shutil.which("prometheus-pushgateway")
 METRICS = {"reward/mean": 0.5, "time/step_s": 2.0, "kl/ref": math.nan}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def gauges(text: str) -> dict[tuple[str, str], float]:
@@ -101,7 +96,7 @@ def test_the_node_exporter_finds_a_whole_file(tmp_path):
 
 def test_weights_and_biases_has_the_steps_offline_and_knows_a_run_again(tmp_path):
     for first, is_resumed in ((1, False), (3, True)):
-        exporter = WandbExporter("tests", "one", tmp_path, offline=True, is_resumed=is_resumed)
+        exporter = WandbExporter(WandbConfig(project="tests", offline=True), "one", tmp_path, is_resumed=is_resumed)
         for step in (first, first + 1):
             exporter.export(step, METRICS)
         exporter.close()
@@ -114,7 +109,7 @@ def test_without_a_key_nobody_is_asked_for_one(tmp_path, monkeypatch):
     for name, value in (("WANDB_API_KEY", ""), ("HOME", str(tmp_path)), ("NETRC", str(tmp_path / "netrc"))):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("WANDB_API_KEY")
-    exporter = WandbExporter("tests", "one", tmp_path)
+    exporter = WandbExporter(WandbConfig(project="tests"), "one", tmp_path)
     with pytest.raises(ConfigError, match="WANDB_API_KEY"):
         exporter.export(1, METRICS)
 

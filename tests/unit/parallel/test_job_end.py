@@ -2,8 +2,7 @@
 
 import pytest
 
-from hybridflow.parallel.job_end import end_of, find_job_end
-from hybridflow.parallel.scontrol import parse_records
+from hybridflow.parallel.scontrol import end_of, find_job_end, parse_records
 from tests.support.programs import put_program
 
 # As Slurm 22.05.8 prints it, shortened.

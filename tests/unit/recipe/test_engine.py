@@ -1,12 +1,11 @@
 """Which engine a recipe may choose, and what weighs its samples."""
 
-from pathlib import Path
-
 import pytest
 
 from hybridflow.errors import ConfigError
 from hybridflow.recipe.load import load_recipe
 from hybridflow.sections import to_dict
+from tests.support.recipes import SMALLEST
 
 URL = "rollout.engine.urls=['http://localhost:8000']"
 SERVER = ["rollout.engine.kind=openai", URL, "rollout.engine.off_policy=true"]
@@ -14,19 +13,10 @@ SERVER = ["rollout.engine.kind=openai", URL, "rollout.engine.off_policy=true"]
 
 @pytest.fixture
 def load(tmp_path):
-    text = """
-name: tiny
-algorithm: grpo
-cluster: {ranks: 1}
-model: {num_layers: 2, hidden_size: 16, ffn_hidden_size: 32, num_attention_heads: 2, max_context: 24}
-data: {train: a, held_out: b}
-actor: {update: {dp: 1}, rollout: {dp: 1}, optimizer: {lr: 0.01}}
-rollout: {max_new_tokens: 4}
-trainer: {steps: 2, global_batch_size: 8}
-"""
-    path: Path = tmp_path / "tiny.yaml"
-    path.write_text(text)
-    return lambda *overrides: load_recipe(path, overrides)
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALLEST)
+    alone = ["algorithm=grpo", "critic=null", "cluster.ranks=1", "actor.update={}", "actor.rollout={}"]
+    return lambda *overrides: load_recipe(path, [*alone, *overrides])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A model section without a path lists only what differs from the actor's model."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,30 +11,18 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.model import RotaryScaling
 from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.sections import to_dict
+from tests.support.recipes import SCORER, SMALLEST, write_config
 
-RECIPE = yaml.safe_load("""
-name: small
+RECIPE = yaml.safe_load(SMALLEST) | yaml.safe_load("""
 algorithm: safe-rlhf
-model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, max_context: 32, qkv_bias: true}
-data: {train: train.jsonl, held_out: held_out.jsonl}
+cluster: {ranks: 1}
 actor: {update: {}, optimizer: {lr: 1e-3}}
 critic: {layout: {}, optimizer: {lr: 1e-3}}
 cost_critic: {layout: {}, optimizer: {lr: 1e-3}}
 cost: {function: length}
-rollout: {max_new_tokens: 8}
-trainer: {steps: 10, global_batch_size: 16}
 """)
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForSequenceClassification"],
-    "num_labels": 1,
-    "num_hidden_layers": 3,
-    "hidden_size": 16,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-    "vocab_size": 45,
-}
+RECIPE["model"]["qkv_bias"] = True
+OTHERWISE = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 48, "num_attention_heads": 2}
 
 
 def load(*overrides):
@@ -42,8 +31,7 @@ def load(*overrides):
 
 @pytest.fixture
 def scorer(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return tmp_path
+    return write_config(tmp_path, SCORER, **OTHERWISE)
 
 
 @pytest.mark.parametrize("role", ["critic", "cost_critic"])
@@ -83,11 +71,9 @@ def test_a_section_with_a_path_inherits_nothing(scorer):
 
 
 def test_the_shape_of_an_actor_that_comes_from_a_directory_is_inherited_without_its_weights(tmp_path):
-    config = {**CONFIG, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    values = {**RECIPE, "model": {"path": str(tmp_path), "dtype": "bf16"}}
-    recipe = recipe_from_dict(values, overrides=["critic.model.hidden_size=32"])
-    assert recipe.model_of("critic") == replace(recipe.model, hidden_size=32)
+    values = {**RECIPE, "model": {"path": str(write_config(tmp_path)), "dtype": "bf16"}}
+    recipe = recipe_from_dict(values, overrides=["critic.model.hidden_size=64"])
+    assert recipe.model_of("critic") == replace(recipe.model, hidden_size=64)
     assert recipe.model_of("critic").path is None and recipe.model_of("critic").dtype == "bf16"
 
 
@@ -119,9 +105,8 @@ def test_what_a_fallback_changes_is_inherited_too():
     ],
 )
 def test_a_complaint_names_the_section_that_was_given(override, says):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(says)):
         load(override)
-    assert says in str(caught.value)
 
 
 def test_what_is_wrong_with_the_actors_model_is_said_of_that():

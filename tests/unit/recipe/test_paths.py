@@ -15,49 +15,18 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.recipe.load import find_recipe, load_recipe, recipe_from_dict
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.sections import to_dict
+from tests.support.complaints import complains
+from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
 
-RECIPE = """
-name: small
-algorithm: ppo
-cluster: {ranks: 4}
-model: {path: MODEL}
-data: {train: train.jsonl, held_out: held_out.jsonl}
-actor:
-  update: {tp: 2, dp: 2}
-  rollout: {dp: 4}
-  optimizer: {lr: 1e-4}
-critic:
-  layout: {pp: 2, dp: 2}
-  optimizer: {lr: 0.001}
-rollout: {max_new_tokens: 8}
-trainer: {steps: 10, global_batch_size: 16}
-"""
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "vocab_size": 45,
-    "rope_theta": 50000.0,
-    "torch_dtype": "bfloat16",
-}
-SCORER = {**LLAMA, "architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
-
-
-def write_config(folder, **changes):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
-    return folder
+RECIPE = re.sub("model: .*", "model: {path: MODEL}", SMALLEST)
+OTHERWISE = {"num_key_value_heads": 2, "rope_theta": 50000.0, "torch_dtype": "bfloat16"}
+LLAMA, LLAMA_SCORER = {**POLICY, **OTHERWISE}, {**SCORER, **OTHERWISE}
 
 
 @pytest.fixture
 def recipe_file(tmp_path):
     path = tmp_path / "small.yaml"
-    path.write_text(RECIPE.replace("MODEL", str(write_config(tmp_path / "model"))))
+    path.write_text(RECIPE.replace("MODEL", str(write_config(tmp_path / "model", LLAMA))))
     return path
 
 
@@ -66,7 +35,7 @@ def test_settings_are_read_and_need_not_be_written(recipe_file, tmp_path):
     assert model == ModelConfig(
         num_layers=2,
         hidden_size=32,
-        ffn_hidden_size=48,
+        ffn_hidden_size=64,
         num_attention_heads=4,
         num_query_groups=2,
         max_context=64,
@@ -102,7 +71,7 @@ def test_a_whole_section_in_an_override_is_completed_too(recipe_file, tmp_path):
 
 
 def test_a_saved_recipe_loads_again(recipe_file, tmp_path):
-    own = [f"critic.model.path={write_config(tmp_path / 'critic', **{**SCORER, 'hidden_size': 16})}"]
+    own = [f"critic.model.path={write_config(tmp_path / 'critic', LLAMA_SCORER, hidden_size=16)}"]
     own += [f"reward.model.path={tmp_path / 'critic'}", "reward.layout={pp: 2, dp: 2}"]
     recipe = load_recipe(recipe_file, own)
     assert recipe.model_of("critic").hidden_size == 16 and recipe.model_of("actor.update").hidden_size == 32
@@ -112,8 +81,8 @@ def test_a_saved_recipe_loads_again(recipe_file, tmp_path):
 
 def test_critic_and_reward_are_cut_as_what_they_are(recipe_file, tmp_path):
     """Four layers and eight heads, where the actor has two and four."""
-    wide = {**SCORER, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
-    path = write_config(tmp_path / "wide", **wide)
+    wide = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
+    path = write_config(tmp_path / "wide", LLAMA_SCORER, **wide)
     own = [f"critic.model.path={path}", "critic.layout={pp: 4}", f"reward.model.path={path}"]
     meshes = role_meshes(load_recipe(recipe_file, own))
     assert meshes["critic"].layout == ParallelLayout(pp=4)
@@ -150,15 +119,13 @@ def test_critic_and_reward_are_cut_as_what_they_are(recipe_file, tmp_path):
 )
 def test_what_cannot_be_is_refused_with_the_remedy(recipe_file, tmp_path, monkeypatch, changes, overrides, says):
     monkeypatch.chdir(tmp_path)
-    write_config(tmp_path / "model", **changes)
-    with pytest.raises(ConfigError) as caught:
-        load_recipe(recipe_file, [text.replace("MODEL", str(tmp_path / "model")) for text in overrides])
-    for words in says:
-        assert words in str(caught.value)
+    write_config(tmp_path / "model", LLAMA, **changes)
+    given = [text.replace("MODEL", str(tmp_path / "model")) for text in overrides]
+    complains(lambda: load_recipe(recipe_file, given), says, ConfigError)
 
 
 def test_a_reward_is_a_function_or_a_model(recipe_file, tmp_path):
-    write_config(tmp_path / "scorer", **SCORER)
+    write_config(tmp_path / "scorer", LLAMA_SCORER)
     own = f"reward.model.path={tmp_path / 'scorer'}"
     with pytest.raises(ConfigError, match=r"reward\.function='mine:close': would not be called"):
         load_recipe(recipe_file, [own, "reward.function=mine:close"])
@@ -181,12 +148,10 @@ def test_recipe_of_the_documentation(tmp_path, monkeypatch):
     *parts, distillation = parts
     values = yaml.safe_load(find_recipe("quickstart").read_text(encoding="utf-8")) | yaml.safe_load("".join(parts))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "models").mkdir()
-    for name, config in (("policy", LLAMA), ("value", SCORER), ("score", SCORER)):
-        write_config(tmp_path / "models" / name, **config)
+    for name, config in (("policy", LLAMA), ("value", LLAMA_SCORER), ("score", LLAMA_SCORER)):
+        write_config(tmp_path / "models" / name, config)
     recipe = recipe_from_dict(values, source="docs/pretrained.md")
-    (tmp_path / "runs/sft/checkpoints/step_000600").mkdir(parents=True)
-    write_config(tmp_path / "runs/sft/checkpoints/step_000600/actor")
+    write_config(tmp_path / "runs/sft/checkpoints/step_000600/actor", LLAMA)
     values = yaml.safe_load(find_recipe("distill").read_text(encoding="utf-8")) | yaml.safe_load(distillation)
     assert recipe_from_dict(values, source="docs/pretrained.md").teacher.model.num_layers == LLAMA["num_hidden_layers"]
     assert len(parts) == 3 and recipe.model_of("reward").path == "models/score" and recipe.model.max_context == 512

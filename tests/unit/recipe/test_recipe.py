@@ -1,6 +1,5 @@
 """Recipes: every key is checked, and every complaint names the place, the key and the remedy."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -18,26 +17,8 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.recipe.load import find_recipe, load_recipe, recipe_from_dict
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.sections import keys_of, to_dict
-
-SMALLEST = """
-name: small
-algorithm: ppo
-cluster: {ranks: 4}
-model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, max_context: 32}
-data: {train: train.jsonl, held_out: held_out.jsonl}
-actor:
-  update: {tp: 2, dp: 2}
-  rollout: {dp: 4}
-  optimizer: {lr: 1e-4}
-critic:
-  layout: {pp: 2, dp: 2}
-  optimizer: {lr: 0.001}
-rollout: {max_new_tokens: 8}
-trainer: {steps: 10, global_batch_size: 16}
-"""
-
-
-OFFLINE_RECIPES = ["sft", "reward-model", "dpo", "ipo", "kto"]
+from tests.support.complaints import complains
+from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
 
 
 @pytest.fixture
@@ -124,10 +105,7 @@ def test_overrides_win_and_later_ones_over_earlier(recipe_file):
     ],
 )
 def test_bad_key_is_named_with_the_remedy(recipe_file, override, says):
-    with pytest.raises(ConfigError) as caught:
-        load_recipe(recipe_file, [override])
-    for words in says:
-        assert words in str(caught.value)
+    complains(lambda: load_recipe(recipe_file, [override]), says, ConfigError)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +164,9 @@ def test_heads_may_be_wider_than_their_share_of_the_hidden_size(recipe_file):
         (["actor.update={tp: 2, pp: 4, dp: 4}"], ["actor.update", "= 32 ≠ 4 ranks"]),
         (["actor.rollout.dp=2"], ["actor.rollout", "= 2 ≠ 4 ranks", "set dp=4"]),
         (["actor.update.tp=0"], ["override 'actor.update.tp=0'", "actor.update: layout tp=0"]),
-        (["actor.update={cp: 2, dp: 2}"], ["actor.update.cp=2", "set cp=1"]),
-        (["actor.update={ep: 2, dp: 4}"], ["actor.update.ep=2"]),
+        (["actor.update={cp: 2, dp: 2}"], ["actor.update.cp=2: context parallelism cannot be trained yet", "set cp=1"]),
+        (["actor.update={ep: 2, dp: 4}"], ["actor.update.ep=2: expert parallelism"]),
+        (["actor.rollout={vpp: 2, dp: 4}"], ["actor.rollout.vpp=2: virtual pipeline parallelism"]),
         (["critic.ranks=[2, 3, 4, 5]"], ["critic.ranks=[2, 3, 4, 5]", "[4, 5] not among ranks 0 to 3", "at least 6"]),
         (["critic.ranks=[0, 0, 1, 2]"], ["critic: ranks [0, 0, 1, 2]: expected distinct"]),
         (["critic.layout={pp: 4}"], ["critic: pp=4 does not divide model.num_layers=2"]),
@@ -200,10 +179,7 @@ def test_heads_may_be_wider_than_their_share_of_the_hidden_size(recipe_file):
     ],
 )
 def test_layout_that_does_not_fit_is_refused_before_any_model(recipe_file, overrides, says):
-    with pytest.raises(LayoutError) as caught:
-        load_recipe(recipe_file, overrides)
-    for words in says:
-        assert words in str(caught.value)
+    complains(lambda: load_recipe(recipe_file, overrides), says, LayoutError)
 
 
 @pytest.mark.parametrize(
@@ -219,10 +195,8 @@ def test_layout_that_does_not_fit_is_refused_before_any_model(recipe_file, overr
 def test_bad_file_is_named(tmp_path, text, says):
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(path))}: .*{re.escape(says)}"):
         load_recipe(path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert says in str(caught.value)
 
 
 def test_file_that_is_not_text(tmp_path):
@@ -263,13 +237,10 @@ def test_the_recipe_of_distillation_is_valid_with_a_teacher(tmp_path):
         load_recipe("distill", ["teacher.model.path=null"])
     with pytest.raises(ConfigError, match=r"teacher\.model\.path='runs/sft/.*found nothing there"):
         load_recipe("distill")
-    config = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=64, hidden_size=32)
-    config |= dict(intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=16)
-    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "silu", "rms_norm_eps": 1e-5}))
+    write_config(tmp_path, POLICY, vocab_size=64, num_hidden_layers=3, max_position_embeddings=16)
     recipe = load_recipe("distill", [f"teacher.model.path={tmp_path}"])
     assert recipe.model_of("teacher").num_layers == 3 and recipe.model_of("actor") == recipe.model
-    scorer = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1, "id2label": {"0": "score"}}
-    (tmp_path / "config.json").write_text(json.dumps({**config, **scorer, "hidden_act": "silu", "rms_norm_eps": 1e-5}))
+    write_config(tmp_path, SCORER, vocab_size=64, max_position_embeddings=16)
     with pytest.raises(ConfigError, match=r"teacher\.model\.path=.*is a scorer, which gives no text"):
         load_recipe("distill", [f"teacher.model.path={tmp_path}"])
 
@@ -315,9 +286,8 @@ def test_every_field_of_a_recipe_can_be_overridden(recipe_file):
     ],
 )
 def test_what_cannot_be_profiled_is_refused(recipe_file, override, says):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(says)):
         load_recipe(recipe_file, [override])
-    assert says in str(caught.value)
 
 
 def test_steps_and_ranks_are_chosen_for_profiles(recipe_file):
@@ -326,14 +296,10 @@ def test_steps_and_ranks_are_chosen_for_profiles(recipe_file):
     assert load_recipe(recipe_file).profile.steps == ()
 
 
-OFFLINE = """
-name: offline
-algorithm: dpo
-model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, max_context: 32}
-data: {train: train.jsonl, held_out: held_out.jsonl}
-actor: {update: {}, optimizer: {lr: 1e-4}}
-trainer: {steps: 10, global_batch_size: 16}
-"""
+OFFLINE = {
+    **{key: value for key, value in yaml.safe_load(SMALLEST).items() if key in ("name", "model", "data", "trainer")},
+    **{"algorithm": "dpo", "actor": {"update": {}, "optimizer": {"lr": 1e-4}}},
+}
 
 
 @pytest.mark.parametrize(
@@ -372,9 +338,8 @@ trainer: {steps: 10, global_batch_size: 16}
     ],
 )
 def test_what_learns_from_given_responses_has_keys_of_its_own(overrides, says):
-    with pytest.raises(ConfigError) as caught:
-        recipe_from_dict(yaml.safe_load(OFFLINE), overrides=overrides)
-    assert says in str(caught.value)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        recipe_from_dict(OFFLINE, overrides=overrides)
 
 
 @pytest.mark.parametrize(
@@ -388,6 +353,6 @@ def test_what_learns_from_given_responses_has_keys_of_its_own(overrides, says):
     ],
 )
 def test_offline_algorithms_have_a_reference_where_they_measure_against_one(overrides, has_reference, samples):
-    recipe = recipe_from_dict(yaml.safe_load(OFFLINE), overrides=overrides)
+    recipe = recipe_from_dict(OFFLINE, overrides=overrides)
     assert (recipe.has_reference, recipe.samples_per_prompt) == (has_reference, samples)
     assert ("reference" in role_meshes(recipe)) is has_reference

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import re
 import types
@@ -20,6 +19,7 @@ from hybridflow.families.model_info import ModelInfo
 from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.recipe.resume import check_resume
 from hybridflow.sections import Bounds, put_over, read_section, to_dict
+from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
 
 NUM_LEAF_KEYS = 556
 
@@ -54,16 +54,12 @@ KEYS = list(keys(Recipe))
 LEAVES = [key for key in KEYS if not key.is_section]
 NULLABLE_SECTIONS = [key for key in KEYS if key.is_section and type(None) in typing.get_args(key.hint)]
 
-COMMON = yaml.safe_load("""
-name: small
+COMMON = yaml.safe_load(SMALLEST) | yaml.safe_load("""
 cluster: {ranks: 2}
-model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, max_context: 32}
-data: {train: train.jsonl, held_out: held_out.jsonl}
 tokenizer: {path: tokenizer.model}
 actor: {ranks: [0], update: {}, optimizer: {lr: 1e-3, schedule: linear}}
-rollout: {max_new_tokens: 8}
-trainer: {steps: 10, global_batch_size: 16}
 """)
+del COMMON["algorithm"], COMMON["critic"]
 CRITIC = "{ranks: [0], layout: {}, optimizer: {lr: 1e-3, schedule: linear}, model: {}}"
 ALGORITHMS = {
     r"(critic|advantage)\b": ["algorithm=ppo", f"critic={CRITIC}"],
@@ -153,27 +149,14 @@ VALUES: dict[str, Any] = {
 UNTRAINABLE = re.compile(r".*(update|rollout|layout)\.(cp|ep|vpp|etp|layers)")
 """Axes of which only one value can be trained with so far."""
 
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-    "vocab_size": 45,
-}
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Directories of models, two alike of each kind."""
     folder = tmp_path_factory.mktemp("models")
-    scorer = {**CONFIG, "architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
-    for name, config in itertools.product("12", (CONFIG, scorer)):
-        place = folder / f"{'policy' if config is CONFIG else 'scorer'}-{name}"
-        place.mkdir()
-        (place / "config.json").write_text(json.dumps(config))
+    for number in "12":
+        write_config(folder / f"policy-{number}", POLICY)
+        write_config(folder / f"scorer-{number}", SCORER)
     return folder
 
 

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import table_algorithms
+from table_algorithms import PAPERS, READS, Row, command, in_order, measured, shipped, table
 
 from hybridflow import cli
 from hybridflow.errors import ConfigError
@@ -13,10 +15,6 @@ from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.recipe.load import load_recipe
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import table_algorithms  # noqa: E402
-from table_algorithms import PAPERS, READS, Row, command, in_order, measured, shipped, table  # noqa: E402
 
 FILES = {path.stem: path for path in sorted((ROOT / "launch/recipes").glob("*.yaml"))}
 NOT_IN_TABLE = {"split", "calculator", "ppo-70b"}

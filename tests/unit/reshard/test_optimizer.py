@@ -18,6 +18,7 @@ from hybridflow.reshard.holdings import Holdings, WeightHoldings
 from hybridflow.reshard.optimizer import OptimizerHoldings
 from hybridflow.reshard.plan import Copy, digest, plan
 from hybridflow.reshard.spec import ModelSpec, Shard, TensorSpec, num_elements
+from tests.support.reshard_cases import make_mesh, mesh_pairs
 
 NUM_LAYERS, NUM_EXPERTS, PADDED_TO, WIDTH = 4, 4, 3, 11
 State = dict[tuple[str, int], np.ndarray]
@@ -199,15 +200,10 @@ LAYOUTS = [ParallelLayout.parse(text) for text in (*DENSE, *UNUSUAL, *EXPERTS)]
 models = st.builds(make_model, st.integers(1, 40), st.booleans())
 
 
-def over(layout: ParallelLayout, ranks: tuple[int, ...] | None = None, ranks_per_node: int = 12) -> DeviceMesh:
-    ranks = tuple(range(layout.world_size)) if ranks is None else ranks
-    return DeviceMesh(name=str(layout), layout=layout, ranks=ranks, ranks_per_node=ranks_per_node)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(("vocab_size", "tied"), [(13, False), (40, True), (1, True)])
 def test_regions_are_the_buffer_cut_into_ranges(layout: ParallelLayout, vocab_size: int, tied: bool) -> None:
-    model, mesh = make_model(vocab_size, tied), over(layout, tuple(reversed(range(layout.world_size))))
+    model, mesh = make_model(vocab_size, tied), make_mesh(str(layout), tuple(reversed(range(layout.world_size))))
     holdings = OptimizerHoldings(model, mesh)
     found = {
         (spec.name, rank): read(spec, regions)
@@ -220,7 +216,7 @@ def test_regions_are_the_buffer_cut_into_ranges(layout: ParallelLayout, vocab_si
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_parts_are_the_regions_of_those_who_hold_them(layout: ParallelLayout) -> None:
-    model, mesh = make_model(23, True), over(layout)
+    model, mesh = make_model(23, True), make_mesh(str(layout))
     holdings = OptimizerHoldings(model, mesh)
     by_key: dict[object, object] = {}
     for spec in model.tensors:
@@ -239,19 +235,11 @@ def test_parts_are_the_regions_of_those_who_hold_them(layout: ParallelLayout) ->
         assert by_key.setdefault(holdings.key(spec), parts) == parts, "equal keys, other parts"
 
 
-@st.composite
-def mesh_pairs(draw: st.DrawFn) -> tuple[DeviceMesh, DeviceMesh]:
-    """Two meshes over any ranks below 12: the same, disjoint, overlapping, in any order."""
-    ranks_per_node = draw(st.sampled_from([2, 4, 12]))
-    one, other = (draw(st.sampled_from(LAYOUTS)) for _ in range(2))
-    return tuple(  # type: ignore[return-value]
-        over(layout, tuple(draw(st.permutations(range(12)))[: layout.world_size]), ranks_per_node)
-        for layout in (one, other)
-    )
+PAIRS = mesh_pairs(LAYOUTS, (2, 4, 12))
 
 
 @settings(max_examples=60, deadline=None)
-@given(mesh_pairs(), models)
+@given(PAIRS, models)
 def test_there_and_back(pair: tuple[DeviceMesh, DeviceMesh], model: ModelSpec) -> None:
     source, target = (OptimizerHoldings(model, mesh) for mesh in pair)
     before, expected = (dealt_state(model, mesh) for mesh in pair)
@@ -261,7 +249,7 @@ def test_there_and_back(pair: tuple[DeviceMesh, DeviceMesh], model: ModelSpec) -
 
 
 @settings(max_examples=20, deadline=None)
-@given(mesh_pairs(), models)
+@given(PAIRS, models)
 def test_to_and_from_an_optimizer_that_is_not_distributed(
     pair: tuple[DeviceMesh, DeviceMesh], model: ModelSpec
 ) -> None:
@@ -281,7 +269,7 @@ def test_ranges_by_hand() -> None:
     first = TensorSpec(name="first", shape=(20, 5), dtype="fp32", tp_dim=0, place=0)
     last = TensorSpec(name="last", shape=(50,), dtype="fp32", tp_dim=None, place=0)
     model = ModelSpec(tensors=(first, last), num_layers=1)
-    holdings = OptimizerHoldings(model, over(ParallelLayout(dp=2)))
+    holdings = OptimizerHoldings(model, make_mesh("dp2"))
     assert holdings.flat_range(last, 0) == (0, 0, 50)
     assert holdings.flat_range(last, 1) is None
     assert holdings.flat_range(first, 0) == (0, 0, 64)
@@ -295,7 +283,7 @@ def test_ranges_by_hand() -> None:
 
 
 def test_the_digest_tells_state_from_weights_and_orders_apart() -> None:
-    model, mesh = make_model(13, False), over(ParallelLayout(dp=2))
+    model, mesh = make_model(13, False), make_mesh("dp2")
     turned = ModelSpec(tensors=model.tensors[::-1], num_layers=NUM_LAYERS)
     kinds = [OptimizerHoldings(model, mesh), OptimizerHoldings(turned, mesh), WeightHoldings(model, mesh)]
     assert len({digest(model, one, other) for one in kinds for other in kinds}) == 9

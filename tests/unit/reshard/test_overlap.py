@@ -19,13 +19,11 @@ from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.overlap import assign, max_overlap
 from hybridflow.reshard.plan import received_limit, shares_storage
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
-from tests.support.reshard_cases import summarize
+from tests.support.reshard_cases import make_mesh, summarize
 
 
-def make_mesh(layout: str, ranks_per_node: int, ranks: tuple[int, ...] | None = None) -> DeviceMesh:
-    parsed = ParallelLayout.parse(layout)
-    ranks = tuple(range(parsed.world_size)) if ranks is None else ranks
-    return DeviceMesh(name=layout, layout=parsed, ranks=ranks, ranks_per_node=ranks_per_node)
+def on_nodes(layout: str, ranks_per_node: int, ranks: tuple[int, ...] | None = None) -> DeviceMesh:
+    return make_mesh(layout, ranks, ranks_per_node)
 
 
 def layers_alone(num_layers: int, shapes: tuple[tuple[int, ...], ...] = ((8, 3),), dim: int = 0) -> ModelSpec:
@@ -98,7 +96,7 @@ def test_assignment_has_the_gain_that_brute_force_finds():
 )
 def test_groups_are_strided_where_layouts_nest(before, after, order):
     """Equation of arXiv 2409.19256, section 5.2, each rank: (tp·pp - t_g·p_g) / (t_g·p_g·tp·pp) of the model."""
-    source = make_mesh(before, 8)
+    source = on_nodes(before, 8)
     target = max_overlap(source, ParallelLayout.parse(after), source.ranks, num_layers=4, name="rollout")
     assert target.ranks == order
     model = layers_alone(4, ((2, 8, 3), (5, 16)), dim=1)
@@ -111,7 +109,7 @@ def test_groups_are_strided_where_layouts_nest(before, after, order):
     ("before", "after"), [("tp2.pp4.dp2", "tp2.pp2.dp4"), ("tp4.pp2", "tp2.pp1.dp4"), ("tp2.pp2", "dp4")]
 )
 def test_each_shard_lies_inside_the_new_one_where_stages_nest_too(before, after):
-    source = make_mesh(before, 16)
+    source = on_nodes(before, 16)
     target = max_overlap(source, ParallelLayout.parse(after), source.ranks, num_layers=4, name="rollout")
     model = layers_alone(4)
     parts, target_parts = (mesh.layout.tp * mesh.layout.pp for mesh in (source, target))
@@ -126,8 +124,8 @@ def test_layouts_that_do_not_nest():
     2 and 6 (half 0, quarter 2: none), 3 and 7 (half 1, quarter 3) hold 1/16 M, 0, 0, 1/16 M of what they need, so that
     they receive 1/4 - 1/32 = 0.219 M on average. At best each quarter lies in its rank's half: 1/4 - 1/16 = 0.188 M.
     """
-    model, source = layers_alone(4), make_mesh("tp2.pp4", 8)
-    as_given = make_mesh("tp4.dp2", 8)
+    model, source = layers_alone(4), on_nodes("tp2.pp4", 8)
+    as_given = on_nodes("tp4.dp2", 8)
     chosen = max_overlap(source, as_given.layout, as_given.ranks, num_layers=4, name="rollout")
     moved = [sum(received(model, source, mesh).values()) / 8 / total_bytes(model) for mesh in (as_given, chosen)]
     assert moved == [7 / 32, 3 / 16]
@@ -149,9 +147,9 @@ def layouts_of(num_ranks: int, num_layers: int) -> list[str]:
 def test_no_order_of_four_ranks_moves_less(shapes):
     model = layers_alone(4, shapes)
     for before, after in itertools.product(layouts_of(4, 4), repeat=2):
-        source, layout = make_mesh(before, 4), ParallelLayout.parse(after)
+        source, layout = on_nodes(before, 4), ParallelLayout.parse(after)
         chosen = max_overlap(source, layout, source.ranks, num_layers=4, name="rollout")
-        orders = (make_mesh(after, 4, order) for order in itertools.permutations(range(4)))
+        orders = (on_nodes(after, 4, order) for order in itertools.permutations(range(4)))
         least = min(sum(received(model, source, mesh).values()) for mesh in orders)
         assert sum(received(model, source, chosen).values()) == least, (before, after)
 
@@ -174,7 +172,7 @@ def volumes(mesh: DeviceMesh, num_layers: int, parts: int) -> np.ndarray:
 
 
 def check_by_brute_force(before: str, after: str, ranks_per_node: int, num_layers: int, orders: np.ndarray) -> None:
-    source, natural = make_mesh(before, ranks_per_node), make_mesh(after, ranks_per_node)
+    source, natural = on_nodes(before, ranks_per_node), on_nodes(after, ranks_per_node)
     width, other = sorted((natural.layout.tp, ranks_per_node))
     if other % width:
         return
@@ -253,7 +251,7 @@ def test_groups_stay_in_nodes_and_overlap_is_never_less_than_as_given(case):
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
 @pytest.mark.parametrize("layout", ["tp4", "tp2.dp2", "dp4", "tp2.pp2", "pp4"])
 def test_equal_layouts_share_storage_in_whatever_order_the_source_is(layout, ranks_per_node):
-    source = make_mesh(layout, ranks_per_node, (2, 0, 3, 1))
+    source = on_nodes(layout, ranks_per_node, (2, 0, 3, 1))
     for ranks in ((2, 0, 3, 1), (0, 1, 2, 3)):
         assert shares_storage(source, max_overlap(source, source.layout, ranks, num_layers=4, name="rollout"))
 
@@ -261,31 +259,31 @@ def test_equal_layouts_share_storage_in_whatever_order_the_source_is(layout, ran
 @pytest.mark.parametrize(("before", "after"), [("dp8", "tp4.dp2"), ("dp8", "tp2.pp2.dp2"), ("tp2.dp4", "dp8")])
 def test_order_given_is_kept_where_none_is_better(before, after):
     ranks = (3, 1, 2, 0, 7, 6, 5, 4)
-    source = make_mesh(before, 4, ranks)
+    source = on_nodes(before, 4, ranks)
     assert max_overlap(source, ParallelLayout.parse(after), ranks, num_layers=4, name="rollout").ranks == ranks
 
 
 def test_order_given_is_kept_on_other_ranks_and_on_nodes_that_groups_do_not_fill():
-    source = make_mesh("tp4", 4)
+    source = on_nodes("tp4", 4)
     others = max_overlap(source, ParallelLayout(tp=2, dp=2), (4, 5, 6, 7), num_layers=4, name="rollout")
     assert others.ranks == (4, 5, 6, 7)
-    ragged = max_overlap(make_mesh("tp6", 4), ParallelLayout(tp=3, dp=2), tuple(range(6)), num_layers=4, name="rollout")
+    ragged = max_overlap(on_nodes("tp6", 4), ParallelLayout(tp=3, dp=2), tuple(range(6)), num_layers=4, name="rollout")
     assert ragged.ranks == tuple(range(6))
 
 
 def test_uneven_and_virtual_stages_count_their_own_layers():
     """Stages 1-3: rank 1 holds most of four layers. Two chunks: rank 0 holds layers 0 and 2, rank 1 holds 1 and 3."""
-    uneven = make_mesh("pp2.layers1-3", 2)
+    uneven = on_nodes("pp2.layers1-3", 2)
     chosen = max_overlap(uneven, ParallelLayout.parse("pp2.layers4-0"), (0, 1), num_layers=4, name="rollout")
     assert chosen.ranks == (1, 0)
-    virtual = make_mesh("pp2.vpp2", 2)
+    virtual = on_nodes("pp2.vpp2", 2)
     layout = ParallelLayout.parse("pp2.vpp2.layers1-1-2-0")  # layers 0, 2 and 3; layer 1
     assert max_overlap(virtual, layout, (1, 0), num_layers=4, name="rollout").ranks == (0, 1)
 
 
 def test_512_ranks_are_no_work():
     """Trying all orders, or comparing each rank with each for every layer, would take hours or minutes."""
-    source = make_mesh("tp8.pp8.dp8", 8)
+    source = on_nodes("tp8.pp8.dp8", 8)
     start = time.process_time()
     for after in ("tp4.pp4.dp32", "tp2.dp256", "tp16.pp2.dp16", "dp512"):
         max_overlap(source, ParallelLayout.parse(after), source.ranks, num_layers=80, name="rollout")
@@ -293,7 +291,7 @@ def test_512_ranks_are_no_work():
 
 
 def test_what_cannot_be_cut_is_named():
-    source = make_mesh("tp2.pp2", 4)
+    source = on_nodes("tp2.pp2", 4)
     with pytest.raises(LayoutError, match=r"rollout: tp 3 .* ≠ 4 ranks"):
         max_overlap(source, ParallelLayout(tp=3), source.ranks, num_layers=4, name="rollout")
     with pytest.raises(ReshardError, match="3 layers cannot be dealt to pp=2"):

@@ -28,7 +28,7 @@ from hybridflow.reshard.plan import (
     shares_storage,
 )
 from hybridflow.reshard.spec import ModelSpec, TensorSpec, shard
-from tests.support.reshard_cases import NUM_LAYERS, make_mesh, make_model, scatter, summarize, whole_arrays
+from tests.support.reshard_cases import NUM_LAYERS, make_mesh, make_model, mesh_pairs, scatter, summarize, whole_arrays
 
 # --- The checker: copies by hand ---------
 
@@ -106,23 +106,12 @@ LAYOUTS = [
 LAYOUTS += [ParallelLayout.parse(text) for text in ("pp2.vpp2", "pp2.tp2.layers3-1", "tp2.dp2.ep4.etp1", "dp4.ep2")]
 
 
-@st.composite
-def mesh_pairs(draw: st.DrawFn) -> tuple[DeviceMesh, DeviceMesh]:
-    """Two meshes over any ranks below 12: the same, disjoint, overlapping, in any order."""
-    ranks_per_node = draw(st.sampled_from([1, 2, 3, 4, 12]))
-    meshes = []
-    for name in ("source", "target"):
-        layout = draw(st.sampled_from(LAYOUTS))
-        ranks = tuple(draw(st.permutations(range(12)))[: layout.world_size])
-        meshes.append(DeviceMesh(name=name, layout=layout, ranks=ranks, ranks_per_node=ranks_per_node))
-    return meshes[0], meshes[1]
-
-
+PAIRS = mesh_pairs(LAYOUTS)
 models = st.builds(make_model, st.integers(1, 20), st.integers(1, 4), st.booleans(), st.sampled_from([0, 0, 4]))
 
 
 @settings(max_examples=200, deadline=None)
-@given(mesh_pairs(), models)
+@given(PAIRS, models)
 def test_there_and_back(pair: tuple[DeviceMesh, DeviceMesh], model: ModelSpec) -> None:
     source, target = pair
     arrays = whole_arrays(model)
@@ -158,9 +147,7 @@ def every_layout(size: int) -> list[str]:
     ("tied", "size"),
     [
         *((tied, 4) for tied in (False, True)),
-        pytest.param(False, 8, marks=pytest.mark.slow),
-        (True, 8),
-        *(pytest.param(tied, 16, marks=pytest.mark.slow) for tied in (False, True)),
+        *(pytest.param(tied, size, marks=pytest.mark.slow) for size in (8, 16) for tied in (False, True)),
     ],
 )
 def test_every_pair_of_layouts(size: int, tied: bool) -> None:
@@ -184,7 +171,7 @@ def test_every_pair_of_layouts_receives_the_least() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(mesh_pairs(), models)
+@given(PAIRS, models)
 def test_ranks_receive_no_more_than_they_lack(pair: tuple[DeviceMesh, DeviceMesh], model: ModelSpec) -> None:
     source, target = pair
     one, other = holdings(model, source, target)
@@ -195,7 +182,7 @@ def test_ranks_receive_no_more_than_they_lack(pair: tuple[DeviceMesh, DeviceMesh
 
 
 @settings(max_examples=50, deadline=None)
-@given(mesh_pairs(), models)
+@given(PAIRS, models)
 def test_nothing_moves_to_the_same_mesh(pair: tuple[DeviceMesh, DeviceMesh], model: ModelSpec) -> None:
     mesh, _ = pair
     assert shares_storage(mesh, mesh)
@@ -205,7 +192,7 @@ def test_nothing_moves_to_the_same_mesh(pair: tuple[DeviceMesh, DeviceMesh], mod
 
 
 @settings(max_examples=100, deadline=None)
-@given(mesh_pairs(), models)
+@given(PAIRS, models)
 def test_parts_fit_together(pair: tuple[DeviceMesh, DeviceMesh], model: ModelSpec) -> None:
     """What each rank works out for itself is what the others expect, in their order."""
     source, target = pair
@@ -222,7 +209,7 @@ def test_parts_fit_together(pair: tuple[DeviceMesh, DeviceMesh], model: ModelSpe
 
 
 @settings(max_examples=100, deadline=None)
-@given(mesh_pairs(), models)
+@given(PAIRS, models)
 def test_every_byte_enters_a_node_once(pair: tuple[DeviceMesh, DeviceMesh], model: ModelSpec) -> None:
     """And none that a rank of the node holds; within the node the rest is passed on."""
     source, target = pair
@@ -299,7 +286,7 @@ def check_busiest(model: ModelSpec, source: DeviceMesh, target: DeviceMesh) -> N
 
 
 @settings(max_examples=60, deadline=None)
-@given(mesh_pairs(), models)
+@given(PAIRS, models)
 def test_the_busiest_sender_sends_as_little_as_can_be(pair: tuple[DeviceMesh, DeviceMesh], model: ModelSpec) -> None:
     one_node = [DeviceMesh(name=mesh.name, layout=mesh.layout, ranks=mesh.ranks, ranks_per_node=12) for mesh in pair]
     check_busiest(model, *one_node)

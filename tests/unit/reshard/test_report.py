@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import shlex
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -24,6 +23,7 @@ from hybridflow.reshard.messages import divide
 from hybridflow.reshard.plan import Flows, bucket_bytes, participants, plan
 from hybridflow.reshard.report import Bandwidth, Spread, format_bytes, message_counts, report
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, TensorSpec, num_elements
+from tests.e2e.commands import run_command
 from tests.support.reshard_cases import make_mesh, make_model, scatter, whole_arrays
 
 CASES = [
@@ -253,16 +253,14 @@ def test_words_that_are_no_options_are_refused(capsys):
     assert caught.value.code == 2 and "trainer.steps=3" in capsys.readouterr().err
 
 
-def test_70b_on_512_ranks_takes_under_five_seconds_and_no_torch():
+def test_70b_on_512_ranks_takes_under_five_seconds_and_no_torch(tmp_path):
     """Seconds of the processor: of the wall clock they would depend on what else runs here."""
     code = "import sys\nfrom hybridflow import cli\nstatus = cli.main(sys.argv[1:])\n"
     code += "heavy = {'torch', 'megatron', 'mpi4py'} & sys.modules.keys()\nassert not heavy, heavy\nsys.exit(status)"
     words = reshard("--from", "tp8.pp8.dp8", "--to", "tp4.pp2.dp64", "--model", "llama3-70b")
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], env=environ, capture_output=True, text=True, check=False
-    )
+    done = run_command(words, tmp_path, program=[sys.executable, "-c", code], environ=environ)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0, done.stderr
+    assert done.codes == (0,), done.err
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5.0

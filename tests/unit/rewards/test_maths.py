@@ -55,7 +55,7 @@ def test_an_answer_that_is_none_is_a_failure(made):
 
 
 def test_what_takes_for_ever_is_not_equal_and_the_others_go_on():
-    settings = RewardConfig(function="maths", timeout_s=5.0, max_in_flight=2)
+    settings = RewardConfig(function="maths", timeout_s=2.5, max_in_flight=2)
     scorer = Scorer(make_kind(settings, "reward"), settings, "reward")
     begin_s = time.monotonic()
     tower = r"$9^{9^{9^{9^{9}}}}$"

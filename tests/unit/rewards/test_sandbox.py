@@ -17,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -55,45 +56,21 @@ class Ours:
 class Theirs:
     """The same by a user without any right, with the system's Python, since others may be where nobody may look."""
 
-    def __call__(self, code, *, is_protected=True, stdin="", limits=SMALL, files=None):
-        marker = secrets.token_hex(8)
-        asked = {
-            "argv": [SYSTEM_PYTHON, "-I", "-B", "main.py", marker],
-            "files": {"main.py": code, **(files or {})},
-            "stdin": stdin,
-            "environ": {"PATH": "/usr/bin:/bin"},
-            "readable": [path for path in sandbox._SYSTEM if os.path.exists(path)],
-            "is_protected": is_protected,
-            "bubblewrap": sandbox.find_bubblewrap().usable if is_protected else None,
-            "wall_s": limits.wall_s,
-            "cpu_s": limits.cpu_s,
-            "memory_bytes": limits.memory_mib << 20,
-            "processes": limits.processes,
-            "files_bytes": limits.files_mib << 20,
-            "output_bytes": limits.output_kib << 10,
-        }
-        with tempfile.TemporaryDirectory() as folder:
-            os.chmod(folder, 0o755)
-            script = shutil.copy(sandbox._CONFINE, folder)
-            os.chmod(script, 0o644)
-            done = subprocess.run(
-                [SYSTEM_PYTHON, "-I", "-S", script],
-                input=json.dumps(asked).encode(),
-                env={},
-                cwd="/",
-                capture_output=True,
-                timeout=60,
-                user=NOBODY,
-                group=NOBODY,
-                extra_groups=[],
-                check=True,
-            )
-        assert_none_is_left(marker)
-        told = json.loads(done.stdout)
-        error = told.pop("error")
-        if error is not None:
-            raise Unscored(error)
-        return sandbox.Ended(**told)
+    def __call__(self, code, **asked):
+        def run_by_nobody(command, *, input, **options):
+            spec = json.loads(input)
+            spec["argv"][0], spec["environ"] = SYSTEM_PYTHON, {"PATH": "/usr/bin:/bin"}
+            spec["readable"] = [path for path in sandbox._SYSTEM if os.path.exists(path)]
+            with tempfile.TemporaryDirectory() as folder:
+                os.chmod(folder, 0o755)
+                script = shutil.copy(sandbox._CONFINE, folder)
+                os.chmod(script, 0o644)
+                options |= {"env": {}, "user": NOBODY, "group": NOBODY, "extra_groups": []}
+                return run([SYSTEM_PYTHON, "-I", "-S", script], input=json.dumps(spec).encode(), **options)
+
+        run = subprocess.run
+        with mock.patch.object(subprocess, "run", run_by_nobody):
+            return Ours()(code, **asked)
 
 
 def assert_none_is_left(marker):
@@ -835,10 +812,9 @@ def test_one_failure_that_passes_leaves_no_program_unprotected(monkeypatch):
     def late(*arguments, **keywords):
         if failures:
             raise failures.pop()
-        return run(*arguments, **keywords)
+        return run_confined(*arguments, **keywords)
 
-    run = sandbox._run
-    monkeypatch.setattr(sandbox, "_run", late)
+    monkeypatch.setattr(sandbox, "run_confined", late)
     monkeypatch.setattr(sandbox, "_BETWEEN_TRIES_S", 0.0)
     # Not the one that is cached for all tests.
     monkeypatch.setattr(sandbox, "find_bubblewrap", lambda: Bubblewrap(path=None))

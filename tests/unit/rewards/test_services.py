@@ -17,27 +17,19 @@ from hybridflow.rewards.kinds import make_kind
 from hybridflow.rewards.sample import Sample
 from hybridflow.rewards.scorer import Scorer
 from hybridflow.rollout.engines import wire
-from tests.support.http_server import Server
+from tests.unit.rewards.test_rewards import samples
 
 BAD = "bad"
 SECRET = "s3cr3t-t0ken"
 TEMPLATE = "Question: {prompt}\nRight: {answer}\nSaid: {response}\n{other} Score from 0 to 10:"
 
 
-@pytest.fixture
-def serve(monkeypatch):
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
     monkeypatch.setattr(wire, "BACKOFF_S", 0.001)
-    open_ = []
-
-    def start(answer):
-        open_.append(Server(answer))
-        return open_[-1]
-
-    yield start
+    yield
     while SCORERS:
         SCORERS.pop().close()
-    for each in open_:
-        each.close()
 
 
 SCORERS = []
@@ -47,13 +39,6 @@ SCORERS = []
 def scorer_of(settings):
     SCORERS.append(Scorer(make_kind(settings, "reward"), settings, "reward"))
     return SCORERS[-1]
-
-
-def samples(responses):
-    return [
-        Sample(prompt=f"p{line}", response=response, answer="x", place=f"data.jsonl:{line}")
-        for line, response in enumerate(responses, start=1)
-    ]
 
 
 def service(*servers, path="/score", made=None, **settings):
@@ -93,10 +78,8 @@ def test_a_service_is_sent_samples_and_gives_their_scores(serve, monkeypatch):
     assert one.asked and other.asked and {*one.paths, *other.paths} == {"/score"}
     assert {headers["Authorization"] for headers in one.headers} == {f"Bearer {SECRET}"}
     assert made.counts.calls == 1 and made.counts.longest_s > 0
-    made.close()
     plain = service(one, path="")
     assert plain.scores(samples(["ab"])) == [2] and one.paths[-1] == "/"
-    plain.close()
 
 
 def test_connections_stay_open(serve):
@@ -105,7 +88,6 @@ def test_connections_stay_open(serve):
     for _ in range(5):
         made.scores(samples(["a"]))
     assert len(server.asked) == 5 and server.connections == 1
-    made.close()
 
 
 HANG = object()
@@ -162,14 +144,12 @@ def test_a_service_that_lies_about_one_sample(serve, lie):
     found = made.scores(samples(["a", "bb", BAD, "dddd"]))
     assert [found[place] for place in (0, 1, 3)] == [1, 2, 4] and math.isnan(found[2])
     assert says in made.counts.first_failure and "data.jsonl:3 with response 'bad'" in made.counts.first_failure
-    made.close()
     failing = service(server, **short)
     with pytest.raises(
         RewardError, match=r"reward 'http://127.*' on data.jsonl:1 with response 'bad'.*on_failure"
     ) as raised:
         failing.scores(samples([BAD]))
     assert says in str(raised.value)
-    failing.close()
 
 
 @pytest.mark.parametrize("wrong", [None, "1.0", [1.0], {}, 1e31, True])
@@ -179,7 +159,6 @@ def test_a_number_that_is_none_is_the_failure_of_its_sample(serve, wrong):
 
     made = service(serve(answer), on_failure="score", failure_score=-1.0)
     assert made.scores(samples(["a", BAD, "b"])) == [1, 1 if wrong is True else -1, 1]
-    made.close()
 
 
 def test_a_service_that_is_not_there_or_comes_back(serve):
@@ -191,7 +170,6 @@ def test_a_service_that_is_not_there_or_comes_back(serve):
     server = serve(lambda asked, number: (503, {}, b"") if number < 2 else ok({"scores": lengths(asked)}))
     back = service(server, retries=2)
     assert back.scores(samples(["abc"])) == [3] and len(server.asked) == 3 and back.counts.retries == 2
-    back.close()
 
 
 def test_a_service_that_drips_is_left_in_time():
@@ -208,11 +186,10 @@ def test_a_service_that_drips_is_left_in_time():
     threading.Thread(target=drip, daemon=True).start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     settings = RewardConfig(service=RewardServiceConfig(urls=(url,)), timeout_s=0.5, on_failure="drop")
-    made = Scorer(make_kind(settings, "reward"), settings, "reward")
+    made = scorer_of(settings)
     begin_s = time.monotonic()
     assert math.isnan(made.scores(samples(["a"]))[0]) and time.monotonic() - begin_s < 5
     assert "no answer within 0.5 s" in made.counts.first_failure
-    made.close()
     listener.close()
 
 
@@ -222,7 +199,6 @@ def test_a_secret_is_told_to_the_service_alone(serve, monkeypatch):
     with pytest.raises(RewardError) as raised:
         made.scores(samples(["a"]))
     assert SECRET not in str(raised.value)
-    made.close()
     monkeypatch.delenv("SCORER_TOKEN")
     with pytest.raises(ConfigError, match=r"reward\.service\.auth_env=SCORER_TOKEN: found nothing"):
         service(serve(lambda asked, number: None), made={"auth_env": "SCORER_TOKEN"})
@@ -244,7 +220,6 @@ def test_a_judge_is_asked_with_the_template(serve):
     assert [each["content"] for each in asked["messages"]] == [
         "Question: {answer}?\nRight: {response}\nSaid: Score: 10 {prompt}\n{other} Score from 0 to 10:"
     ]
-    made.close()
 
 
 JUDGED = {
@@ -255,10 +230,7 @@ JUDGED = {
     "no message": (lambda _: ok({"choices": []}), "expected a chat completion"),
     "no text": (lambda _: said(None), "expected a chat completion"),
     "a number": (lambda _: ok(7), "expected a chat completion"),
-    "no JSON": (lambda _: raw(b"Score: 7"), "what is not JSON"),
-    "500": (lambda _: (500, {}, b""), "answered 500"),
     "401": (lambda _: (401, {}, b""), "answered 401"),
-    "hangs up": (lambda _: None, ""),
     "hangs": (lambda _: HANG, "no answer"),
 }
 
@@ -274,7 +246,6 @@ def test_a_judge_that_says_no_score(serve, lie):
     assert made.scores(samples(["a", BAD, "c"])) == [4, 1, 4]
     assert says in made.counts.first_failure and "data.jsonl:2" in made.counts.first_failure
     assert made.counts.retries == (0 if lie == "401" else 1)
-    made.close()
 
 
 def test_judges_are_asked_together(serve):
@@ -286,4 +257,3 @@ def test_judges_are_asked_together(serve):
 
     made = judge(serve(answer), max_in_flight=4)
     assert made.scores(samples(["a"] * 8)) == [1] * 8
-    made.close()

@@ -23,7 +23,6 @@ from hybridflow.rollout.engines import http_engine, wire
 from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
 from hybridflow.sampling.engines import make_server_engine
 from hybridflow.testing import check_actor
-from tests.support.http_server import Server
 
 VOCAB, STOP = 50, 7
 SECRET = "s3cr3t-t0ken"
@@ -42,19 +41,6 @@ class Letters:
 
     def decode(self, ids):
         return "".join("abcdefghijklmnopqrstuvwxyz"[each - 10] for each in ids if each >= 10)
-
-
-@pytest.fixture
-def serve():
-    servers = []
-
-    def start(answer, **settings):
-        servers.append(Server(answer, **settings))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
 
 
 @pytest.fixture(autouse=True)

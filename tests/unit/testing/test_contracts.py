@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from hybridflow.errors import ContractError
@@ -20,29 +21,15 @@ from tests.support.user_models import Digits, SamplingActor, TinyActor, TinyCrit
 NOISE = itertools.count(1)
 
 
-class Flat(TinyActor):
+class Altered(TinyActor):
+    """Its logits are changed by ``change(logits, input_ids)``."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
     def forward(self, input_ids: Tensor) -> Tensor:
-        return super().forward(input_ids).flatten(0, 1)
-
-
-class Narrow(TinyActor):
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return super().forward(input_ids)[..., :-1]
-
-
-class Whole(TinyActor):
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return (super().forward(input_ids) * 100).long()
-
-
-class Overflowing(TinyActor):
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return super().forward(input_ids).masked_fill(input_ids[..., None] == input_ids[0, 0], torch.inf)
-
-
-class Restless(TinyActor):
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return super().forward(input_ids) + 0.01 * next(NOISE) * torch.arange(self.vocab_size)
+        return self.change(super().forward(input_ids), input_ids)
 
 
 class LooksAhead(TinyActor):
@@ -51,33 +38,9 @@ class LooksAhead(TinyActor):
         return self.head(hidden + hidden[:, -1:])
 
 
-class CountsFromTheEnd(TinyActor):
-    """What a model does whose positions count in the batch's width."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return super().forward(input_ids) * (1 + 0.01 * input_ids.shape[1])
-
-
-class SeesItsNeighbours(TinyActor):
-    def forward(self, input_ids: Tensor) -> Tensor:
-        logits = super().forward(input_ids)
-        return logits + logits.mean(0, keepdim=True)
-
-
-class Detached(TinyActor):
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return super().forward(input_ids).detach()
-
-
 class HalfDetached(TinyActor):
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.head(self.trunk(input_ids).detach())
-
-
-class Frozen(TinyActor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
 
 
 class Endless(TinyActor):
@@ -87,90 +50,59 @@ class Endless(TinyActor):
 
 
 class Failing(SamplingActor):
-    """Its ``generate`` is changed by ``spoil``."""
+    """Its ``generate`` is asked something else, or what it gives is changed by ``spoil(rows, told, width)``."""
 
-    def spoil(self, rows: Tensor, told: Tensor, width: int, asked: dict[str, Any]) -> Any:
-        raise NotImplementedError
+    def __init__(
+        self, spoil: Callable[[Tensor, Tensor, int], Any] = lambda rows, told, width: (rows, told), **asked: Any
+    ):
+        super().__init__()
+        self.spoil, self.asked = spoil, asked
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor, **asked: Any) -> Any:
-        asked = self.change(asked)
-        rows, told = super().generate(input_ids, self.seen(attention_mask), **asked)
-        return self.spoil(rows, told, input_ids.shape[1], asked)
-
-    def change(self, asked: dict[str, Any]) -> dict[str, Any]:
-        return asked
-
-    def seen(self, mask: Tensor) -> Tensor:
-        return mask
+        if self.asked.get("mask") == "none":
+            attention_mask = torch.ones_like(attention_mask)
+        changed = {**asked, **{name: value for name, value in self.asked.items() if name != "mask"}}
+        rows, told = super().generate(input_ids, attention_mask, **changed)
+        return self.spoil(rows, told, input_ids.shape[1])
 
 
-class AnswersAlone(Failing):
-    def spoil(self, rows: Tensor, told: Tensor, width: int, asked: dict[str, Any]) -> Any:
-        return rows[:, width:], told
+def rows_alone(rows: Tensor, told: Tensor, width: int) -> Tensor:
+    return rows
 
 
-class TooMany(Failing):
-    def spoil(self, rows: Tensor, told: Tensor, width: int, asked: dict[str, Any]) -> Any:
-        return torch.cat([rows, rows[:, -1:]], 1), torch.cat([told, told[:, -1:]], 1)
-
-
-class HeedsNoMask(Failing):
-    def seen(self, mask: Tensor) -> Tensor:
-        return torch.ones_like(mask)
-
-    def spoil(self, rows: Tensor, told: Tensor, width: int, asked: dict[str, Any]) -> Any:
-        return rows, told
-
-
-class GoesOn(Failing):
-    def change(self, asked: dict[str, Any]) -> dict[str, Any]:
-        return {**asked, "eos_token_id": []}
-
-    def spoil(self, rows: Tensor, told: Tensor, width: int, asked: dict[str, Any]) -> Any:
-        return rows, told
-
-
-class TellsOthers(Failing):
-    def spoil(self, rows: Tensor, told: Tensor, width: int, asked: dict[str, Any]) -> Any:
-        return rows, told - 0.1
-
-
-class AlwaysGreedy(Failing):
-    def change(self, asked: dict[str, Any]) -> dict[str, Any]:
-        return {**asked, "do_sample": False}
-
-    def spoil(self, rows: Tensor, told: Tensor, width: int, asked: dict[str, Any]) -> Any:
-        return rows
-
-
-class NoTemperature(Failing):
-    def change(self, asked: dict[str, Any]) -> dict[str, Any]:
-        return {**asked, "temperature": 1.0}
-
-    def spoil(self, rows: Tensor, told: Tensor, width: int, asked: dict[str, Any]) -> Any:
-        return rows
-
-
-BROKEN_ACTORS = {
-    Flat: "shape",
-    Narrow: "shape",
-    Whole: "dtype",
-    Overflowing: "finite",
-    Restless: "determinism",
-    LooksAhead: "causality",
-    CountsFromTheEnd: "batching",
-    SeesItsNeighbours: "causality|padding|batching",
-    Detached: "gradient",
-    HalfDetached: "gradient",
-    Frozen: "gradient",
-    Endless: "settings",
-    AnswersAlone: "generate",
-    TooMany: "max_new_tokens",
-    HeedsNoMask: "greedy",
-    GoesOn: "eos",
-    TellsOthers: "log_probs",
-    AlwaysGreedy: "distribution",
-    NoTemperature: "distribution",
+BROKEN_ACTORS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "flat": (lambda: Altered(lambda logits, ids: logits.flatten(0, 1)), "shape"),
+    "narrow": (lambda: Altered(lambda logits, ids: logits[..., :-1]), "shape"),
+    "whole": (lambda: Altered(lambda logits, ids: (logits * 100).long()), "dtype"),
+    "overflowing": (
+        lambda: Altered(lambda logits, ids: logits.masked_fill(ids[..., None] == ids[0, 0], torch.inf)),
+        "finite",
+    ),
+    "restless": (
+        lambda: Altered(lambda logits, ids: logits + 0.01 * next(NOISE) * torch.arange(logits.shape[-1])),
+        "determinism",
+    ),
+    "looks ahead": (LooksAhead, "causality"),
+    # What a model does whose positions count in the batch's width.
+    "counts from the end": (lambda: Altered(lambda logits, ids: logits * (1 + 0.01 * ids.shape[1])), "batching"),
+    "sees its neighbours": (
+        lambda: Altered(lambda logits, ids: logits + logits.mean(0, keepdim=True)),
+        "causality|padding|batching",
+    ),
+    "detached": (lambda: Altered(lambda logits, ids: logits.detach()), "gradient"),
+    "half detached": (HalfDetached, "gradient"),
+    "frozen": (lambda: TinyActor().requires_grad_(False), "gradient"),
+    "endless": (Endless, "settings"),
+    "answers alone": (lambda: Failing(lambda rows, told, width: (rows[:, width:], told)), "generate"),
+    "too many": (
+        lambda: Failing(lambda rows, told, width: tuple(torch.cat([each, each[:, -1:]], 1) for each in (rows, told))),
+        "max_new_tokens",
+    ),
+    "heeds no mask": (lambda: Failing(mask="none"), "greedy"),
+    "goes on": (lambda: Failing(eos_token_id=[]), "eos"),
+    "tells others": (lambda: Failing(lambda rows, told, width: (rows, told - 0.1)), "log_probs"),
+    "always greedy": (lambda: Failing(rows_alone, do_sample=False), "distribution"),
+    "no temperature": (lambda: Failing(rows_alone, temperature=1.0), "distribution"),
 }
 
 
@@ -179,45 +111,41 @@ def test_actors_that_are_right_pass(actor):
     check_actor(actor())
 
 
-@pytest.mark.parametrize("broken", BROKEN_ACTORS, ids=lambda kind: kind.__name__)
-def test_each_broken_actor_fails_the_check_that_is_for_it(broken):
-    with pytest.raises(ContractError, match=rf"(^|: )({BROKEN_ACTORS[broken]}): ") as caught:
-        check_actor(broken())
+@pytest.mark.parametrize("name", BROKEN_ACTORS)
+def test_each_broken_actor_fails_the_check_that_is_for_it(name):
+    make, check = BROKEN_ACTORS[name]
+    with pytest.raises(ContractError, match=rf"(^|: )({check}): ") as caught:
+        check_actor(make())
     assert "; " in str(caught.value), "what to do about it"
 
 
-class Hopping(TinyCritic):
+class AlteredCritic(TinyCritic):
+    """Its values are changed by ``change(values, attention_mask)``."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
     def values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return super().values(input_ids, attention_mask).sum(1)
+        return self.change(super().values(input_ids, attention_mask), attention_mask)
 
 
-class Nan(TinyCritic):
-    def values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return super().values(input_ids, attention_mask).masked_fill(attention_mask == 0, torch.nan)
-
-
-class Clairvoyant(TinyCritic):
-    def values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        found = super().values(input_ids, attention_mask)
-        return found + found.sum(1, keepdim=True)
-
-
-class Numb(TinyCritic):
-    def values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return super().values(input_ids, attention_mask).detach()
-
-
-BROKEN_CRITICS = {Hopping: "shape", Nan: "finite", Clairvoyant: "causality", Numb: "gradient"}
+BROKEN_CRITICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "shape": lambda values, mask: values.sum(1),
+    "finite": lambda values, mask: values.masked_fill(mask == 0, torch.nan),
+    "causality": lambda values, mask: values + values.sum(1, keepdim=True),
+    "gradient": lambda values, mask: values.detach(),
+}
 
 
 def test_critics_that_are_right_pass():
     check_critic(TinyCritic())
 
 
-@pytest.mark.parametrize("broken", BROKEN_CRITICS, ids=lambda kind: kind.__name__)
-def test_each_broken_critic_fails_the_check_that_is_for_it(broken):
-    with pytest.raises(ContractError, match=f": {BROKEN_CRITICS[broken]}: "):
-        check_critic(broken())
+@pytest.mark.parametrize("check", BROKEN_CRITICS)
+def test_each_broken_critic_fails_the_check_that_is_for_it(check):
+    with pytest.raises(ContractError, match=f": {check}: "):
+        check_critic(AlteredCritic(BROKEN_CRITICS[check]))
 
 
 def by_answer(prompt: str, response: str, answer: str) -> float:
@@ -359,9 +287,6 @@ def test_a_check_leaves_gradients_and_weights_as_they_were():
     check_actor(actor)
     assert torch.equal(actor.head.weight.grad, torch.ones_like(actor.head.weight))
     assert all(torch.equal(each, before[name]) for name, each in actor.state_dict().items())
-
-
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture

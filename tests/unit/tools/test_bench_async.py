@@ -1,14 +1,9 @@
 """The benchmark of double buffering: its arithmetic by hand, and a run of it on two ranks."""
 
 import json
-import sys
-from pathlib import Path
 
+import bench_async
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tools/bench"))
-
-import bench_async  # noqa: E402
 
 
 def event(kind, name, rank, step, seconds):

@@ -1,31 +1,24 @@
 """The benchmark of the data: a small run of it, its bounds and its table."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import bench_data
 import pytest
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "tools/bench"))
+from tests.e2e.commands import run_command
 
-import bench_data  # noqa: E402
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_small_run_measures_every_format(tmp_path):
     pytest.importorskip("pyarrow")
-    command = [sys.executable, str(ROOT / "tools/bench/bench_data.py"), "--rows", "300", "--needed", "0.1", "--check"]
-    done = subprocess.run(
-        [*command, "--json", "data.json", "--work", "."],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [line.split(" | ")[0] for line in done.stdout.splitlines()[2:5]] == ["| jsonl", "| parquet", "| hdf5"]
+    argv = ["--rows", "300", "--needed", "0.1", "--check", "--json", "data.json", "--work", "."]
+    environ = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = run_command(argv, tmp_path, program=[sys.executable, ROOT / "tools/bench/bench_data.py"], environ=environ)
+    assert done.codes == (0,), done.err
+    assert [line.split(" | ")[0] for line in done.out.splitlines()[2:5]] == ["| jsonl", "| parquet", "| hdf5"]
     found = json.loads((tmp_path / "data.json").read_text())
     assert found["needed_per_s"] == 0.1 and all(case["num_rows"] == 300 for case in found["cases"])
     assert [path.name for path in tmp_path.iterdir()] == ["data.json"], "what was made is removed"

@@ -1,15 +1,10 @@
 """The benchmark of telling metrics: its arithmetic by hand, and a run of it."""
 
 import json
-import sys
-from pathlib import Path
 
+import bench_metrics
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tools/bench"))
-
-import bench_metrics  # noqa: E402
-from bench_metrics import BLOCK, SKIPPED, Row  # noqa: E402
+from bench_metrics import BLOCK, SKIPPED, Row
 
 
 def test_the_cost_by_hand():

@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import bench_rollout
 import pytest
-
-TOOLS = Path(__file__).parents[3] / "tools/bench"
-sys.path.insert(0, str(TOOLS))
-
-import bench_rollout  # noqa: E402
-from rollout_bench import engines as engines_module  # noqa: E402
-from rollout_bench.cases import (  # noqa: E402
+from rollout_bench import engines as engines_module
+from rollout_bench.cases import (
     CPU_SIZES,
     CROWD_CACHE_TOKENS,
     GPU_SIZES,
@@ -26,10 +21,10 @@ from rollout_bench.cases import (  # noqa: E402
     tailed_lengths,
     work_of,
 )
-from rollout_bench.engines import Engine, EngineError  # noqa: E402
-from rollout_bench.peers import load_transformers, make  # noqa: E402
-from rollout_bench.ranks import layouts_of  # noqa: E402
-from rollout_bench.report import bounds, limit_share, markdown, ratio  # noqa: E402
+from rollout_bench.engines import Engine, EngineError
+from rollout_bench.peers import load_transformers, make
+from rollout_bench.ranks import layouts_of
+from rollout_bench.report import bounds, limit_share, markdown, ratio
 
 SMALL = Shape(hidden=8, ffn=12, layers=2, heads=4, kv_heads=2, vocab=10)
 

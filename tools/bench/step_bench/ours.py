@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -78,13 +78,15 @@ def measure_rates(shape: Mapping[str, int], threads: int) -> dict[str, float]:
     return rates
 
 
-def start_ranks(num_ranks: int, threads: int) -> int:
-    """Start the ranks, and pass standard input on to the first of them."""
+def start_ranks(num_ranks: int, threads: int, prompts: Sequence[str]) -> int:
+    """Write the prompts, start the ranks, and pass standard input on to the first of them."""
     from hybridflow.launch.local import run_local
 
     with tempfile.TemporaryDirectory() as work:
         lines = Path(work) / "lines"
         os.mkfifo(lines)
+        with (Path(work) / "prompts.jsonl").open("w", encoding="utf-8") as rows:
+            rows.writelines(json.dumps({"prompt": prompt, "answer": ""}) + "\n" for prompt in prompts)
 
         def pass_on() -> None:
             with lines.open("w", encoding="utf-8") as asked:
@@ -104,7 +106,6 @@ def train(folder: str, settings: dict[str, Any], lines: Path) -> None:
     import megatron.core
     import torch
 
-    from hybridflow.observe.files import replace_file
     from hybridflow.parallel.start import find_start
     from hybridflow.parallel.world import join_world, open_store
     from hybridflow.recipe.load import recipe_from_dict
@@ -184,19 +185,16 @@ def train(folder: str, settings: dict[str, Any], lines: Path) -> None:
 
     rollouts.expand = expand_forced
     trainer_module.Record, trainer_module.Decisions = Record, Turns
-    work = lines.parent
-    rows = [{"prompt": prompt, "answer": ""} for prompt in settings["prompts"]]
-    replace_file(work / "prompts.jsonl", ("\n".join(map(json.dumps, rows)) + "\n").encode())
     start = find_start()
     world = join_world(start, open_store(start, start_deadline_s=300.0), deadline_s=3600.0, start_deadline_s=300.0)
-    trainer_module.train(recipe_from_dict(recipe_values(folder, settings, work)), world)
+    trainer_module.train(recipe_from_dict(recipe_values(folder, settings, lines.parent)), world)
 
 
 def main() -> int:
     """Start the ranks, or be one."""
     folder, settings = sys.argv[1], json.loads(sys.argv[2])
     if len(sys.argv) == 3:
-        return start_ranks(settings["ranks"], settings["threads"] // settings["ranks"])
+        return start_ranks(settings["ranks"], settings["threads"] // settings["ranks"], settings["prompts"])
     train(folder, settings, Path(sys.argv[3]))
     return 0
 

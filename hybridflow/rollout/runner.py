@@ -15,7 +15,13 @@ from hybridflow.rollout.paged import PagedAttention, PagedCache
 
 
 class Cache(Protocol):
-    """Keys and values of the layers of this stage, in blocks."""
+    """Keys and values of the layers of this stage, in blocks.
+
+    Attributes:
+        num_bytes: Memory of all.
+    """
+
+    num_bytes: int
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks, ``[copies]`` int64 each; no block is both source and target."""

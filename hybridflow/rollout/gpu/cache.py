@@ -21,6 +21,7 @@ class GpuCache:
     Attributes:
         addresses: Where each layer's keys and values are, ``[layers, 2]`` int64 on the device: kernels read them from
             there, so that captured graphs go on with another cache.
+        num_bytes: Memory of all layers.
     """
 
     def __init__(self, model: Transformer, num_blocks: int, device: torch.device) -> None:
@@ -28,6 +29,7 @@ class GpuCache:
         num_layers = len(model.decoder.layers)
         shape = (2, num_blocks, BLOCK_TOKENS, groups, head)
         self._layers = [torch.empty(shape, dtype=model.config.params_dtype, device=device) for _ in range(num_layers)]
+        self.num_bytes = sum(each.nbytes for each in self._layers)
         found = [[each.data_ptr() for each in layer] for layer in self._layers]
         self.addresses = torch.tensor(found, dtype=torch.int64).to(device)
 

@@ -23,7 +23,7 @@ from hybridflow.placement.peft import check_targets
 from hybridflow.placement.placed_model import PlacedModel, role_spec
 from hybridflow.placement.rollout_weights import RolloutWeights
 from hybridflow.placement.user_model import UserModel, place_model
-from hybridflow.reshard.memory import HostOffload
+from hybridflow.reshard.memory import HostOffload, give_back
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient, length_metrics, length_stats
 from hybridflow.roles.offline_samples import row_stats
@@ -111,11 +111,13 @@ class Actor(Role):
                 if self.model is not None:
                     self._rollout_weights.release()
                 self._rollout_is_current = False
+            give_back(self._job.world.device)
             if self._offload is not None:
                 self._offload.restore()
             return
         if self._offload is not None:
             self._offload.offload()
+        give_back(self._job.world.device)
         if self._rollout_weights is not None and not self._rollout_is_current:
             for name, value in self._rollout_weights.refresh().items():
                 # A validation within the step may reshard once more: what is moved adds up, what is kept does not.

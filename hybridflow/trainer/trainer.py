@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -211,7 +212,11 @@ class Trainer(Role):
             self._resume(self._start)
             self._set_learning_rates()
         self._record.open(None if self._start is None else self.progress.step)
-        return self._start is not None or self._begin()
+        if self._start is None and not self._begin():
+            return False
+        for critic in self.roles.critics.values():
+            critic.put_optimizer_away()
+        return True
 
     def _begin(self) -> bool:
         recipe = self.job.recipe
@@ -318,7 +323,9 @@ class Trainer(Role):
         if self._multiplier is not None:
             state["multiplier"] = self._multiplier.value
         best = progress.validations.best_step if self.job.recipe.trainer.keep_best else None
-        with self.roles.actor.optimizer_at_hand():
+        with contextlib.ExitStack() as at_hand:
+            for learner in (self.roles.actor, *self.roles.critics.values()):
+                at_hand.enter_context(learner.optimizer_at_hand())
             self._checkpoints.save(progress.step, state, best)
         progress.saved_step = progress.step
         self._rollouts.begin_save(progress.step)

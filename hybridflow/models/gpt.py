@@ -97,6 +97,8 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=on_gpu,
+        # What is sent and received is waited for on the stream; the host need not.
+        batch_p2p_sync=False,
         # Weights are a function of (seed, name), set after construction; megatron-core's own initialization, which
         # also marks the tensor-parallel parameters, is left nothing to fill.
         init_method=_leave,

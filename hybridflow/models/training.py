@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -241,6 +241,27 @@ def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
         yield from zip(models, mains, strict=True)
 
 
+class _Neighbors(P2PCommunicator):  # type: ignore[misc]
+    """Messages between neighboring stages, without their shapes: every stage has all micro-batches, and knows them.
+
+    Args:
+        group: Stages of the pipeline.
+        config: megatron-core's.
+        lengths: Tokens of each micro-batch, in order. Both ways they come in that order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, config: Any, lengths: Sequence[int]) -> None:
+        super().__init__(pp_group=group, config=config)
+        self._forward = ((length, 1, config.hidden_size) for length in lengths)
+        self._backward = ((length, 1, config.hidden_size) for length in lengths)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Return the shapes of what comes from the previous stage and from the next, if anything comes."""
+        return next(self._forward) if recv_prev else None, next(self._backward) if recv_next else None
+
+
 def run_schedule(
     model: torch.nn.Module,
     config: Any,
@@ -280,7 +301,7 @@ def run_schedule(
     if groups.pp.size() == 1:
         kept = forward_backward_no_pipelining(**arguments)
     else:
-        sender = P2PCommunicator(pp_group=groups.pp, config=config)
+        sender = _Neighbors(groups.pp, config, [len(each.tokens) for each in micro_batches])
         kept = forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=sender)
     return kept
 

@@ -111,6 +111,8 @@ class Actor(Role):
                 if self.model is not None:
                     self._rollout_weights.release()
                 self._rollout_is_current = False
+            if self._pushed is not None:
+                self._pushed.sleep()
             give_back(self._job.world.device)
             if self._offload is not None:
                 self._offload.restore()
@@ -124,9 +126,9 @@ class Actor(Role):
                 is_kept = name in ("reshard/extra_bytes", "reshard/adapter_bytes")
                 before = 0.0 if is_kept else self.metrics.get(name, 0.0)
                 self.metrics[name] = before + value
-        if self._pushed is not None and self._rollout is not None and not self._rollout_is_current:
-            self._pushed.push(self._rollout)
-            if self._rollout_weights is not None:
+        if self._pushed is not None and self._rollout is not None:
+            self._pushed.wake(self._rollout, is_current=self._rollout_is_current)
+            if self._rollout_weights is not None and not self._rollout_is_current:
                 self._rollout_weights.release()
         if not self._rollout_is_current:
             self._rollout_version = self.num_updates

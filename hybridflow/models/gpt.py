@@ -34,7 +34,7 @@ from hybridflow.models.flops import ModelFlops, model_flops
 from hybridflow.models.lora import Dropout, attach
 from hybridflow.models.norm import RmsNorm, normalize_output
 from hybridflow.models.rotary import rotary_factor, rotary_frequencies
-from hybridflow.parallel.accelerators import has_transformer_engine
+from hybridflow.parallel.accelerators import has_transformer_engine, has_weight_gradient_kernel
 from hybridflow.parallel.cpu import use_cpu_for_cuda
 
 use_cpu_for_cuda()
@@ -104,11 +104,11 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         init_method=_leave,
         output_layer_init_method=_leave,
         use_cpu_initialization=not on_gpu,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=on_gpu and has_weight_gradient_kernel(),
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=on_gpu and has_transformer_engine(),
         **experts,
     )
 

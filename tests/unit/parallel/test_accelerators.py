@@ -2,13 +2,17 @@
 
 import sys
 
+import megatron.core.models.common.embeddings.rope_utils as rope_utils
 import megatron.core.optimizer as optimizer
+import megatron.core.optimizer.optimizer as mixed
 import megatron.core.transformer.transformer_block as transformer_block
+import megatron.core.utils as utils
 import pytest
 import torch
 from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridflow.models import gpt
 from hybridflow.models.norm import RmsNorm
@@ -60,6 +64,59 @@ def test_a_cpu_steps_with_torch_whatever_is_installed(monkeypatch):
     cpu.use_cpu_for_cuda.__wrapped__()
     assert optimizer.USING_PYTORCH_OPTIMIZER
     assert "needs a GPU" not in (optimizer.Adam, clip_grads.l2_norm_impl, clip_grads.multi_tensor_applier)
+
+
+@pytest.fixture
+def gpu_optimizer(monkeypatch):
+    """An AdamW as on a GPU without Transformer Engine and Apex, and one as on a CPU, of equal parameters."""
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm)
+    for module in (clip_grads, mixed):
+        monkeypatch.setattr(module, "multi_tensor_scale_impl", utils.local_multi_tensor_scale)
+    values = [torch.arange(6.0).view(2, 3), torch.ones(4)]
+    found = [torch.optim.AdamW([torch.nn.Parameter(each.clone()) for each in values], lr=0.1) for _ in range(2)]
+    accelerators.use_gpu_optimizer(found[:1])
+    return found
+
+
+def test_a_gpu_steps_in_one_kernel(gpu_optimizer):
+    for _ in range(3):
+        for each in gpu_optimizer:
+            for parameter in each.param_groups[0]["params"]:
+                parameter.grad = parameter.detach() - 2
+            each.step()
+    fused, plain = ([each.detach() for each in made.param_groups[0]["params"]] for made in gpu_optimizer)
+    assert gpu_optimizer[0].param_groups[0]["fused"] and gpu_optimizer[1].param_groups[0]["fused"] is None
+    for one, other in zip(fused, plain, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_gpu_clips_without_asking_it_for_each_tensor(gpu_optimizer):
+    flag, tensors = torch.zeros(1), [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
+    norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, flag, [tensors], False)
+    assert norm.tolist() == [5.0]
+    others = [torch.zeros(2), torch.zeros(1)]
+    mixed.multi_tensor_applier(mixed.multi_tensor_scale_impl, flag, [tensors, others], 1.0)
+    clip_grads.multi_tensor_applier(clip_grads.multi_tensor_scale_impl, flag, [tensors, tensors], 0.5)
+    assert [each.tolist() for each in (*tensors, *others)] == [[1.5, 0.0], [2.0], [3.0, 0.0], [4.0]]
+    clip_grads.multi_tensor_applier(clip_grads.multi_tensor_scale_impl, flag, [[], []], 0.5)
+    with FakeTensorMode():
+        # A fake tensor has no content: whoever asks for it gets an error.
+        fakes = [torch.zeros(2), torch.zeros(1)]
+        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, flag, [fakes], False)
+        assert norm.shape == (1,)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_fused_kernels_are_used_on_a_gpu_where_they_are(monkeypatch, is_there):
+    monkeypatch.setattr(gpt, "has_transformer_engine", lambda: is_there)
+    monkeypatch.setattr(gpt, "has_weight_gradient_kernel", lambda: is_there)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", "kernel")
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", "kernel")
+    model = gpt.ModelConfig(num_layers=2, hidden_size=16, ffn_hidden_size=16, num_attention_heads=2, max_context=8)
+    for device in ("cpu", "cuda"):
+        config = gpt.transformer_config(model, gpt.ParallelLayout(), torch.device(device))
+        fused = is_there and device == "cuda"
+        assert (config.apply_rope_fusion, config.gradient_accumulation_fusion) == (fused, fused)
 
 
 @pytest.mark.parametrize(("zero_centered", "norm"), [(False, WrappedTorchNorm), (True, RmsNorm)])

@@ -108,6 +108,8 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
+        # Then gradients of embeddings are added in one order.
+        deterministic_mode=on_gpu and torch.are_deterministic_algorithms_enabled(),
         apply_rope_fusion=on_gpu and has_transformer_engine(),
         **experts,
     )
@@ -196,7 +198,8 @@ class Transformer(GPTModel):
             return hidden
         if rows is not None:
             # One that several samples go on from comes more than once.
-            hidden = embedding(rows, hidden[:, 0])[:, None]
+            chosen = hidden[:, 0][rows] if self.config.deterministic_mode else embedding(rows, hidden[:, 0])
+            hidden = chosen[:, None]
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         output = self.output_layer(hidden, weight=weight)[0][:, 0]
         return output if self.logit_softcap is None else self.logit_softcap * torch.tanh(output / self.logit_softcap)

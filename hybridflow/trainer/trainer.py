@@ -24,6 +24,7 @@ from hybridflow.mapping.memory import check_memory
 from hybridflow.observe.activity import current_activity
 from hybridflow.observe.exporters import Exporter
 from hybridflow.observe.rank_log import open_rank_log
+from hybridflow.parallel.deterministic import add_in_fixed_order
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
@@ -88,6 +89,8 @@ def make_trainer(
         )
     # The local launcher and torchrun say so in the environment, mpirun and srun do not.
     torch.set_num_threads(recipe.cluster.threads_per_rank)
+    if recipe.trainer.deterministic:
+        add_in_fixed_order(world.device)
     if not resume:
         checkpoints.check_new(Path(recipe.run_dir))
     recipe = _with_nodes(recipe, world)

@@ -1,5 +1,6 @@
 """Which packages' kernels are used: by what works on the device, not by what is installed."""
 
+import os
 import sys
 
 import megatron.core.models.common.embeddings.rope_utils as rope_utils
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hybridflow.models import gpt
 from hybridflow.models.norm import RmsNorm
 from hybridflow.parallel import accelerators, cpu
+from hybridflow.parallel.deterministic import add_in_fixed_order
 
 
 @pytest.fixture
@@ -117,6 +119,29 @@ def test_fused_kernels_are_used_on_a_gpu_where_they_are(monkeypatch, is_there):
         config = gpt.transformer_config(model, gpt.ParallelLayout(), torch.device(device))
         fused = is_there and device == "cuda"
         assert (config.apply_rope_fusion, config.gradient_accumulation_fusion) == (fused, fused)
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """Switches of this process, which are as before afterwards."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_gpu_that_is_to_repeat_its_numbers_adds_in_a_fixed_order(settings, device):
+    add_in_fixed_order(torch.device(device))
+    is_gpu = device == "cuda"
+    assert (
+        torch.are_deterministic_algorithms_enabled() == torch.is_deterministic_algorithms_warn_only_enabled() == is_gpu
+    )
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if is_gpu else None)
+    assert torch.utils.deterministic.fill_uninitialized_memory != is_gpu
+    model = gpt.ModelConfig(num_layers=2, hidden_size=16, ffn_hidden_size=16, num_attention_heads=2, max_context=8)
+    assert gpt.transformer_config(model, gpt.ParallelLayout(), torch.device(device)).deterministic_mode == is_gpu
 
 
 @pytest.mark.parametrize(("zero_centered", "norm"), [(False, WrappedTorchNorm), (True, RmsNorm)])

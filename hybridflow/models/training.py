@@ -244,7 +244,7 @@ def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
         yield from zip(models, mains, strict=True)
 
 
-class _Neighbors(P2PCommunicator):  # type: ignore[misc]
+class _Neighbors(P2PCommunicator):
     """Messages between neighboring stages, without their shapes: every stage has all micro-batches, and knows them.
 
     Args:

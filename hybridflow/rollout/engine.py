@@ -290,7 +290,7 @@ class MegatronEngine:
             return functools.partial(_wait_for, tokens, sends)
         found = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         found.copy_(tokens, non_blocking=True)
-        copied = torch.cuda.Event()
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
 
         def send() -> Tensor:

@@ -327,8 +327,9 @@ class Trainer(Role):
             state["multiplier"] = self._multiplier.value
         best = progress.validations.best_step if self.job.recipe.trainer.keep_best else None
         with contextlib.ExitStack() as at_hand:
-            for learner in (self.roles.actor, *self.roles.critics.values()):
-                at_hand.enter_context(learner.optimizer_at_hand())
+            at_hand.enter_context(self.roles.actor.optimizer_at_hand())
+            for critic in self.roles.critics.values():
+                at_hand.enter_context(critic.optimizer_at_hand())
             self._checkpoints.save(progress.step, state, best)
         progress.saved_step = progress.step
         self._rollouts.begin_save(progress.step)

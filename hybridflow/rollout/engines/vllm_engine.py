@@ -282,7 +282,7 @@ def _executor(device: torch.device) -> Any:
         return "uni"
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    class OnDevice(UniProcExecutor):  # type: ignore[misc,no-any-unimported]
+    class OnDevice(UniProcExecutor):  # type: ignore[misc]
         def _distributed_args(self) -> tuple[str, int, int]:
             method, rank, _ = super()._distributed_args()
             return method, rank, 0 if device.index is None else device.index

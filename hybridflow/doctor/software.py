@@ -97,7 +97,7 @@ def torch_findings(found: Mapping[str, Any]) -> list[Finding]:
                 area,
                 "torch",
                 f"cannot be imported: {found.get('torch_error') or found['failure'] or 'no answer'}",
-                "install torch 2.6 or newer into this environment, and load the modules it was built with",
+                "install torch 2.12 or newer into this environment, and load the modules it was built with",
             )
         ]
     built = f"CUDA {found['cuda']}" if found["cuda"] else (f"ROCm {found['hip']}" if found.get("hip") else "CPU alone")
@@ -180,6 +180,9 @@ def optional(module: str, found: Mapping[str, Any]) -> Finding:
     elif module == "apex" and not found.get("apex_is_nvidia", False):
         value, verdict = "this is PyPI's package of that name, which is another project", PROBLEM
         remedy = "pip uninstall apex; NVIDIA's is installed from its repository, see docs/gpu.md"
+    elif found.get(f"{module}_misfit"):
+        value, verdict = f"{state}, not used: {found[f'{module}_misfit']}; {without}", NOTE
+        remedy = "pip install 'hybridflow[gpu]' takes a release that fits"
     elif not found.get("gpus"):
         value = f"{state}, not used: it needs a GPU"
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,9 @@ LOOK_STEPS = 16
 
 FEW_STEPS = 4
 """Most steps at a time while sequences wait for the slots of those that end."""
+
+TakeTokens = Callable[[], Tensor]
+"""Waits for the tokens of a step, ``[rows]`` int64 in host memory."""
 
 
 class MegatronEngine:
@@ -274,18 +278,36 @@ class MegatronEngine:
         """Return whether such a call knows top k, top p and min p."""
         return self._runner.can_cut
 
-    def send_tokens(self, tokens: Tensor) -> list[dist.Work]:
-        """Send tokens from the last stage to all others."""
-        return [_send(tokens, rank, self.groups.pp) for rank in self._stage_ranks[:-1]]
+    def send_tokens(self, tokens: Tensor) -> TakeTokens:
+        """Begin to bring tokens from the last stage to the host memory of all stages; what ends it gives them.
 
-    def receive_tokens(self, tokens: Tensor, sends: Sequence[dist.Work]) -> Tensor:
-        """Return the tokens of the last stage; other stages receive them into ``tokens``."""
-        if self.model.post_process:
-            for send in sends:
-                send.wait()
-        else:
+        Those of a GPU leave with the end, through the host: on one way with the hidden states, which go in the other
+        direction, each stage would wait for the other.
+        """
+        others = self._stage_ranks[:-1]
+        if tokens.device.type == "cpu":
+            sends = [_send(tokens, rank, self.groups.pp) for rank in others]
+            return functools.partial(_wait_for, tokens, sends)
+        found = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        found.copy_(tokens, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+
+        def send() -> Tensor:
+            copied.synchronize()
+            return _wait_for(found, [_send(found, rank, self.groups.pp) for rank in others])
+
+        return send
+
+    def receive_tokens(self, num_tokens: int) -> TakeTokens:
+        """Return what receives the tokens of the last stage, on any other."""
+
+        def receive() -> Tensor:
+            tokens = torch.empty(num_tokens, dtype=torch.int64)
             dist.recv(tokens, src=self._stage_ranks[-1], group=self.groups.pp)
-        return tokens
+            return tokens
+
+        return receive
 
     def _measure(self) -> int:
         """Return the number of blocks that the memory budget allows on each rank of the replica.
@@ -308,6 +330,12 @@ def _send(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:
     work = dist.isend(tensor, dst=rank, group=group)
     assert work is not None, "a rank sends only in its own groups"
     return work
+
+
+def _wait_for(tokens: Tensor, sends: Sequence[dist.Work]) -> Tensor:
+    for send in sends:
+        send.wait()
+    return tokens
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -530,7 +558,7 @@ class Session:
             self._cache.copy(*torch.from_numpy(step.copies).to(engine.device).unbind(1))
         output = engine.run(self._cache, scheduler.tables, step, rows)
         if output is None:
-            return _Outcome(torch.empty(len(step.rows), dtype=torch.int64, device=engine.device), engine.version)
+            return _Outcome(engine.receive_tokens(len(step.rows)), engine.version)
         num = len(step.rows)
         row_slots = step.row_slots
         sampled = lane.sampler.sample(
@@ -540,7 +568,7 @@ class Session:
             scheduler.tokens,
             lambda slot, token: self._watches[scheduler.job(slot).number].would_complete_bad(token),
         )
-        sends = engine.send_tokens(sampled.tokens)
+        take_tokens = engine.send_tokens(sampled.tokens)
         scores = None
         if len(step.scored):
             following = scheduler.tokens[step.slots[step.scored], step.positions[step.scored] + 1]
@@ -548,7 +576,7 @@ class Session:
             scores = vocab_parallel_log_probs(
                 output[num:], targets, group=engine.groups.tp, vocab_size=engine.vocab_size
             )[0]
-        return _Outcome(sampled.tokens, engine.version, sampled, scores, sends)
+        return _Outcome(take_tokens, engine.version, sampled, scores)
 
     def _reserve(self, lane: _Lane, step: Step, most: int) -> int:
         """Return how many steps one call can do, including this one."""
@@ -569,8 +597,8 @@ class Session:
         return self._end(lane, slots, failures, *lane.scheduler.absorb_decoded(slots))
 
     def _absorb(self, lane: _Lane, step: Step, outcome: _Outcome) -> list[tuple[Request, Response]]:
-        engine, slots = self._engine, step.row_slots
-        tokens = engine.receive_tokens(outcome.tokens, outcome.sends).cpu().numpy()
+        slots = step.row_slots
+        tokens = outcome.take_tokens().numpy()
         positions = lane.scheduler.lengths[slots]
         self._note_first_tokens(lane, slots[positions == lane.num_prompt[slots]])
         if outcome.sampled is not None:
@@ -633,11 +661,10 @@ class Session:
 class _Outcome:
     """What a step gave, of which weights: tokens, received on all stages from the last; the rest there alone."""
 
-    tokens: Tensor
+    take_tokens: TakeTokens
     version: int
     sampled: Sampled | None = None
     scores: Tensor | None = None
-    sends: Sequence[dist.Work] = ()
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,6 +24,7 @@ from hybridflow.mapping.memory import check_memory
 from hybridflow.observe.activity import current_activity
 from hybridflow.observe.exporters import Exporter
 from hybridflow.observe.rank_log import open_rank_log
+from hybridflow.parallel.deterministic import add_in_fixed_order
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
@@ -87,6 +89,8 @@ def make_trainer(
         )
     # The local launcher and torchrun say so in the environment, mpirun and srun do not.
     torch.set_num_threads(recipe.cluster.threads_per_rank)
+    if recipe.trainer.deterministic:
+        add_in_fixed_order(world.device)
     if not resume:
         checkpoints.check_new(Path(recipe.run_dir))
     recipe = _with_nodes(recipe, world)
@@ -211,7 +215,11 @@ class Trainer(Role):
             self._resume(self._start)
             self._set_learning_rates()
         self._record.open(None if self._start is None else self.progress.step)
-        return self._start is not None or self._begin()
+        if self._start is None and not self._begin():
+            return False
+        for critic in self.roles.critics.values():
+            critic.put_optimizer_away()
+        return True
 
     def _begin(self) -> bool:
         recipe = self.job.recipe
@@ -318,7 +326,10 @@ class Trainer(Role):
         if self._multiplier is not None:
             state["multiplier"] = self._multiplier.value
         best = progress.validations.best_step if self.job.recipe.trainer.keep_best else None
-        with self.roles.actor.optimizer_at_hand():
+        with contextlib.ExitStack() as at_hand:
+            at_hand.enter_context(self.roles.actor.optimizer_at_hand())
+            for critic in self.roles.critics.values():
+                at_hand.enter_context(critic.optimizer_at_hand())
             self._checkpoints.save(progress.step, state, best)
         progress.saved_step = progress.step
         self._rollouts.begin_save(progress.step)

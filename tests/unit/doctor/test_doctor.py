@@ -229,6 +229,12 @@ def test_torch_that_cannot_be_imported_and_cuda_that_does_not_answer():
         ("transformer_engine", {"transformer_engine": "2.9", "gpus": [GPU]}, OK, "2.9, used"),
         ("transformer_engine", {"transformer_engine": "2.9"}, OK, "needs a GPU"),
         (
+            "transformer_engine",
+            {"transformer_engine": "2.12", "transformer_engine_misfit": "megatron-core needs", "gpus": [GPU]},
+            NOTE,
+            "2.12, not used: megatron-core needs; megatron-core's local layers",
+        ),
+        (
             "flash_attn",
             {"flash_attn": "installed", "flash_attn_error": "undefined symbol"},
             PROBLEM,

@@ -61,9 +61,9 @@ def test_metrics_count_restarts(seen: Any):
 
 
 def test_metrics_tell_how_long_responses_took_and_what_was_computed(seen: Any):
-    # What the killed start had sampled was not sampled again.
+    # What the killed start had sampled was not sampled again: all but the last step, if none was saved.
     rows = [row for row in read_metrics(seen[0]) if "rollout/reused" not in row]
-    assert len(rows) >= 2
+    assert rows
     for row in rows:
         for what in ("latency", "first_token"):
             times = [row[f"rollout/{what}_{name}_s"] for name in ("p50", "p90", "p99")]

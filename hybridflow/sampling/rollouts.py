@@ -69,8 +69,8 @@ class Rollouts:
 
     Attributes:
         engine: What generates, with this rank.
-        metrics: What the last calls measured; taken and emptied by the actor.
-        sample_stats: Numbers of each sample that this rank tells of, see ``step_metrics.DISTRIBUTIONS``; taken alike.
+        metrics: What the last calls measured; the actor's own, where there is one.
+        sample_stats: Numbers of each sample that this rank tells of, see ``step_metrics.DISTRIBUTIONS``; likewise.
         is_stopping: Whether ``sample`` is to end early, as a step that is left. Asked on all ranks of a replica at the
             same points, and answers the same on all of them. Collective: tp, pp.
         kept: What was sampled and is not yet part of a checkpoint; None: nothing is kept.

@@ -68,13 +68,11 @@ class JobPlan:
         They exchange moves, decisions and copies of weights.
         """
         sets = dict.fromkeys(rank_sets(self.whole + self.rollout + self.learn, self.meshes))
-        # What was sampled is dealt anew among those who sample.
+        # What was sampled is dealt anew among those who sample, and goes back from the replica that generated it.
         sets[tuple(sorted(self.meshes["actor.rollout"].ranks))] = None
         for name in ("actor.rollout", "reference", "critic", "cost_critic"):
             if name in self.meshes:
                 sets[participants(self.meshes["actor.update"], self.meshes[name])] = None
-        # Samples that another replica has generated go back.
-        sets[tuple(sorted(self.meshes["actor.rollout"].ranks))] = None
         return tuple(sets)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +312,7 @@ class Trainer(Role):
             "kl_coef": self.kl_coef.value,
             "next_prompt_index": progress.next_prompt_index,
             "rollouts": self._rollouts.state(),
-            "validations": progress.validations.state(),
+            "validations": asdict(progress.validations),
             **self._record.state(),
         }
         if self._multiplier is not None:
@@ -329,7 +329,7 @@ class Trainer(Role):
         checkpoints.load(self.job, self.roles.by_name, checkpoint)
         progress.step = checkpoint.step
         progress.next_prompt_index = state["next_prompt_index"]
-        progress.validations = Validations.resume(state.get("validations", {}))
+        progress.validations = Validations(**state.get("validations", {}))
         self.kl_coef.value = state["kl_coef"]
         if self._multiplier is not None:
             self._multiplier.value = state["multiplier"]

@@ -121,14 +121,10 @@ def _check_algorithm(recipe: Recipe) -> None:
             )
     if recipe.kl.target is not None and recipe.kl.coef == 0:
         raise ConfigError("kl.target: adaptive KL multiplies kl.coef, which is 0; set it above 0, say to 0.1")
-    if name in _GROUPED and recipe.rollout.group_size == 1:
+    if name == "dapo" and recipe.rollout.group_size == 1:
         raise ConfigError(
             f"rollout.group_size=1: algorithm={name} compares the responses to a prompt; set it to 2 or more, 8 say"
         )
-
-
-_GROUPED = ("dapo",)
-"""Algorithms to which a group of one tells nothing."""
 
 
 def _check_live(recipe: Recipe) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def find_recipe(name: str | Path) -> Path:
     """
     if Path(name).is_file():
         return Path(name)
-    found = {path.stem: path for path in _shipped_recipes()}
+    found = {path.stem: path for path in shipped("launch/recipes").glob("*.yaml")}
     if str(name) in found:
         return found[str(name)]
     raise ConfigError(f"recipe {name}: no such file; give a YAML file or a shipped recipe: {', '.join(sorted(found))}")
@@ -216,7 +216,3 @@ def _inner(values: Any, key: str) -> Any:
     for name in key.split("."):
         values = values.get(name) if isinstance(values, dict) else None
     return values
-
-
-def _shipped_recipes() -> Iterator[Path]:
-    return shipped("launch/recipes").glob("*.yaml")

@@ -14,6 +14,7 @@ from hybridflow.sections import (
     NotNegative,
     Positive,
     Share,
+    changed_keys,
 )
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
@@ -196,9 +197,8 @@ class PreferenceConfig:
 def check_correction(correction: CorrectionConfig) -> None:
     """Refuse bounds of ``correction`` that exclude every token. Raises ConfigError."""
     if correction.reject is None:
-        for key in ("reject_level", "reject_low", "reject_high"):
-            if getattr(correction, key) != getattr(CorrectionConfig(), key):
-                raise ConfigError(f"correction.{key}: nothing is rejected; set correction.reject, or leave it out")
+        for key in changed_keys(correction, ("reject_level", "reject_low", "reject_high")):
+            raise ConfigError(f"correction.{key}: nothing is rejected; set correction.reject, or leave it out")
     elif correction.reject != "k1" and correction.reject_low != CorrectionConfig().reject_low:
         raise ConfigError(
             f"correction.reject_low={correction.reject_low:g}: {correction.reject} is never negative and has an upper "

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from hybridflow.config.data import DataConfig, check_data
-from hybridflow.config.losses import AdvantageConfig, PreferenceConfig, ShapingConfig, check_correction
+from hybridflow.config.data import check_data
+from hybridflow.config.losses import AdvantageConfig, ShapingConfig, check_correction
 from hybridflow.config.metrics import check_metrics
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.rewards import check_reward
@@ -28,6 +28,7 @@ from hybridflow.recipe.check_placement import (
     check_uncut,
 )
 from hybridflow.recipe.check_sampling import check_engine, check_environment
+from hybridflow.sections import changed_keys
 
 MODELS = ("model", "critic.model", "reward.model", "cost.model", "cost_critic.model", "teacher.model")
 """The sections of a recipe that are models."""
@@ -112,13 +113,11 @@ def _check_algorithm(recipe: Recipe) -> None:
     for key in preset.needs:
         if getattr(recipe, key) is None:
             raise ConfigError(f"{key}: missing; algorithm={name} needs this section, docs/algorithms.md shows one")
-    defaults = {field.name: field.default for field in fields(Recipe)}
-    for key in sorted(CHOSEN - preset.reads):
-        if getattr(recipe, key) != defaults[key]:
-            users = ", ".join(other for other in ALGORITHMS if key in ALGORITHMS[other].traits.reads)
-            raise ConfigError(
-                f"{key}: algorithm={name} would ignore this section; remove it, or choose one that reads it: {users}"
-            )
+    for key in changed_keys(recipe, sorted(CHOSEN - preset.reads)):
+        users = ", ".join(other for other in ALGORITHMS if key in ALGORITHMS[other].traits.reads)
+        raise ConfigError(
+            f"{key}: algorithm={name} would ignore this section; remove it, or choose one that reads it: {users}"
+        )
     if recipe.kl.target is not None and recipe.kl.coef == 0:
         raise ConfigError("kl.target: adaptive KL multiplies kl.coef, which is 0; set it above 0, say to 0.1")
     if name == "dapo" and recipe.rollout.group_size == 1:
@@ -258,18 +257,16 @@ def _check_validation(recipe: Recipe) -> None:
 def _check_offline(recipe: Recipe) -> None:
     """Refuse sampling keys for offline algorithms, which have keys of their own."""
     preset, name = recipe.traits, recipe.algorithm
-    preference, rollout, made = recipe.preference, recipe.rollout, recipe.data.arithmetic
+    rollout, made = recipe.rollout, recipe.data.arithmetic
     if name == "sft" and rollout.group_size > 1:
         raise ConfigError(f"rollout.group_size={rollout.group_size}: a row has one solution to imitate; remove the key")
-    for key in (each.name for each in fields(PreferenceConfig)):
-        if key not in preset.preference_keys and getattr(preference, key) != getattr(PreferenceConfig(), key):
+    for key in changed_keys(recipe.preference):
+        if key not in preset.preference_keys:
             users = ", ".join(other for other in ALGORITHMS if key in ALGORITHMS[other].traits.preference_keys)
             raise ConfigError(f"preference.{key}: algorithm={name} would ignore it; remove it, or choose {users}")
-    for key in _PREFERENCE_FIELDS:
-        default = next(each.default for each in fields(DataConfig) if each.name == key)
-        if not preset.has_preferences and getattr(recipe.data, key) != default:
-            raise ConfigError(f"data.{key}: algorithm={name} reads no preferences; remove the key")
     if not preset.has_preferences:
+        for key in changed_keys(recipe.data, _PREFERENCE_FIELDS):
+            raise ConfigError(f"data.{key}: algorithm={name} reads no preferences; remove the key")
         return
     if made is not None and made.operation != "add":
         raise ConfigError(

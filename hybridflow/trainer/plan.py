@@ -148,20 +148,11 @@ def plan_job(recipe: Recipe, step: Step | None = None) -> JobPlan:
         meshes[WORKING_AHEAD] = sampling_mesh(meshes)
     step = training_step(recipe, step)
     validation = compile_flow(validation_flow(recipe), meshes)
-    fill: Program = ()
-    rollout: Program = ()
-    learn: Program = ()
+    warm_start = compile_flow(WARM_START, meshes) if recipe.warm_start is not None else ()
+    begun = {"warm_start": warm_start, "validation": validation}
     if works_ahead:
         fill, train = training_loop_ahead(step, meshes, validation)
-    else:
-        train = training_loop(step, meshes, validation)
-        rollout, learn = two_halves(step, meshes)
-    return JobPlan(
-        meshes=meshes,
-        warm_start=compile_flow(WARM_START, meshes) if recipe.warm_start is not None else (),
-        validation=validation,
-        fill=fill,
-        train=train,
-        rollout=rollout,
-        learn=learn,
-    )
+        return JobPlan(meshes=meshes, **begun, fill=fill, train=train)
+    train = training_loop(step, meshes, validation)
+    rollout, learn = two_halves(step, meshes)
+    return JobPlan(meshes=meshes, **begun, train=train, rollout=rollout, learn=learn)

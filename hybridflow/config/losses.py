@@ -7,15 +7,7 @@ from typing import Annotated, Literal
 
 from hybridflow.config.types import Score
 from hybridflow.errors import ConfigError
-from hybridflow.sections import (
-    Bounds,
-    Count,
-    CountOrZero,
-    NotNegative,
-    Positive,
-    Share,
-    changed_keys,
-)
+from hybridflow.sections import Bounds, Count, CountOrZero, NotNegative, Positive, Share, changed_keys
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 

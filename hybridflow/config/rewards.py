@@ -12,14 +12,7 @@ from hybridflow.config.types import Score, Variable
 from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.sections import (
-    MAY_CHANGE,
-    Count,
-    CountOrZero,
-    NotNegative,
-    Positive,
-    changed_keys,
-)
+from hybridflow.sections import MAY_CHANGE, Count, CountOrZero, NotNegative, Positive, changed_keys
 
 
 @dataclass(frozen=True, kw_only=True)

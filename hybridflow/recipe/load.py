@@ -14,12 +14,7 @@ from hybridflow.errors import ConfigError, HybridflowError, LayoutError
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.recipe.checks import MODELS, check_recipe, check_settings
-from hybridflow.sections import (
-    parse_yaml,
-    put_over,
-    read_section,
-    to_dict,
-)
+from hybridflow.sections import parse_yaml, put_over, read_section, to_dict
 from hybridflow.shipped import shipped
 
 

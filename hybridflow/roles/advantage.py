@@ -38,8 +38,7 @@ class KLCoefficient:
         self.value = settings.coef
         self.is_in_reward = settings.coef > 0 and settings.place == "reward"
         self.is_in_loss = settings.coef > 0 and settings.place == "loss"
-        self._target = settings.target
-        self._horizon = settings.horizon
+        self._settings = settings
 
     def advance(self, measured: float, num_samples: int) -> None:
         """Take into account the KL that the step measured, the same on every rank of the job.
@@ -50,10 +49,9 @@ class KLCoefficient:
             measured: Nats per token.
             num_samples: Samples of the step.
         """
-        if self._target is not None:
-            self.value = adapt_kl_coef(
-                self.value, measured, target=self._target, num_samples=num_samples, horizon=self._horizon
-            )
+        target, horizon = self._settings.target, self._settings.horizon
+        if target is not None:
+            self.value = adapt_kl_coef(self.value, measured, target=target, num_samples=num_samples, horizon=horizon)
 
 
 class LagrangeMultiplier:

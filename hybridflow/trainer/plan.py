@@ -9,14 +9,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.compiler import compile_flow
 from hybridflow.dataflow.graph import Flow, Step
 from hybridflow.dataflow.schedule import Program, project, rank_sets, role_ranks
-from hybridflow.flows.nodes import (
-    VALIDATION,
-    VALIDATION_OF_PAIRS,
-    WARM_START,
-    with_drops,
-    with_environment,
-    without,
-)
+from hybridflow.flows.nodes import VALIDATION, VALIDATION_OF_PAIRS, WARM_START, with_drops, with_environment, without
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridflow.config.data import check_data
 from hybridflow.config.losses import AdvantageConfig, ShapingConfig, check_correction
-from hybridflow.config.metrics import check_metrics
+from hybridflow.config.metrics import check_prometheus
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.rewards import check_reward
 from hybridflow.config.roles import ActorConfig, CriticConfig
@@ -105,7 +105,9 @@ def check_recipe(recipe: Recipe, in_memory: Mapping[str, ModelInfo] | None = Non
     _check_validation(recipe)
     _check_offline(recipe)
     _check_profile(recipe)
-    check_metrics(recipe.metrics)
+    prometheus = recipe.metrics.prometheus
+    if prometheus is not None:
+        check_prometheus(prometheus.pushgateway_url, prometheus.textfile, "metrics.prometheus")
 
 
 def _check_algorithm(recipe: Recipe) -> None:

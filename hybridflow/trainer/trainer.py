@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +92,14 @@ def make_trainer(
     recipe = _with_nodes(recipe, world)
     plan = plan_job(recipe, step)
     check_memory(recipe, plan.meshes)
-    for warning in placement_warnings(plan.meshes) if world.rank == 0 else ():
-        print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
-    if recipe.actor.reshard_every > 1 and world.rank == 0:
-        print(
-            f"hybridflow: actor.reshard_every={recipe.actor.reshard_every}: rollouts come from weights that are up to "
-            f"{recipe.actor.reshard_every - 1} update(s) old; rollout/staleness_max tells, and correction.kind="
-            f"{recipe.correction_kind} applies",
-            file=sys.stderr,
-            flush=True,
+    warnings, every = [*placement_warnings(plan.meshes)], recipe.actor.reshard_every
+    if every > 1:
+        warnings.append(
+            f"actor.reshard_every={every}: rollouts come from weights that are up to {every - 1} update(s) old; "
+            f"rollout/staleness_max tells, and correction.kind={recipe.correction_kind} applies"
         )
+    for warning in warnings if world.rank == 0 else ():
+        print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     started = note_start(recipe, plan.meshes, world.coordinator(plan.meshes["job"].ranks))
     record, stopping = (
@@ -198,7 +196,7 @@ class Trainer(Role):
         if self._stopping.reason is None and self.job.recipe.trainer.steps > 0:
             summary["accuracy_after_rl"] = self._accuracy()
         if self._stopping.reason is not None:
-            self._save_if_new()
+            self._save()
         return self.end()
 
     def begin(self) -> bool:
@@ -207,14 +205,13 @@ class Trainer(Role):
         Returns:
             Whether the job can go on; else its warm start was cut short.
         """
+        recipe = self.job.recipe
         if self._start is not None:
             self._resume(self._start)
             self._set_learning_rates()
-        self._record.open(None if self._start is None else self.progress.step)
-        return self._start is not None or self._begin()
-
-    def _begin(self) -> bool:
-        recipe = self.job.recipe
+            self._record.open(self.progress.step)
+            return True
+        self._record.open(None)
         read_weights(self.job, self.roles)
         self._execute(self._plan.warm_start)
         if any(self._everyone.gather(self._decisions.is_warm_start_cut, "the warm start")):
@@ -297,22 +294,21 @@ class Trainer(Role):
 
     def save_now(self) -> None:
         """Save between two steps, and wait until it is done. Collective: all ranks."""
-        self._save_if_new()
+        self._save()
         self._checkpoints.finish()
         self._rollouts.end_save()
         self._everyone.barrier("the checkpoint")
 
-    def _save_if_new(self) -> None:
-        if self.progress.saved_step != self.progress.step:
-            self._save()
-
     def _save(self) -> None:
+        """Begin to write a checkpoint, unless the step has one."""
         progress = self.progress
+        if progress.saved_step == progress.step:
+            return
         state = {
             "kl_coef": self.kl_coef.value,
             "next_prompt_index": progress.next_prompt_index,
             "rollouts": self._rollouts.state(),
-            "validations": progress.validations.state(),
+            "validations": asdict(progress.validations),
             **self._record.state(),
         }
         if self._multiplier is not None:
@@ -329,7 +325,7 @@ class Trainer(Role):
         checkpoints.load(self.job, self.roles.by_name, checkpoint)
         progress.step = checkpoint.step
         progress.next_prompt_index = state["next_prompt_index"]
-        progress.validations = Validations.resume(state.get("validations", {}))
+        progress.validations = Validations(**state.get("validations", {}))
         self.kl_coef.value = state["kl_coef"]
         if self._multiplier is not None:
             self._multiplier.value = state["multiplier"]

@@ -14,7 +14,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -118,6 +118,12 @@ def to_dict(section: Any) -> dict[str, Any]:
 def keys_of(section: Any) -> tuple[dataclasses.Field[Any], ...]:
     """Return the fields of a section (a class or an object) that a recipe may set."""
     return tuple(item for item in dataclasses.fields(section) if item.metadata.get("is_key", True))
+
+
+def changed_keys(section: Any, names: Iterable[str] | None = None) -> list[str]:
+    """Return the keys of a section, or those named, whose values are not their defaults."""
+    defaults = {item.name: item.default for item in keys_of(section)}
+    return [name for name in (defaults if names is None else names) if getattr(section, name) != defaults[name]]
 
 
 def resume_rules(kind: Any) -> dict[str, bool]:

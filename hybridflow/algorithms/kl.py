@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import SumOverRanks
 from hybridflow.algorithms.inputs import alike
 
 
@@ -74,30 +73,6 @@ def sequence_means(kl: Tensor, mask: Tensor) -> Tensor:
     return torch.where(on, kl, 0).double().sum(dim=1) / on.sum(dim=1).clamp(min=1)
 
 
-def sequence_mean_kl(kl: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks | None = None) -> float:
-    """Return the KL for the adaptive controller: the mean over sequences of each one's masked mean.
-
-    Args:
-        kl: This rank's share, ``[samples, tokens]``; any value at mask 0.
-        mask: 1 on tokens that count, ``[samples, tokens]``. A sequence without any is left out.
-        sum_over_ranks: Sums over the data-parallel ranks; None if this rank holds the whole batch.
-
-    Returns:
-        The mean over the global batch.
-
-    Collective: dp when ``sum_over_ranks`` is given.
-
-    Raises:
-        ValueError: Shapes differ, or no sequence of the global batch has a token.
-    """
-    means = sequence_means(kl, mask)
-    counts = torch.stack((means.sum(), (mask > 0).any(dim=1).sum().double()))
-    mean_sum, num_sequences = (counts if sum_over_ranks is None else sum_over_ranks(counts)).tolist()
-    if num_sequences == 0:
-        raise ValueError("mean KL over 0 sequences with response tokens: at least 1 is needed; check the masks")
-    return float(mean_sum / num_sequences)
-
-
 def adapt_kl_coef(kl_coef: float, kl: float, *, target: float, num_samples: int, horizon: int) -> float:
     """Move the KL coefficient towards the one that holds the KL at its target.
 
@@ -106,7 +81,7 @@ def adapt_kl_coef(kl_coef: float, kl: float, *, target: float, num_samples: int,
 
     Args:
         kl_coef: The coefficient that this step applied.
-        kl: What :func:`sequence_mean_kl` measured in this step.
+        kl: KL of this step: the mean over its sequences of :func:`sequence_means`, one without tokens left out.
         target: The KL to hold, in the same unit (nats per token).
         num_samples: Samples of the global batch.
         horizon: Samples over which a steady miss of 20 % or more moves the coefficient by about 20 %.

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridflow.sections import (
-    Count,
-    Positive,
-)
+from hybridflow.sections import Count, Positive
 
 
 @dataclass(frozen=True, kw_only=True)

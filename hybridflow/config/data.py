@@ -8,13 +8,7 @@ from typing import Annotated, Literal
 
 from hybridflow.config.types import Server, Variable
 from hybridflow.errors import ConfigError
-from hybridflow.sections import (
-    MAY_CHANGE,
-    Count,
-    CountOrZero,
-    Positive,
-    Share,
-)
+from hybridflow.sections import MAY_CHANGE, Count, CountOrZero, Positive, Share
 
 FileFormat = Literal["jsonl", "parquet", "hdf5", "datasets"]
 

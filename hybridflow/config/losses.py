@@ -7,14 +7,7 @@ from typing import Annotated, Literal
 
 from hybridflow.config.types import Score
 from hybridflow.errors import ConfigError
-from hybridflow.sections import (
-    Bounds,
-    Count,
-    CountOrZero,
-    NotNegative,
-    Positive,
-    Share,
-)
+from hybridflow.sections import Bounds, Count, CountOrZero, NotNegative, Positive, Share, changed_keys
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 
@@ -196,9 +189,8 @@ class PreferenceConfig:
 def check_correction(correction: CorrectionConfig) -> None:
     """Refuse bounds of ``correction`` that exclude every token. Raises ConfigError."""
     if correction.reject is None:
-        for key in ("reject_level", "reject_low", "reject_high"):
-            if getattr(correction, key) != getattr(CorrectionConfig(), key):
-                raise ConfigError(f"correction.{key}: nothing is rejected; set correction.reject, or leave it out")
+        for key in changed_keys(correction, ("reject_level", "reject_low", "reject_high")):
+            raise ConfigError(f"correction.{key}: nothing is rejected; set correction.reject, or leave it out")
     elif correction.reject != "k1" and correction.reject_low != CorrectionConfig().reject_low:
         raise ConfigError(
             f"correction.reject_low={correction.reject_low:g}: {correction.reject} is never negative and has an upper "

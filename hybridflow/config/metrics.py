@@ -55,12 +55,6 @@ class MetricsConfig:
     callbacks: tuple[Plugin, ...] = ()
 
 
-def check_metrics(metrics: MetricsConfig) -> None:
-    """Refuse places for metrics that do not exist. Raises ConfigError."""
-    if metrics.prometheus is not None:
-        check_prometheus(metrics.prometheus.pushgateway_url, metrics.prometheus.textfile, "metrics.prometheus")
-
-
 def check_prometheus(pushgateway_url: str | None, textfile: str | None, where: str) -> None:
     """Refuse what Prometheus would not find, and a password in an address, which logs would show.
 

@@ -151,12 +151,5 @@ class Recipe:
 
     def model_of(self, name: str) -> ModelConfig:
         """Return the settings of the model of a role or mesh."""
-        sections = {
-            "critic": self.critic,
-            "reward": self.reward,
-            "cost": self.cost,
-            "cost_critic": self.cost_critic,
-            "teacher": self.teacher,
-        }
-        section = sections.get(name)
-        return self.model if section is None or section.model is None else section.model
+        own: ModelConfig | None = getattr(getattr(self, name, None), "model", None)
+        return self.model if own is None else own

@@ -12,13 +12,7 @@ from hybridflow.config.types import Score, Variable
 from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.sections import (
-    MAY_CHANGE,
-    Count,
-    CountOrZero,
-    NotNegative,
-    Positive,
-)
+from hybridflow.sections import MAY_CHANGE, Count, CountOrZero, NotNegative, Positive, changed_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +150,8 @@ def check_reward(reward: RewardConfig, key: str, *, is_in_memory: bool = False) 
         found = f"={reward.function!r}: would not be called" if name == "function" else ": would not be asked"
         raise ConfigError(f"{key}.{name}{found}, {key}.{kind} scores; remove one of the two")
     if kind != "model":
-        for name in ("layout", "offload"):
-            if getattr(reward, name) != getattr(RewardConfig(), name):
-                raise ConfigError(f"{key}.{name}: a function has no weights; remove the key, or give {key}.model.path")
+        for name in changed_keys(reward, ("layout", "offload")):
+            raise ConfigError(f"{key}.{name}: a function has no weights; remove the key, or give {key}.model.path")
     elif reward.model is not None and reward.model.path is None and not is_in_memory:
         raise ConfigError(f"{key}.model.path: missing; a model that was not trained scores nothing, name its directory")
     _check_reward_policy(reward, key)
@@ -172,10 +165,8 @@ def check_reward(reward: RewardConfig, key: str, *, is_in_memory: bool = False) 
 def _check_reward_policy(reward: RewardConfig, key: str) -> None:
     """Refuse keys that calls ignore because they cannot fail, or are bounded elsewhere."""
     what = "a model" if reward.model is not None else reward.function
-    for name in REWARD_POLICY:
-        is_in_memory = getattr(reward, name) != getattr(RewardConfig(), name)
-        if is_in_memory and what in ("a model", *SURE_FUNCTIONS):
-            raise ConfigError(f"{key}.{name}: {what} neither waits nor fails; remove the key")
+    for name in changed_keys(reward, REWARD_POLICY) if what in ("a model", *SURE_FUNCTIONS) else ():
+        raise ConfigError(f"{key}.{name}: {what} neither waits nor fails; remove the key")
     if reward.function == "code" and reward.timeout_s is not None:
         raise ConfigError(f"{key}.timeout_s: {key}.sandbox.wall_s is the limit of a program; remove the key, set that")
     if reward.on_failure != "score" and reward.failure_score != RewardConfig().failure_score:

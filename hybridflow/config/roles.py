@@ -7,16 +7,7 @@ from typing import Annotated, Literal
 
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.sections import (
-    MAY_CHANGE,
-    Bounds,
-    Count,
-    CountOrZero,
-    NotNegative,
-    Positive,
-    Share,
-    may_change_below,
-)
+from hybridflow.sections import MAY_CHANGE, Bounds, Count, CountOrZero, NotNegative, Positive, Share, may_change_below
 
 LoRATarget = Literal[
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"

@@ -6,14 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from hybridflow.config.types import Score, StopText, Variable
-from hybridflow.sections import (
-    MAY_CHANGE,
-    Bounds,
-    Count,
-    CountOrZero,
-    Positive,
-    Share,
-)
+from hybridflow.sections import MAY_CHANGE, Bounds, Count, CountOrZero, Positive, Share
 
 
 @dataclass(frozen=True, kw_only=True)

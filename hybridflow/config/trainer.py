@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hybridflow.sections import (
-    MAY_CHANGE,
-    Count,
-    CountOrZero,
-)
+from hybridflow.sections import MAY_CHANGE, Count, CountOrZero
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from hybridflow.sections import (
-    Bounds,
-)
+from hybridflow.sections import Bounds
 
 Name = Annotated[str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
 

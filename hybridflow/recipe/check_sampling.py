@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.rewards import check_urls
-from hybridflow.config.rollout import RolloutConfig, SamplingEngineConfig
+from hybridflow.config.rollout import RolloutConfig
 from hybridflow.errors import ConfigError
+from hybridflow.sections import changed_keys
 
 
 def check_environment(recipe: Recipe) -> None:
@@ -49,11 +50,10 @@ def check_engine(recipe: Recipe) -> None:
     if engine.kind != "megatron" and recipe.trainer.steps > 0:
         _check_known_log_probs(recipe.rollout)
     if not engine.is_server:
-        for key in ("urls", "model", "auth_env", "log_probs", "off_policy"):
-            if getattr(engine, key) != getattr(SamplingEngineConfig(), key):
-                raise ConfigError(
-                    f"rollout.engine.{key}: kind={engine.kind} asks no server; remove it, or set kind to openai or tgi"
-                )
+        for key in changed_keys(engine, ("urls", "model", "auth_env", "log_probs", "off_policy")):
+            raise ConfigError(
+                f"rollout.engine.{key}: kind={engine.kind} asks no server; remove it, or set kind to openai or tgi"
+            )
         return
     if not engine.urls:
         raise ConfigError(f"rollout.engine.urls: missing; kind={engine.kind} needs at least one, as http://host:port")
@@ -66,21 +66,16 @@ def check_engine(recipe: Recipe) -> None:
         )
 
 
-_CUTS = {
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "min_new_tokens": 0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-"""What makes the distribution sampled from another than the tempered one, and the values that do not."""
+_CUTS = (
+    *("top_k", "top_p", "min_p", "min_new_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""What makes the distribution sampled from another than the tempered one; their defaults do not."""
 
 
 def _check_known_log_probs(rollout: RolloutConfig) -> None:
     """Check that the engine reports what the trainer computes: log-probabilities at the temperature, before cuts."""
-    kind, cuts = rollout.engine.kind, [name for name in _CUTS if getattr(rollout, name) != _CUTS[name]]
+    kind, cuts = rollout.engine.kind, changed_keys(rollout, _CUTS)
     is_cut, named = len(cuts) > 0, ", ".join(f"rollout.{name}" for name in cuts)
     is_processed = kind == "tgi" or rollout.engine.log_probs == "processed" or (kind == "vllm" and not is_cut)
     if is_processed and is_cut:

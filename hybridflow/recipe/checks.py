@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from hybridflow.config.data import DataConfig, check_data
-from hybridflow.config.losses import AdvantageConfig, PreferenceConfig, ShapingConfig, check_correction
-from hybridflow.config.metrics import check_metrics
+from hybridflow.config.data import check_data
+from hybridflow.config.losses import AdvantageConfig, ShapingConfig, check_correction
+from hybridflow.config.metrics import check_prometheus
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.rewards import check_reward
 from hybridflow.config.roles import ActorConfig, CriticConfig
@@ -28,6 +28,7 @@ from hybridflow.recipe.check_placement import (
     check_uncut,
 )
 from hybridflow.recipe.check_sampling import check_engine, check_environment
+from hybridflow.sections import changed_keys
 
 MODELS = ("model", "critic.model", "reward.model", "cost.model", "cost_critic.model", "teacher.model")
 """The sections of a recipe that are models."""
@@ -104,7 +105,9 @@ def check_recipe(recipe: Recipe, in_memory: Mapping[str, ModelInfo] | None = Non
     _check_validation(recipe)
     _check_offline(recipe)
     _check_profile(recipe)
-    check_metrics(recipe.metrics)
+    prometheus = recipe.metrics.prometheus
+    if prometheus is not None:
+        check_prometheus(prometheus.pushgateway_url, prometheus.textfile, "metrics.prometheus")
 
 
 def _check_algorithm(recipe: Recipe) -> None:
@@ -112,23 +115,17 @@ def _check_algorithm(recipe: Recipe) -> None:
     for key in preset.needs:
         if getattr(recipe, key) is None:
             raise ConfigError(f"{key}: missing; algorithm={name} needs this section, docs/algorithms.md shows one")
-    defaults = {field.name: field.default for field in fields(Recipe)}
-    for key in sorted(CHOSEN - preset.reads):
-        if getattr(recipe, key) != defaults[key]:
-            users = ", ".join(other for other in ALGORITHMS if key in ALGORITHMS[other].traits.reads)
-            raise ConfigError(
-                f"{key}: algorithm={name} would ignore this section; remove it, or choose one that reads it: {users}"
-            )
+    for key in changed_keys(recipe, sorted(CHOSEN - preset.reads)):
+        users = ", ".join(other for other in ALGORITHMS if key in ALGORITHMS[other].traits.reads)
+        raise ConfigError(
+            f"{key}: algorithm={name} would ignore this section; remove it, or choose one that reads it: {users}"
+        )
     if recipe.kl.target is not None and recipe.kl.coef == 0:
         raise ConfigError("kl.target: adaptive KL multiplies kl.coef, which is 0; set it above 0, say to 0.1")
-    if name in _GROUPED and recipe.rollout.group_size == 1:
+    if name == "dapo" and recipe.rollout.group_size == 1:
         raise ConfigError(
             f"rollout.group_size=1: algorithm={name} compares the responses to a prompt; set it to 2 or more, 8 say"
         )
-
-
-_GROUPED = ("dapo",)
-"""Algorithms to which a group of one tells nothing."""
 
 
 def _check_live(recipe: Recipe) -> None:
@@ -262,18 +259,16 @@ def _check_validation(recipe: Recipe) -> None:
 def _check_offline(recipe: Recipe) -> None:
     """Refuse sampling keys for offline algorithms, which have keys of their own."""
     preset, name = recipe.traits, recipe.algorithm
-    preference, rollout, made = recipe.preference, recipe.rollout, recipe.data.arithmetic
+    rollout, made = recipe.rollout, recipe.data.arithmetic
     if name == "sft" and rollout.group_size > 1:
         raise ConfigError(f"rollout.group_size={rollout.group_size}: a row has one solution to imitate; remove the key")
-    for key in (each.name for each in fields(PreferenceConfig)):
-        if key not in preset.preference_keys and getattr(preference, key) != getattr(PreferenceConfig(), key):
+    for key in changed_keys(recipe.preference):
+        if key not in preset.preference_keys:
             users = ", ".join(other for other in ALGORITHMS if key in ALGORITHMS[other].traits.preference_keys)
             raise ConfigError(f"preference.{key}: algorithm={name} would ignore it; remove it, or choose {users}")
-    for key in _PREFERENCE_FIELDS:
-        default = next(each.default for each in fields(DataConfig) if each.name == key)
-        if not preset.has_preferences and getattr(recipe.data, key) != default:
-            raise ConfigError(f"data.{key}: algorithm={name} reads no preferences; remove the key")
     if not preset.has_preferences:
+        for key in changed_keys(recipe.data, _PREFERENCE_FIELDS):
+            raise ConfigError(f"data.{key}: algorithm={name} reads no preferences; remove the key")
         return
     if made is not None and made.operation != "add":
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,7 @@ from hybridflow.errors import ConfigError, HybridflowError, LayoutError
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.recipe.checks import MODELS, check_recipe, check_settings
-from hybridflow.sections import (
-    parse_yaml,
-    put_over,
-    read_section,
-    to_dict,
-)
+from hybridflow.sections import parse_yaml, put_over, read_section, to_dict
 from hybridflow.shipped import shipped
 
 
@@ -31,7 +26,7 @@ def find_recipe(name: str | Path) -> Path:
     """
     if Path(name).is_file():
         return Path(name)
-    found = {path.stem: path for path in _shipped_recipes()}
+    found = {path.stem: path for path in shipped("launch/recipes").glob("*.yaml")}
     if str(name) in found:
         return found[str(name)]
     raise ConfigError(f"recipe {name}: no such file; give a YAML file or a shipped recipe: {', '.join(sorted(found))}")
@@ -216,7 +211,3 @@ def _inner(values: Any, key: str) -> Any:
     for name in key.split("."):
         values = values.get(name) if isinstance(values, dict) else None
     return values
-
-
-def _shipped_recipes() -> Iterator[Path]:
-    return shipped("launch/recipes").glob("*.yaml")

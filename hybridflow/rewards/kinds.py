@@ -19,6 +19,7 @@ from hybridflow.rewards.scorer import Kind
 from hybridflow.rewards.service import Endpoint, Judge, Service
 from hybridflow.rollout.calls import MAX_THREADS, Calls
 from hybridflow.rollout.engines.wire import CONNECT_TIMEOUT_S
+from hybridflow.sections import changed_keys
 
 _ASKED_S = 60.0
 _MATHS_S = 10.0
@@ -74,9 +75,8 @@ def _of_name(name: str, settings: RewardConfig, key: str, sharing: int) -> Kind:
 
 def _sure(name: str, function: Any, settings: RewardConfig, key: str) -> Kind:
     """Return the kind of a built-in function that neither waits nor fails."""
-    for ignored in REWARD_POLICY:
-        if getattr(settings, ignored) != getattr(RewardConfig(), ignored):
-            raise ConfigError(f"{key}.{ignored}: {name} neither waits nor fails; remove the key")
+    for ignored in changed_keys(settings, REWARD_POLICY):
+        raise ConfigError(f"{key}.{ignored}: {name} neither waits nor fails; remove the key")
 
     def call(samples: Sequence[Sample]) -> list[float]:
         return [function(each.prompt, each.response, each.answer) for each in samples]

@@ -22,13 +22,13 @@ from hybridflow.placement.loss_mask import mini_batch
 from hybridflow.placement.peft import check_targets
 from hybridflow.placement.placed_model import PlacedModel, role_spec
 from hybridflow.placement.rollout_weights import RolloutWeights
-from hybridflow.placement.user_model import UserModel, place_model
+from hybridflow.placement.user_model import place_model
 from hybridflow.reshard.memory import HostOffload, give_back
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient, length_metrics, length_stats
 from hybridflow.roles.offline_samples import row_stats
 from hybridflow.roles.policy_loss import LOSS_MASK, LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
-from hybridflow.sampling.engines import PushedEngine, make_megatron_engine, make_server_engine, make_user_engine
+from hybridflow.sampling.engines import PushedEngine, make_own_engine, make_server_engine
 from hybridflow.sampling.rollout_buffer import asked, measure_staleness
 from hybridflow.sampling.rollouts import Rollouts
 
@@ -89,7 +89,7 @@ class Actor(Role):
             self.rollouts = Rollouts(
                 job, self._make_engine(), is_output_rank=self._rollout is None or self._rollout.is_output_rank
             )
-            self.rollouts.sample_stats = self.sample_stats
+            self.rollouts.metrics, self.rollouts.sample_stats = self.metrics, self.sample_stats
 
     @property
     def _placed(self) -> PlacedModel:
@@ -158,7 +158,7 @@ class Actor(Role):
             behind = found["version"] - self._rollout_version
             found["version"] = self._rollout_version
             self.metrics |= measure_staleness(self._job, [behind])
-        return self._taken(self.rollouts.sample(**found))
+        return self.rollouts.sample(**found)
 
     def sample_validation(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Sample one greedy and ``trainer.validation_samples`` random responses to each held-out problem.
@@ -169,7 +169,7 @@ class Actor(Role):
         assert self.rollouts is not None, "called outside the rollout mesh"
         limit = self._job.recipe.trainer.num_validation
         count = len(self._job.held_out) if limit is None else min(limit, len(self._job.held_out))
-        return self._taken(self.rollouts.sample_validation(count))
+        return self.rollouts.sample_validation(count)
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Return ``old_log_probs``: log-probabilities under the weights at the start of the update."""
@@ -361,16 +361,7 @@ class Actor(Role):
         if engine.is_server:
             return make_server_engine(engine, tokenizer=job.tokenizer, seed=job.recipe.seed, vocab_size=job.vocab_size)
         assert self._rollout is not None, "a rank of the rollout mesh has its weights"
-        if isinstance(self._rollout, UserModel):
-            return make_user_engine(job, self._rollout)
-        return make_megatron_engine(job, self._rollout)
-
-    def _taken(self, batch: Batch | None) -> Batch | None:
-        """Take over the metrics of a rollout, and return its samples."""
-        assert self.rollouts is not None, "called outside the rollout mesh"
-        self.metrics |= self.rollouts.metrics
-        self.rollouts.metrics.clear()
-        return batch
+        return make_own_engine(job, self._rollout)
 
     def _loss(
         self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals, *, is_first: bool

@@ -38,8 +38,7 @@ class KLCoefficient:
         self.value = settings.coef
         self.is_in_reward = settings.coef > 0 and settings.place == "reward"
         self.is_in_loss = settings.coef > 0 and settings.place == "loss"
-        self._target = settings.target
-        self._horizon = settings.horizon
+        self._settings = settings
 
     def advance(self, measured: float, num_samples: int) -> None:
         """Take into account the KL that the step measured, the same on every rank of the job.
@@ -50,10 +49,9 @@ class KLCoefficient:
             measured: Nats per token.
             num_samples: Samples of the step.
         """
-        if self._target is not None:
-            self.value = adapt_kl_coef(
-                self.value, measured, target=self._target, num_samples=num_samples, horizon=self._horizon
-            )
+        target, horizon = self._settings.target, self._settings.horizon
+        if target is not None:
+            self.value = adapt_kl_coef(self.value, measured, target=target, num_samples=num_samples, horizon=horizon)
 
 
 class LagrangeMultiplier:
@@ -64,8 +62,8 @@ class LagrangeMultiplier:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.value = recipe.lagrange.init
         self._settings = recipe.lagrange
+        self.value = self._settings.init
 
     def advance(self, mean_cost: float) -> None:
         """Take into account the mean cost that the step measured, the same on every rank of the job."""
@@ -96,23 +94,6 @@ def user_advantages(algorithm: Any, scores: Tensor, groups: Tensor, lengths: Ten
     return found
 
 
-Method = Callable[["Advantage", Batch, Mapping[str, Any]], Batch]
-
-
-def masked(method: Method) -> Method:
-    """Wrap a method so that it sees only the samples that count; the others get zeros."""
-
-    @functools.wraps(method)
-    def on_masked(self: Advantage, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-        if not self.drops:
-            return method(self, batch, decided)
-        found = loss_mask(batch)
-        self.measure_dropped(found)
-        return spread(method(self, batch.select(found.nonzero()[:, 0]), decided), batch, found)
-
-    return on_masked
-
-
 class Advantage(Role):
     """Computes advantages on the actor's update mesh, where every rank of a replica has the replica's samples.
 
@@ -120,14 +101,15 @@ class Advantage(Role):
         scores: Prompt index, index and score of each sample that came since they were taken; on one rank of each
             replica, where samples are archived.
         multiplier: The price of cost.
-        drops: Whether samples may be left out, since what scores them failed.
     """
+
+    call_names = ("ppo", "safe", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax")
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         super().__init__()
         self.scores: list[tuple[int, int, float]] = []
         self.multiplier = LagrangeMultiplier(job.recipe)
-        self.drops = job.recipe.drops_samples
+        self._drops = job.recipe.drops_samples
         self._job = job
         self._kl_coef = kl_coef
         self._has_warned = False
@@ -138,20 +120,25 @@ class Advantage(Role):
     @property
     def calls(self) -> Mapping[str, NodeCall]:
         """Return name -> call."""
-        return {
-            "ppo": self.ppo,
-            "safe": self.safe,
-            "reinforce_plus_plus": self.reinforce_plus_plus,
-            "reinforce_plus_plus_baseline": self.reinforce_plus_plus_baseline,
-            "remax": self.remax,
-            **{name: self._grouped(name) for name in (*GROUP_ESTIMATORS, "user_algorithm")},
-        }
+        methods: dict[str, Callable[[Batch], Batch]] = {name: getattr(self, name) for name in self.call_names}
+        for name in (*GROUP_ESTIMATORS, "user_algorithm"):
+            methods[name] = functools.partial(self._grouped, name)
+        return {name: functools.partial(self._compute, method) for name, method in methods.items()}
 
-    @masked
-    def ppo(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+    def _compute(self, method: Callable[[Batch], Batch], batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """Compute with the samples that count alone, and report these; the others get zeros. Collective: dp."""
+        if not self._drops:
+            self._measure(batch)
+            return method(batch)
+        found = loss_mask(batch)
+        self._measure_dropped(found)
+        kept = batch.select(found.nonzero()[:, 0])
+        self._measure(kept)
+        return spread(method(kept), batch, found)
+
+    def ppo(self, batch: Batch) -> Batch:
         """Compute ``advantages`` and ``returns``: GAE over token rewards, whitened. Collective: dp."""
         settings = self._job.recipe.advantage
-        self._measure(batch)
         mask = batch.ragged("response_mask").pad(0)
         advantages, returns = gae(
             self._token_rewards(batch),
@@ -163,8 +150,7 @@ class Advantage(Role):
         advantages = whiten(advantages, mask, sum_over_ranks=self._sum())
         return self._columns(batch, advantages=advantages, returns=returns)
 
-    @masked
-    def safe(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+    def safe(self, batch: Batch) -> Batch:
         """Compute ``advantages``, ``returns`` and ``cost_returns`` from rewards and costs. Collective: dp.
 
         The formula is GAE of token rewards and of costs, each with its own critic; then ``(A_r - λ A_c) / (1 + λ)``;
@@ -174,7 +160,6 @@ class Advantage(Role):
         unit of cost is worth in units of reward.
         """
         settings, costs = self._job.recipe.advantage, batch.dense("costs")
-        self._measure(batch)
         self.metrics |= {"cost/mean": self._mean(costs), "cost/multiplier": self.multiplier.value}
         mask = batch.ragged("response_mask").pad(0)
         (advantages, returns), (cost_advantages, cost_returns) = (
@@ -192,16 +177,13 @@ class Advantage(Role):
             cost_returns=cost_returns,
         )
 
-    @masked
-    def reinforce_plus_plus(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+    def reinforce_plus_plus(self, batch: Batch) -> Batch:
         """Compute ``advantages``: discounted returns of token rewards, whitened. Collective: dp."""
-        self._measure(batch)
         mask = batch.ragged("response_mask").pad(0)
         returns = discounted_returns(self._token_rewards(batch), mask, gamma=self._job.recipe.advantage.gamma)
         return self._columns(batch, advantages=whiten(returns, mask, sum_over_ranks=self._sum()))
 
-    @masked
-    def reinforce_plus_plus_baseline(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+    def reinforce_plus_plus_baseline(self, batch: Batch) -> Batch:
         """Compute ``advantages``: each score minus its group's mean, spread over the response and whitened.
 
         Collective: dp.
@@ -210,10 +192,8 @@ class Advantage(Role):
         advantages = whiten(self._of_groups(batch, "dr_grpo"), mask, sum_over_ranks=self._sum())
         return self._columns(batch, advantages=advantages)
 
-    @masked
-    def remax(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+    def remax(self, batch: Batch) -> Batch:
         """Compute ``advantages``: reward-to-go minus the greedy response's score in ``baselines``. Collective: dp."""
-        self._measure(batch)
         baselines = batch.dense("baselines")
         sums = torch.tensor([float(baselines.double().sum()), len(batch)], dtype=torch.float64)
         baseline_sum, count = self._sum()(sums).tolist()
@@ -221,13 +201,9 @@ class Advantage(Role):
         advantages = remax(self._token_rewards(batch), baselines, batch.ragged("response_mask").pad(0))
         return self._columns(batch, advantages=advantages)
 
-    def _grouped(self, name: str) -> NodeCall:
-        """Return the call that spreads one advantage of each sample over its response. Collective: dp."""
-
-        def advantages(self: Advantage, batch: Batch, decided: Mapping[str, Any]) -> Batch:
-            return self._columns(batch, advantages=self._of_groups(batch, name))
-
-        return functools.partial(masked(advantages), self)
+    def _grouped(self, name: str, batch: Batch) -> Batch:
+        """Compute ``advantages``: one of each sample, spread over its response. Collective: dp."""
+        return self._columns(batch, advantages=self._of_groups(batch, name))
 
     def _of_groups(self, batch: Batch, name: str) -> Tensor:
         """Return advantages that are one for each sample, spread over its response, ``[samples, tokens]``.
@@ -236,7 +212,6 @@ class Advantage(Role):
             batch: This rank's share.
             name: Key of ``GROUP_ESTIMATORS``, or ``user_algorithm``.
         """
-        self._measure(batch)
         mask = batch.ragged("response_mask").pad(0)
         # A response that nothing of was sampled keeps its score all the same.
         scores = self._scores(batch) - self._kl_coef.value * (self._penalty(batch) * mask).sum(dim=1)
@@ -297,7 +272,7 @@ class Advantage(Role):
         if self._job.recipe.shaping.overlong_buffer:
             self.metrics["reward/shaped_mean"] = self._mean(self._scores(batch))
 
-    def measure_dropped(self, found: Tensor) -> None:
+    def _measure_dropped(self, found: Tensor) -> None:
         """Report how many samples are left out. Collective: dp.
 
         Args:

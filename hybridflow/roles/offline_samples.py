@@ -58,11 +58,7 @@ class OfflineSamples(Role):
 
         ``mismatched_tokens`` are cut to the model's context.
         """
-        problems, prompt_indices, size = (
-            self._job.train,
-            _prompt_indices(decided),
-            self._mini_batch,
-        )
+        problems, prompt_indices, size = self._job.train, _prompt_indices(decided), self._mini_batch
         chosen = self._dealt(self._lengths(prompt_indices, problems.responses), size)
         rows = [problems.responses(prompt_indices[index])[0] for index in chosen]
         before = [

@@ -22,6 +22,7 @@ from hybridflow.rewards.sample import Sample
 from hybridflow.rewards.scorer import Counts, Scorer
 from hybridflow.rollout.environment import text_of
 from hybridflow.sampling.validation import measure
+from hybridflow.sections import changed_keys
 
 SCORES = {"reward": "scores", "cost": "costs"}
 """Role -> the column that it writes."""
@@ -52,7 +53,8 @@ class Reward(Role):
         user_reward = job.objects.get(role)
         self._scorer: Scorer | None = None
         if user_reward is None and settings.kind is None and job.recipe.rollout.environment is not None:
-            _check_no_policy(settings, role)
+            for name in changed_keys(settings, REWARD_POLICY):
+                raise ConfigError(f"{role}.{name}: the environment's rewards are sums of its own; remove the key")
         elif job.world.rank in job.meshes[role]:
             mesh = job.meshes[role]
             node = job.world.rank // mesh.ranks_per_node
@@ -89,8 +91,7 @@ class Reward(Role):
         """Return whether there are calls to report; the same on all ranks."""
         assert self._scorer is not None, "the environment's rewards are no calls"
         settings = self._scorer.settings
-        has_policy = any(getattr(settings, name) != getattr(Settings(), name) for name in REWARD_POLICY)
-        return has_policy or not isinstance(self._scorer.kind.runner, InPlace)
+        return bool(changed_keys(settings, REWARD_POLICY)) or not isinstance(self._scorer.kind.runner, InPlace)
 
     def _scores(self, batch: Batch, example_of: Callable[[int], Example]) -> torch.Tensor:
         if self._scorer is None:
@@ -136,12 +137,6 @@ class Reward(Role):
             float(totals.idle_stops),
         )
         self.metrics |= zip(names, values, strict=True)
-
-
-def _check_no_policy(settings: Settings, role: str) -> None:
-    for name in REWARD_POLICY:
-        if getattr(settings, name) != getattr(Settings(), name):
-            raise ConfigError(f"{role}.{name}: the environment's rewards are sums of its own; remove the key")
 
 
 def _last_turn(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -88,26 +88,21 @@ def whole_tensors(model: PlacedModel) -> Callable[[str], Tensor]:
     return read
 
 
-def make_megatron_engine(job: Job, model: PlacedModel) -> MegatronEngine:
-    """Make an engine that generates with the weights being trained."""
-    rollout = job.recipe.rollout
-    return model.make_engine(
-        seed=job.recipe.seed,
-        max_concurrent=rollout.max_concurrent,
-        cache_memory=rollout.cache_memory,
-        tokenizer=job.tokenizer,
-    )
-
-
-def make_user_engine(job: Job, model: UserModel) -> UserEngine:
-    """Make an engine that generates with a user's own module, which is being trained."""
+def make_own_engine(job: Job, model: PlacedModel) -> MegatronEngine | UserEngine:
+    """Make an engine that generates with the weights being trained, or with a user's own module that is."""
+    rollout, seed = job.recipe.rollout, job.recipe.seed
+    if not isinstance(model, UserModel):
+        memory = rollout.cache_memory
+        return model.make_engine(
+            seed=seed, max_concurrent=rollout.max_concurrent, cache_memory=memory, tokenizer=job.tokenizer
+        )
     return UserEngine(
         model.module,
         model.groups.tp,
         vocab_size=job.vocab_size,
         max_context=job.recipe.model.max_context,
-        seed=job.recipe.seed,
-        max_concurrent=job.recipe.rollout.max_concurrent,
+        seed=seed,
+        max_concurrent=rollout.max_concurrent,
         pad_id=0 if job.tokenizer is None else job.tokenizer.pad_id,
     )
 

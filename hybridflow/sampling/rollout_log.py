@@ -97,8 +97,12 @@ class RolloutLog:
             return {}
         mesh = self._job.meshes["actor.rollout"]
         replica = self._job.world.coordinator(mesh.group_of(self._rank, "tp", "pp"))
-        found = [_to_text(each) for each in self._read(names, step, requests)] if replica.is_lead else None
-        responses = map(_from_text, replica.decide("rollouts of earlier starts", found))
+        found = None
+        if replica.is_lead:
+            packed = map(pack_response, self._read(names, step, requests))
+            found = [base64.b64encode(each).decode() for each in packed]
+        texts = replica.decide("rollouts of earlier starts", found)
+        responses = [unpack_response(base64.b64decode(text)) for text in texts]
         return {(each.prompt_index, each.index): _response(each) for each in responses}
 
     @contextlib.contextmanager
@@ -264,11 +268,3 @@ def _response(kept: Sampled) -> Response:
 def _is_better(one: Sampled, other: Sampled) -> bool:
     """Return whether one log has more of a response than another."""
     return (one.is_whole, len(one.tokens)) > (other.is_whole, len(other.tokens))
-
-
-def _to_text(response: Sampled) -> str:
-    return base64.b64encode(pack_response(response)).decode()
-
-
-def _from_text(text: str) -> Sampled:
-    return unpack_response(base64.b64decode(text))

@@ -69,8 +69,8 @@ class Rollouts:
 
     Attributes:
         engine: What generates, with this rank.
-        metrics: What the last calls measured; taken and emptied by the actor.
-        sample_stats: Numbers of each sample that this rank tells of, see ``step_metrics.DISTRIBUTIONS``; taken alike.
+        metrics: What the last calls measured; the actor's own, where there is one.
+        sample_stats: Numbers of each sample that this rank tells of, see ``step_metrics.DISTRIBUTIONS``; likewise.
         is_stopping: Whether ``sample`` is to end early, as a step that is left. Asked on all ranks of a replica at the
             same points, and answers the same on all of them. Collective: tp, pp.
         kept: What was sampled and is not yet part of a checkpoint; None: nothing is kept.
@@ -114,7 +114,7 @@ class Rollouts:
         groups = self._groups(first_prompt_index, num_prompts, is_greedy=is_greedy)
         self.engine.version = version
         if self._conversations is not None:
-            return self._converse(self._conversations, groups, self._job.train.example)
+            return self._converse(self._conversations, groups, self._job.train.example, "rollout", self._id_of)
         deal = self._deal(groups)
         following: list[Request] = []
         if self._job.recipe.rollout.partial_rollouts and step < self._job.recipe.trainer.steps:
@@ -137,12 +137,8 @@ class Rollouts:
             first = Request(prompt=torch.tensor(held_out[row][1]), params=greedy, prompt_index=row)
             groups.append([first, *expand(replace(first, params=sampled, index=1), num_sampled)])
         if self._conversations is not None:
-            requests = self._share(groups)
-            examples = [held_out[ask.prompt_index][0] for ask in requests]
-            assert isinstance(self.engine, MegatronEngine), "refused by the recipe"
-            found = self._conversations.converse(self.engine, requests, examples, "validation")
-            self._count([(ask, each.response) for ask, each in zip(requests, found, strict=True)])
-            return self._conversed(requests, found, self._validation_id)
+            example_of = [example for example, _ in held_out].__getitem__
+            return self._converse(self._conversations, groups, example_of, "validation", self._validation_id)
         deal = self._deal(groups)
         pairs = self._drive(deal.first, "validation", None, deal.more, _expected(deal, groups))
         self._count(pairs)
@@ -315,26 +311,32 @@ class Rollouts:
         return [min([*got.versions.tolist(), self.engine.version]) for _, got in pairs]
 
     def _converse(
-        self, conversations: Environments, groups: list[list[Request]], example_of: Callable[[int], Example]
+        self,
+        conversations: Environments,
+        groups: list[list[Request]],
+        example_of: Callable[[int], Example],
+        purpose: str,
+        id_of: IdOf,
     ) -> Batch | None:
-        """Sample as ``sample`` does, from conversations with the environment."""
-        requests = self._share(groups)
+        """Sample from conversations with the environment; a rollout may be left, and is measured.
+
+        ``response_mask`` is 1 on sampled tokens, ``environment_rewards`` are sums over turns.
+        """
+        requests, is_rollout = self._share(groups), purpose == "rollout"
         examples = [example_of(ask.prompt_index) for ask in requests]
         assert isinstance(self.engine, MegatronEngine), "refused by the recipe"
+        is_stopping = self.is_stopping if is_rollout else lambda: False
         try:
-            found = conversations.converse(self.engine, requests, examples, "rollout", self.is_stopping)
+            found = conversations.converse(self.engine, requests, examples, purpose, is_stopping)
         except RolloutStopped:
             requests, found = [], []
-        self._measure_engine()
-        self._measure(found)
         pairs = [(ask, each.response) for ask, each in zip(requests, found, strict=True)]
         self._count(pairs)
-        self._tell(pairs)
-        return self._conversed(requests, found, self._id_of)
-
-    def _conversed(self, requests: list[Request], found: list[Conversation], id_of: IdOf) -> Batch | None:
-        """Return the batch: ``response_mask`` is 1 on sampled tokens, ``environment_rewards`` are sums over turns."""
-        batch = self._columns([(ask, each.response) for ask, each in zip(requests, found, strict=True)], id_of)
+        if is_rollout:
+            self._measure_engine()
+            self._measure(found)
+            self._tell(pairs)
+        batch = self._columns(pairs, id_of)
         if batch is None:
             return None
         rewards = torch.tensor([each.reward for each in found], dtype=torch.float32)

@@ -241,13 +241,9 @@ def _check_gradient(subject: Subject, ids: Tensor, mask: Tensor, told: Told) -> 
             told_names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
             remedy = "use them without detach, or freeze them with requires_grad_(False)"
             subject.fail("gradient", f"none reaches {told_names}", "one for each parameter", remedy)
-        wrong = [name for name, each in parameters.items() if not _is_finite(each.grad)]
+        wrong = [name for name, each in parameters.items() if each.grad is None or not each.grad.isfinite().all()]
         if wrong:
             subject.fail("gradient", f"that of {wrong[0]} is not finite", "finite numbers", "look for a division by 0")
     finally:
         for name, each in parameters.items():
             each.grad = before[name]
-
-
-def _is_finite(gradient: Tensor | None) -> bool:
-    return gradient is None or bool(gradient.isfinite().all())

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from hybridflow.dataflow.compiler import compile_stages
 from hybridflow.dataflow.graph import Flow, Node, Step
@@ -31,22 +30,6 @@ WORKING_AHEAD = "sampling"
 """Mesh of all ranks that work on the next batches."""
 
 
-class Ahead(NamedTuple):
-    """The parts of a training step.
-
-    Attributes:
-        fill: Before the first step: samples for so many as are made ahead.
-        hand_over: The step's samples to those that learn.
-        sample: Those of a later step.
-        learn: Learning from the step's own.
-    """
-
-    fill: Program
-    hand_over: Program
-    sample: Program
-    learn: Program
-
-
 def sampling_mesh(meshes: Mapping[str, DeviceMesh]) -> DeviceMesh:
     """Return the mesh of all ranks that work on the next batches, for decisions."""
     ranks = tuple(sorted({rank for name in SAMPLING_MESHES if name in meshes for rank in meshes[name].ranks}))
@@ -59,8 +42,8 @@ def with_versions(flow: Flow) -> Flow:
     return each_node(flow, lambda node: replace(node, writes=(*node.writes, VERSIONS)) if node.source else node)
 
 
-def compile_ahead(step: Step, meshes: Mapping[str, DeviceMesh]) -> Ahead:
-    """Compile the parts of a step.
+def compile_ahead(step: Step, meshes: Mapping[str, DeviceMesh]) -> tuple[Program, Program]:
+    """Compile what comes before the first step, the samples for so many as are made ahead, and a step.
 
     Args:
         step: The step, from ``with_versions``.
@@ -75,12 +58,9 @@ def compile_ahead(step: Step, meshes: Mapping[str, DeviceMesh]) -> Ahead:
     sample, score = compile_stages((step.sample, step.score >> put), meshes)
     taken = Flow(elements=(take,))
     hand_over, *learn = compile_stages((taken, step.experience, step.update), meshes, hands_over=True)
-    return Ahead(
-        fill=(Loop("fill_buffer", "job", (*sample.whole, Branch("go_on", "job", score.whole))),),
-        hand_over=hand_over.whole,
-        sample=(Branch("sample_ahead", "job", (*sample.whole, Branch("keep_samples", WORKING_AHEAD, score.whole))),),
-        learn=tuple(instruction for stage in learn for instruction in stage.whole),
-    )
+    fill = Loop("fill_buffer", "job", (*sample.whole, Branch("go_on", "job", score.whole)))
+    later = Branch("sample_ahead", "job", (*sample.whole, Branch("keep_samples", WORKING_AHEAD, score.whole)))
+    return (fill,), (*hand_over.whole, later, *(instruction for stage in learn for instruction in stage.whole))
 
 
 def _handed_over(step: Step) -> tuple[str, ...]:

@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.checkpoint.saver import RolePart, Saver, Step
-from hybridflow.checkpoint.store import (
-    BASE,
-    Checkpoint,
-    clear_leftovers,
-    latest_step,
-    load_latest,
-    open_role,
-)
+from hybridflow.checkpoint.store import BASE, Checkpoint, clear_leftovers, latest_step, load_latest, open_role
 from hybridflow.checkpoint.training_state import Shares, load_model, load_training
 from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import ADAPTER_CONFIG

@@ -5,7 +5,8 @@ Each decision is a function of the step alone, or all ranks agree on it, so it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from hybridflow.dataflow.run import Replicated
 from hybridflow.layout.mesh import DeviceMesh
@@ -49,25 +50,22 @@ class Decisions:
 
     def table(self) -> dict[str, Replicated]:
         """Return name -> decision, each beginning anew: one table for each run of a program."""
-        stopping, everyone = self._stopping, self._everyone
-        return {
-            "warm_step": Replicated(self._warm_steps().__next__),
-            "train_step": Replicated(self.next_step),
-            "fill": Replicated(self._rollout_turns().__next__),
-            "fill_buffer": Replicated(self._fill_steps().__next__),
-            "sample_ahead": Replicated(
-                lambda: self._sampling_of(self._progress.step + 1 + self._recipe.trainer.max_staleness)
-            ),
-            "keep_samples": Replicated(
-                lambda: not stopping.agree(self._job.world.coordinator(self._meshes[WORKING_AHEAD].ranks))
-            ),
-            "go_on": Replicated(lambda: not stopping.agree(everyone)),
-            "go_on_to_update": Replicated(lambda: not stopping.agree(everyone, before_update=True)),
-            "critic_mini_batch": Replicated(self._mini_batches().__next__),
-            "actor_mini_batch": Replicated(self._actor_mini_batches().__next__),
-            "validate": Replicated(self._is_validation_due),
-            "save": Replicated(self._is_save_due),
+        stopping, everyone, coordinator = self._stopping, self._everyone, self._job.world.coordinator
+        table: dict[str, Callable[[], Any]] = {
+            "warm_step": self._warm_steps().__next__,
+            "train_step": self.next_step,
+            "fill": self._rollout_turns().__next__,
+            "fill_buffer": self._fill_steps().__next__,
+            "sample_ahead": lambda: self._sampling_of(self._progress.step + 1 + self._recipe.trainer.max_staleness),
+            "keep_samples": lambda: not stopping.agree(coordinator(self._meshes[WORKING_AHEAD].ranks)),
+            "go_on": lambda: not stopping.agree(everyone),
+            "go_on_to_update": lambda: not stopping.agree(everyone, before_update=True),
+            "critic_mini_batch": self._mini_batches().__next__,
+            "actor_mini_batch": self._actor_mini_batches().__next__,
+            "validate": self._is_validation_due,
+            "save": self._is_save_due,
         }
+        return {name: Replicated(take) for name, take in table.items()}
 
     def _warm_steps(self) -> Iterator[dict[str, int] | None]:
         """Yield the turns of the warm start, with progress on the console, then the end of the loop."""

@@ -21,17 +21,20 @@ def read_weights(job: Job, roles: Roles) -> None:
             critic.model.load_given()
             critic.trainable.reload_weights()
     reference = roles.reference
-    if reference is not None and _is_reference_in_memory(job) and reference.model is not None:
+    if reference is not None and "reference" in job.objects and reference.model is not None:
         with reference.model.at_hand(is_written=True):
             reference.model.load_given()
 
 
 def spread_weights(job: Job, roles: Roles) -> None:
-    """Copy the actor's weights to the reference, and to critics without a model of their own. Collective: all ranks."""
+    """Copy the actor's weights to the reference, and to critics without a model of their own. Collective: all ranks.
+
+    A reference that a program gave does not begin as the actor.
+    """
     actor, reference = roles.actor, roles.reference
     actor.mark_changed()
     source = part_of(job, "actor.update", actor.spec, actor.model)
-    if reference is not None and not reference.is_base and not _is_reference_in_memory(job):
+    if reference is not None and not reference.is_base and "reference" not in job.objects:
         copy_weights(job.world, source, part_of(job, "reference", reference.spec, reference.model))
     for name, critic in roles.critics.items():
         if not _has_own_model(job, name):
@@ -43,8 +46,3 @@ def spread_weights(job: Job, roles: Roles) -> None:
 def _has_own_model(job: Job, critic: str) -> bool:
     """Return whether a critic does not begin as the actor."""
     return getattr(job.recipe, critic).model is not None or critic in job.objects
-
-
-def _is_reference_in_memory(job: Job) -> bool:
-    """Return whether a program gave the reference, which then does not begin as the actor."""
-    return "reference" in job.objects

@@ -41,9 +41,9 @@ def training_loop_ahead(step: Step, meshes: Mapping[str, DeviceMesh], validation
         meshes: Name -> mesh.
         validation: The program of a validation.
     """
-    ahead = compile_ahead(step, meshes)
-    turn = (*ahead.hand_over, *ahead.sample, *ahead.learn, *_end_of_step(validation))
-    return ahead.fill, (Loop("train_step", "job", (Branch("go_on_to_update", "job", turn),)),)
+    fill, turn = compile_ahead(step, meshes)
+    body = (*turn, *_end_of_step(validation))
+    return fill, (Loop("train_step", "job", (Branch("go_on_to_update", "job", body),)),)
 
 
 def two_halves(step: Step, meshes: Mapping[str, DeviceMesh]) -> tuple[Program, Program]:

@@ -22,8 +22,6 @@ from hybridflow.parallel.world import World
 from hybridflow.placement.job import READERS, Job
 from hybridflow.trainer.plan import JobPlan
 
-TOKENIZER_FILE = "tokenizer.model"
-
 
 def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
     """Prepare and open what the job needs. The lowest rank makes files that are absent, while the others wait.
@@ -36,17 +34,17 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
         DeadlineError: A rank did not come.
     """
     data, has_preferences = recipe.data, recipe.traits.has_preferences
-    path = tokenizer_path(recipe)
+    path, trained = tokenizer_path(recipe), Path(recipe.run_dir) / "tokenizer.model"
     if world.rank == 0:
         if data.arithmetic is not None:
             assert data.train is not None, "check_data refuses it"
             ensure_files(data.arithmetic, train=data.train, held_out=data.held_out, has_preferences=has_preferences)
         # Before the first checkpoint, what is there may have been trained for another run.
         if path is None and latest_step(Path(recipe.run_dir)) is None:
-            _train(recipe)
+            _train(recipe, trained)
     everyone = world.coordinator(plan.meshes["job"].ranks)
     everyone.barrier("data and tokenizer")
-    tokenizer = open_tokenizer(_trained_tokenizer(recipe) if path is None else path)
+    tokenizer = open_tokenizer(trained if path is None else path)
     check_vocabularies(recipe, tokenizer)
     shape, folder = shape_of(recipe, tokenizer), Path(recipe.run_dir) / FOLDER
     queue = data.kafka if data.spool is None else data.spool
@@ -113,14 +111,9 @@ def check_vocabularies(recipe: Recipe, tokenizer: Tokenizer) -> None:
             check_same_pieces(tokenizer, open_tokenizer(model_tokenizer), whose=f"{prefix}.path={model.path!r}")
 
 
-def _trained_tokenizer(recipe: Recipe) -> Path:
-    return Path(recipe.run_dir) / TOKENIZER_FILE
-
-
-def _train(recipe: Recipe) -> None:
+def _train(recipe: Recipe, path: Path) -> None:
     shape = shape_of(recipe, None)
     examples = (example for source in recipe.data.sources for example in read_examples(source, shape))
     texts = ((each.prompt, *each.turns, *(judged.text for judged in each.responses)) for each in examples)
-    path = _trained_tokenizer(recipe)
     path.parent.mkdir(parents=True, exist_ok=True)
     train_tokenizer(map("".join, texts), path=path, vocab_size=recipe.tokenizer.vocab_size)

@@ -9,14 +9,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.compiler import compile_flow
 from hybridflow.dataflow.graph import Flow, Step
 from hybridflow.dataflow.schedule import Program, project, rank_sets, role_ranks
-from hybridflow.flows.nodes import (
-    VALIDATION,
-    VALIDATION_OF_PAIRS,
-    WARM_START,
-    with_drops,
-    with_environment,
-    without,
-)
+from hybridflow.flows.nodes import VALIDATION, VALIDATION_OF_PAIRS, WARM_START, with_drops, with_environment, without
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -68,13 +61,11 @@ class JobPlan:
         They exchange moves, decisions and copies of weights.
         """
         sets = dict.fromkeys(rank_sets(self.whole + self.rollout + self.learn, self.meshes))
-        # What was sampled is dealt anew among those who sample.
+        # What was sampled is dealt anew among those who sample, and goes back from the replica that generated it.
         sets[tuple(sorted(self.meshes["actor.rollout"].ranks))] = None
         for name in ("actor.rollout", "reference", "critic", "cost_critic"):
             if name in self.meshes:
                 sets[participants(self.meshes["actor.update"], self.meshes[name])] = None
-        # Samples that another replica has generated go back.
-        sets[tuple(sorted(self.meshes["actor.rollout"].ranks))] = None
         return tuple(sets)
 
 
@@ -150,20 +141,11 @@ def plan_job(recipe: Recipe, step: Step | None = None) -> JobPlan:
         meshes[WORKING_AHEAD] = sampling_mesh(meshes)
     step = training_step(recipe, step)
     validation = compile_flow(validation_flow(recipe), meshes)
-    fill: Program = ()
-    rollout: Program = ()
-    learn: Program = ()
+    warm_start = compile_flow(WARM_START, meshes) if recipe.warm_start is not None else ()
+    begun = {"warm_start": warm_start, "validation": validation}
     if works_ahead:
         fill, train = training_loop_ahead(step, meshes, validation)
-    else:
-        train = training_loop(step, meshes, validation)
-        rollout, learn = two_halves(step, meshes)
-    return JobPlan(
-        meshes=meshes,
-        warm_start=compile_flow(WARM_START, meshes) if recipe.warm_start is not None else (),
-        validation=validation,
-        fill=fill,
-        train=train,
-        rollout=rollout,
-        learn=learn,
-    )
+        return JobPlan(meshes=meshes, **begun, fill=fill, train=train)
+    train = training_loop(step, meshes, validation)
+    rollout, learn = two_halves(step, meshes)
+    return JobPlan(meshes=meshes, **begun, train=train, rollout=rollout, learn=learn)

@@ -51,7 +51,18 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
         run_dir = Path(recipe.run_dir)
         earlier.extend(read_starts(run_dir))
         _check_alone(run_dir, earlier)
-        record = _record(recipe, meshes, hosts, earlier, latest_step(run_dir))
+        count, job_id = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ.get("SLURM_JOB_ID")
+        record = StartRecord(
+            number=max((record.number for record in earlier), default=0) + 1,
+            began_s=time.time(),
+            step=latest_step(run_dir),
+            ranks=recipe.cluster.ranks,
+            hosts=hosts,
+            layouts={name: str(mesh.layout) for name, mesh in meshes.items() if name not in _NO_MODELS},
+            job_id=job_id,
+            # Slurm leaves it out on the first run.
+            restart_count=int(count) if job_id is not None and count.isdigit() else None,
+        )
         _check_progress(recipe, record, earlier)
         add_start(run_dir, record)
         if earlier or record.restart_count:
@@ -69,28 +80,6 @@ def note_failure(run_dir: Path, number: int, rank: int, cause: str, save_s: floa
     """
     if rank == 0 or (rank == 1 and all(each.outcome is None for each in read_starts(run_dir)[-1:])):
         add_end(run_dir, number, "failed", cause, save_s)
-
-
-def _record(
-    recipe: Recipe,
-    meshes: Mapping[str, DeviceMesh],
-    hosts: tuple[str, ...],
-    earlier: list[StartRecord],
-    step: int | None,
-) -> StartRecord:
-    count = os.environ.get("SLURM_RESTART_COUNT", "0")
-    job_id = os.environ.get("SLURM_JOB_ID")
-    return StartRecord(
-        number=max((record.number for record in earlier), default=0) + 1,
-        began_s=time.time(),
-        step=step,
-        ranks=recipe.cluster.ranks,
-        hosts=hosts,
-        layouts={name: str(mesh.layout) for name, mesh in meshes.items() if name not in _NO_MODELS},
-        job_id=job_id,
-        # Slurm leaves it out on the first run.
-        restart_count=int(count) if job_id is not None and count.isdigit() else None,
-    )
 
 
 def _check_alone(run_dir: Path, earlier: list[StartRecord]) -> None:

@@ -7,10 +7,6 @@ from typing import Any, NamedTuple
 
 from hybridflow.observe.distribution import measure_distributions
 
-_ADVANTAGES = (
-    *("ppo", "safe", "grpo", "dr_grpo", "rloo", "opo", "remax"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "own"),
-)
 _PHASES = {
     "rollout": ("actor.sample", "groups.keep", "groups.take"),
     "data": ("given.solutions", "given.pairs", "given.completions"),
@@ -22,12 +18,12 @@ _PHASES = {
     "teacher": ("teacher.top",),
     "log_probs": ("actor.log_probs", "reference.log_probs", "reference.mismatched_log_probs"),
     "values": ("critic.values", "cost_critic.values"),
-    "advantage": tuple(f"advantage.{call}" for call in _ADVANTAGES),
+    "advantage": ("advantage",),
     "update": ("critic.update", "cost_critic.update", "actor.update", "actor.distill"),
     "save": ("trainer.save",),
 }
 PHASE_OF = {call: phase for phase, calls in _PHASES.items() for call in calls}
-"""Call -> the phase under which its time is shown; another one is shown by its own name."""
+"""Call, or role -> the phase under which its time is shown; another call is shown by its own name."""
 
 CONTROL_CALLS = ("trainer.finish_step", "buffer.put", "buffer.take")
 """Calls that compute nothing of the algorithm."""
@@ -169,4 +165,4 @@ def _costs(shares: Sequence[Share], phases: Mapping[str, float], step_s: float) 
 
 
 def _phase(kind: str, name: str) -> str:
-    return PHASE_OF.get(name, name) if kind == "call" else "reshard"
+    return PHASE_OF.get(name, PHASE_OF.get(name.split(".")[0], name)) if kind == "call" else "reshard"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +96,14 @@ def make_trainer(
     recipe = _with_nodes(recipe, world)
     plan = plan_job(recipe, step)
     check_memory(recipe, plan.meshes)
-    for warning in placement_warnings(plan.meshes) if world.rank == 0 else ():
-        print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
-    if recipe.actor.reshard_every > 1 and world.rank == 0:
-        print(
-            f"hybridflow: actor.reshard_every={recipe.actor.reshard_every}: rollouts come from weights that are up to "
-            f"{recipe.actor.reshard_every - 1} update(s) old; rollout/staleness_max tells, and correction.kind="
-            f"{recipe.correction_kind} applies",
-            file=sys.stderr,
-            flush=True,
+    warnings, every = [*placement_warnings(plan.meshes)], recipe.actor.reshard_every
+    if every > 1:
+        warnings.append(
+            f"actor.reshard_every={every}: rollouts come from weights that are up to {every - 1} update(s) old; "
+            f"rollout/staleness_max tells, and correction.kind={recipe.correction_kind} applies"
         )
+    for warning in warnings if world.rank == 0 else ():
+        print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     started = note_start(recipe, plan.meshes, world.coordinator(plan.meshes["job"].ranks))
     record, stopping = (
@@ -202,7 +200,7 @@ class Trainer(Role):
         if self._stopping.reason is None and self.job.recipe.trainer.steps > 0:
             summary["accuracy_after_rl"] = self._accuracy()
         if self._stopping.reason is not None:
-            self._save_if_new()
+            self._save()
         return self.end()
 
     def begin(self) -> bool:
@@ -214,8 +212,8 @@ class Trainer(Role):
         if self._start is not None:
             self._resume(self._start)
             self._set_learning_rates()
-        self._record.open(None if self._start is None else self.progress.step)
-        if self._start is None and not self._begin():
+            self._record.open(self.progress.step)
+        elif not self._begin():
             return False
         for critic in self.roles.critics.values():
             critic.put_optimizer_away()
@@ -223,6 +221,7 @@ class Trainer(Role):
 
     def _begin(self) -> bool:
         recipe = self.job.recipe
+        self._record.open(None)
         read_weights(self.job, self.roles)
         self._execute(self._plan.warm_start)
         if any(self._everyone.gather(self._decisions.is_warm_start_cut, "the warm start")):
@@ -305,22 +304,21 @@ class Trainer(Role):
 
     def save_now(self) -> None:
         """Save between two steps, and wait until it is done. Collective: all ranks."""
-        self._save_if_new()
+        self._save()
         self._checkpoints.finish()
         self._rollouts.end_save()
         self._everyone.barrier("the checkpoint")
 
-    def _save_if_new(self) -> None:
-        if self.progress.saved_step != self.progress.step:
-            self._save()
-
     def _save(self) -> None:
+        """Begin to write a checkpoint, unless the step has one."""
         progress = self.progress
+        if progress.saved_step == progress.step:
+            return
         state = {
             "kl_coef": self.kl_coef.value,
             "next_prompt_index": progress.next_prompt_index,
             "rollouts": self._rollouts.state(),
-            "validations": progress.validations.state(),
+            "validations": asdict(progress.validations),
             **self._record.state(),
         }
         if self._multiplier is not None:
@@ -340,7 +338,7 @@ class Trainer(Role):
         checkpoints.load(self.job, self.roles.by_name, checkpoint)
         progress.step = checkpoint.step
         progress.next_prompt_index = state["next_prompt_index"]
-        progress.validations = Validations.resume(state.get("validations", {}))
+        progress.validations = Validations(**state.get("validations", {}))
         self.kl_coef.value = state["kl_coef"]
         if self._multiplier is not None:
             self._multiplier.value = state["multiplier"]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass
 class Validations:
-    """What is known of a run's validations, the same on every rank.
+    """What is known of a run's validations, the same on every rank; a checkpoint keeps all of it.
 
     Attributes:
         step: Training steps before the last one; None: there was none.
@@ -34,12 +32,3 @@ class Validations:
             self.best_step, self.best_accuracy, self.num_since_best = step, accuracy, 0
         else:
             self.num_since_best += 1
-
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it."""
-        return asdict(self)
-
-    @classmethod
-    def resume(cls, state: Mapping[str, Any]) -> Validations:
-        """Restore what a checkpoint kept; start empty if it kept nothing."""
-        return cls(**state)

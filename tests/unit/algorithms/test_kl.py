@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hybridflow.algorithms.kl import adapt_kl_coef, kl_penalty, sequence_mean_kl
+from hybridflow.algorithms.kl import adapt_kl_coef, kl_penalty, sequence_means
 
 NAMES = ("k1", "abs", "k2", "k3")
 
@@ -75,16 +75,11 @@ def test_unknown_estimators_and_shapes_are_refused():
         kl_penalty(torch.zeros(2, 3), torch.zeros(3), "k1")
 
 
-def test_sequence_mean_is_not_the_token_mean():
-    # Sequences 1 and (2, 4) have means 1 and 3; their mean is 2, where the token mean is 7/3. The third has no token.
+def test_means_of_sequences_by_hand():
+    # Sequences 1 and (2, 4) have means 1 and 3. The third has no token.
     kl = torch.tensor([[1.0, math.nan], [2, 4], [9, 9]])
     mask = torch.tensor([[1.0, 0], [1, 1], [0, 0]])
-    assert sequence_mean_kl(kl, mask) == pytest.approx(2.0)
-    # A second rank's two sequences with a sum of means of 8: (4 + 8) / 4.
-    other = torch.tensor([8.0, 2.0], dtype=torch.float64)
-    assert sequence_mean_kl(kl, mask, sum_over_ranks=lambda local: local + other) == pytest.approx(3.0)
-    with pytest.raises(ValueError, match="over 0 sequences"):
-        sequence_mean_kl(kl, torch.zeros_like(mask))
+    assert sequence_means(kl, mask).tolist() == [1.0, 3.0, 0.0]
 
 
 def test_adaptive_coefficient_by_hand():

@@ -9,7 +9,6 @@ code, so that the two agree on log-probabilities.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,24 +21,10 @@ from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from hybridflow.models import cuda_attention
+from hybridflow.models.scoring import Scoring
 
 _WIDENING, _NARROW = 1.3, 64
 """A rectangle of sequences is at most so many times as wide as its shortest; or so many tokens wide."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scoring:
-    """How a layer turns queries and keys into weights.
-
-    Attributes:
-        scale: Factor on the scores.
-        softcap: Scores s become cap * tanh(s / cap); None: they do not.
-        window: Tokens that each token sees, itself included; None: all before it.
-    """
-
-    scale: float
-    softcap: float | None = None
-    window: int | None = None
 
 
 class PackedAttention:
@@ -90,10 +75,7 @@ class PackedAttention:
             ``[tokens, heads/tp, head]``.
         """
         if query.is_cuda:
-            scoring = self._sequences.scoring(scoring)
-            backend = cuda_attention.backend(
-                query.dtype, query.shape[2], scoring, cuda_attention.capability(query.device)
-            )
+            backend = self._sequences.backend(query, scoring)
             if backend != "rectangles":
                 return self._sequences.attend(query, key, value, scoring, backend)
         return self._rectangles.attend(query, key, value, scoring)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
-if TYPE_CHECKING:
-    from hybridflow.models.attention import Scoring
+from hybridflow.models.scoring import Scoring
 
 Backend = Literal["varlen", "flash_attn", "triton", "rectangles"]
 """``varlen``: torch's own, on packed tokens. ``flash_attn``: the package's. ``triton``: ours, also with soft caps.
@@ -25,26 +23,28 @@ _PLAIN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend
 
 
 @functools.cache
-def backend(dtype: torch.dtype, head: int, scoring: Scoring, capability: tuple[int, int]) -> Backend:
+def backend(
+    dtype: torch.dtype, head: int, capability: tuple[int, int], *, has_cap: bool = False, has_window: bool = False
+) -> Backend:
     """Choose what computes attention.
 
     Args:
         dtype: Format of queries, keys and values.
         head: Width of a head.
-        scoring: How scores are made; a window that is wider than the longest sequence is none.
         capability: The GPU's compute capability.
+        has_cap: Whether scores are capped.
+        has_window: Whether tokens see a window that is shorter than the longest sequence.
     """
     is_half = dtype in (torch.bfloat16, torch.float16)
     # The backward pass of wide heads needs the shared memory of the larger GPUs.
     widest = _LARGEST_HEAD if capability == (8, 0) or capability[0] in (9, 10) else 192
-    if is_half and scoring.softcap is None and capability >= (8, 0) and head % 8 == 0 and head <= widest:
+    if is_half and not has_cap and capability >= (8, 0) and head % 8 == 0 and head <= widest:
         if has_varlen():
             return "varlen"
         if importlib.util.find_spec("flash_attn") is not None:
             return "flash_attn"
     # Through torch these would need masks or scores as large as the square of the longest sequence.
-    is_plain = scoring.softcap is None and scoring.window is None
-    return "rectangles" if is_plain or head > _LARGEST_HEAD else "triton"
+    return "triton" if (has_cap or has_window) and head <= _LARGEST_HEAD else "rectangles"
 
 
 @functools.cache
@@ -88,22 +88,26 @@ class Sequences:
         self.query_starts = _starts([new for new, _, _ in some]).to(device)
         self.key_starts = _starts([length for _, length, _ in some]).to(device)
 
-    def scoring(self, scoring: Scoring) -> Scoring:
-        """Return how scores are made, without a window that all sequences fit into."""
-        if scoring.window is None or scoring.window < self.most_keys:
-            return scoring
-        return replace(scoring, window=None)
+    def backend(self, query: Tensor, scoring: Scoring) -> Backend:
+        """Choose what computes attention of ``[tokens, heads, head]``."""
+        caps = dict(has_cap=scoring.softcap is not None, has_window=self._window(scoring) is not None)
+        return backend(query.dtype, query.shape[2], _capability(query.device), **caps)
+
+    def _window(self, scoring: Scoring) -> int | None:
+        """Return the window, if not all sequences fit into it."""
+        return scoring.window if scoring.window is not None and scoring.window < self.most_keys else None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, backend: Backend) -> Tensor:
-        """Attend as ``PackedAttention.attend`` does, with another backend than rectangles; ``scoring`` as of above."""
+        """Attend as ``PackedAttention.attend`` does, with another backend than rectangles."""
         if not len(query):
             return torch.empty_like(query)
         if self._taken is not None:
             # By an embedding, whose gradient has one order of sums.
             key, value = (embedding(self._taken, each.flatten(1)).unflatten(1, each.shape[1:]) for each in (key, value))
         where = self.query_starts, self.key_starts, self.most_queries, self.most_keys
-        window = (-1 if scoring.window is None else scoring.window - 1, 0)
-        context: Tensor
+        seen = self._window(scoring)
+        window = (-1 if seen is None else seen - 1, 0)
+        context: Any
         if backend == "varlen":
             from torch.nn.attention.varlen import varlen_attn
 
@@ -124,9 +128,11 @@ class Sequences:
         else:
             from hybridflow.models.attention_kernels import packed_attention
 
-            caps = scoring.softcap or 0.0, scoring.window or 0
-            context = packed_attention(query, key, value, *where, scoring.scale, *caps)[0]
-        return context
+            context = packed_attention(*(query, key, value, *where), scoring.scale, scoring.softcap or 0.0, seen or 0)[
+                0
+            ]
+        found: Tensor = context
+        return found
 
 
 def _starts(counts: list[int]) -> Tensor:
@@ -135,7 +141,7 @@ def _starts(counts: list[int]) -> Tensor:
 
 
 @functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
+def _capability(device: torch.device) -> tuple[int, int]:
     """Return a GPU's compute capability."""
     found: tuple[int, int] = torch.cuda.get_device_capability(device)
     return found

@@ -16,11 +16,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from hybridflow.models.attention import Scoring
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import merged_weight
 from hybridflow.models.rotary import rotary_table
+from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.gpu.cache import GpuAttention
 from hybridflow.rollout.paged import cache_shape

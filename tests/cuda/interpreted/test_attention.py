@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.models.attention import PackedAttention, Scoring
+from hybridflow.models.attention import PackedAttention
 from hybridflow.models.cuda_attention import Sequences
+from hybridflow.models.scoring import Scoring
 
 CPU = torch.device("cpu")
 SCORINGS = [
@@ -42,7 +43,7 @@ def both(places, packed, scoring, theirs=None):
     found = []
     for given, context in (
         (upper, PackedAttention(lengths, CPU, flat).attend(0, *upper, scoring)),
-        (packed, sequences.attend(*packed, sequences.scoring(scoring), "triton")),
+        (packed, sequences.attend(*packed, scoring, "triton")),
     ):
         gradients = torch.autograd.grad((context * weight.to(context.dtype)).sum(), given)
         found.append([context.detach().float(), *(each.float() for each in gradients)])

@@ -102,6 +102,7 @@ def fake_cuda(monkeypatch, rank: int = 0, size: int = 1):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)
     )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     tracker = megatron_random.CudaRNGStatesTracker
     monkeypatch.setattr(tracker, "fork", lambda self, name=None: contextlib.nullcontext())
     monkeypatch.setattr(tracker, "add", lambda self, name, seed: None)

@@ -85,7 +85,8 @@ class GpuTransformer:
         self._factor: Tensor | None = None
         if model.has_scaled_embeddings:
             # In the weights' own format, as these models were trained.
-            self._factor = self.layers[0].input_norm.new_tensor(config.hidden_size**0.5, dtype=config.params_dtype)
+            norm = self.layers[0].input_norm
+            self._factor = torch.full((), config.hidden_size**0.5, dtype=config.params_dtype, device=norm.device)
         self.vocab_size = vocab_size
         self.softcap = model.logit_softcap or 0.0
         self.is_capturable = not any(isinstance(each.mlp, ExpertLayer) for each in self.layers)

@@ -38,9 +38,7 @@ def shared_prompts(prompts: int, samples: int, prompt_tokens: int, response_toke
         holders = batch.attention._sequences, batch.attention._rectangles
     for holder in (batch.attention, *holders):
         _bring(holder)
-    return replace(
-        batch, tokens=on_device(batch.tokens), rows=on_device(batch.rows), targets=on_device(batch.targets)
-    )
+    return replace(batch, tokens=on_device(batch.tokens), rows=on_device(batch.rows), targets=on_device(batch.targets))
 
 
 def one_sequence(tokens: int) -> PackedAttention:

@@ -95,7 +95,8 @@ def _cast(model: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> t
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dtype != dtype:
                 cast = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
-                cast.__dict__.update(parameter.__dict__)
+                marks = parameter.__dict__.items()
+                cast.__dict__.update({mark: value for mark, value in marks if mark not in cast.__dict__})
                 setattr(module, name, cast)
     return model
 

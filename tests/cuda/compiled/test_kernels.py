@@ -57,7 +57,7 @@ def around_attention(dtype, shape, vocabulary):
     logits, parts = torch.zeros(rows, vocabulary, dtype=dtype), ops.num_parts(vocabulary)
     terms, ids, quiet = torch.zeros(5, rows, parts), ints(rows, parts), torch.zeros(rows, dtype=torch.uint8)
     floors, shares = ints(rows), torch.zeros(rows)
-    ops.find_floors(floors, logits, shares, ints(rows), shares, shares, vocabulary, 30.0)
+    ops.find_floors(floors, logits, shares, longs(rows), shares, shares, vocabulary, 30.0)
     ops.sample_part(terms, ids, logits, longs(rows), longs(rows), torch.zeros(rows), quiet, floors, 0, vocabulary, 30.0)
     ops.settle(longs(rows), torch.zeros(rows), torch.zeros(rows), terms, ids, quiet)
     floats = torch.zeros(16, rows), torch.zeros(16, rows)

@@ -92,6 +92,8 @@ def _gpu(torch: Any, index: int) -> dict[str, Any]:
     try:
         ones = torch.ones(64, 64, device=f"cuda:{index}", dtype=torch.bfloat16)
         assert float((ones @ ones).sum()) == 64**3
+        choose = importlib.import_module("hybridflow.models.cuda_attention").backend
+        found["attention"] = choose(torch.bfloat16, 128, (properties.major, properties.minor))
     except Exception as error:
         found["error"] = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
     return found

@@ -27,7 +27,13 @@ OPTIONAL = {
     # module: (distribution, what is used without it)
     "transformer_engine": ("transformer-engine", "megatron-core's local layers are used"),
     "apex": ("apex", "the fused Adam of Transformer Engine is used if that is there, else torch's"),
-    "flash_attn": ("flash-attn", "torch's scaled dot-product attention is used"),
+    "flash_attn": ("flash-attn", "torch's own attention is used"),
+}
+
+_ATTENTION = {
+    "varlen": "torch on packed tokens",
+    "flash_attn": "flash-attn on packed tokens",
+    "rectangles": "torch on padded tokens",
 }
 
 LAUNCHER_VARIABLES = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_", "MPIEXEC_", "HYDRA_", "HYDI_", "PALS_")
@@ -128,6 +134,8 @@ def _cuda_findings(found: Mapping[str, Any]) -> list[Finding]:
         return findings
     for gpu in found["gpus"]:
         shown = f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB, sm_{gpu['capability']}"
+        if "attention" in gpu:
+            shown += f", attention by {_ATTENTION[gpu['attention']]}"
         failure = gpu.get("error", "")
         findings.append(
             Finding(

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridflow.models.attention import Scoring, attend
+from hybridflow.models.attention import attend
 from hybridflow.models.gpt import Transformer
+from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 
 _LARGE_PAGE_BYTES = 2 << 20

@@ -83,8 +83,8 @@ def _check_attention(sizes: Any) -> dict[str, tuple[float, float]]:
     import numpy as np
     import torch
 
-    from hybridflow.models.attention import Scoring
     from hybridflow.models.rotary import rotary_table
+    from hybridflow.models.scoring import Scoring
     from hybridflow.rollout.blocks import BLOCK_TOKENS
     from hybridflow.rollout.gpu.cache import GpuAttention, rows_per_tile, tiles_of
 

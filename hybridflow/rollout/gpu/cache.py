@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.models.attention import Scoring
 from hybridflow.models.gpt import Transformer
+from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.paged import cache_shape

@@ -120,7 +120,7 @@ def attend(
         QUERIES=queries,
         KEYS=32 if query.dtype.itemsize == 2 else 16,
         WIDTH=_power(head, 16),
-        num_warps=4 if queries == 16 else 8,
+        num_warps=4 if queries == 16 or head <= 64 else 8,
         num_stages=2,
     )
 
@@ -159,7 +159,8 @@ def find_floors(
     sampling_kernels.find_floors[(len(logits),)](
         *(floors, logits, temperatures, top_k, top_p, min_p, num_real, logits.shape[1], softcap),
         HAS_CAP=softcap > 0,
-        BLOCK=PART_COLUMNS,
+        # At 4096, registers do not suffice on sm_100.
+        BLOCK=PART_COLUMNS // 2,
         num_warps=8,
     )
 

@@ -16,11 +16,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from hybridflow.models.attention import Scoring
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import merged_weight
 from hybridflow.models.rotary import rotary_table
+from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.gpu.cache import GpuAttention
 from hybridflow.rollout.paged import cache_shape
@@ -85,7 +85,8 @@ class GpuTransformer:
         self._factor: Tensor | None = None
         if model.has_scaled_embeddings:
             # In the weights' own format, as these models were trained.
-            self._factor = self.layers[0].input_norm.new_tensor(config.hidden_size**0.5, dtype=config.params_dtype)
+            norm = self.layers[0].input_norm
+            self._factor = torch.full((), config.hidden_size**0.5, dtype=config.params_dtype, device=norm.device)
         self.vocab_size = vocab_size
         self.softcap = model.logit_softcap or 0.0
         self.is_capturable = not any(isinstance(each.mlp, ExpertLayer) for each in self.layers)

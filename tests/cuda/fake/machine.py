@@ -89,6 +89,18 @@ class Launches(TorchDispatchMode):
         return found
 
 
+def _cast(model: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+    """Do as ``Module.to``, which swaps tensors that have weak references; these are on their device already."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype != dtype:
+                cast = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+                marks = parameter.__dict__.items()
+                cast.__dict__.update({mark: value for mark, value in marks if mark not in cast.__dict__})
+                setattr(module, name, cast)
+    return model
+
+
 @contextlib.contextmanager
 def fake_cuda(monkeypatch, rank: int = 0, size: int = 1):
     """Let CUDA tensors be made that have no memory; yields the world of one rank of so many.
@@ -102,11 +114,11 @@ def fake_cuda(monkeypatch, rank: int = 0, size: int = 1):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)
     )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     tracker = megatron_random.CudaRNGStatesTracker
     monkeypatch.setattr(tracker, "fork", lambda self, name=None: contextlib.nullcontext())
     monkeypatch.setattr(tracker, "add", lambda self, name, seed: None)
-    # It swaps tensors that have weak references, and these are where they should be already.
-    monkeypatch.setattr(torch.nn.Module, "to", lambda self, *args, **kwargs: self)
+    monkeypatch.setattr(torch.nn.Module, "to", _cast)
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     world = World.__new__(World)
     world.rank, world.size, world.ranks_per_node, world.device = rank, size, 8, DEVICE

@@ -220,6 +220,8 @@ def test_torch_that_cannot_be_imported_and_cuda_that_does_not_answer():
     fine = by_name(software.torch_findings({**PROBED, "gpus": [GPU, {**GPU, "index": 1, "error": "no kernel image"}]}))
     assert fine["GPU 0 in torch"].verdict == OK and fine["GPU 1 in torch"].verdict == PROBLEM
     assert "NCCL 2.27.5" in fine["communication"].value
+    (_, told, _) = software.torch_findings({**PROBED, "gpus": [{**GPU, "attention": "varlen"}]})
+    assert told.value == "NVIDIA H200, 140 GiB, sm_90, attention by torch on packed tokens"
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ setup(
     ],
     entry_points={"console_scripts": ["hybridflow = hybridflow.cli:main"]},
     install_requires=[
-        "torch>=2.6",
+        # Process groups in the order of a mesh, not of rank numbers: new_group(sort_ranks=) came with 2.12.
+        "torch>=2.12",
         # Pinned: we pass process groups to its internals, and redirect its CUDA calls where there is no CUDA; it keeps
         # neither stable between releases.
         "megatron-core==0.16.1",
@@ -63,7 +64,8 @@ setup(
     ],
     extras_require={
         # Apex is not listed: PyPI's package of that name is another one. The docs give NVIDIA's git address.
-        "gpu": ["transformer-engine[pytorch]"],
+        # The releases that megatron-core 0.16.1 is written against; hybridflow/parallel/accelerators.py has them too.
+        "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],
         "hf": ["tokenizers", "transformers>=5", "datasets", "pyarrow"],
         "data": ["datasets", "fsspec", "jinja2", "pyarrow"],
         "s3": ["fsspec", "s3fs"],

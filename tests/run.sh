@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Makes .venv, installs what the tests need, and runs them. Quick the second time.
 #   tests/run.sh [--all] [pytest arguments]      for instance: tests/run.sh tests/unit -k layout
-#   --all: with the tests marked slow, slurm and vllm; installs what these need: packages of the system (Slurm, bubblewrap, a
-#          Pushgateway, Java, npm), Kafka into .kafka, and vLLM into .venv-vllm, an environment of some GB
+#   --all: with the tests marked slow, slurm, vllm and cuda_build; installs what these need: packages of the system (Slurm,
+#          bubblewrap, a Pushgateway, Java, npm), Kafka into .kafka, vLLM into .venv-vllm, and torch's CUDA build into .venv-cuda,
+#          environments of some GB
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-marks="not slow and not slurm and not vllm"
+marks="not slow and not slurm and not vllm and not cuda_build"
 support=$root/tests/support
 
 install() { "$@" || echo "${1##*/} ${*:2}: failed, see above; the tests that need it are skipped" >&2; }
@@ -21,6 +22,7 @@ if [ -z "$marks" ]; then
     install "$support/apt.sh" prometheus-pushgateway=prometheus-pushgateway bwrap=bubblewrap
     install "$support/kafka.sh"
     install "$support/vllm.sh"
+    install "$support/cuda.sh"
 fi
 cd "$root"
 export PATH="$root/.venv/bin:$PATH"

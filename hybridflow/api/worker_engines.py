@@ -154,6 +154,7 @@ class VllmWorker:
             vocab_size=self._model.vocab_size,
             max_concurrent=options.max_concurrent,
             memory_share=0.4,
+            device=world.device,
             cache_bytes=_VLLM_CACHE_BYTES if world.device.type == "cpu" else None,
         )
         self._fill(source)

@@ -18,7 +18,7 @@ from hybridflow.parallel.process import allow_many_files
 from hybridflow.parallel.rank import silence_libraries
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import Start, find_start
-from hybridflow.parallel.world import World, find_device, join_world, open_store
+from hybridflow.parallel.world import World, check_gpus, find_device, join_world, open_store, wait_for_all
 
 DEADLINE_S = 1800.0
 """Longest wait for another rank; as ``cluster.deadline_s``."""
@@ -37,6 +37,7 @@ def find_world() -> World:
     Raises:
         DeadlineError: A rank did not come.
         ConfigError: The program's own process group cannot carry messages of the CPU.
+        LayoutError: Two ranks have the same GPU.
     """
     if not _worlds:
         silence_libraries()
@@ -73,14 +74,17 @@ def _adopt() -> World:
             f"torch.distributed was initialised with {backends}; hybridflow also exchanges messages in host memory: "
             "call init_process_group('cpu:gloo,cuda:nccl'), or leave it to hybridflow"
         )
-    size = dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    start = Start(launcher="env", rank=dist.get_rank(), size=dist.get_world_size())
+    device = find_device(int(os.environ.get("LOCAL_RANK", "0")))
+    check_gpus(wait_for_all(store, start, START_DEADLINE_S, device))
     return World(
-        rank=dist.get_rank(),
-        size=size,
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
-        device=find_device(int(os.environ.get("LOCAL_RANK", "0"))),
+        rank=start.rank,
+        size=start.size,
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", start.size)),
+        device=device,
         deadline_s=DEADLINE_S,
-        store=dist.distributed_c10d._get_default_store(),
+        store=store,
     )
 
 

@@ -140,6 +140,7 @@ class CriticConfig:
         model: Separate model: a language model or a scorer. None starts with a copy of the actor.
         value_clip: Distance from the old value beyond which the loss stops rewarding a change.
         warmup_steps: Training steps at the start in which only the critic learns. The actor does not change.
+        offload: Keep the optimizer's state in host memory while the critic does not learn, and free the gradients.
     """
 
     ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
@@ -148,6 +149,7 @@ class CriticConfig:
     model: ModelConfig | None = field(default=None, metadata=may_change_below("path"))
     value_clip: Positive = 0.5
     warmup_steps: CountOrZero = 0
+    offload: bool = field(default=False, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,8 @@ class TrainerConfig:
             Above 0, the next batches are generated during the updates. This needs ``actor.rollout_ranks``.
         max_idle_starts: Starts in a row that resumed from the same checkpoint and saved no other. After this many, the
             run is not started again.
+        deterministic: Repeat every number to the last bit on GPUs too, where the fastest operations add in any order.
+            CPUs always do. It takes time. Torch warns of an operation that it cannot repeat.
     """
 
     steps: CountOrZero = field(metadata=MAY_CHANGE)
@@ -48,6 +50,7 @@ class TrainerConfig:
     patience: CountOrZero = field(default=0, metadata=MAY_CHANGE)
     max_staleness: CountOrZero = 0
     max_idle_starts: Count = field(default=3, metadata=MAY_CHANGE)
+    deterministic: bool = field(default=False, metadata=MAY_CHANGE)
 
     @property
     def samples_per_update(self) -> int:

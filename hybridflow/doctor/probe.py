@@ -59,6 +59,9 @@ def _optional(module: str) -> None:
     _tell(**{module: "installed"})  # stands if the import crashes
     if module == "apex":
         _tell(apex_is_nvidia=importlib.util.find_spec("apex.optimizers") is not None)
+    if module == "transformer_engine":
+        accelerators = importlib.import_module("hybridflow.parallel.accelerators")
+        _try("transformer_engine_misfit", lambda: accelerators.misfit(importlib.metadata.version("transformer-engine")))
     _try(module, lambda: str(getattr(importlib.import_module(module), "__version__", "installed")))
 
 
@@ -89,6 +92,8 @@ def _gpu(torch: Any, index: int) -> dict[str, Any]:
     try:
         ones = torch.ones(64, 64, device=f"cuda:{index}", dtype=torch.bfloat16)
         assert float((ones @ ones).sum()) == 64**3
+        choose = importlib.import_module("hybridflow.models.cuda_attention").backend
+        found["attention"] = choose(torch.bfloat16, 128, (properties.major, properties.minor))
     except Exception as error:
         found["error"] = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
     return found

@@ -27,7 +27,13 @@ OPTIONAL = {
     # module: (distribution, what is used without it)
     "transformer_engine": ("transformer-engine", "megatron-core's local layers are used"),
     "apex": ("apex", "the fused Adam of Transformer Engine is used if that is there, else torch's"),
-    "flash_attn": ("flash-attn", "torch's scaled dot-product attention is used"),
+    "flash_attn": ("flash-attn", "torch's own attention is used"),
+}
+
+_ATTENTION = {
+    "varlen": "torch on packed tokens",
+    "flash_attn": "flash-attn on packed tokens",
+    "rectangles": "torch on padded tokens",
 }
 
 LAUNCHER_VARIABLES = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_", "MPIEXEC_", "HYDRA_", "HYDI_", "PALS_")
@@ -97,7 +103,7 @@ def torch_findings(found: Mapping[str, Any]) -> list[Finding]:
                 area,
                 "torch",
                 f"cannot be imported: {found.get('torch_error') or found['failure'] or 'no answer'}",
-                "install torch 2.6 or newer into this environment, and load the modules it was built with",
+                "install torch 2.12 or newer into this environment, and load the modules it was built with",
             )
         ]
     built = f"CUDA {found['cuda']}" if found["cuda"] else (f"ROCm {found['hip']}" if found.get("hip") else "CPU alone")
@@ -128,6 +134,8 @@ def _cuda_findings(found: Mapping[str, Any]) -> list[Finding]:
         return findings
     for gpu in found["gpus"]:
         shown = f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB, sm_{gpu['capability']}"
+        if "attention" in gpu:
+            shown += f", attention by {_ATTENTION[gpu['attention']]}"
         failure = gpu.get("error", "")
         findings.append(
             Finding(
@@ -180,6 +188,9 @@ def optional(module: str, found: Mapping[str, Any]) -> Finding:
     elif module == "apex" and not found.get("apex_is_nvidia", False):
         value, verdict = "this is PyPI's package of that name, which is another project", PROBLEM
         remedy = "pip uninstall apex; NVIDIA's is installed from its repository, see docs/gpu.md"
+    elif found.get(f"{module}_misfit"):
+        value, verdict = f"{state}, not used: {found[f'{module}_misfit']}; {without}", NOTE
+        remedy = "pip install 'hybridflow[gpu]' takes a release that fits"
     elif not found.get("gpus"):
         value = f"{state}, not used: it needs a GPU"
     else:

@@ -121,7 +121,8 @@ def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMe
             found[rank].append(needed[key])
     spare = _spare_bytes(recipe, meshes["actor.rollout"]) if "actor.rollout" in names else 0
     away = frozenset(name for name in _FROZEN if name in meshes and _section(recipe, name).offload)
-    return tuple(_together(tuple(parts), away, recipe.actor.offload, spare) for parts in found.values())
+    learners = frozenset(name for name in _CRITICS if name in meshes and _section(recipe, name).offload)
+    return tuple(_together(tuple(parts), away | learners, recipe.actor.offload, spare) for parts in found.values())
 
 
 _SCORERS = ("reward", "cost")
@@ -259,12 +260,13 @@ def _together(parts: tuple[MeshMemory, ...], away: frozenset[str], is_offloaded:
 
     Memory that they keep adds up. Of memory that they use for a while the largest counts.
 
-    Weights of a frozen model in host memory are used for a while, too.
+    Weights of a frozen model in host memory are used for a while, too, and so are gradients and optimizer of a critic.
     """
-    permanent = sum(part.kept for part in parts if part.mesh != "actor.rollout" and part.mesh not in away)
+    used = {part.mesh: _passing_kept(part) for part in parts if part.mesh in away}
+    permanent = sum(part.kept - used.get(part.mesh, 0) for part in parts if part.mesh != "actor.rollout")
     idle = sum(part.gradients + part.optimizer for part in parts if part.mesh == "actor.update" and is_offloaded)
     rollout_weights = sum(part.weights for part in parts if part.mesh == "actor.rollout")
-    passing = {part.mesh: part.cache + part.activations + part.kept * (part.mesh in away) for part in parts}
+    passing = {part.mesh: part.cache + part.activations + used.get(part.mesh, 0) for part in parts}
     sampling, *scoring = [passing.pop(mesh, 0) for mesh in ("actor.rollout", *_SCORERS)]
     # What generates on ranks of its own stays there, and what adapters are added to.
     hosts_update = any(part.mesh == "actor.update" for part in parts)
@@ -275,6 +277,11 @@ def _together(parts: tuple[MeshMemory, ...], away: frozenset[str], is_offloaded:
         update=permanent + staying + max(passing.values(), default=0),
         spare=min(spare, max(0, sampling - max(scoring))),
     )
+
+
+def _passing_kept(part: MeshMemory) -> int:
+    """Return the bytes of a model that are in host memory while it is not in use."""
+    return part.gradients + part.optimizer if part.mesh in _CRITICS else part.kept
 
 
 def _own_bytes(spec: ModelSpec, update: DeviceMesh, rollout: DeviceMesh, rank: int, *, is_behind: bool = False) -> int:

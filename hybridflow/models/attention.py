@@ -8,7 +8,7 @@ code, so that the two agree on log-probabilities.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 from typing import Any, Protocol
 
 import torch
@@ -20,31 +20,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
+from hybridflow.models import cuda_attention
+from hybridflow.models.scoring import Scoring
+
 _WIDENING, _NARROW = 1.3, 64
 """A rectangle of sequences is at most so many times as wide as its shortest; or so many tokens wide."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scoring:
-    """How a layer turns queries and keys into weights.
-
-    Attributes:
-        scale: Factor on the scores.
-        softcap: Scores s become cap * tanh(s / cap); None: they do not.
-        window: Tokens that each token sees, itself included; None: all before it.
-    """
-
-    scale: float
-    softcap: float | None = None
-    window: int | None = None
 
 
 class PackedAttention:
     """Each token sees itself and the tokens before it in its own sequence.
 
     Sequences may have tokens in common at their beginning, such as samples of one prompt: these are there once, and are
-    computed once. Sequences of like length are laid side by side, each rectangle as wide as its longest. Padding stands
-    behind a sequence's own tokens, which never look there.
+    computed once. On a GPU ``cuda_attention`` chooses what computes it; else it is done in rectangles.
 
     Args:
         lengths: Tokens of each sequence.
@@ -63,27 +50,9 @@ class PackedAttention:
         if places is None:
             places = torch.arange(total)
         num_tokens = int(places.max()) + 1 if total else 0
+        self._lengths, self._host_places, self._device = lengths, places, device
         self._places, self._starts = places.to(device), (torch.arange(total) - within).to(device)
         self.positions = torch.empty(num_tokens, dtype=torch.int64).index_copy_(0, places, within).to(device)
-        self._rectangles: list[tuple[int, int]] = []
-        taken, first_cells, num_cells = [], torch.empty(len(lengths), dtype=torch.int64), 0
-        for samples in _of_like_length(lengths):
-            width = lengths[samples[-1]]
-            chosen = torch.tensor(samples)
-            # Padding repeats a sequence's last token.
-            cells = starts[chosen][:, None] + torch.arange(width).minimum(counts[chosen][:, None] - 1)
-            taken.append(places[cells.flatten()])
-            first_cells[chosen] = num_cells + width * torch.arange(len(samples))
-            self._rectangles.append((len(samples), width))
-            num_cells += len(samples) * width
-        cells = torch.repeat_interleave(first_cells, counts) + within
-        # A shared token's output is the same in all sequences: one of them gives it.
-        self._cells = torch.empty(num_tokens, dtype=torch.int64).index_copy_(0, places, cells).to(device)
-        self._taken = torch.cat(taken).to(device) if taken else places.to(device)
-        # Sequences of one length that share nothing are already a rectangle: nothing to gather.
-        self._is_rectangle = torch.equal(self._taken, torch.arange(num_tokens, device=device))
-        widest = max(lengths, default=0)
-        self._sight = _Sight(torch.arange(widest, device=device), widest)
 
     def sums_so_far(self, values: Tensor) -> Tensor:
         """Sum ``[tokens]`` int64 values over each token's sequence, from the first token to the token itself."""
@@ -105,10 +74,65 @@ class PackedAttention:
         Returns:
             ``[tokens, heads/tp, head]``.
         """
+        if query.is_cuda:
+            backend = self._sequences.backend(query, scoring)
+            if backend != "rectangles":
+                return self._sequences.attend(query, key, value, scoring, backend)
+        return self._rectangles.attend(query, key, value, scoring)
+
+    @functools.cached_property
+    def _sequences(self) -> cuda_attention.Sequences:
+        return cuda_attention.Sequences(self._lengths, self._host_places, self._device)
+
+    @functools.cached_property
+    def _rectangles(self) -> _Rectangles:
+        return _Rectangles(self._lengths, self._host_places, self._device)
+
+
+class _Rectangles:
+    """Sequences of like length side by side, each rectangle as wide as its longest.
+
+    Padding stands behind a sequence's own tokens, which never look there.
+
+    Args:
+        lengths: Tokens of each sequence.
+        places: Which token of the micro-batch each token of each sequence is, ``[sum of lengths]`` int64 in host
+            memory.
+        device: Where the activations live.
+    """
+
+    def __init__(self, lengths: list[int], places: Tensor, device: torch.device) -> None:
+        counts = torch.tensor(lengths, dtype=torch.int64)
+        total, starts = int(counts.sum()), torch.cumsum(counts, 0) - counts
+        within = torch.arange(total) - torch.repeat_interleave(starts, counts)
+        num_tokens = int(places.max()) + 1 if total else 0
+        self._shapes: list[tuple[int, int]] = []
+        pieces, first_cells, num_cells = [], torch.empty(len(lengths), dtype=torch.int64), 0
+        for samples in _of_like_length(lengths):
+            width = lengths[samples[-1]]
+            chosen = torch.tensor(samples)
+            # Padding repeats a sequence's last token.
+            cells = starts[chosen][:, None] + torch.arange(width).minimum(counts[chosen][:, None] - 1)
+            pieces.append(places[cells.flatten()])
+            first_cells[chosen] = num_cells + width * torch.arange(len(samples))
+            self._shapes.append((len(samples), width))
+            num_cells += len(samples) * width
+        cells = torch.repeat_interleave(first_cells, counts) + within
+        # A shared token's output is the same in all sequences: one of them gives it.
+        self._cells = torch.empty(num_tokens, dtype=torch.int64).index_copy_(0, places, cells).to(device)
+        taken = torch.cat(pieces) if pieces else places
+        # Sequences of one length that share nothing are already a rectangle: nothing to gather.
+        self._is_rectangle = torch.equal(taken, torch.arange(num_tokens))
+        self._taken = taken.to(device)
+        widest = max(lengths, default=0)
+        self._sight = _Sight(torch.arange(widest, device=device), widest)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Attend as ``PackedAttention.attend`` does."""
         if not self._is_rectangle:
             query, key, value = (_rows(each, self._taken) for each in (query, key, value))
         found, start = [], 0
-        for samples, width in self._rectangles:
+        for samples, width in self._shapes:
             part = slice(start, start + samples * width)
             start = part.stop
             queries, keys, values = (
@@ -176,6 +200,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scori
         seen: Which key each query sees, ``[queries, keys]`` or ``[samples, 1, queries, keys]``; None: causal.
         scoring: How scores are made.
     """
+    if scoring.softcap is None and query.is_cuda:
+        return cuda_attention.plain_attention(query, key, value, seen, scoring.scale)
     if scoring.softcap is None:
         return scaled_dot_product_attention(
             query,

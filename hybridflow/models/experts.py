@@ -21,6 +21,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from hybridflow.models.grouped import grouped_experts, is_grouped
+
 if not hasattr(moe_utils, "te_general_gemm"):
     # Without Transformer Engine megatron-core 0.16.1 leaves this name undefined, and asks whether it is None.
     moe_utils.te_general_gemm = None
@@ -49,7 +51,7 @@ class ExpertLayer(BaseMoELayer):
         # Each tensor-parallel rank computes a slice of every expert, hence a part of these gradients and of the output.
         flat = copy_to_tensor_model_parallel_region(hidden[:, 0], group=self.attn_tp_group)
         weights = copy_to_tensor_model_parallel_region(weights, group=self.attn_tp_group)
-        expert, token = is_chosen.T.nonzero(as_tuple=True)
+        expert, token = pairs(is_chosen, self.router.topk)
         output = self._through_experts(flat[token], weights[token, expert], is_chosen.sum(0))
         # By token again; all have equally many experts, so that the sum has one order on every device.
         combined = output[token.argsort(stable=True)].view(len(flat), self.router.topk, -1).sum(1)
@@ -58,18 +60,43 @@ class ExpertLayer(BaseMoELayer):
     def _through_experts(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Compute outputs for ``[pairs, hidden]`` of tokens and experts, ordered by expert, ``counts`` per expert."""
         sent = counts.view(-1, self.num_local_experts)
+        if len(sent) == 1:
+            return self._compute(hidden, counts, weights)
         received = torch.empty_like(sent)
-        if len(sent) > 1:
-            dist.all_to_all_single(received, sent, group=self.ep_group)
-        else:
-            received = sent
-        rows_out, rows_in = sent.sum(1).tolist(), received.sum(1).tolist()
+        dist.all_to_all_single(received, sent, group=self.ep_group)
+        # The one question to the device: how much is sent and received.
+        rows_out, rows_in = torch.stack([sent.sum(1), received.sum(1)]).tolist()
         hidden = all_to_all(self.ep_group, hidden, rows_in, rows_out)
         weights = all_to_all(self.ep_group, weights, rows_in, rows_out)
         # They come ordered by rank, then expert; the experts want them by expert.
         expert = torch.arange(self.num_local_experts, device=hidden.device).repeat(len(received))
-        order = expert.repeat_interleave(received.flatten()).argsort(stable=True)
-        output, _ = self.experts(hidden[order], received.sum(0), weights[order])
+        order = expert.repeat_interleave(received.flatten(), output_size=sum(rows_in)).argsort(stable=True)
+        output = self._compute(hidden[order], received.sum(0), weights[order])
         output = torch.empty_like(output).index_copy(0, order, output)
         returned: Tensor = all_to_all(self.ep_group, output, rows_out, rows_in)
         return returned
+
+    def _compute(self, hidden: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
+        """Compute outputs for ``[pairs, hidden]`` ordered by this rank's experts, ``counts`` per expert."""
+        if is_grouped(hidden, self.config):
+            first = [expert.linear_fc1.weight for expert in self.experts.local_experts]
+            second = [expert.linear_fc2.weight for expert in self.experts.local_experts]
+            return grouped_experts(hidden, counts, weights, first, second, self.config.activation_func)
+        output: Tensor = self.experts(hidden, counts, weights)[0]
+        return output
+
+
+def pairs(is_chosen: Tensor, num_chosen: int) -> tuple[Tensor, Tensor]:
+    """Return expert and token of each pair, by expert, then token, ``[pairs]`` each.
+
+    Args:
+        is_chosen: Which token goes to which expert, ``[tokens, experts]``.
+        num_chosen: Experts of each token.
+    """
+    if is_chosen.device.type == "cpu":
+        expert, token = is_chosen.T.nonzero(as_tuple=True)
+        return expert, token
+    # A GPU need not be asked how many there are.
+    expert = is_chosen.int().topk(num_chosen, dim=1).indices.flatten()
+    order = expert.argsort(stable=True)
+    return expert[order], order // num_chosen

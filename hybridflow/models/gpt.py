@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -27,14 +27,15 @@ from hybridflow.errors import LayoutError
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, Scoring, SdpaCoreAttention
+from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, SdpaCoreAttention
 from hybridflow.models.cpu_linear import use_onednn
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.flops import ModelFlops, model_flops
 from hybridflow.models.lora import Dropout, attach
 from hybridflow.models.norm import RmsNorm, normalize_output
 from hybridflow.models.rotary import rotary_factor, rotary_frequencies
-from hybridflow.parallel.accelerators import has_transformer_engine
+from hybridflow.models.scoring import Scoring
+from hybridflow.parallel.accelerators import has_transformer_engine, has_weight_gradient_kernel
 from hybridflow.parallel.cpu import use_cpu_for_cuda
 
 use_cpu_for_cuda()
@@ -97,16 +98,20 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=on_gpu,
+        # What is sent and received is waited for on the stream; the host need not.
+        batch_p2p_sync=False,
         # Weights are a function of (seed, name), set after construction; megatron-core's own initialization, which
         # also marks the tensor-parallel parameters, is left nothing to fill.
         init_method=_leave,
         output_layer_init_method=_leave,
         use_cpu_initialization=not on_gpu,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=on_gpu and has_weight_gradient_kernel(),
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        # Then gradients of embeddings are added in one order.
+        deterministic_mode=on_gpu and torch.are_deterministic_algorithms_enabled(),
+        apply_rope_fusion=on_gpu and has_transformer_engine(),
         **experts,
     )
 
@@ -118,10 +123,16 @@ def _gelu_tanh(gate: Tensor) -> Tensor:
 _ACTIVATIONS = {"silu": silu, "gelu_tanh": _gelu_tanh}
 
 
-@functools.cache
-def _add_rng_state() -> None:
-    """Add the random state that megatron-core forks around initialization on a GPU; nothing of ours draws from it."""
-    get_cuda_rng_tracker().add("model-parallel-rng", 0)
+def _add_rng_states() -> None:
+    """Add the random states that megatron-core forks around initialization on a GPU; nothing of ours draws from them.
+
+    A program that seeded megatron-core itself has them, and keeps its own.
+    """
+    tracker = get_cuda_rng_tracker()
+    for name in ("model-parallel-rng", get_expert_parallel_rng_tracker_name()):
+        if name not in tracker.get_states():
+            # It refuses a seed that another state has.
+            tracker.add(name, max(tracker.seeds_, default=-1) + 1)
 
 
 def _leave(weight: Tensor) -> Tensor:
@@ -188,7 +199,8 @@ class Transformer(GPTModel):
             return hidden
         if rows is not None:
             # One that several samples go on from comes more than once.
-            hidden = embedding(rows, hidden[:, 0])[:, None]
+            chosen = hidden[:, 0][rows] if self.config.deterministic_mode else embedding(rows, hidden[:, 0])
+            hidden = chosen[:, None]
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         output = self.output_layer(hidden, weight=weight)[0][:, 0]
         return output if self.logit_softcap is None else self.logit_softcap * torch.tanh(output / self.logit_softcap)
@@ -226,7 +238,7 @@ def build_transformer(
     config = transformer_config(model, layout, device)
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
     if device.type == "cuda":
-        _add_rng_state()
+        _add_rng_states()
     # Transformer Engine fuses norms into linear layers, whose input an adapter would not see.
     is_local = lora is not None or not (device.type == "cuda" and has_transformer_engine())
     block, experts = _block_spec(model, config, model.num_layers // layout.pp, is_local=is_local)
@@ -265,10 +277,11 @@ def build_transformer(
 
 def _block_spec(
     model: ModelConfig, config: TransformerConfig, num_layers: int, *, is_local: bool
-) -> tuple[ModuleSpec | TransformerBlockSubmodules, MoESubmodules | None]:
+) -> tuple[TransformerBlockSubmodules, MoESubmodules | None]:
     """Return the spec of a stage of ``num_layers`` layers, and the submodules of its mixtures of experts.
 
-    megatron-core's local layers, or Transformer Engine's; our attention in both.
+    megatron-core's local layers, or Transformer Engine's; our attention in both. Every norm is named here: left to
+    itself megatron-core takes the final one from whichever package is installed, wherever the model is.
     """
     known: dict[str, Any] = dict(num_experts=model.num_experts, moe_grouped_gemm=False, qk_layernorm=model.qk_norm)
     if is_local:
@@ -281,12 +294,13 @@ def _block_spec(
     experts = None
     if model.num_experts is not None:
         experts, parts.mlp = parts.mlp.submodules, IdentityOp
-    if not (is_local and model.zero_centered_norms):
-        return layer, experts
-    parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
-    if model.qk_norm:
-        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RmsNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RmsNorm), experts
+    norm = TENorm
+    if is_local:
+        norm = RmsNorm if model.zero_centered_norms else WrappedTorchNorm
+        parts.input_layernorm = parts.pre_mlp_layernorm = norm
+        if model.qk_norm:
+            parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = norm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm), experts
 
 
 def _finish_layer(

@@ -7,6 +7,7 @@ recomputes the softmax of its columns, chunk by chunk, so that no fp32 copy of t
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -39,12 +40,22 @@ def vocab_parallel_log_probs(
     return found
 
 
+def uses_kernels(logits: Tensor) -> bool:
+    """Return whether Triton computes it: on CUDA, where torch comes with Triton."""
+    return logits.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float
     ) -> tuple[Tensor, Tensor]:
         columns = Columns(logits.shape[-1], group, vocab_size)
+        ctx.columns, ctx.temperature = columns, temperature
+        if uses_kernels(logits):
+            log_prob, entropy, normalizer = _from_kernels(logits, targets, columns, temperature)
+            ctx.save_for_backward(logits, targets, normalizer, entropy)
+            return log_prob, entropy
         log_probs, entropies, normalizers = [], [], []
         for rows, wanted in zip(logits.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
             scaled = columns.scaled(rows, temperature)
@@ -63,12 +74,19 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         log_prob = torch.cat(log_probs) if log_probs else empty
         entropy = torch.cat(entropies) if entropies else empty
         ctx.save_for_backward(logits, targets, torch.cat(normalizers) if normalizers else empty, entropy)
-        ctx.columns, ctx.temperature = columns, temperature
         return log_prob, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, targets, normalizer, entropy = ctx.saved_tensors
+        if uses_kernels(logits):
+            from hybridflow.models.vocab_kernels import vocab_gradient
+
+            wanted = grad_log_prob.contiguous(), grad_entropy.contiguous()
+            columns = ctx.columns.first, ctx.columns.num_real
+            return vocab_gradient(logits, targets, normalizer, entropy, *wanted, *columns, ctx.temperature), *(
+                None,
+            ) * 4
         grad = torch.empty_like(logits)
         start = 0
         for rows in logits.split(CHUNK_TOKENS):
@@ -83,6 +101,23 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             ctx.columns.add_at(piece, targets[part], grad_log_prob[part])
             grad[part] = (piece / ctx.temperature).to(grad.dtype)
         return grad, None, None, None, None
+
+
+def _from_kernels(
+    logits: Tensor, targets: Tensor, columns: Columns, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities, entropies and logarithms of the sums of exponentials, ``[tokens]`` fp32 each."""
+    # Triton comes with torch's CUDA builds only.
+    from hybridflow.models.vocab_kernels import vocab_terms
+
+    terms = vocab_terms(logits, targets, columns.first, columns.num_real, temperature)
+    own, total, weighted, target = terms.unbind()
+    largest = columns.max(own.clone())
+    # A rank may have no column of the vocabulary.
+    share = (own - largest).exp()
+    total, weighted, target = columns.sum(torch.stack([total * share, weighted * share, target])).unbind()
+    normalizer = largest + total.log()
+    return target - normalizer, normalizer - weighted / total, normalizer
 
 
 class Columns:

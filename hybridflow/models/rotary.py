@@ -72,3 +72,9 @@ def _kept_yarn(model: ModelConfig, scaling: RotaryScaling) -> Tensor:
 def _original(scaling: RotaryScaling) -> int:
     assert scaling.original_context is not None, "checked with the model's settings"
     return scaling.original_context
+
+
+def rotary_table(frequencies: Tensor, context: int) -> Tensor:
+    """Return cosines and sines of each position, ``[context, 2, head / 2]`` fp32, where the frequencies are."""
+    angles = torch.outer(torch.arange(context, dtype=torch.float32, device=frequencies.device), frequencies)
+    return torch.stack([angles.cos(), angles.sin()], dim=1).contiguous()

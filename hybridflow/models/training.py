@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.specs import logical_parameters
 from hybridflow.observe.work import add_work
+from hybridflow.parallel.accelerators import use_gpu_optimizer
 from hybridflow.parallel.megatron import gathering_within
 from hybridflow.reshard.memory import HostOffload
 
@@ -76,6 +77,8 @@ class Trainable:
                 use_gloo_process_groups=False,
                 pg_collection=groups,
             )
+        if next(model.parameters()).device.type == "cuda":
+            use_gpu_optimizer(inner for _, inner in self._inner_optimizers())
 
     def accumulate(self, micro_batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
         """Run forward and backward over this rank's micro-batches; gradients are summed over the replicas at the end.
@@ -154,12 +157,10 @@ class Trainable:
     def num_steps(self) -> int | None:
         """Return the optimizer steps so far; None if this rank keeps no state that would tell."""
         for inner, group in self._parameter_groups():
-            if isinstance(inner, torch.optim.AdamW):
-                counts = [int(inner.state[parameter]["step"]) for parameter in group["params"]]
-            else:
-                counts = [int(group.get("step", 0))]
-            if counts:
-                return counts[0]
+            if not isinstance(inner, torch.optim.AdamW):
+                return int(group.get("step", 0))
+            for parameter in group["params"]:
+                return int(inner.state[parameter]["step"])
         return None
 
     def set_num_steps(self, steps: int) -> None:
@@ -174,9 +175,7 @@ class Trainable:
 
     def _main_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor, tuple[int, int]]]:
         """Yield the parameters that this rank steps: the model's, the stepped one, and its range in the model's."""
-        for optimizer in self._optimizer.chained_optimizers:
-            if getattr(optimizer, "is_stub_optimizer", False):
-                continue
+        for optimizer, _ in self._inner_optimizers():
             for parameter, main in _pairs(optimizer):
                 kept = (0, parameter.numel())
                 if isinstance(optimizer, DistributedOptimizer):
@@ -207,18 +206,22 @@ class Trainable:
                 tensor.zero_()
         self.set_num_steps(0)
 
+    def _inner_optimizers(self) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
+        """Yield megatron-core's optimizers that step something, each with the one inside."""
+        for optimizer in self._optimizer.chained_optimizers:
+            if not getattr(optimizer, "is_stub_optimizer", False):
+                yield optimizer, optimizer.optimizer
+
     def _parameter_groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
         """Yield the groups of the inner optimizers, with their state there from the start."""
-        for optimizer in self._optimizer.chained_optimizers:
-            if getattr(optimizer, "is_stub_optimizer", False):
-                continue
-            inner = optimizer.optimizer
+        for optimizer, inner in self._inner_optimizers():
             optimizer.init_state_fn(inner)
             for group in inner.param_groups:
                 if isinstance(inner, torch.optim.AdamW):
                     # megatron-core makes the moments; torch then takes its own count to be there too.
                     for parameter in group["params"]:
-                        inner.state[parameter].setdefault("step", torch.tensor(0.0))
+                        device = parameter.device if group["fused"] else None
+                        inner.state[parameter].setdefault("step", torch.tensor(0.0, device=device))
                 yield inner, group
 
 
@@ -239,6 +242,27 @@ def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
         groups = [(group["params"], group["params"]) for group in optimizer.optimizer.param_groups]
     for models, mains in groups:
         yield from zip(models, mains, strict=True)
+
+
+class _Neighbors(P2PCommunicator):
+    """Messages between neighboring stages, without their shapes: every stage has all micro-batches, and knows them.
+
+    Args:
+        group: Stages of the pipeline.
+        config: megatron-core's.
+        lengths: Tokens of each micro-batch, in order. Both ways they come in that order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, config: Any, lengths: Sequence[int]) -> None:
+        super().__init__(pp_group=group, config=config)
+        self._forward = ((length, 1, config.hidden_size) for length in lengths)
+        self._backward = ((length, 1, config.hidden_size) for length in lengths)
+
+    def _communicate_shapes(
+        self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+    ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Return the shapes of what comes from the previous stage and from the next, if anything comes."""
+        return next(self._forward) if recv_prev else None, next(self._backward) if recv_next else None
 
 
 def run_schedule(
@@ -280,7 +304,7 @@ def run_schedule(
     if groups.pp.size() == 1:
         kept = forward_backward_no_pipelining(**arguments)
     else:
-        sender = P2PCommunicator(pp_group=groups.pp, config=config)
+        sender = _Neighbors(groups.pp, config, [len(each.tokens) for each in micro_batches])
         kept = forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=sender)
     return kept
 

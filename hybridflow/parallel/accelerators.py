@@ -1,14 +1,108 @@
-"""The one door to Transformer Engine and Apex: whether they are there (megatron-core then picks their fused Adam)."""
+"""The one door to Transformer Engine and Apex: whether they can be used, and torch's own kernels in their place.
+
+megatron-core takes the optimizer of whichever package is installed, and both packages' kernels run on GPUs only.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.metadata
 import importlib.util
+import re
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch import Tensor
+
+FIRST_TRANSFORMER_ENGINE, PAST_TRANSFORMER_ENGINE = (2, 9), (2, 12)
+"""The releases of Transformer Engine that megatron-core 0.16.1 is written against; setup.py has them too."""
 
 
 @functools.cache
 def has_transformer_engine() -> bool:
-    """Return whether Transformer Engine can be used: it is installed, and there is a CUDA device."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    """Return whether Transformer Engine can be used: there is a GPU, and the package has no fault."""
+    return torch.cuda.is_available() and not transformer_engine_fault()
+
+
+def transformer_engine_fault() -> str:
+    """Return why Transformer Engine cannot be used, in words; empty if it can."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "it is not installed"
+    found = misfit(importlib.metadata.version("transformer-engine"))
+    if found:
+        return found
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # a package that was built for another torch raises whatever it likes
+        return f"it cannot be imported: {type(error).__name__}: {error}"
+    return ""
+
+
+def misfit(version: str) -> str:
+    """Return why megatron-core is not written against this release of Transformer Engine; empty if it is."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and FIRST_TRANSFORMER_ENGINE <= (int(found[1]), int(found[2])) < PAST_TRANSFORMER_ENGINE:
+        return ""
+    first, past = (".".join(map(str, each)) for each in (FIRST_TRANSFORMER_ENGINE, PAST_TRANSFORMER_ENGINE))
+    return f"megatron-core needs >={first},<{past}"
+
+
+@functools.cache
+def has_weight_gradient_kernel() -> bool:
+    """Return whether Apex's product that adds weight gradients to fp32 sums is there, as megatron-core asks for it."""
+    return torch.cuda.is_available() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+def use_torch_optimizer() -> None:
+    """Make megatron-core step with torch's AdamW and clip with torch's operators, whichever packages are installed."""
+    optimizer: Any = importlib.import_module("megatron.core.optimizer")
+    clipping: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
+    mixed: Any = importlib.import_module("megatron.core.optimizer.optimizer")
+    utils: Any = importlib.import_module("megatron.core.utils")
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    clipping.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    for module in (clipping, mixed):
+        module.multi_tensor_applier = utils.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+
+
+def use_gpu_optimizer(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Let optimizers of torch step in one kernel each, and megatron-core clip without asking the GPU tensor by tensor.
+
+    Where Transformer Engine or Apex is installed, their kernels do both already.
+
+    Args:
+        optimizers: Of parameters on a GPU, before their first step.
+    """
+    clipping: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
+    mixed: Any = importlib.import_module("megatron.core.optimizer.optimizer")
+    utils: Any = importlib.import_module("megatron.core.utils")
+    if clipping.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clipping.l2_norm_impl = _l2_norm
+    for module in (clipping, mixed):
+        if module.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
+            module.multi_tensor_scale_impl = _scale
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.AdamW):
+            for group in (optimizer.defaults, *optimizer.param_groups):
+                group |= {"fused": True, "foreach": False}
+
+
+def _l2_norm(_: int, flag: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+    """Return the norm of all tensors, ``[1]`` fp32; in the place of ``multi_tensor_l2norm``."""
+    assert not per_tensor, "megatron-core asks for the norm of all"
+    norms = torch._foreach_norm([tensor for each in lists for tensor in each])
+    return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+
+
+def _scale(_: int, flag: Tensor, lists: list[list[Tensor]], factor: float) -> None:
+    """Write the tensors of the first list times a factor to the second; in the place of ``multi_tensor_scale``."""
+    sources, targets = lists
+    if not targets:
+        return
+    if any(source is not target for source, target in zip(sources, targets, strict=True)):
+        torch._foreach_copy_(targets, sources)
+    if factor != 1.0:
+        torch._foreach_mul_(targets, factor)

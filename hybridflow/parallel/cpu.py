@@ -2,7 +2,8 @@
 
 megatron-core 0.16.1 computes correctly on the CPU, but asks for "the current CUDA device" by name in a few places.
 This module answers with the CPU. It touches torch.cuda's questions about the device, and the name ``torch`` inside the
-few megatron-core modules that spell ``device="cuda"``; no call outside them pays for it.
+few megatron-core modules that spell ``device="cuda"``; no call outside them pays for it. An optimizer that needs a GPU
+gives way to torch's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import types
 from typing import Any
 
 import torch
+
+from hybridflow.parallel.accelerators import use_torch_optimizer
 
 _CPU = torch.device("cpu")
 _MODULES_NAMING_CUDA = (
@@ -67,3 +70,4 @@ def use_cpu_for_cuda() -> None:
     torch_on_cpu = _TorchOnCpu()
     for name in _MODULES_NAMING_CUDA:
         importlib.import_module(name).torch = torch_on_cpu  # type: ignore[attr-defined]
+    use_torch_optimizer()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ _AFTER_RANK_0_S = 10.0
 """So much longer than its own deadline a rank waits for what rank 0 says about the ranks that did not come."""
 
 _INTERFACES = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface where nodes have several"
+
+_SHARE_GPU = "HYBRIDFLOW_SHARE_GPU"
+"""Environment variable, for tests: at 1, ranks may share a GPU, and gloo carries what NCCL else would."""
 
 _IN_ORDER = {
     "alone": "start them with one launcher",
@@ -72,7 +75,7 @@ class World:
 
     def __post_init__(self) -> None:
         timeout = timedelta(seconds=self.deadline_s)
-        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        backend = f"cpu:gloo,cuda:{'gloo' if shares_gpu() else 'nccl'}" if self.device.type == "cuda" else "gloo"
         store = dist.PrefixStore("torch", self.store)
         try:
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
@@ -164,13 +167,18 @@ def find_device(local_rank: int) -> torch.device:
     """Return this rank's GPU if it sees any, else the CPU.
 
     Where the launcher shows each rank a GPU of its own (``srun --gpus-per-task``), it is that one; where each sees all
-    of its node, that of its place on the node.
+    of its node, that of its place on the node. Ranks that come to the same one are refused by ``check_gpus``.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def shares_gpu() -> bool:
+    """Return whether ranks may share a GPU, which NCCL refuses: gloo takes its place then. For tests."""
+    return os.environ.get(_SHARE_GPU) == "1"
 
 
 def open_store(start: Start, *, start_deadline_s: float) -> dist.Store:
@@ -262,22 +270,47 @@ def join_world(start: Start, store: dist.Store, *, deadline_s: float, start_dead
 
     Raises:
         DeadlineError: Not all ranks came; names those that did not, and their nodes.
-        LayoutError: The ranks do not fill one node after the other.
+        LayoutError: The ranks do not fill one node after the other, or two have the same GPU.
     """
-    check_nodes(start, wait_for_all(store, start, start_deadline_s))
+    device = find_device(start.local_rank)
+    signatures = wait_for_all(store, start, start_deadline_s, device)
+    check_nodes(start, [each.host for each in signatures])
+    check_gpus(signatures)
     return World(
         rank=start.rank,
         size=start.size,
         ranks_per_node=start.ranks_per_node,
-        device=find_device(start.local_rank),
+        device=device,
         deadline_s=deadline_s,
         store=store,
         uses_mpi=start.launcher == "mpi",
     )
 
 
-def wait_for_all(store: dist.Store, start: Start, start_deadline_s: float) -> tuple[str, ...]:
-    """Return the node on which each rank runs, once every rank has signed in.
+class Signature(NamedTuple):
+    """What a rank tells the others when it signs in.
+
+    Attributes:
+        host: Node on which it runs.
+        gpu: Identifier of its GPU, unique in the world; empty on a CPU.
+        num_gpus: GPUs that it sees.
+    """
+
+    host: str
+    gpu: str = ""
+    num_gpus: int = 0
+
+
+def _sign(device: torch.device) -> Signature:
+    if device.type == "cpu":
+        return Signature(_host())
+    return Signature(_host(), str(torch.cuda.get_device_properties(device).uuid), torch.cuda.device_count())
+
+
+def wait_for_all(
+    store: dist.Store, start: Start, start_deadline_s: float, device: torch.device
+) -> tuple[Signature, ...]:
+    """Return where each rank runs, once every rank has signed in with its device.
 
     Rank 0 reads what the others sign and tells them what it found, since thousands of ranks that all read the
     signatures of all would keep the store busy.
@@ -286,22 +319,22 @@ def wait_for_all(store: dist.Store, start: Start, start_deadline_s: float) -> tu
         DeadlineError: Names the ranks that did not come, alike on all that came.
     """
     names = [f"hybridflow/here/{rank}" for rank in range(start.size)]
-    store.set(names[start.rank], _host())
+    store.set(names[start.rank], json.dumps(_sign(device)))
     if start.rank == 0:
         missing = _missing(store, names, start_deadline_s)
-        hosts = [] if missing else [each.decode() for each in store.multi_get(names)]
-        store.set(_FOUND, json.dumps({"missing": missing, "hosts": hosts}))
+        signatures = [] if missing else [json.loads(each) for each in store.multi_get(names)]
+        store.set(_FOUND, json.dumps({"missing": missing, "signatures": signatures}))
     elif _missing(store, [_FOUND], start_deadline_s + _AFTER_RANK_0_S):
-        missing, hosts = _missing(store, names, 0.0) or [0], []
+        missing, signatures = _missing(store, names, 0.0) or [0], []
     else:
         found = json.loads(store.get(_FOUND))
-        missing, hosts = found["missing"], found["hosts"]
+        missing, signatures = found["missing"], found["signatures"]
     if missing:
         raise DeadlineError(
             f"{len(missing)} of {start.size} ranks did not come within {start_deadline_s:g} s: {start.where(missing)}; "
             "look for what kept them from starting, or raise cluster.start_deadline_s if they are only slow"
         )
-    return tuple(hosts)
+    return tuple(Signature(*each) for each in signatures)
 
 
 def _missing(store: dist.Store, names: Sequence[str], wait_s: float) -> list[int]:
@@ -336,4 +369,27 @@ def check_nodes(start: Start, hosts: Sequence[str]) -> None:
             raise LayoutError(
                 f"the launcher said that {start.ranks_per_node} consecutive ranks share a node, but {number} run on "
                 f"{host}; {remedy}"
+            )
+
+
+def check_gpus(signatures: Sequence[Signature]) -> None:
+    """Refuse two ranks on one GPU, unless they were told to share it.
+
+    Args:
+        signatures: What each rank signed in with, in rank order.
+
+    Raises:
+        LayoutError: Names both ranks, their node, and the GPUs that they see.
+    """
+    if shares_gpu():
+        return
+    first: dict[str, int] = {}
+    for rank, (host, gpu, num_gpus) in enumerate(signatures):
+        if gpu and first.setdefault(gpu, rank) != rank:
+            num_ranks = sum(each.host == host for each in signatures)
+            raise LayoutError(
+                f"ranks {first[gpu]} and {rank} on {host} have the same GPU: {num_ranks} ranks run there, and rank "
+                f"{rank} sees {num_gpus} GPU{'s' if num_gpus != 1 else ''}; start no more ranks on a node than it has "
+                "GPUs, and show each rank all of them, or one of its own (`srun --gpus-per-task=1`). For tests, "
+                f"{_SHARE_GPU}=1 lets ranks share a GPU, slowly"
             )

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from hybridflow.errors import ReshardError
 
+_LEAST_BLOCK_BYTES = 1 << 20
+
 
 @contextlib.contextmanager
 def room_for(num_bytes: int, device: torch.device, owner: str) -> Iterator[None]:
@@ -76,11 +78,17 @@ def restore(tensors: Iterable[Tensor], owner: str) -> None:
     _grow([(storage, extent) for storage, extent in _storages(tensors) if storage.nbytes() == 0], owner)
 
 
+def give_back(device: torch.device) -> None:
+    """Give a GPU back what torch holds unused, so that the next phase finds it in one piece; on a CPU do nothing."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 class HostOffload:
     """Tensors that spend a phase in host memory, to make room on the device: optimizer state, frozen weights.
 
     Whole storages move, so that views which tensors share stay shared. The host memory is pinned where the device is a
-    GPU, allocated once, and kept.
+    GPU, allocated once in few blocks, and kept.
 
     Args:
         tensors: What is to be kept.
@@ -92,7 +100,7 @@ class HostOffload:
         self._kept = list(tensors)
         self._zeroed = list(zeroed)
         self._owner = owner
-        self._copies: dict[int, Tensor] = {}
+        self._host: list[Tensor] = []
         self._away: list[tuple[torch.UntypedStorage, int]] = []
 
     @property
@@ -115,21 +123,32 @@ class HostOffload:
         if self._away:
             return 0
         storages = [storage for storage, _ in _storages(self._kept)]
-        for storage in storages:
-            if storage._cdata not in self._copies:
-                with room_for(storage.nbytes(), torch.device("cpu"), self._owner):
-                    self._copies[storage._cdata] = torch.empty(
-                        storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
-                    )
-                is_unchanged = False
-            if not is_unchanged:
-                self._copies[storage._cdata].copy_(_bytes(storage), non_blocking=True)
-        if any(storage.device.type == "cuda" for storage in storages):
-            torch.cuda.current_stream().synchronize()
+        is_gpu = any(storage.device.type == "cuda" for storage in storages)
+        if not self._host:
+            num_bytes = sum(storage.nbytes() for storage in storages)
+            with room_for(num_bytes, torch.device("cpu"), self._owner):
+                self._host = [torch.empty(each, dtype=torch.uint8, pin_memory=is_gpu) for each in blocks(num_bytes)]
+            is_unchanged = False
+        if not is_unchanged:
+            for on_device, on_host in self._pairs(storages):
+                on_host.copy_(on_device, non_blocking=True)
+        wait_for_copies(storages)
         away = [(storage, storage.nbytes()) for storage, _ in _storages(self._kept + self._zeroed)]
         freed = release(self._kept + self._zeroed)
         self._away = away
         return freed
+
+    def _pairs(self, storages: Iterable[torch.UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the storages piece by piece, each piece with its place in host memory."""
+        host = iter(self._host)
+        room = next(host, torch.empty(0, dtype=torch.uint8))
+        for storage in storages:
+            rest = _bytes(storage)
+            while len(rest):
+                room = room if len(room) else next(host)
+                size = min(len(rest), len(room))
+                yield rest[:size], room[:size]
+                rest, room = rest[size:], room[size:]
 
     def restore(self) -> None:
         """Move them back.
@@ -142,8 +161,8 @@ class HostOffload:
         _grow(self._away, self._owner)
         for storage, _ in _storages(self._zeroed):
             _bytes(storage).zero_()
-        for storage, _ in _storages(self._kept):
-            _bytes(storage).copy_(self._copies[storage._cdata], non_blocking=True)
+        for on_device, on_host in self._pairs(storage for storage, _ in _storages(self._kept)):
+            on_device.copy_(on_host, non_blocking=True)
         self._away = []
 
     @contextlib.contextmanager
@@ -163,6 +182,25 @@ class HostOffload:
         finally:
             if is_away:
                 self.offload(is_unchanged=not is_written)
+
+
+def wait_for_copies(storages: Iterable[torch.UntypedStorage]) -> None:
+    """Wait until copies that were begun on the storages' devices are done."""
+    if any(storage.device.type == "cuda" for storage in storages):
+        torch.cuda.current_stream().synchronize()
+
+
+def blocks(num_bytes: int) -> list[int]:
+    """Cut memory into blocks of a power of two each, to which torch rounds pinned memory up: it then wastes little.
+
+    Returns:
+        Bytes of each block, the largest first; together the bytes wanted, and less than 1 MiB more.
+    """
+    rest, found = -(-num_bytes // _LEAST_BLOCK_BYTES) * _LEAST_BLOCK_BYTES, []
+    while rest:
+        found.append(1 << rest.bit_length() - 1)
+        rest -= found[-1]
+    return found
 
 
 def _grow(storages: list[tuple[torch.UntypedStorage, int]], owner: str) -> None:

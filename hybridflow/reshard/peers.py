@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import secrets
 import select
@@ -211,11 +212,11 @@ def _open_up(storage: torch.UntypedStorage) -> list[Any]:
     if storage.device.type == "cpu":
         file, num_bytes = storage._share_fd_cpu_()
         return [file, num_bytes]
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    if "expandable_segments:true" in settings.lower():
+    variable = "PYTORCH_ALLOC_CONF" if "PYTORCH_ALLOC_CONF" in os.environ else "PYTORCH_CUDA_ALLOC_CONF"
+    if re.search(r"expandable_segments\s*:\s*true", os.environ.get(variable, ""), re.IGNORECASE):
         raise ReshardError(
-            "CUDA IPC cannot open memory of expandable segments; leave expandable_segments out of PYTORCH_ALLOC_CONF, "
-            "or use another transport"
+            f"CUDA IPC cannot open memory of expandable segments; leave expandable_segments:True out of {variable}, or "
+            "set actor.reshard to torch"
         )
     _, *handle = storage._share_cuda_()
     return [part.hex() if isinstance(part, bytes) else part for part in handle]

@@ -23,7 +23,7 @@ from hybridflow.placement.peft import check_targets
 from hybridflow.placement.placed_model import PlacedModel, role_spec
 from hybridflow.placement.rollout_weights import RolloutWeights
 from hybridflow.placement.user_model import place_model
-from hybridflow.reshard.memory import HostOffload
+from hybridflow.reshard.memory import HostOffload, give_back
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient, length_metrics, length_stats
 from hybridflow.roles.offline_samples import row_stats
@@ -111,20 +111,24 @@ class Actor(Role):
                 if self.model is not None:
                     self._rollout_weights.release()
                 self._rollout_is_current = False
+            if self._pushed is not None:
+                self._pushed.sleep()
+            give_back(self._job.world.device)
             if self._offload is not None:
                 self._offload.restore()
             return
         if self._offload is not None:
             self._offload.offload()
+        give_back(self._job.world.device)
         if self._rollout_weights is not None and not self._rollout_is_current:
             for name, value in self._rollout_weights.refresh().items():
                 # A validation within the step may reshard once more: what is moved adds up, what is kept does not.
                 is_kept = name in ("reshard/extra_bytes", "reshard/adapter_bytes")
                 before = 0.0 if is_kept else self.metrics.get(name, 0.0)
                 self.metrics[name] = before + value
-        if self._pushed is not None and self._rollout is not None and not self._rollout_is_current:
-            self._pushed.push(self._rollout)
-            if self._rollout_weights is not None:
+        if self._pushed is not None and self._rollout is not None:
+            self._pushed.wake(self._rollout, is_current=self._rollout_is_current)
+            if self._rollout_weights is not None and not self._rollout_is_current:
                 self._rollout_weights.release()
         if not self._rollout_is_current:
             self._rollout_version = self.num_updates

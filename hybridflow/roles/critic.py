@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import mini_batch
 from hybridflow.placement.placed_model import role_spec
 from hybridflow.placement.user_model import place_model
+from hybridflow.reshard.memory import HostOffload
 
 COLUMNS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
 """Role -> the columns of its values, and of what it learns."""
@@ -51,6 +53,18 @@ class Critic(Role):
         self.trainable: Trainable | None = None
         if self.model is not None:
             self.trainable = self.model.make_trainable(self._settings.optimizer)
+        self._offload: HostOffload | None = None
+        if self.trainable is not None and self._settings.offload:
+            self._offload = self.trainable.offload(f"rank {job.world.rank}: optimizer of {role}")
+
+    def put_optimizer_away(self) -> None:
+        """Move the optimizer's state to host memory, if it is to be there while the critic does not learn."""
+        if self._offload is not None:
+            self._offload.offload()
+
+    def optimizer_at_hand(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the optimizer's state on its device inside the block."""
+        return contextlib.nullcontext() if self._offload is None else self._offload.at_hand()
 
     def values(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Compute ``values``, or ``cost_values``, before the update."""
@@ -60,11 +74,26 @@ class Critic(Role):
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Take one optimizer step on one mini-batch, or none if no token counts. Collective: all ranks of the mesh."""
-        assert self.model is not None and self.trainable is not None, "called outside its mesh"
-        part = mini_batch(self._job, batch, decided["critic_mini_batch"]["index"])
+        assert self.model is not None, "called outside its mesh"
+        turn = decided["critic_mini_batch"]
+        part = mini_batch(self._job, batch, turn["index"])
+        if self._offload is not None:
+            self._offload.restore()
         totals = self.model.totals(part)
-        if totals is None:
-            return
+        if totals is not None:
+            self._learn(part, totals)
+        if self._is_last(turn):
+            self.put_optimizer_away()
+
+    def _is_last(self, turn: Mapping[str, int]) -> bool:
+        """Return whether this is the last mini-batch of a step."""
+        recipe = self._job.recipe
+        num_mini_batches = recipe.trainer.global_batch_size // recipe.trainer.samples_per_update
+        return (turn["epoch"], turn["index"]) == (recipe.loss.epochs - 1, num_mini_batches - 1)
+
+    def _learn(self, part: Batch, totals: Totals) -> None:
+        """Take an optimizer step. Collective: all ranks of the mesh."""
+        assert self.model is not None and self.trainable is not None, "called outside its mesh"
         results = self.trainable.accumulate(
             self.model.micro_batches(part), lambda output, micro_batch: self._loss(output, micro_batch, part, totals)
         )

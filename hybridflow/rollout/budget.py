@@ -30,9 +30,10 @@ def free_bytes(device: torch.device, ranks_per_node: int, root: Path = _ROOT) ->
         root: Where ``proc`` and ``sys`` are.
     """
     if device.type == "cuda":
+        # Of what torch holds unused only whole segments are room for something large. Given back, they count as free.
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
-        # What torch has taken and nobody uses any more.
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free
     least = min([_available_bytes(root), *_free_of_groups(root)])
     return max(least, 0) // ranks_per_node
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +20,10 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.rollout.blocks import BLOCK_TOKENS, BlockPool
 from hybridflow.rollout.budget import cache_bytes
-from hybridflow.rollout.cpu.transformer import CpuTransformer, runs_on_cpu
-from hybridflow.rollout.paged import PagedAttention, PagedCache, block_bytes
+from hybridflow.rollout.paged import block_bytes
 from hybridflow.rollout.records import Records
 from hybridflow.rollout.request import FinishReason, Progress, Request, Response, RolloutStopped, length_refusal
+from hybridflow.rollout.runner import Cache, make_runner
 from hybridflow.rollout.sampling import FAILURES, Sampled, Sampler, sequence_key
 from hybridflow.rollout.scheduler import Job, Scheduler, Step
 from hybridflow.rollout.texts import Texts, Watch
@@ -35,6 +36,9 @@ LOOK_STEPS = 16
 
 FEW_STEPS = 4
 """Most steps at a time while sequences wait for the slots of those that end."""
+
+TakeTokens = Callable[[], Tensor]
+"""Waits for the tokens of a step, ``[rows]`` int64 in host memory."""
 
 
 class MegatronEngine:
@@ -82,7 +86,7 @@ class MegatronEngine:
         self._ranks_per_node = ranks_per_node
         self._most_blocks = 0
         self._stage_ranks = dist.get_process_group_ranks(groups.pp)
-        self._fast: CpuTransformer | None = None
+        self._runner = make_runner(model, groups, vocab_size, max_rows=max_concurrent, max_steps=LOOK_STEPS)
         self._sent: tuple[dist.Work, Tensor] | None = None
         self._num_changes = 0
 
@@ -96,7 +100,7 @@ class MegatronEngine:
 
         An open session goes on with the new weights: it recomputes its cache.
         """
-        self._fast = None
+        self._runner.forget()
         self._num_changes += 1
 
     @torch.inference_mode()
@@ -182,8 +186,12 @@ class MegatronEngine:
 
     def prepare(self) -> None:
         """Derive from the weights what the quick path needs, if it is not there."""
-        if self._fast is None and runs_on_cpu(self.model):
-            self._fast = CpuTransformer(self.model, self.groups.tp, self.vocab_size)
+        self._runner.prepare()
+
+    def make_cache(self, num_blocks: int) -> Cache:
+        """Return an empty key-value cache."""
+        cache: Cache = self._runner.make_cache(num_blocks)
+        return cache
 
     def refusal(self, request: Request) -> str | None:
         """Return why a request cannot be met, or None if it can."""
@@ -231,19 +239,20 @@ class MegatronEngine:
         num_blocks = sum(map(blocks_for, lengths))
         return max(len(lengths), 1), max(lengths, default=1), max(min(num_blocks, self._most_blocks), 1)
 
-    def run(self, tokens: Tensor, attention: PagedAttention, rows: Tensor) -> Tensor | None:
-        """Run this stage's part of a forward pass.
+    def run(self, cache: Cache, tables: np.ndarray, step: Step, rows: Tensor) -> Tensor | None:
+        """Run this stage's part of a step's forward pass.
 
         Return logits of the rows, ``[rows, padded_vocab/tp]``, on the last stage.
         """
+        tokens = torch.from_numpy(step.tokens).to(self.device)
         stage, stages = self.groups.pp.rank(), self._stage_ranks
         config = self.model.config
         if stage > 0:
             hidden = torch.empty(len(tokens), 1, config.hidden_size, dtype=config.params_dtype, device=self.device)
             dist.recv(hidden, src=stages[stage - 1], group=self.groups.pp)
             self.model.set_input_tensor(hidden)
-        run = self.model if self._fast is None else self._fast
-        output = run(tokens, attention, rows)
+        attention = self._runner.attention(cache, tables, step.slots, step.positions)
+        output = self._runner(tokens, attention, rows)
         if self.model.post_process:
             return output
         if self._sent is not None:
@@ -254,29 +263,51 @@ class MegatronEngine:
         return None
 
     def decode(
-        self, cache: PagedCache, tables: np.ndarray, chosen: np.ndarray, most: int, **arrays: np.ndarray
+        self, cache: Cache, tables: np.ndarray, chosen: np.ndarray, most: int, **arrays: np.ndarray
     ) -> np.ndarray:
-        """See ``CpuTransformer.decode``; only where ``can_decode``."""
-        assert self._fast is not None, "see can_decode"
-        return self._fast.decode(cache, tables, chosen, most, self.version, **arrays)
+        """See ``Runner.decode``; only where ``can_decode``."""
+        return self._runner.decode(cache, tables, chosen, most, self.version, **arrays)
 
     @property
     def can_decode(self) -> bool:
-        """Return whether one call can compute several tokens: the whole model is on this rank's CPU."""
-        return self._fast is not None and self.groups.tp.size() == self.groups.pp.size() == 1
+        """Return whether one call can compute several tokens."""
+        return self._runner.can_decode
 
-    def send_tokens(self, tokens: Tensor) -> list[dist.Work]:
-        """Send tokens from the last stage to all others."""
-        return [_send(tokens, rank, self.groups.pp) for rank in self._stage_ranks[:-1]]
+    @property
+    def can_cut(self) -> bool:
+        """Return whether such a call knows top k, top p and min p."""
+        return self._runner.can_cut
 
-    def receive_tokens(self, tokens: Tensor, sends: Sequence[dist.Work]) -> Tensor:
-        """Return the tokens of the last stage; other stages receive them into ``tokens``."""
-        if self.model.post_process:
-            for send in sends:
-                send.wait()
-        else:
+    def send_tokens(self, tokens: Tensor) -> TakeTokens:
+        """Begin to bring tokens from the last stage to the host memory of all stages; what ends it gives them.
+
+        Those of a GPU leave with the end, through the host: on one way with the hidden states, which go in the other
+        direction, each stage would wait for the other.
+        """
+        others = self._stage_ranks[:-1]
+        if tokens.device.type == "cpu":
+            sends = [_send(tokens, rank, self.groups.pp) for rank in others]
+            return functools.partial(_wait_for, tokens, sends)
+        found = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        found.copy_(tokens, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+
+        def send() -> Tensor:
+            copied.synchronize()
+            return _wait_for(found, [_send(found, rank, self.groups.pp) for rank in others])
+
+        return send
+
+    def receive_tokens(self, num_tokens: int) -> TakeTokens:
+        """Return what receives the tokens of the last stage, on any other."""
+
+        def receive() -> Tensor:
+            tokens = torch.empty(num_tokens, dtype=torch.int64)
             dist.recv(tokens, src=self._stage_ranks[-1], group=self.groups.pp)
-        return tokens
+            return tokens
+
+        return receive
 
     def _measure(self) -> int:
         """Return the number of blocks that the memory budget allows on each rank of the replica.
@@ -299,6 +330,12 @@ def _send(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:
     work = dist.isend(tensor, dst=rank, group=group)
     assert work is not None, "a rank sends only in its own groups"
     return work
+
+
+def _wait_for(tokens: Tensor, sends: Sequence[dist.Work]) -> Tensor:
+    for send in sends:
+        send.wait()
+    return tokens
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -334,7 +371,7 @@ class Session:
         self._turn = 0
         num_slots, capacity, num_blocks = engine.room(expected)
         blocks = BlockPool(num_blocks)
-        self._cache = PagedCache(engine.model, num_blocks, engine.device)
+        self._cache = engine.make_cache(num_blocks)
         stages = engine.groups.pp.size()
         self._lanes = [_Lane(engine, blocks, -(-num_slots // stages), capacity) for _ in range(stages)]
         self._lane = self._lanes[0]
@@ -516,16 +553,12 @@ class Session:
     def _forward(self, lane: _Lane, step: Step) -> _Outcome:
         """Compute a step; on the last stage also sample, and send the others the tokens."""
         engine, scheduler = self._engine, lane.scheduler
-        slots, positions, tokens, tables = (
-            torch.from_numpy(each).to(engine.device)
-            for each in (step.slots, step.positions, step.tokens, scheduler.tables)
-        )
         rows = torch.from_numpy(np.concatenate([step.rows, step.scored])).to(engine.device)
         if len(step.copies):
             self._cache.copy(*torch.from_numpy(step.copies).to(engine.device).unbind(1))
-        output = engine.run(tokens, PagedAttention(self._cache, tables, slots, positions), rows)
+        output = engine.run(self._cache, scheduler.tables, step, rows)
         if output is None:
-            return _Outcome(torch.empty(len(step.rows), dtype=torch.int64, device=engine.device), engine.version)
+            return _Outcome(engine.receive_tokens(len(step.rows)), engine.version)
         num = len(step.rows)
         row_slots = step.row_slots
         sampled = lane.sampler.sample(
@@ -535,7 +568,7 @@ class Session:
             scheduler.tokens,
             lambda slot, token: self._watches[scheduler.job(slot).number].would_complete_bad(token),
         )
-        sends = engine.send_tokens(sampled.tokens)
+        take_tokens = engine.send_tokens(sampled.tokens)
         scores = None
         if len(step.scored):
             following = scheduler.tokens[step.slots[step.scored], step.positions[step.scored] + 1]
@@ -543,12 +576,14 @@ class Session:
             scores = vocab_parallel_log_probs(
                 output[num:], targets, group=engine.groups.tp, vocab_size=engine.vocab_size
             )[0]
-        return _Outcome(sampled.tokens, engine.version, sampled, scores, sends)
+        return _Outcome(take_tokens, engine.version, sampled, scores)
 
     def _reserve(self, lane: _Lane, step: Step, most: int) -> int:
         """Return how many steps one call can do, including this one."""
         is_one_token_each = len(step.rows) == len(step.tokens) and not len(step.copies) + len(step.scored)
-        is_plain = lane.sampler.is_plain(step.slots) and not lane.is_watched[step.slots].any()
+        is_plain = (
+            lane.sampler.is_plain(step.slots, with_cuts=self._engine.can_cut) and not lane.is_watched[step.slots].any()
+        )
         if most > 1 and self._engine.can_decode and is_one_token_each and is_plain:
             return lane.scheduler.reserve(most)
         return 1
@@ -562,8 +597,8 @@ class Session:
         return self._end(lane, slots, failures, *lane.scheduler.absorb_decoded(slots))
 
     def _absorb(self, lane: _Lane, step: Step, outcome: _Outcome) -> list[tuple[Request, Response]]:
-        engine, slots = self._engine, step.row_slots
-        tokens = engine.receive_tokens(outcome.tokens, outcome.sends).cpu().numpy()
+        slots = step.row_slots
+        tokens = outcome.take_tokens().numpy()
         positions = lane.scheduler.lengths[slots]
         self._note_first_tokens(lane, slots[positions == lane.num_prompt[slots]])
         if outcome.sampled is not None:
@@ -626,11 +661,10 @@ class Session:
 class _Outcome:
     """What a step gave, of which weights: tokens, received on all stages from the last; the rest there alone."""
 
-    tokens: Tensor
+    take_tokens: TakeTokens
     version: int
     sampled: Sampled | None = None
     scores: Tensor | None = None
-    sends: Sequence[dist.Work] = ()
 
 
 @dataclass

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridflow.models.attention import Scoring, attend
+from hybridflow.models.attention import attend
 from hybridflow.models.gpt import Transformer
+from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 
 _LARGE_PAGE_BYTES = 2 << 20
@@ -28,6 +29,7 @@ class PagedCache:
         keys: One tensor for each local layer, ``[blocks, groups/tp, head, BLOCK_TOKENS]``.
         values: As ``keys``, ``[blocks, groups/tp, BLOCK_TOKENS, head]``.
         stride: Elements from a layer's keys to its values, and from there to the next layer's keys.
+        num_bytes: Memory of all.
     """
 
     def __init__(self, model: Transformer, num_blocks: int, device: torch.device) -> None:
@@ -35,7 +37,7 @@ class PagedCache:
         dtype = model.config.params_dtype
         shape = (2 * len(model.decoder.layers), num_blocks, groups, head * BLOCK_TOKENS)
         pool = _empty_pool(shape, dtype, device)
-        self.stride = pool.stride(0)
+        self.stride, self.num_bytes = pool.stride(0), pool.nbytes
         self.keys = list(pool[::2].unflatten(-1, (head, BLOCK_TOKENS)))  # type: ignore[no-untyped-call]
         self.values = list(pool[1::2].unflatten(-1, (BLOCK_TOKENS, head)))  # type: ignore[no-untyped-call]
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.models.log_probs import Columns
+from hybridflow.models.log_probs import Columns, uses_kernels
 from hybridflow.rollout.cpu.kernels import load_kernels
 from hybridflow.rollout.edits import Entries, Rows, edited, floors, forbidden, gather_over, penalized
 from hybridflow.rollout.request import PURPOSES, SamplingParams
@@ -93,7 +93,7 @@ _SLOT = np.dtype(
     [
         *((name, np.int64) for name in ("key", "top_k", "num_prompt", "no_stop_before")),
         *((name, np.float32) for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")),
-        *((name, np.uint8) for name in ("is_greedy", "is_penalized", "is_special", "has_bad_texts")),
+        *((name, np.uint8) for name in ("is_greedy", "is_penalized", "is_edited", "is_special", "has_bad_texts")),
     ]
 )
 
@@ -124,24 +124,25 @@ class Sampler:
         )
         # The likeliest token survives every cut.
         is_cut = not params.greedy and bool(params.top_k or params.top_p < 1 or params.min_p)
-        is_edited = must_go_on or bool(params.logit_bias or params.bad_ids or params.bad)
+        is_edited = is_penalized or must_go_on or bool(params.logit_bias or params.bad_ids or params.bad)
         self._slots[slot] = (
             *(key, params.top_k, num_prompt, num_prompt + params.min_new_tokens),
             *(params.temperature, params.top_p, params.min_p),
             *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
-            *(params.greedy, is_penalized, is_penalized or is_cut or is_edited, bool(params.bad)),
+            *(params.greedy, is_penalized, is_edited, is_cut or is_edited, bool(params.bad)),
         )
         self._biases.put(slot, params.logit_bias)
         self._stop_ids.put(slot, [(token,) for token in params.stop_ids] if must_go_on else [])
         self._bad_ids.put(slot, [ids[::-1] for ids in params.bad_ids])
 
-    def is_plain(self, slots: np.ndarray) -> bool:
-        """Return whether some slots need only a temperature, or the likeliest token."""
-        return not self._slots["is_special"][slots].any()
+    def is_plain(self, slots: np.ndarray, *, with_cuts: bool = False) -> bool:
+        """Return whether some slots need only a temperature, or the likeliest token; or, with cuts, these too."""
+        return not self._slots["is_edited" if with_cuts else "is_special"][slots].any()
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays of plain slots that decoding several tokens reads."""
         names = {"keys": "key", "temperatures": "temperature", "greedy": "is_greedy"}
+        names |= {name: name for name in ("top_k", "top_p", "min_p")}
         return {name: np.ascontiguousarray(self._slots[field]) for name, field in names.items()}
 
     def sample(
@@ -272,6 +273,11 @@ def _find(logits: Tensor, keys: Tensor, temperatures: Tensor, is_quiet: Tensor, 
         is_quiet: Rows without noise, ``[rows]`` uint8.
         columns: Columns of this rank.
     """
+    if uses_kernels(logits):
+        # Triton comes with torch's CUDA builds only.
+        from hybridflow.rollout.gpu.choose import find
+
+        return find(logits, keys, temperatures, is_quiet, columns)
     kernels = load_kernels()
     if kernels is None or logits.device.type != "cpu" or logits.dtype is not torch.float32:
         return _find_in_torch(columns.scaled(logits, temperatures[:, None]), keys, is_quiet, columns)

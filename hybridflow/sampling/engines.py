@@ -49,12 +49,29 @@ class PushedEngine:
             vocab_size=job.vocab_size,
             max_concurrent=rollout.max_concurrent,
             memory_share=rollout.engine.memory_share,
+            device=job.world.device,
             cache_bytes=_cache_bytes(job) if job.world.device.type == "cpu" else None,
+            can_sleep=True,
         )
+        # Weights that outlive an update are nowhere else.
+        self._keeps_weights = recipe.actor.reshard_every > 1
+        self.sleep()
 
-    def push(self, model: PlacedModel) -> None:
-        """Give the engine the weights of the rollout layout, which this rank holds whole, with adapters merged."""
-        self.engine.load(hf_weights(self._described, whole_tensors(model)))
+    def sleep(self) -> None:
+        """Make room on a GPU while the actor learns."""
+        self.engine.sleep(keeps_weights=self._keeps_weights)
+
+    def wake(self, model: PlacedModel, *, is_current: bool) -> None:
+        """Make the engine ready to generate.
+
+        Args:
+            model: The rollout layout's, which this rank holds whole. Adapters are merged.
+            is_current: The engine has had its weights already.
+        """
+        weights = None
+        if not is_current or self.engine.lacks_weights:
+            weights = hf_weights(self._described, whole_tensors(model))
+        self.engine.wake(weights)
 
 
 def whole_tensors(model: PlacedModel) -> Callable[[str], Tensor]:

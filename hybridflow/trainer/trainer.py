@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -23,6 +24,7 @@ from hybridflow.mapping.memory import check_memory
 from hybridflow.observe.activity import current_activity
 from hybridflow.observe.exporters import Exporter
 from hybridflow.observe.rank_log import open_rank_log
+from hybridflow.parallel.deterministic import add_in_fixed_order
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
@@ -87,6 +89,8 @@ def make_trainer(
         )
     # The local launcher and torchrun say so in the environment, mpirun and srun do not.
     torch.set_num_threads(recipe.cluster.threads_per_rank)
+    if recipe.trainer.deterministic:
+        add_in_fixed_order(world.device)
     if not resume:
         checkpoints.check_new(Path(recipe.run_dir))
     recipe = _with_nodes(recipe, world)
@@ -205,12 +209,18 @@ class Trainer(Role):
         Returns:
             Whether the job can go on; else its warm start was cut short.
         """
-        recipe = self.job.recipe
         if self._start is not None:
             self._resume(self._start)
             self._set_learning_rates()
             self._record.open(self.progress.step)
-            return True
+        elif not self._begin():
+            return False
+        for critic in self.roles.critics.values():
+            critic.put_optimizer_away()
+        return True
+
+    def _begin(self) -> bool:
+        recipe = self.job.recipe
         self._record.open(None)
         read_weights(self.job, self.roles)
         self._execute(self._plan.warm_start)
@@ -314,7 +324,10 @@ class Trainer(Role):
         if self._multiplier is not None:
             state["multiplier"] = self._multiplier.value
         best = progress.validations.best_step if self.job.recipe.trainer.keep_best else None
-        with self.roles.actor.optimizer_at_hand():
+        with contextlib.ExitStack() as at_hand:
+            at_hand.enter_context(self.roles.actor.optimizer_at_hand())
+            for critic in self.roles.critics.values():
+                at_hand.enter_context(critic.optimizer_at_hand())
             self._checkpoints.save(progress.step, state, best)
         progress.saved_step = progress.step
         self._rollouts.begin_save(progress.step)

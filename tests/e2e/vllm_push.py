@@ -100,6 +100,7 @@ def main():
         vocab_size=VOCAB,
         max_concurrent=8,
         memory_share=0.5,
+        device=torch.device("cpu"),
         cache_bytes=1 << 26,
     )
     greedy = SamplingParams(max_new_tokens=NUM_TOKENS, greedy=True, with_prompt_log_probs=True)

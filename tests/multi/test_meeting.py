@@ -11,12 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hybridflow.errors import LayoutError
 from hybridflow.parallel import world as world_module
 from hybridflow.parallel.start import Start
-from hybridflow.parallel.world import check_nodes, find_device, join_world, open_store
+from hybridflow.parallel.world import (
+    Signature,
+    World,
+    check_gpus,
+    check_nodes,
+    find_device,
+    join_world,
+    open_store,
+)
 from tests.e2e.commands import free_port
 
 DEADLINE_S = 3.0
@@ -171,6 +180,30 @@ def test_a_rank_takes_the_gpu_that_it_alone_sees_or_that_of_its_place(monkeypatc
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_visible)
     monkeypatch.setattr("torch.cuda.set_device", chosen.append)
     assert str(find_device(local_rank)) == f"cuda:{index}" and [str(each) for each in chosen] == [f"cuda:{index}"]
+
+
+def test_two_ranks_on_one_gpu_are_refused_unless_they_are_to_share_it(monkeypatch):
+    own = [Signature("a", "GPU-1", 2), Signature("a", "GPU-2", 2), Signature("b", "GPU-3", 2), Signature("b")]
+    check_gpus(own)
+    shared = [*own[:2], Signature("a", "GPU-1", 2)]
+    says = (
+        "ranks 0 and 2 on a have the same GPU: 3 ranks run there, and rank 2 sees 2 GPUs; .* --gpus-per-task=1.* "
+        "HYBRIDFLOW_SHARE_GPU=1"
+    )
+    with pytest.raises(LayoutError, match=says):
+        check_gpus(shared)
+    monkeypatch.setenv("HYBRIDFLOW_SHARE_GPU", "1")
+    check_gpus(shared)
+
+
+@pytest.mark.parametrize(("switch", "backend"), [("0", "cpu:gloo,cuda:nccl"), ("1", "cpu:gloo,cuda:gloo")])
+def test_gloo_carries_the_tensors_of_ranks_that_share_a_gpu(monkeypatch, switch, backend):
+    begun = []
+    monkeypatch.setenv("HYBRIDFLOW_SHARE_GPU", switch)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: begun.append(backend))
+    device = torch.device("cuda", 0)
+    World(rank=0, size=2, ranks_per_node=2, device=device, deadline_s=1.0, store=dist.HashStore())
+    assert begun == [backend]
 
 
 IN_VAIN = """

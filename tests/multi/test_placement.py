@@ -47,7 +47,10 @@ def recipe(folder: Path, name: str, algorithm: str, ranks: int, **placement: Any
     critic = None
     if algorithm == "ppo":
         critic = CriticConfig(
-            ranks=placement.get("critic_ranks"), layout=placement.get("critic", update), optimizer=optimizer
+            ranks=placement.get("critic_ranks"),
+            layout=placement.get("critic", update),
+            optimizer=optimizer,
+            offload=placement.get("offload", False),
         )
     made = Recipe(
         name=name,

@@ -8,6 +8,7 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from hybridflow.errors import DeadlineError, ReshardError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.parallel.world import World
-from hybridflow.reshard import execute
+from hybridflow.reshard import execute, memory, peers
 from hybridflow.reshard.execute import ReshardStats
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.memory import HostOffload, release, restore
@@ -311,6 +312,28 @@ def test_offloaded_tensors_come_back() -> None:
         offload.restore()
         assert torch.equal(flat, torch.arange(64.0)) and not gradients.any()
         gradients.fill_(1.0)
+
+
+def test_offloaded_tensors_fill_blocks_that_are_not_rounded_up() -> None:
+    # 3.5 MiB and one byte: 4 MiB in one block, and what does not fit the first block goes on in the next.
+    assert memory.blocks(7 * 2**19 + 1) == [4 << 20] and memory.blocks(5 * 2**20) == [4 << 20, 1 << 20]
+    assert memory.blocks(0) == []
+    tensors = [torch.arange(size, dtype=torch.float32) for size in (3 * 2**18, 0, 7 * 2**18 + 5, 11)]
+    offload = HostOffload(tensors, owner="rank 0: optimizer state")
+    offload.offload()
+    assert [len(each) for each in offload._host] == [8 << 20, 2 << 20, 1 << 20]
+    offload.restore()
+    for tensor in tensors:
+        assert torch.equal(tensor, torch.arange(len(tensor), dtype=torch.float32))
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_that_cuda_ipc_cannot_open_is_refused(monkeypatch: Any, variable: str) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv(variable, "max_split_size_mb:512,expandable_segments: True")
+    storage = SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(ReshardError, match=f"out of {variable}, or set actor.reshard to torch"):
+        peers._open_up(storage)  # type: ignore[arg-type]
 
 
 def fall_back(world: World) -> list[str]:

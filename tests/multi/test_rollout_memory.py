@@ -335,5 +335,15 @@ def test_free_memory_is_what_the_node_and_the_control_groups_leave(tmp_path, oth
     assert cache_bytes(4096.0, torch.device("cpu"), 4) == 4096, "from 1 on it is bytes, whatever is free"
 
 
+def test_free_memory_of_a_gpu_counts_no_fragments(monkeypatch):
+    # torch holds 50 bytes, of which 30 are unused: 20 in a segment of their own, 10 beside what is used.
+    free = [100]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(free.pop() + 20))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 200))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
+    assert free_bytes(torch.device("cuda", 0), 4) == 120
+
+
 def test_free_memory_of_this_machine():
     assert 0 < free_bytes(torch.device("cpu"), 1) < 1 << 50

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybridflow.config.roles import OptimizerConfig
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.microbatch import pack
 from hybridflow.models.specs import logical_tensors
-from hybridflow.models.training import Trainable
+from hybridflow.models.training import Trainable, forward_only
 from tests.multi.models import CAPPED, MIXTURE, TINY, make_model, samples
 from tests.support.ranks import run_ranks
 
@@ -118,3 +119,30 @@ def test_a_shared_prompt_changes_no_output_and_no_gradient():
         for each in found:
             assert each["outputs"] < 1e-5 and each["gradients"] < 4e-6 * each["largest"], each
             assert each["largest"] > 1e-2, each
+
+
+def messages_of_stages(world) -> list[tuple[int, ...]]:
+    """Shapes of what this stage sends in a step over micro-batches of unequal lengths, and in forward passes."""
+    sent, isend = [], dist.isend
+
+    def note(tensor, *args, **kwargs):
+        sent.append(tuple(tensor.shape))
+        return isend(tensor, *args, **kwargs)
+
+    dist.isend = note
+    dist.batch_isend_irecv = None  # megatron-core's way to send shapes
+    built, _, groups, _ = make_model(world, ParallelLayout(pp=2))
+    trainable = Trainable(built, groups, OptimizerConfig(lr=1e-3))
+    sequences, prompts = samples(4)
+    batches = [pack(each, sequences, prompts, world.device) for each in ([0], [1, 2], [3])]
+    trainable.accumulate(batches, lambda output, _: (output.float().mean(), None))
+    forward_only(built, groups, batches, lambda output, _: output)
+    trainable.step()
+    return sent
+
+
+def test_stages_send_hidden_states_and_no_shapes():
+    sequences, _ = samples(4)
+    lengths = [len(sequences[0]), len(sequences[1]) + len(sequences[2]), len(sequences[3])]
+    shapes = [(length, 1, TINY.hidden_size) for length in lengths]
+    assert run_ranks(messages_of_stages, 2) == [shapes * 2, shapes]

@@ -9,8 +9,7 @@ Three kinds of files come here, and ``torch.load(..., weights_only=True)`` repla
 - ``*.distcp`` holds many archives in one file. ``torch.load`` maps whole files only, so it would copy each chunk.
 - ``common.pt`` and ``model_optim_rng.pt`` are archives that ``torch.load`` can read and map. It compares no checksums,
   follows a storage beyond its member, and hangs on the small pickles that ``_Costs`` refuses. It calls functions of
-  its own list, such as ``_codecs.encode``, where this reader keeps an inert object. Its restricted mode has a known
-  hole before torch 2.10 (GHSA-63cw-57p8-fm3p), and hybridflow supports torch 2.6.
+  its own list, such as ``_codecs.encode``, where this reader keeps an inert object.
 """
 
 from __future__ import annotations

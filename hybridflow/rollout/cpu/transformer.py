@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import merged_weight
+from hybridflow.models.rotary import rotary_table
 from hybridflow.rollout.cpu.kernels import Batch, Layer, Shape, Slots, Step, Vocabulary, load_kernels
 from hybridflow.rollout.paged import PagedAttention, PagedCache, cache_shape
 
@@ -73,7 +74,7 @@ class CpuTransformer:
         hidden, inner = config.hidden_size, layers[0].mlp.linear_fc1.weight.shape[0] // 2
         self._shape = Shape(
             *(hidden, groups, sharers, head, inner, _ACTIVATIONS[config.activation_func.__name__]),
-            self._keep(_rotary_table(model)),
+            self._keep(rotary_table(model.rotary_pos_emb.inv_freq, model.max_sequence_length)),
             config.layernorm_epsilon,
             1.0 if config.layernorm_zero_centered_gamma else 0.0,
         )
@@ -132,9 +133,10 @@ class CpuTransformer:
         attention = PagedAttention(cache, torch.from_numpy(tables), *places)
         step, _space = self._step(attention, hidden, product)
         failures = np.zeros(len(tables), np.int64)
+        known = {**arrays, "failures": failures}
         slots = Slots(
             *(arrays["tokens"].shape[1], arrays["stops"].shape[1], version),
-            **{name: array.ctypes.data for name, array in {**arrays, "failures": failures}.items()},
+            **{name: known[name].ctypes.data for name, *_ in Slots._fields_ if name in known},
         )
         batch = Batch(step, *_addresses(*places, sums, logits))
         self._kernels.hf_decode(
@@ -222,12 +224,6 @@ def pack(weight: Tensor, panel: int = PANEL) -> Tensor:
 def pack_gated(weight: Tensor) -> Tensor:
     """Return panels that are half gate and half up, from a weight that has gate above up."""
     return torch.cat([pack(half, PANEL // 2) for half in weight.chunk(2)], dim=-1)
-
-
-def _rotary_table(model: Transformer) -> Tensor:
-    """Return cosines and sines of each position, ``[context, 2, head / 2]``."""
-    angles = torch.outer(torch.arange(model.max_sequence_length).float(), model.rotary_pos_emb.inv_freq)
-    return torch.stack([angles.cos(), angles.sin()], dim=1).contiguous()
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None]:

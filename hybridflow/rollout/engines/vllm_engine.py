@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -42,6 +43,9 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
 }
+_KEEP, _DROP = 1, 2
+"""Levels of vLLM's sleep: weights in host memory, or gone; the cache is gone in both."""
+
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 try:
@@ -66,7 +70,9 @@ class VllmEngine:
         vocab_size: Ids that are sampled.
         max_concurrent: Most sequences decoded together.
         memory_share: Share of a GPU's memory that vLLM takes.
+        device: This rank's own.
         cache_bytes: Of the key-value cache, on a CPU; None: what vLLM finds right.
+        can_sleep: On a GPU ``sleep`` frees memory.
 
     Attributes:
         version: Number of the weights, noted beside each token; the caller's to set.
@@ -84,9 +90,13 @@ class VllmEngine:
         vocab_size: int,
         max_concurrent: int,
         memory_share: float,
+        device: torch.device,
         cache_bytes: int | None = None,
+        can_sleep: bool = False,
     ) -> None:
         self.version = 0
+        self._can_sleep = can_sleep and device.type == "cuda"
+        self._asleep_level = 0
         self._seed = seed
         self._vocab_size = vocab_size
         self._log_probs: LogProbsKind = log_probs
@@ -108,7 +118,8 @@ class VllmEngine:
                     max_num_seqs=max_concurrent,
                     logprobs_mode=f"{log_probs}_logprobs",
                     # A worker within this process, one on each rank.
-                    distributed_executor_backend="uni",
+                    distributed_executor_backend=_executor(device),
+                    enable_sleep_mode=self._can_sleep,
                     enforce_eager=cache_bytes is not None,
                     gpu_memory_utilization=memory_share,
                     kv_cache_memory_bytes=cache_bytes,
@@ -135,6 +146,36 @@ class VllmEngine:
             raise EngineError(f"vLLM did not take the weights: {type(error).__name__}: {error}") from error
         if not self._llm.reset_prefix_cache():
             raise EngineError("vLLM did not forget the prefixes of the old weights; are requests under way?")
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Return whether the weights are gone, so that ``load`` must come before the next request."""
+        return self._asleep_level == _DROP
+
+    def sleep(self, *, keeps_weights: bool) -> None:
+        """Free the GPU's memory of cache and weights until ``wake``; no request may be under way.
+
+        Args:
+            keeps_weights: They are kept in host memory; else they are gone.
+        """
+        if self._can_sleep and not self._asleep_level:
+            self._asleep_level = _KEEP if keeps_weights else _DROP
+            self._llm.sleep(level=self._asleep_level)
+
+    def wake(self, weights: Iterable[tuple[str, Tensor]] | None) -> None:
+        """Take the memory back, and weights if there are new ones; the room for the cache comes last.
+
+        Raises:
+            EngineError: They are not the model's.
+        """
+        assert weights is not None or not self.lacks_weights, "they are gone since it sleeps"
+        level, self._asleep_level = self._asleep_level, 0
+        if level:
+            self._llm.wake_up(tags=["weights"])
+        if weights is not None:
+            self.load(weights)
+        if level:
+            self._llm.wake_up(tags=["kv_cache"])
 
     def weights_changed(self) -> None:
         """Do nothing: the engine's weights stay as they are until ``load``."""
@@ -233,6 +274,20 @@ class VllmEngine:
             return response_of(request, answer, version=self.version, vocab_size=self._vocab_size)
         except BadAnswer as error:
             return failed(request, str(error))
+
+
+def _executor(device: torch.device) -> Any:
+    """Return vLLM's executor of one worker within this process, on a device: its own always takes the first GPU."""
+    if device.type == "cpu":
+        return "uni"
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    class OnDevice(UniProcExecutor):  # type: ignore[misc]
+        def _distributed_args(self) -> tuple[str, int, int]:
+            method, rank, _ = super()._distributed_args()
+            return method, rank, 0 if device.index is None else device.index
+
+    return OnDevice
 
 
 def _of_tokens(places: Sequence[Any], tokens: Sequence[int]) -> list[float]:

@@ -220,6 +220,8 @@ def test_torch_that_cannot_be_imported_and_cuda_that_does_not_answer():
     fine = by_name(software.torch_findings({**PROBED, "gpus": [GPU, {**GPU, "index": 1, "error": "no kernel image"}]}))
     assert fine["GPU 0 in torch"].verdict == OK and fine["GPU 1 in torch"].verdict == PROBLEM
     assert "NCCL 2.27.5" in fine["communication"].value
+    (_, told, _) = software.torch_findings({**PROBED, "gpus": [{**GPU, "attention": "varlen"}]})
+    assert told.value == "NVIDIA H200, 140 GiB, sm_90, attention by torch on packed tokens"
 
 
 @pytest.mark.parametrize(
@@ -228,6 +230,12 @@ def test_torch_that_cannot_be_imported_and_cuda_that_does_not_answer():
         ("transformer_engine", {"transformer_engine": "absent"}, OK, "local layers"),
         ("transformer_engine", {"transformer_engine": "2.9", "gpus": [GPU]}, OK, "2.9, used"),
         ("transformer_engine", {"transformer_engine": "2.9"}, OK, "needs a GPU"),
+        (
+            "transformer_engine",
+            {"transformer_engine": "2.12", "transformer_engine_misfit": "megatron-core needs", "gpus": [GPU]},
+            NOTE,
+            "2.12, not used: megatron-core needs; megatron-core's local layers",
+        ),
         (
             "flash_attn",
             {"flash_attn": "installed", "flash_attn_error": "undefined symbol"},

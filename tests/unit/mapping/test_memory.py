@@ -73,6 +73,17 @@ def test_offload_frees_gradients_and_optimizer_of_the_actor_during_the_rollout()
     assert (before.rollout - after.rollout, after.update) == (actor.gradients + actor.optimizer, before.update)
 
 
+def test_offload_frees_gradients_and_optimizer_of_a_critic_while_it_does_not_learn():
+    before, after = (memory_of("ppo-70b", f"critic.offload={value}")[100] for value in ("false", "true"))
+    parts = by_mesh(before)
+    critic = parts["critic"]
+    away = critic.gradients + critic.optimizer
+    passing = [each.activations for name, each in parts.items() if name != "actor.rollout"]
+    assert before.rollout - after.rollout == away > 0
+    # In the update it is there while the critic learns, and nothing else is computed then.
+    assert before.update - after.update == away + max(passing) - max(*passing, critic.activations + away)
+
+
 def test_one_layout_for_both_phases_has_the_weights_once():
     layout = "actor.rollout={tp: 2, dp: 2}"
     parts = by_mesh(memory_of("grpo", layout, "model.dtype=bf16")[0])

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybridflow.models.attention import PackedAttention, Scoring
+from hybridflow.models.attention import PackedAttention
 from hybridflow.models.microbatch import first_of_prompt, pack, split_by_tokens
+from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.paged import PagedAttention, PagedCache
 
 HEAD = 6

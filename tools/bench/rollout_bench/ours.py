@@ -180,7 +180,7 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
                 found = {}
                 while not session.is_idle:
                     found |= {request.prompt_index: response for request, response in session.step()}
-            allocated = sum(each.nbytes for each in (*session._cache.keys, *session._cache.values))
+            allocated = session._cache.num_bytes
             expected = self.engine.generate(asked)
             wrong = [
                 request.prompt_index

@@ -1,0 +1,163 @@
+"""Attention on packed tokens on a GPU: which code computes it, and what that code is told of the sequences."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import embedding, scaled_dot_product_attention
+
+from hybridflow.models.scoring import Scoring
+
+Backend = Literal["varlen", "flash_attn", "triton", "rectangles"]
+"""``varlen``: torch's own, on packed tokens. ``flash_attn``: the package's. ``triton``: ours, also with soft caps.
+``rectangles``: sequences of like length side by side, through torch's scaled dot-product attention."""
+
+_LARGEST_HEAD = 256
+_PLAIN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@functools.cache
+def backend(
+    dtype: torch.dtype, head: int, capability: tuple[int, int], *, has_cap: bool = False, has_window: bool = False
+) -> Backend:
+    """Choose what computes attention.
+
+    Args:
+        dtype: Format of queries, keys and values.
+        head: Width of a head.
+        capability: The GPU's compute capability.
+        has_cap: Whether scores are capped.
+        has_window: Whether tokens see a window that is shorter than the longest sequence.
+    """
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    # The backward pass of wide heads needs the shared memory of the larger GPUs.
+    widest = _LARGEST_HEAD if capability == (8, 0) or capability[0] in (9, 10) else 192
+    if is_half and not has_cap and capability >= (8, 0) and head % 8 == 0 and head <= widest:
+        if has_varlen():
+            return "varlen"
+        if importlib.util.find_spec("flash_attn") is not None:
+            return "flash_attn"
+    # Through torch these would need masks or scores as large as the square of the longest sequence.
+    return "triton" if (has_cap or has_window) and head <= _LARGEST_HEAD else "rectangles"
+
+
+@functools.cache
+def has_varlen() -> bool:
+    """Return whether torch has attention on packed tokens with windows and query groups."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+
+
+class Sequences:
+    """Where each sequence's queries and keys stand.
+
+    The queries of a sequence are the tokens that no sequence before it has; they are its last ones, so that they are
+    already packed. Its keys are all its tokens, which are gathered where some are shared.
+
+    Args:
+        lengths: Tokens of each sequence.
+        places: Which token of the micro-batch each token of each sequence is, ``[sum of lengths]`` int64 in host
+            memory.
+        device: Where the activations live.
+    """
+
+    def __init__(self, lengths: list[int], places: Tensor, device: torch.device) -> None:
+        before = torch.cat([places.new_tensor([-1]), places.cummax(0).values[:-1]]) if len(places) else places
+        is_new = places > before
+        per_sequence = [int(each.sum()) for each in is_new.split(lengths)]
+        for new, count in zip(is_new.split(lengths), per_sequence, strict=True):
+            assert bool(new[len(new) - count :].all()), "what sequences share stands at their beginning"
+        assert torch.equal(places[is_new], torch.arange(int(is_new.sum()))), "tokens come in the order of sequences"
+        # A sequence that is the beginning of another has no query of its own.
+        all_of_them = zip(per_sequence, lengths, places.split(lengths), strict=True)
+        some = [(new, length, part) for new, length, part in all_of_them if new]
+        self.most_queries = max((new for new, _, _ in some), default=0)
+        self.most_keys = max((length for _, length, _ in some), default=0)
+        self._taken: Tensor | None = None
+        if any(new != length for new, length, _ in some):
+            self._taken = torch.cat([part for _, _, part in some]).to(device)
+        self.query_starts = _starts([new for new, _, _ in some]).to(device)
+        self.key_starts = _starts([length for _, length, _ in some]).to(device)
+
+    def backend(self, query: Tensor, scoring: Scoring) -> Backend:
+        """Choose what computes attention of ``[tokens, heads, head]``."""
+        caps = dict(has_cap=scoring.softcap is not None, has_window=self._window(scoring) is not None)
+        return backend(query.dtype, query.shape[2], _capability(query.device), **caps)
+
+    def _window(self, scoring: Scoring) -> int | None:
+        """Return the window, if not all sequences fit into it."""
+        return scoring.window if scoring.window is not None and scoring.window < self.most_keys else None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, backend: Backend) -> Tensor:
+        """Attend as ``PackedAttention.attend`` does, with another backend than rectangles."""
+        if not len(query):
+            return torch.empty_like(query)
+        if self._taken is not None:
+            # By an embedding, whose gradient has one order of sums.
+            key, value = (embedding(self._taken, each.flatten(1)).unflatten(1, each.shape[1:]) for each in (key, value))
+        where = self.query_starts, self.key_starts, self.most_queries, self.most_keys
+        seen = self._window(scoring)
+        window = (-1 if seen is None else seen - 1, 0)
+        context: Any
+        if backend == "varlen":
+            from torch.nn.attention.varlen import varlen_attn
+
+            has_groups = query.shape[1] != key.shape[1]
+            context = varlen_attn(
+                query, key, value, *where, scale=scoring.scale, window_size=window, enable_gqa=has_groups
+            )
+        elif backend == "flash_attn":
+            from flash_attn import flash_attn_varlen_func
+
+            context = flash_attn_varlen_func(
+                *(query, key, value, *where),
+                softmax_scale=scoring.scale,
+                causal=True,
+                window_size=window,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+            )
+        else:
+            from hybridflow.models.attention_kernels import packed_attention
+
+            context = packed_attention(*(query, key, value, *where), scoring.scale, scoring.softcap or 0.0, seen or 0)[
+                0
+            ]
+        found: Tensor = context
+        return found
+
+
+def _starts(counts: list[int]) -> Tensor:
+    """Return where each part begins, and the end, ``[parts + 1]`` int32."""
+    return torch.tensor([0, *counts]).cumsum(0).int()
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's compute capability."""
+    found: tuple[int, int] = torch.cuda.get_device_capability(device)
+    return found
+
+
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    """Compute as ``attention.attend`` does without caps, on a GPU.
+
+    Not by cuDNN, which builds a plan for each new shape. Query groups are spread out in fp32: the kernel for fp32 takes
+    none, and scores of all pairs would be made.
+    """
+    has_groups = query.shape[1] != key.shape[1]
+    if has_groups and query.dtype is torch.float32:
+        sharers = query.shape[1] // key.shape[1]
+        key, value, has_groups = key.repeat_interleave(sharers, 1), value.repeat_interleave(sharers, 1), False
+    with sdpa_kernel(_PLAIN):
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=has_groups
+        )

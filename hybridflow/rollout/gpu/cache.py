@@ -1,0 +1,149 @@
+"""The key-value cache on a GPU, and attention over it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridflow.models.gpt import Transformer
+from hybridflow.models.scoring import Scoring
+from hybridflow.rollout.blocks import BLOCK_TOKENS
+from hybridflow.rollout.gpu import ops
+from hybridflow.rollout.paged import cache_shape
+
+
+class GpuCache:
+    """Keys and values of the layers of this stage, page-major: a block's tokens side by side.
+
+    What was not written by a block's present owner may be anything, and is not read.
+
+    Attributes:
+        addresses: Where each layer's keys and values are, ``[layers, 2]`` int64 on the device: kernels read them from
+            there, so that captured graphs go on with another cache.
+        num_bytes: Memory of all layers.
+    """
+
+    def __init__(self, model: Transformer, num_blocks: int, device: torch.device) -> None:
+        groups, head = cache_shape(model)
+        num_layers = len(model.decoder.layers)
+        shape = (2, num_blocks, BLOCK_TOKENS, groups, head)
+        self._layers = [torch.empty(shape, dtype=model.config.params_dtype, device=device) for _ in range(num_layers)]
+        self.num_bytes = sum(each.nbytes for each in self._layers)
+        found = [[each.data_ptr() for each in layer] for layer in self._layers]
+        self.addresses = torch.tensor(found, dtype=torch.int64).to(device)
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy blocks, ``[copies]`` int64 each; no block is both source and target."""
+        for layer in self._layers:
+            layer[:, targets] = layer[:, sources]
+
+
+class GpuAttention:
+    """Rows of several sequences, each of which sees the cached tokens of its own sequence, and those before it here.
+
+    Args:
+        addresses: ``GpuCache.addresses``.
+        tables: Blocks of each sequence, ``[sequences, blocks]`` int32.
+        sequences: Sequence of each row, ``[rows]`` int64, rows of one sequence side by side.
+        positions: Position of each row in its sequence, ``[rows]`` int64, rising within a sequence; -1: padding.
+        tiles: First row and number of rows of each tile, ``[2, tiles]`` int32; None: each row by itself.
+        rows_per_tile: Most rows of a tile.
+        splits: Shares that the keys of a row are split into.
+    """
+
+    def __init__(
+        self,
+        addresses: Tensor,
+        tables: Tensor,
+        sequences: Tensor,
+        positions: Tensor,
+        tiles: Tensor | None = None,
+        rows_per_tile: int = 1,
+        splits: int = 1,
+    ) -> None:
+        self.tables = tables
+        self.sequences = sequences
+        self.positions = positions
+        self._addresses = addresses
+        self._tiles = (None, None) if tiles is None else tuple(tiles)
+        self._rows_per_tile = rows_per_tile
+        self._splits = splits
+
+    def attend_mixed(
+        self,
+        layer: int,
+        mixed: Tensor,
+        rotary: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        scoring: Scoring,
+        eps: float,
+        centre: float,
+    ) -> Tensor:
+        """Rotate, cache and attend; 2 launches, or 3 where the keys are split.
+
+        Args:
+            layer: Local layer index.
+            mixed: ``[rows, groups, sharers + 2, head]``, queries, key and value of each query group.
+            rotary: Cosines and sines of each position, ``[context, 2, head / 2]`` fp32.
+            norms: Weights of the norms of queries and keys, ``[head]`` each; None: they are not normalized.
+            scoring: How scores are made.
+            eps: Of the norms.
+            centre: Of the norms.
+
+        Returns:
+            ``[rows, groups * sharers * head]``.
+        """
+        rows, groups, width, head = mixed.shape
+        query = mixed.new_empty(rows, groups, width - 2, head)
+        where = self._addresses, self.tables, self.sequences, self.positions
+        ops.store(query, mixed, *where, rotary, *(norms or (None, None)), layer, eps, centre)
+        context, partial, sums = torch.empty_like(query), None, None
+        if self._splits > 1:
+            partial = query.new_empty(self._splits, *query.shape, dtype=torch.float32)
+            sums = query.new_empty(2, self._splits, *query.shape[:-1], dtype=torch.float32)
+        scores = scoring.scale, scoring.softcap or 0.0, scoring.window or 0
+        ops.attend(context, partial, sums, query, *where, *self._tiles, layer, self._rows_per_tile, *scores)
+        if partial is not None:
+            ops.combine(context, partial, sums)
+        return context.flatten(1)
+
+
+def rows_per_tile(dtype: torch.dtype, sharers: int) -> int:
+    """Return the most rows of a sequence that a program of ``attend`` computes without spilling registers.
+
+    Args:
+        dtype: Format of queries, keys and values.
+        sharers: Queries of a query group.
+    """
+    return max(1, (32 if dtype.itemsize == 2 else 16) // sharers)
+
+
+def tiles_of(sequences: np.ndarray, most: int) -> np.ndarray:
+    """Cut rows into tiles of one sequence each.
+
+    Args:
+        sequences: Sequence of each row, ``[rows]``, rows of one sequence side by side.
+        most: Most rows of a tile.
+
+    Returns:
+        First row and number of rows of each tile, ``[2, tiles]`` int32.
+    """
+    borders = np.flatnonzero(np.diff(sequences, prepend=-1, append=-1))
+    starts, counts = borders[:-1], np.diff(borders)
+    per_sequence = -(-counts // most)
+    index = np.arange(per_sequence.sum()) - np.repeat(per_sequence.cumsum() - per_sequence, per_sequence)
+    first = np.repeat(starts, per_sequence) + index * most
+    return np.stack([first, np.minimum(np.repeat(counts, per_sequence) - index * most, most)]).astype(np.int32)
+
+
+def splits_for(rows: int, groups: int, processors: int, most: int = 16) -> int:
+    """Return the shares of the keys with which all of a GPU's multiprocessors have work.
+
+    Args:
+        rows: Rows that attend.
+        groups: Query groups on this rank.
+        processors: Multiprocessors.
+        most: Most shares.
+    """
+    return max(1, min(most, 2 * processors // max(rows * groups, 1)))

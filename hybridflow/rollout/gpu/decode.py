@@ -1,0 +1,231 @@
+"""Decoding on a GPU: several tokens of each sequence in a row, without asking the host in between.
+
+A step reads and writes tensors that stay where they are, so it is captured once as a CUDA graph for each number of
+rows, and replayed. Which sequences have ended is settled on the device. The host looks after some steps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.rollout.blocks import BLOCK_TOKENS
+from hybridflow.rollout.gpu import ops
+from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, splits_for
+from hybridflow.rollout.gpu.choose import choose
+from hybridflow.rollout.gpu.transformer import GpuTransformer
+
+_WHOLE = ("tokens", "lengths", "positions", "keys", "ends", "no_stop_before", "top_k", "counts", "failures")
+"""The int64 numbers of each row: the state of its sequence, and what is counted while it is decoded."""
+
+
+def buckets(most: int) -> list[int]:
+    """Return the numbers of rows that graphs are captured for, up to one that takes ``most`` rows."""
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + max(8, 1 << (sizes[-1].bit_length() - 3)))
+    return [size for size in sizes if size < most] + [most]
+
+
+class Decoder:
+    """Decodes with one model.
+
+    Args:
+        transformer: The model, whole but for tensor parallelism.
+        group: Its tensor-parallel ranks.
+        max_rows: Most sequences at a time.
+        max_steps: Most steps in a row.
+        context: Longest sequence, in tokens.
+        device: Where the model is.
+    """
+
+    def __init__(
+        self,
+        transformer: GpuTransformer,
+        group: dist.ProcessGroup,
+        *,
+        max_rows: int,
+        max_steps: int,
+        context: int,
+        device: torch.device,
+    ) -> None:
+        self._transformer = transformer
+        self._group = group
+        self._buckets = buckets(max_rows)
+        self._is_cuda = device.type == "cuda"
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if self._is_cuda else 1
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._captured_at: tuple[object, ...] = ()
+        self._device = device
+        table_width = -(-context // BLOCK_TOKENS)
+        self._state = _State(max_rows, max_steps, table_width, len(transformer.layers), device)
+
+    def decode(
+        self, cache: GpuCache, tables: np.ndarray, chosen: np.ndarray, most: int, version: int, **arrays: np.ndarray
+    ) -> np.ndarray:
+        """Sample up to ``most`` next tokens of each of some slots, as ``CpuTransformer.decode`` does.
+
+        Collective: tp.
+        """
+        rows = self._buckets[bisect_left(self._buckets, len(chosen))]
+        self._state.widen_stops(arrays["stops"].shape[1])
+        graph = self._graph(rows) if self._is_cuda else None
+        self._state.fill(cache, tables, chosen, rows, arrays)
+        for _ in range(most):
+            if graph is None:
+                self.step(rows)
+            else:
+                graph.replay()
+        return self._state.collect(chosen, len(tables), version, arrays)
+
+    def step(self, rows: int) -> None:
+        """Compute one token of each of the first rows, on the device alone. Collective: tp."""
+        state = self._state
+        where = state.addresses, state.tables[:rows], state.sequences[:rows], state.whole["positions"][:rows]
+        groups = self._transformer.num_groups
+        attention = GpuAttention(*where, splits=splits_for(rows, groups, self._processors))
+        logits = self._transformer(state.whole["tokens"][:rows], attention, None)
+        noise = state.whole["keys"][:rows], state.whole["lengths"][:rows]
+        settings = state.temperatures[:rows], state.is_quiet[:rows]
+        model = self._transformer.vocab_size, self._transformer.softcap
+        cuts = (state.whole["top_k"][:rows], *state.shares[:, :rows]) if self._group.size() == 1 else None
+        tokens, log_probs, sampled = choose(logits, *noise, *settings, self._group, *model, cuts)
+        names = "tokens", "lengths", "positions", "counts", "failures"
+        ops.advance(
+            *(*(state.whole[name][:rows] for name in names), state.history, *state.log_probs),
+            *(tokens, log_probs, sampled),
+            *(*(state.whole[name][:rows] for name in ("ends", "no_stop_before")), state.stops[:rows]),
+        )
+
+    def _graph(self, rows: int) -> torch.cuda.CUDAGraph:
+        """Return the captured step; capture it where there is none, or the weights have moved. Collective: tp."""
+        captured_at = (*self._transformer.addresses(), self._state.stops.data_ptr())
+        if captured_at != self._captured_at:
+            self._graphs.clear()
+            self._captured_at = captured_at
+        if rows not in self._graphs:
+            # Rows that have ended: they read and write no cache.
+            self._state.whole["positions"].fill_(-1)
+            side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(side):
+                # Compiles the kernels, and makes what libraries make at their first call.
+                for _ in range(2):
+                    self.step(rows)
+            torch.cuda.current_stream(self._device).wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+            # Other threads of this process, such as NCCL's, may call CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self.step(rows)
+            self._graphs[rows] = graph
+        return self._graphs[rows]
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait for what was queued on a device."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+class _State:
+    """What a step reads and writes on the device, and its counterparts in pinned host memory.
+
+    Attributes:
+        whole: Numbers of each row by their names in ``_WHOLE``, ``[rows]`` int64.
+        temperatures: ``[rows]`` fp32.
+        shares: Top p and min p, ``[2, rows]`` fp32.
+        is_quiet: Rows without noise, ``[rows]`` uint8.
+        stops: Stop tokens, ``[rows, stops]`` int32, filled with -1.
+        tables: Blocks, ``[rows, blocks]`` int32.
+        sequences: Each row is a sequence, ``[rows]`` int64.
+        addresses: Where the cache is, ``[layers, 2]`` int64.
+        history: Tokens, ``[steps, rows]`` int64.
+        log_probs: Both log-probabilities of each, ``[2, steps, rows]`` fp32.
+    """
+
+    def __init__(self, rows: int, steps: int, table_width: int, layers: int, device: torch.device) -> None:
+        self._device = device
+        self._whole, self._host_whole = self._pair(len(_WHOLE), rows, dtype=torch.int64)
+        self.whole = dict(zip(_WHOLE, self._whole, strict=True))
+        self.temperatures, self._host_temperatures = self._pair(rows, dtype=torch.float32)
+        self.shares, self._host_shares = self._pair(2, rows, dtype=torch.float32)
+        self.is_quiet, self._host_is_quiet = self._pair(rows, dtype=torch.uint8)
+        self.stops, self._host_stops = self._pair(rows, 4, dtype=torch.int32)
+        self.tables, self._host_tables = self._pair(rows, table_width, dtype=torch.int32)
+        self.history, self._host_history = self._pair(steps, rows, dtype=torch.int64)
+        self.log_probs, self._host_log_probs = self._pair(2, steps, rows, dtype=torch.float32)
+        self.sequences = torch.arange(rows, device=device)
+        self.addresses = torch.zeros(layers, 2, dtype=torch.int64, device=device)
+        self.temperatures.fill_(1)
+        self.shares[0].fill_(1)
+
+    def _pair(self, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return a tensor of zeros on the device, and one in host memory."""
+        host = torch.zeros(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+        return torch.zeros(shape, dtype=dtype, device=self._device), host
+
+    def widen_stops(self, num_stops: int) -> None:
+        """Make room for so many stop tokens of each row."""
+        if num_stops > self.stops.shape[1]:
+            self.stops, self._host_stops = self._pair(len(self.stops), num_stops, dtype=torch.int32)
+
+    def fill(
+        self, cache: GpuCache, tables: np.ndarray, chosen: np.ndarray, rows: int, arrays: dict[str, np.ndarray]
+    ) -> None:
+        """Begin with some slots; the other rows are padding."""
+        num, lengths = len(chosen), arrays["lengths"][chosen]
+        whole = dict(zip(_WHOLE, self._host_whole.numpy(), strict=True))
+        for values in whole.values():
+            values[:rows] = 0
+        whole["positions"][num:rows] = -1
+        whole["tokens"][:num] = arrays["tokens"][chosen, lengths - 1]
+        whole["lengths"][:num], whole["positions"][:num] = lengths, lengths - 1
+        for name in ("keys", "ends", "no_stop_before", "top_k"):
+            whole[name][:num] = arrays[name][chosen]
+        self._host_temperatures.numpy()[:num] = arrays["temperatures"][chosen]
+        self._host_shares.numpy()[:, num:rows] = [[1], [0]]
+        self._host_shares.numpy()[:, :num] = arrays["top_p"][chosen], arrays["min_p"][chosen]
+        self._host_is_quiet.numpy()[:num] = arrays["greedy"][chosen]
+        stops = self._host_stops.numpy()
+        stops[:num] = -1
+        stops[:num, : arrays["stops"].shape[1]] = arrays["stops"][chosen]
+        width = tables.shape[1]
+        self._host_tables.numpy()[:num, :width] = tables[chosen]
+        for device, host in (
+            (self._whole, self._host_whole),
+            (self.temperatures[:num], self._host_temperatures[:num]),
+            (self.shares, self._host_shares),
+            (self.is_quiet[:num], self._host_is_quiet[:num]),
+            (self.stops[:num], self._host_stops[:num]),
+            (self.tables[:num, :width], self._host_tables[:num, :width]),
+        ):
+            device.copy_(host, non_blocking=True)
+        self.addresses.copy_(cache.addresses)
+
+    def collect(self, chosen: np.ndarray, num_slots: int, version: int, arrays: dict[str, np.ndarray]) -> np.ndarray:
+        """Wait for the device, and write down what it sampled; return failures, ``[slots]`` int64."""
+        pairs = (
+            (self._host_whole, self._whole),
+            (self._host_history, self.history),
+            (self._host_log_probs, self.log_probs),
+        )
+        for host, device in pairs:
+            host.copy_(device, non_blocking=True)
+        wait_for(self._device)
+        whole = dict(zip(_WHOLE, self._host_whole.numpy()[:, : len(chosen)], strict=True))
+        step, row = np.nonzero(np.arange(len(self.history))[:, None] < whole["counts"])
+        slots, at = chosen[row], arrays["lengths"][chosen][row] + step
+        arrays["tokens"][slots, at] = self._host_history.numpy()[step, row]
+        arrays["log_probs"][slots, at], arrays["sampled_log_probs"][slots, at] = self._host_log_probs.numpy()[
+            :, step, row
+        ]
+        arrays["versions"][slots, at] = version
+        arrays["lengths"][chosen] += whole["counts"]
+        failures = np.zeros(num_slots, np.int64)
+        failures[chosen] = whole["failures"]
+        return failures

@@ -1,0 +1,274 @@
+"""Triton kernels of a decode step, but for the matrix products and sampling.
+
+All arithmetic is in fp32, whatever the format of the weights. A row whose position is -1 is padding: it reads and
+writes no cache, and its output is 0. The cache is page-major: ``[blocks, BLOCK_TOKENS, groups, head]``, keys and values
+apart. Kernels find it by addresses in a table on the device, so that a captured graph outlives the cache that it was
+captured with.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm(hidden, product, post_weight, weight, normed, width, eps, centre, HAS_PRODUCT: tl.constexpr,
+             HAS_POST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Add a product to hidden states, in place, and normalize the sum; one program for each row.
+
+    Args:
+        hidden: ``[rows, width]``.
+        product: What is added, ``[rows, width]``.
+        post_weight: Weight of the norm of the product before it is added, ``[width]``.
+        weight: Weight of the norm of the sum, ``[width]``.
+        normed: Takes the normalized sum, ``[rows, width]``.
+        width: Width of a row.
+        eps: Added to mean squares.
+        centre: Added to the norms' weights.
+        HAS_PRODUCT: Whether anything is added.
+        HAS_POST: Whether the product is normalized first.
+        BLOCK: Power of 2, at least ``width``.
+    """
+    row = tl.program_id(0).to(tl.int64) * width
+    at = tl.arange(0, BLOCK)
+    is_there = at < width
+    value = tl.load(hidden + row + at, mask=is_there, other=0.0).to(tl.float32)
+    if HAS_PRODUCT:
+        added = tl.load(product + row + at, mask=is_there, other=0.0).to(tl.float32)
+        if HAS_POST:
+            scale = tl.load(post_weight + at, mask=is_there, other=0.0).to(tl.float32) + centre
+            added = added * tl.rsqrt(tl.sum(added * added, 0) / width + eps) * scale
+            added = added.to(hidden.dtype.element_ty).to(tl.float32)
+        value = (value + added).to(hidden.dtype.element_ty).to(tl.float32)
+        tl.store(hidden + row + at, value.to(hidden.dtype.element_ty), mask=is_there)
+    scale = tl.load(weight + at, mask=is_there, other=0.0).to(tl.float32) + centre
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps) * scale
+    tl.store(normed + row + at, value.to(normed.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def store(query, mixed, caches, tables, sequences, positions, rotary, query_weight, key_weight, layer, table_width, eps,
+          centre, GROUPS: tl.constexpr, SHARERS: tl.constexpr, HEAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+          HEADS: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr):  # fmt: skip
+    """Rotate queries and keys, and write keys and values to the cache; a program for each row and query group.
+
+    Args:
+        query: Takes the rotated queries, ``[rows, groups, sharers, head]``.
+        mixed: Output of the fused projection, ``[rows, groups, sharers + 2, head]``: queries, key, value.
+        caches: Addresses of each layer's keys and values, ``[layers, 2]`` int64.
+        tables: Blocks of each sequence, ``[sequences, table_width]`` int32.
+        sequences: Sequence of each row, ``[rows]`` int64.
+        positions: Position of each row in its sequence, ``[rows]`` int64; -1: padding.
+        rotary: Cosines and sines of each position, ``[context, 2, head / 2]`` fp32.
+        query_weight: Weight of the queries' norm, ``[head]``.
+        key_weight: Weight of the keys' norm, ``[head]``.
+        layer: Which layer's cache.
+        table_width: Blocks in a row of the table.
+        eps: Added to mean squares.
+        centre: Added to the norms' weights.
+        GROUPS: Query groups on this rank.
+        SHARERS: Queries of a group.
+        HEAD: Width of a head.
+        BLOCK_TOKENS: Tokens of a block.
+        HEADS: Power of 2, at least ``SHARERS + 1``.
+        HALF: Power of 2, at least ``HEAD / 2``.
+        HAS_NORM: Whether queries and keys are normalized.
+    """
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions + row)
+    head, at = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    half: tl.constexpr = HEAD // 2
+    is_there = (head <= SHARERS) & (at < half)
+    source = mixed + (row * GROUPS + group) * (SHARERS + 2) * HEAD
+    low = tl.load(source + head * HEAD + at, mask=is_there, other=0.0).to(tl.float32)
+    high = tl.load(source + head * HEAD + half + at, mask=is_there, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        is_query = is_there & (head < SHARERS)
+        is_key = is_there & (head == SHARERS)
+        scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / HEAD + eps)[:, None]
+        weight = tl.load(query_weight + at + head * 0, mask=is_query, other=0.0).to(tl.float32)
+        weight += tl.load(key_weight + at + head * 0, mask=is_key, other=0.0).to(tl.float32)
+        low = low * scale * (weight + centre)
+        weight = tl.load(query_weight + half + at + head * 0, mask=is_query, other=0.0).to(tl.float32)
+        weight += tl.load(key_weight + half + at + head * 0, mask=is_key, other=0.0).to(tl.float32)
+        high = high * scale * (weight + centre)
+    turn = rotary + tl.maximum(position, 0) * 2 * half + tl.arange(0, HALF)
+    is_turn = tl.arange(0, HALF) < half
+    cosine = tl.load(turn, mask=is_turn, other=0.0)[None, :]
+    sine = tl.load(turn + half, mask=is_turn, other=0.0)[None, :]
+    turned_low, turned_high = low * cosine - high * sine, high * cosine + low * sine
+    element = query.dtype.element_ty
+    target = query + (row * GROUPS + group) * SHARERS * HEAD + head * HEAD + at
+    is_query = is_there & (head < SHARERS)
+    tl.store(target, turned_low.to(element), mask=is_query)
+    tl.store(target + half, turned_high.to(element), mask=is_query)
+    if position >= 0:
+        sequence = tl.load(sequences + row)
+        block = tl.load(tables + sequence * table_width + position // BLOCK_TOKENS).to(tl.int64)
+        place = ((block * BLOCK_TOKENS + position % BLOCK_TOKENS) * GROUPS + group) * HEAD
+        keys = tl.load(caches + 2 * layer).to(tl.pointer_type(element))
+        values = tl.load(caches + 2 * layer + 1).to(tl.pointer_type(element))
+        is_key = is_there & (head == SHARERS)
+        tl.store(keys + place + at + head * 0, turned_low.to(element), mask=is_key)
+        tl.store(keys + place + half + at + head * 0, turned_high.to(element), mask=is_key)
+        value = source + (SHARERS + 1) * HEAD + tl.arange(0, HALF)
+        tl.store(values + place + tl.arange(0, HALF), tl.load(value, mask=is_turn, other=0.0), mask=is_turn)
+        value_high = tl.load(value + half, mask=is_turn, other=0.0)
+        tl.store(values + place + half + tl.arange(0, HALF), value_high, mask=is_turn)
+
+
+@triton.jit
+def attend(context, partial, sums, query, caches, tables, sequences, positions, firsts, counts, layer, num_rows,
+           table_width, scale, softcap, window, GROUPS: tl.constexpr, SHARERS: tl.constexpr, HEAD: tl.constexpr,
+           BLOCK_TOKENS: tl.constexpr, SPLITS: tl.constexpr, HAS_TILES: tl.constexpr, HAS_CAP: tl.constexpr,
+           HAS_WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """Attend to the cached tokens of each row's own sequence, up to the row itself.
+
+    A program computes a tile of rows of one sequence, for one query group, over one share of the keys. The shares are
+    brought together by ``combine``.
+
+    Args:
+        context: Takes the result if ``SPLITS`` is 1, ``[rows, groups, sharers, head]``.
+        partial: Takes each share's result otherwise, ``[splits, rows, groups, sharers, head]`` fp32.
+        sums: Takes each share's largest score and sum of exponentials, ``[2, splits, rows, groups, sharers]`` fp32.
+        query: As ``context``.
+        caches: As for ``store``.
+        tables: As for ``store``.
+        sequences: As for ``store``.
+        positions: As for ``store``; they rise within a tile.
+        firsts: First row of each tile, ``[tiles]`` int32; without ``HAS_TILES`` each row is a tile.
+        counts: Rows of each tile, ``[tiles]`` int32.
+        layer: Which layer's cache.
+        num_rows: Rows.
+        table_width: Blocks in a row of the table.
+        scale: Factor on the scores.
+        softcap: Scores s become cap * tanh(s / cap), with ``HAS_CAP``.
+        window: Tokens that each row sees, itself included, with ``HAS_WINDOW``.
+        GROUPS: Query groups on this rank.
+        SHARERS: Queries of a group.
+        HEAD: Width of a head.
+        BLOCK_TOKENS: Tokens of a block.
+        SPLITS: Shares of the keys.
+        HAS_TILES: Whether tiles are given.
+        HAS_CAP: Whether scores are capped.
+        HAS_WINDOW: Whether rows see a window.
+        QUERIES: Power of 2, at least 16 and at least the rows of a tile times ``SHARERS``.
+        KEYS: Keys at a time; a power of 2, at least 16.
+        WIDTH: Power of 2, at least ``HEAD``.
+    """
+    tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tile.to(tl.int64)
+    count = 1
+    if HAS_TILES:
+        first = tl.load(firsts + tile).to(tl.int64)
+        count = tl.load(counts + tile)
+    end = tl.load(positions + first + count - 1) + 1
+    begin = end * 0
+    if HAS_WINDOW:
+        begin = tl.maximum(tl.load(positions + first) - window + 1, 0)
+    place = tl.arange(0, QUERIES)
+    is_row = place // SHARERS < count
+    row = first + place // SHARERS
+    position = tl.load(positions + row, mask=is_row, other=-1)
+    at = tl.arange(0, WIDTH)
+    is_dim = at < HEAD
+    heads = (row * GROUPS + group) * SHARERS + place % SHARERS
+    q = tl.load(query + heads[:, None] * HEAD + at[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
+    element = query.dtype.element_ty
+    keys = tl.load(caches + 2 * layer).to(tl.pointer_type(element))
+    values = tl.load(caches + 2 * layer + 1).to(tl.pointer_type(element))
+    sequence = tl.load(sequences + first)
+    per_split = tl.cdiv(tl.cdiv(end, KEYS) - begin // KEYS, SPLITS)
+    start = (begin // KEYS + split * per_split) * KEYS
+    stop = tl.minimum(start + per_split * KEYS, end)
+    largest = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    result = tl.zeros([QUERIES, WIDTH], tl.float32)
+    for base in range(start, stop, KEYS):
+        key_at = base + tl.arange(0, KEYS)
+        is_key = key_at < stop
+        block = tl.load(tables + sequence * table_width + key_at // BLOCK_TOKENS, mask=is_key, other=0).to(tl.int64)
+        where = ((block * BLOCK_TOKENS + key_at % BLOCK_TOKENS) * GROUPS + group) * HEAD
+        k = tl.load(keys + where[None, :] + at[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        if HAS_CAP:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+        is_seen = is_key[None, :] & (key_at[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            is_seen = is_seen & (key_at[None, :] > position[:, None] - window)
+        scores = tl.where(is_seen, scores, -float("inf"))
+        top = tl.maximum(largest, tl.max(scores, 1))
+        # A row that has seen nothing yet: its exponentials are 0, not of infinity less infinity.
+        base_score = tl.where(top == -float("inf"), 0.0, top)
+        factor = tl.exp(largest - base_score)
+        weights = tl.exp(scores - base_score[:, None])
+        v = tl.load(values + where[:, None] + at[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0)
+        total = total * factor + tl.sum(weights, 1)
+        result = result * factor[:, None] + tl.dot(weights.to(element), v, input_precision="ieee")
+        largest = top
+    is_out = is_row[:, None] & is_dim[None, :]
+    if SPLITS == 1:
+        result = result / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(context + heads[:, None] * HEAD + at[None, :], result.to(element), mask=is_out)
+    else:
+        num_heads = num_rows.to(tl.int64) * GROUPS * SHARERS
+        mine = split * num_heads + heads
+        tl.store(partial + mine[:, None] * HEAD + at[None, :], result, mask=is_out)
+        tl.store(sums + mine, largest, mask=is_row)
+        tl.store(sums + SPLITS * num_heads + mine, total, mask=is_row)
+
+
+@triton.jit
+def combine(context, partial, sums, num_heads, HEAD: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+            WIDTH: tl.constexpr):  # fmt: skip
+    """Bring the shares of ``attend`` together; one program for each row and head.
+
+    Args:
+        context: Takes the result, ``[rows, heads, head]``.
+        partial: As ``attend`` leaves it.
+        sums: As ``attend`` leaves it.
+        num_heads: Rows times heads.
+        HEAD: Width of a head.
+        SPLITS: Shares.
+        PARTS: Power of 2, at least ``SPLITS``.
+        WIDTH: Power of 2, at least ``HEAD``.
+    """
+    mine = tl.program_id(0).to(tl.int64)
+    part, at = tl.arange(0, PARTS), tl.arange(0, WIDTH)
+    is_part = part < SPLITS
+    where = part * num_heads.to(tl.int64) + mine
+    largest = tl.load(sums + where, mask=is_part, other=-float("inf"))
+    total = tl.load(sums + SPLITS * num_heads + where, mask=is_part, other=0.0)
+    top = tl.max(largest, 0)
+    factor = tl.exp(largest - tl.where(top == -float("inf"), 0.0, top))
+    is_there = is_part[:, None] & (at < HEAD)[None, :]
+    values = tl.load(partial + where[:, None] * HEAD + at[None, :], mask=is_there, other=0.0)
+    whole = tl.sum(total * factor, 0)
+    result = tl.sum(values * factor[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
+    tl.store(context + mine * HEAD + at, result.to(context.dtype.element_ty), mask=at < HEAD)
+
+
+@triton.jit
+def gate(result, mixed, inner, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Multiply the activated gate with the other half; a program for each row and ``BLOCK`` columns.
+
+    Args:
+        result: Takes the product, ``[rows, inner]``.
+        mixed: Gate and other half, ``[rows, 2 * inner]``.
+        inner: Width of each half.
+        IS_GELU: GELU by its approximation with tanh; else SiLU.
+        BLOCK: Power of 2.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_there = at < inner
+    gates = tl.load(mixed + row * 2 * inner + at, mask=is_there, other=0.0).to(tl.float32)
+    others = tl.load(mixed + row * 2 * inner + inner + at, mask=is_there, other=0.0).to(tl.float32)
+    if IS_GELU:
+        # 0.5 * (1 + tanh(x)) is sigmoid(2 x).
+        active = gates * tl.sigmoid(1.5957691216057308 * (gates + 0.044715 * gates * gates * gates))
+    else:
+        active = gates * tl.sigmoid(gates)
+    active = active.to(result.dtype.element_ty).to(tl.float32)
+    tl.store(result + row * inner + at, (active * others).to(result.dtype.element_ty), mask=is_there)

@@ -1,0 +1,236 @@
+"""The kernels as operators of torch: one launch each, with shapes that can be followed without a GPU.
+
+An operator that writes takes what it writes to as its first arguments. See the kernels for the other arguments.
+"""
+
+# torch reads the annotations of an operator, so they are no strings here.
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from hybridflow.rollout.blocks import BLOCK_TOKENS
+from hybridflow.rollout.gpu import kernels, sampling_kernels
+
+PART_COLUMNS = 4096
+"""Columns of the logits that a program reads."""
+
+
+def _operator(*, mutates: tuple[str, ...]) -> Any:
+    """Make an operator of a function that writes to some arguments and returns nothing."""
+
+    def make(function: Any) -> Any:
+        operator = torch.library.custom_op(f"hybridflow::{function.__name__}", function, mutates_args=mutates)
+        operator.register_fake(lambda *_, **__: None)
+        return operator
+
+    return make
+
+
+def _power(number: int, least: int = 1) -> int:
+    return max(least, 1 << max(number - 1, 0).bit_length())
+
+
+@_operator(mutates=("hidden", "normed"))
+def add_norm(
+    hidden: Tensor,
+    normed: Tensor,
+    product: Tensor | None,
+    post_weight: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    centre: float,
+) -> None:
+    rows, width = hidden.shape
+    kernels.add_norm[(rows,)](
+        *(hidden, hidden if product is None else product, weight if post_weight is None else post_weight, weight),
+        *(normed, width, eps, centre),
+        HAS_PRODUCT=product is not None,
+        HAS_POST=post_weight is not None,
+        BLOCK=_power(width),
+        num_warps=4 if width <= 2048 else 8,
+    )
+
+
+@_operator(mutates=("query",))
+def store(
+    query: Tensor,
+    mixed: Tensor,
+    caches: Tensor,
+    tables: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+    rotary: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    layer: int,
+    eps: float,
+    centre: float,
+) -> None:
+    rows, groups, sharers, head = query.shape
+    kernels.store[(rows, groups)](
+        *(query, mixed, caches, tables, sequences, positions, rotary),
+        *(query if query_weight is None else query_weight, query if key_weight is None else key_weight),
+        *(layer, tables.shape[1], eps, centre),
+        GROUPS=groups,
+        SHARERS=sharers,
+        HEAD=head,
+        BLOCK_TOKENS=BLOCK_TOKENS,
+        HEADS=_power(sharers + 1),
+        HALF=_power(head // 2),
+        HAS_NORM=query_weight is not None,
+        num_warps=2,
+    )
+
+
+@_operator(mutates=("context", "partial", "sums"))
+def attend(
+    context: Tensor,
+    partial: Tensor | None,
+    sums: Tensor | None,
+    query: Tensor,
+    caches: Tensor,
+    tables: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+    firsts: Tensor | None,
+    counts: Tensor | None,
+    layer: int,
+    rows_per_tile: int,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> None:
+    rows, groups, sharers, head = query.shape
+    tiles, splits = rows if firsts is None else len(firsts), 1 if partial is None else len(partial)
+    queries = _power(rows_per_tile * sharers, 16)
+    kernels.attend[(tiles, groups, splits)](
+        *(context, context if partial is None else partial, context if sums is None else sums, query, caches, tables),
+        *(sequences, positions, positions if firsts is None else firsts, positions if counts is None else counts),
+        *(layer, rows, tables.shape[1], scale, softcap, window),
+        GROUPS=groups,
+        SHARERS=sharers,
+        HEAD=head,
+        BLOCK_TOKENS=BLOCK_TOKENS,
+        SPLITS=splits,
+        HAS_TILES=firsts is not None,
+        HAS_CAP=softcap > 0,
+        HAS_WINDOW=window > 0,
+        QUERIES=queries,
+        KEYS=32 if query.dtype.itemsize == 2 else 16,
+        WIDTH=_power(head, 16),
+        num_warps=4 if queries == 16 or head <= 64 else 8,
+        num_stages=2,
+    )
+
+
+@_operator(mutates=("context",))
+def combine(context: Tensor, partial: Tensor, sums: Tensor) -> None:
+    rows, groups, sharers, head = context.shape
+    num_heads = rows * groups * sharers
+    kernels.combine[(num_heads,)](
+        *(context, partial, sums, num_heads),
+        HEAD=head,
+        SPLITS=len(partial),
+        PARTS=_power(len(partial)),
+        WIDTH=_power(head),
+        num_warps=2,
+    )
+
+
+@_operator(mutates=("result",))
+def gate(result: Tensor, mixed: Tensor, is_gelu: bool) -> None:
+    rows, inner = result.shape
+    kernels.gate[(rows, triton.cdiv(inner, 1024))](result, mixed, inner, IS_GELU=is_gelu, BLOCK=1024)
+
+
+@_operator(mutates=("floors",))
+def find_floors(
+    floors: Tensor,
+    logits: Tensor,
+    temperatures: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    num_real: int,
+    softcap: float,
+) -> None:
+    sampling_kernels.find_floors[(len(logits),)](
+        *(floors, logits, temperatures, top_k, top_p, min_p, num_real, logits.shape[1], softcap),
+        HAS_CAP=softcap > 0,
+        # At 4096, registers do not suffice on sm_100.
+        BLOCK=PART_COLUMNS // 2,
+        num_warps=8,
+    )
+
+
+@_operator(mutates=("terms", "ids"))
+def sample_part(
+    terms: Tensor,
+    ids: Tensor,
+    logits: Tensor,
+    keys: Tensor,
+    lengths: Tensor | None,
+    temperatures: Tensor,
+    is_quiet: Tensor,
+    floors: Tensor | None,
+    first_id: int,
+    num_real: int,
+    softcap: float,
+) -> None:
+    rows, parts = ids.shape
+    sampling_kernels.sample_part[(rows, parts)](
+        *(terms, ids, logits, keys, keys if lengths is None else lengths, temperatures, is_quiet),
+        *(is_quiet if floors is None else floors, first_id, num_real, logits.shape[1], softcap),
+        PARTS=parts,
+        HAS_CAP=softcap > 0,
+        HAS_LENGTHS=lengths is not None,
+        HAS_FLOORS=floors is not None,
+        BLOCK=PART_COLUMNS,
+        num_warps=8,
+    )
+
+
+@_operator(mutates=("tokens", "log_probs", "sampled"))
+def settle(tokens: Tensor, log_probs: Tensor, sampled: Tensor, terms: Tensor, ids: Tensor, is_quiet: Tensor) -> None:
+    rows, parts = ids.shape
+    sampling_kernels.settle[(rows,)](
+        *(tokens, log_probs, sampled, terms, ids, is_quiet), PARTS=parts, BLOCK=_power(parts), num_warps=2
+    )
+
+
+@_operator(
+    mutates=(
+        *("token_in", "lengths", "positions", "counts", "failures"),
+        *("history", "log_probs_history", "sampled_history"),
+    )
+)
+def advance(
+    token_in: Tensor,
+    lengths: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    failures: Tensor,
+    history: Tensor,
+    log_probs_history: Tensor,
+    sampled_history: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+    sampled: Tensor,
+    ends: Tensor,
+    no_stop_before: Tensor,
+    stops: Tensor,
+) -> None:
+    sampling_kernels.advance[(len(tokens),)](
+        *(token_in, lengths, positions, counts, failures, history, log_probs_history, sampled_history),
+        *(tokens, log_probs, sampled, ends, no_stop_before, stops, history.shape[1]),
+        STOPS=stops.shape[1],
+        BLOCK=_power(stops.shape[1]),
+        num_warps=1,
+    )
+
+
+def num_parts(columns: int) -> int:
+    """Return the parts of a row of logits."""
+    return max(-(-columns // PART_COLUMNS), 1)

@@ -1,0 +1,107 @@
+"""A model on a GPU, as the engine uses it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from hybridflow.models.gpt import Transformer
+from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, rows_per_tile, tiles_of
+from hybridflow.rollout.gpu.decode import Decoder
+from hybridflow.rollout.gpu.transformer import GpuTransformer
+from hybridflow.rollout.paged import cache_shape
+
+
+def runs_on_gpu(model: Transformer) -> bool:
+    """Return whether ``GpuRunner`` can compute this model; others go through the training model's modules."""
+    head, config = cache_shape(model)[1], model.config
+    is_turned_whole = 2 * len(model.rotary_pos_emb.inv_freq) == head
+    return is_turned_whole and head <= 256 and config.num_query_groups >= config.tensor_model_parallel_size
+
+
+def _can_be_captured(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether a graph can hold the messages of a group: those of NCCL, or none."""
+    return group.size() == 1 or group._get_backend(device).name() == "nccl"
+
+
+class GpuRunner:
+    """See ``rollout.runner.Runner``.
+
+    Args:
+        model: This rank's stage and shard.
+        groups: This rank's process groups.
+        vocab_size: True vocabulary.
+        max_rows: Most sequences decoded at a time.
+        max_steps: Most steps in a row.
+    """
+
+    def __init__(
+        self, model: Transformer, groups: ProcessGroupCollection, vocab_size: int, *, max_rows: int, max_steps: int
+    ) -> None:
+        self._model, self._groups = model, groups
+        self._device = next(model.parameters()).device
+        self._transformer = GpuTransformer(model, groups.tp, vocab_size)
+        self._is_stale = False
+        self._decoder: Decoder | None = None
+        if self._transformer.is_capturable and groups.pp.size() == 1 and _can_be_captured(groups.tp, self._device):
+            self._decoder = Decoder(
+                self._transformer,
+                groups.tp,
+                max_rows=max_rows,
+                max_steps=max_steps,
+                context=model.max_sequence_length,
+                device=self._device,
+            )
+
+    @property
+    def can_decode(self) -> bool:
+        """Return whether a step needs nothing of the host, nor of another stage."""
+        return self._decoder is not None
+
+    @property
+    def can_cut(self) -> bool:
+        """Return whether this rank has all columns of the logits, among which the edges are found."""
+        return bool(self._groups.tp.size() == 1)
+
+    def prepare(self) -> None:
+        """Merge adapters anew after a change of weights; all else is read in place."""
+        if self._is_stale:
+            self._transformer.merge_adapters()
+            self._is_stale = False
+
+    def forget(self) -> None:
+        """See ``Runner``."""
+        self._is_stale = True
+
+    def make_cache(self, num_blocks: int) -> GpuCache:
+        """See ``Runner``."""
+        return GpuCache(self._model, num_blocks, self._device)
+
+    def attention(
+        self, cache: GpuCache, tables: np.ndarray, sequences: np.ndarray, positions: np.ndarray
+    ) -> GpuAttention:
+        """See ``Runner``."""
+        most = rows_per_tile(self._model.config.params_dtype, self._transformer.sharers)
+        tiles = tiles_of(sequences, most)
+        places, of, at, cut = (self._to_device(each) for each in (tables, sequences, positions, tiles))
+        return GpuAttention(cache.addresses, places, of, at, cut, most)
+
+    def _to_device(self, values: np.ndarray) -> Tensor:
+        found = torch.from_numpy(values)
+        if self._device.type == "cuda":
+            found = found.pin_memory()
+        return found.to(self._device, non_blocking=True)
+
+    def __call__(self, tokens: Tensor, attention: GpuAttention, rows: Tensor) -> Tensor:
+        """See ``Runner``."""
+        return self._transformer(tokens, attention, rows)
+
+    def decode(
+        self, cache: GpuCache, tables: np.ndarray, chosen: np.ndarray, most: int, version: int, **arrays: np.ndarray
+    ) -> np.ndarray:
+        """See ``Runner``."""
+        assert self._decoder is not None, "see can_decode"
+        return self._decoder.decode(cache, tables, chosen, most, version, **arrays)

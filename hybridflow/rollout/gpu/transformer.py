@@ -1,0 +1,217 @@
+"""The forward pass of a model on a GPU for generating: few launches for each layer, and decoding as captured graphs.
+
+The same mathematics on the same weights as the training model's modules, which are read where they are: an update of
+the weights needs neither a copy nor a new graph. Tests hold the two together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from hybridflow.models.experts import ExpertLayer
+from hybridflow.models.gpt import Transformer
+from hybridflow.models.lora import merged_weight
+from hybridflow.models.rotary import rotary_table
+from hybridflow.models.scoring import Scoring
+from hybridflow.rollout.gpu import ops
+from hybridflow.rollout.gpu.cache import GpuAttention
+from hybridflow.rollout.paged import cache_shape
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer's tensors and settings.
+
+    Attributes:
+        qkv: Module of the fused projection.
+        projection: Module of the projection after attention.
+        mlp: Module of the feed-forward block.
+        input_norm: Weight of the norm before attention.
+        mlp_norm: Weight of the norm before the feed-forward block.
+        head_norms: Weights of the norms of queries and keys; None: there are none.
+        attention_norm: Weight of the norm of attention's output; None: there is none.
+        output_norm: Weight of the norm of the feed-forward block's output; None: there is none.
+        scoring: How scores are made.
+    """
+
+    qkv: nn.Module
+    projection: nn.Module
+    mlp: Any
+    input_norm: Tensor
+    mlp_norm: Tensor
+    head_norms: tuple[Tensor, Tensor] | None
+    attention_norm: Tensor | None
+    output_norm: Tensor | None
+    scoring: Scoring
+
+
+class GpuTransformer:
+    """A stage and shard of a model, computed as ``Transformer.forward`` computes it.
+
+    Args:
+        model: Whose weights are read in place; those with adapters are merged into copies.
+        group: Its tensor-parallel ranks.
+        vocab_size: True vocabulary.
+
+    Attributes:
+        layers: Tensors and settings of each layer.
+        num_groups: Query groups on this rank.
+        sharers: Queries of a group.
+        softcap: Cap on the logits; 0: none.
+        is_capturable: Whether a step needs nothing of the host: no mixture of experts.
+    """
+
+    def __init__(self, model: Transformer, group: dist.ProcessGroup, vocab_size: int) -> None:
+        config = model.config
+        self._model = model
+        self._group = group if group.size() > 1 else None
+        self._tp_rank = group.rank()
+        self.num_groups, self._head = cache_shape(model)
+        self.sharers = config.num_attention_heads // config.num_query_groups
+        self._eps = config.layernorm_epsilon
+        self._centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        self._is_gelu = config.activation_func.__name__ == "_gelu_tanh"
+        self._rotary = rotary_table(model.rotary_pos_emb.inv_freq, model.max_sequence_length)
+        self.layers = [_layer(each) for each in model.decoder.layers]
+        self._merged: dict[int, Tensor] = {}
+        self._factor: Tensor | None = None
+        if model.has_scaled_embeddings:
+            # In the weights' own format, as these models were trained.
+            norm = self.layers[0].input_norm
+            self._factor = torch.full((), config.hidden_size**0.5, dtype=config.params_dtype, device=norm.device)
+        self.vocab_size = vocab_size
+        self.softcap = model.logit_softcap or 0.0
+        self.is_capturable = not any(isinstance(each.mlp, ExpertLayer) for each in self.layers)
+        self.merge_adapters()
+
+    @torch.no_grad()
+    def merge_adapters(self) -> None:
+        """Merge the adapters' present updates into the copies of their weights, in place."""
+        for module in self._linears():
+            if getattr(module, "lora", None) is not None:
+                merged = merged_weight(module)
+                self._merged.setdefault(id(module), merged).copy_(merged)
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return where the weights are: a captured graph holds as long as they are there."""
+        return tuple(each.data_ptr() for each in (*self._model.parameters(), *self._merged.values()))
+
+    def __call__(self, tokens: Tensor, attention: GpuAttention, rows: Tensor | None) -> Tensor:
+        """Compute as ``Transformer.forward``; logits are not capped if ``rows`` is None.
+
+        Hidden states come in by ``set_input_tensor`` of the model. Collective: tp.
+        """
+        model = self._model
+        hidden = self._embed(tokens) if model.pre_process else model.decoder.input_tensor[:, 0].clone()
+        product, post = self._through_layers(hidden, attention)
+        if not model.post_process:
+            return self._sum(hidden, product, post)[:, None]
+        normed = torch.empty_like(hidden)
+        norm = model.decoder.final_layernorm.weight
+        ops.add_norm(hidden, normed, product, post, norm, self._eps, self._centre)
+        shared = model.share_embeddings_and_output_weights
+        weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
+        logits = linear(normed if rows is None else normed[rows], weight)
+        cap = model.logit_softcap
+        return logits if cap is None or rows is None else cap * torch.tanh(logits / cap)
+
+    def _through_layers(self, hidden: Tensor, attention: GpuAttention) -> tuple[Tensor | None, Tensor | None]:
+        """Run the layers; return the last product, which is still to be added to ``hidden``, and its norm's weight."""
+        product: Tensor | None = None
+        post: Tensor | None = None
+        normed = torch.empty_like(hidden)
+        for index, layer in enumerate(self.layers):
+            ops.add_norm(hidden, normed, product, post, layer.input_norm, self._eps, self._centre)
+            mixed = self._linear(layer.qkv, normed).view(-1, self.num_groups, self.sharers + 2, self._head)
+            context = attention.attend_mixed(
+                index, mixed, self._rotary, layer.head_norms, layer.scoring, self._eps, self._centre
+            )
+            product = self._over_group(self._linear(layer.projection, context))
+            ops.add_norm(hidden, normed, product, layer.attention_norm, layer.mlp_norm, self._eps, self._centre)
+            product, post = self._feed_forward(layer, normed), layer.output_norm
+        return product, post
+
+    def _feed_forward(self, layer: _Layer, normed: Tensor) -> Tensor:
+        if isinstance(layer.mlp, ExpertLayer):
+            # Without the hook that normalizes what it returns.
+            output: Tensor = layer.mlp.forward(normed[:, None])[0][:, 0]
+            return output
+        both = self._linear(layer.mlp.linear_fc1, normed)
+        inner = both.new_empty(len(both), both.shape[1] // 2)
+        ops.gate(inner, both, self._is_gelu)
+        return self._over_group(self._linear(layer.mlp.linear_fc2, inner))
+
+    def _sum(self, hidden: Tensor, product: Tensor | None, post: Tensor | None) -> Tensor:
+        """Return the output of a stage that is not the last."""
+        if product is None:
+            return hidden
+        if post is not None:
+            normed = torch.empty_like(product)
+            ops.add_norm(product, normed, None, None, post, self._eps, self._centre)
+            product = normed
+        return hidden + product
+
+    def _linear(self, module: Any, inputs: Tensor) -> Tensor:
+        weight = self._merged.get(id(module), module.weight)
+        return linear(inputs, weight, getattr(module, "bias", None))
+
+    def _over_group(self, product: Tensor) -> Tensor:
+        if self._group is not None:
+            dist.all_reduce(product, group=self._group)
+        return product
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        weight = self._model.embedding.word_embeddings.weight
+        if self._group is None:
+            hidden = weight.index_select(0, tokens)
+        else:
+            local = tokens - self._tp_rank * len(weight)
+            is_mine = (local >= 0) & (local < len(weight))
+            hidden = weight.index_select(0, local.clamp(0, len(weight) - 1)) * is_mine[:, None]
+            dist.all_reduce(hidden, group=self._group)
+        embedded: Tensor = hidden if self._factor is None else hidden * self._factor
+        return embedded
+
+    def _linears(self) -> list[nn.Module]:
+        found = []
+        for layer in self.layers:
+            found += [layer.qkv, layer.projection]
+            if not isinstance(layer.mlp, ExpertLayer):
+                found += [layer.mlp.linear_fc1, layer.mlp.linear_fc2]
+        return found
+
+
+def _layer(layer: TransformerLayer) -> _Layer:
+    attention, mlp = layer.self_attention, layer.mlp
+    first = None if isinstance(mlp, ExpertLayer) else mlp.linear_fc1
+    query_norm, key_norm = _norm(attention.q_layernorm), _norm(attention.k_layernorm)
+    input_norm = _norm(layer.input_layernorm, attention.linear_qkv)
+    mlp_norm = _norm(layer.pre_mlp_layernorm, first)
+    assert input_norm is not None and mlp_norm is not None, "every layer normalizes its input twice"
+    return _Layer(
+        qkv=attention.linear_qkv,
+        projection=attention.linear_proj,
+        mlp=mlp,
+        input_norm=input_norm,
+        mlp_norm=mlp_norm,
+        head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
+        attention_norm=_norm(getattr(attention, "post_layernorm", None)),
+        output_norm=_norm(getattr(mlp, "post_layernorm", None)),
+        scoring=attention.core_attention.scoring,
+    )
+
+
+def _norm(norm: nn.Module | None, fused_into: Any = None) -> Tensor | None:
+    """Return a norm's weight; Transformer Engine's linear layers may have the norm of their input in them."""
+    if norm is None or isinstance(norm, IdentityOp):
+        weight: Tensor | None = getattr(fused_into, "layer_norm_weight", None)
+        return weight
+    return norm.get_parameter("weight")

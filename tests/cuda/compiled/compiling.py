@@ -1,0 +1,102 @@
+"""Compiles the Triton kernels that a call would launch, for GPUs that are not there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+}
+_OPTIONS = ("num_warps", "num_stages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """What a program of a compiled kernel uses.
+
+    Attributes:
+        registers: Of a thread.
+        stack_bytes: Of a thread, where registers do not suffice.
+        local_bytes: The same, in the kernel's own declaration.
+        shared_bytes: Shared memory.
+    """
+
+    registers: int
+    stack_bytes: int
+    local_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with the types of its arguments, its constants and its options, each as sorted pairs."""
+
+    kernel: JITFunction[Any]
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, int], ...]
+
+    @property
+    def name(self) -> str:
+        """Return the kernel's name."""
+        return str(self.kernel.__name__)
+
+
+@contextlib.contextmanager
+def recording(monkeypatch) -> Iterator[list[Launch]]:
+    """Write down the launches within, each once, instead of launching: settings are those of the code under test."""
+    found: list[Launch] = []
+
+    def run(self, *args, grid, warmup, **kwargs):
+        options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+        given = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        constants = {name: value for name, value in given.items() if name.isupper()}
+        signature = {name: _type(given[name]) for name in self.arg_names if name not in constants}
+        launch = Launch(self, *(tuple(sorted(each.items())) for each in (signature, constants, options)))
+        if launch not in found:
+            found.append(launch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        yield found
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return _TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+@functools.cache
+def compiled(launch: Launch, capability: int, folder: Path) -> Use:
+    """Compile to machine code of ``sm_<capability>``, and return what it uses."""
+    signature = dict(launch.signature) | {name: "constexpr" for name, _ in launch.constants}
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=dict(launch.constants))
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+    path = folder / f"{launch.name}.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run([program, "-res-usage", path], capture_output=True, text=True, timeout=60, check=True).stdout
+    told = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    assert told is not None, text
+    registers, stack, local = map(int, told.groups())
+    return Use(registers=registers, stack_bytes=stack, local_bytes=local, shared_bytes=kernel.metadata.shared)

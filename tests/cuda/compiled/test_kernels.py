@@ -1,0 +1,116 @@
+"""All kernels compile for three generations of GPUs, spill no register, and fit their shared memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridflow.models.attention_kernels import packed_attention
+from hybridflow.models.vocab_kernels import vocab_gradient, vocab_terms
+from hybridflow.rollout.gpu import ops
+from hybridflow.rollout.gpu.cache import rows_per_tile
+from tests.cuda.compiled.compiling import compiled, recording
+
+SHARED_BYTES = 99 * 1024
+"""What a program may use on every GPU from sm_80 on; those of data centers have more."""
+
+BF16, FP32 = torch.bfloat16, torch.float32
+QWEN2_7B = dict(head=128, groups=4, sharers=7, hidden=3584, ffn=18944)
+GEMMA2_9B = dict(head=256, groups=8, sharers=2, hidden=3584, ffn=14336)
+PHI3_MINI = dict(head=96, groups=32, sharers=1, hidden=3072, ffn=8192)
+QWEN3_235B = dict(head=128, groups=4, sharers=16, hidden=4096, ffn=1536)
+LLAMA3_1B = dict(head=64, groups=8, sharers=4, hidden=2048, ffn=8192)
+
+
+def longs(*shape):
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def ints(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def attend_in_cache(dtype, shape, *, has_tiles, splits=1, is_special=True):
+    """Launch the kernels that rotate, cache and attend, for a step of decoding or a prefill."""
+    rows, head, groups, sharers = 4, shape["head"], shape["groups"], shape["sharers"]
+    most = rows_per_tile(dtype, sharers) if has_tiles else 1
+    query = torch.zeros(rows, groups, sharers, head, dtype=dtype)
+    mixed = torch.zeros(rows, groups, sharers + 2, head, dtype=dtype)
+    where = longs(2, 2), ints(rows, 8), longs(rows), longs(rows)
+    norms = (torch.zeros(head, dtype=dtype),) * 2 if is_special else (None, None)
+    ops.store(query, mixed, *where, torch.zeros(16, 2, head // 2), *norms, 0, 1e-6, 0.0)
+    partial = torch.zeros(splits, *query.shape) if splits > 1 else None
+    sums = torch.zeros(2, splits, *query.shape[:-1]) if splits > 1 else None
+    tiles = (ints(rows), ints(rows)) if has_tiles else (None, None)
+    caps = (50.0, 4096) if is_special else (0.0, 0)
+    ops.attend(torch.zeros_like(query), partial, sums, query, *where, *tiles, 0, most, 0.1, *caps)
+    if partial is not None:
+        ops.combine(torch.zeros_like(query), partial, sums)
+
+
+def around_attention(dtype, shape, vocabulary):
+    """Launch the other kernels of a step."""
+    rows, width = 4, shape["hidden"]
+    hidden, weight = torch.zeros(rows, width, dtype=dtype), torch.zeros(width, dtype=dtype)
+    ops.add_norm(hidden, hidden.clone(), hidden.clone(), weight, weight, 1e-6, 1.0)
+    ops.gate(torch.zeros(rows, shape["ffn"], dtype=dtype), torch.zeros(rows, 2 * shape["ffn"], dtype=dtype), True)
+    logits, parts = torch.zeros(rows, vocabulary, dtype=dtype), ops.num_parts(vocabulary)
+    terms, ids, quiet = torch.zeros(5, rows, parts), ints(rows, parts), torch.zeros(rows, dtype=torch.uint8)
+    floors, shares = ints(rows), torch.zeros(rows)
+    ops.find_floors(floors, logits, shares, longs(rows), shares, shares, vocabulary, 30.0)
+    ops.sample_part(terms, ids, logits, longs(rows), longs(rows), torch.zeros(rows), quiet, floors, 0, vocabulary, 30.0)
+    ops.settle(longs(rows), torch.zeros(rows), torch.zeros(rows), terms, ids, quiet)
+    floats = torch.zeros(16, rows), torch.zeros(16, rows)
+    chosen = longs(rows), torch.zeros(rows), torch.zeros(rows)
+    ops.advance(
+        *(longs(rows) for _ in range(5)), longs(16, rows), *floats, *chosen, longs(rows), longs(rows), ints(rows, 4)
+    )
+
+
+def log_probs(dtype, vocabulary):
+    logits, rows = torch.zeros(4, vocabulary, dtype=dtype), torch.zeros(4)
+    vocab_terms(logits, longs(4), 0, vocabulary, 1.0)
+    vocab_gradient(logits, longs(4), rows, rows, rows, rows, 0, vocabulary, 1.0)
+
+
+def train(dtype, shape):
+    """Launch attention on packed tokens and its gradients, with a cap and a window."""
+    tokens, groups, head = 8, shape["groups"], shape["head"]
+    query = torch.zeros(tokens, groups * shape["sharers"], head, dtype=dtype, requires_grad=True)
+    key = torch.zeros(tokens, groups, head, dtype=dtype, requires_grad=True)
+    context = packed_attention(query, key, key, ints(2), ints(2), tokens, tokens, 0.1, 50.0, 4096)[0]
+    context.sum().backward()
+
+
+CASES = {
+    "7B, a step": lambda: attend_in_cache(BF16, QWEN2_7B, has_tiles=False, is_special=False),
+    "7B, a prefill": lambda: attend_in_cache(BF16, QWEN2_7B, has_tiles=True),
+    "Gemma 2, a step with split keys": lambda: attend_in_cache(BF16, GEMMA2_9B, has_tiles=False, splits=8),
+    "Gemma 2, a prefill": lambda: attend_in_cache(BF16, GEMMA2_9B, has_tiles=True),
+    "Gemma 2, around attention": lambda: around_attention(BF16, GEMMA2_9B, 256000),
+    "log-probabilities": lambda: log_probs(BF16, 152064),
+    "Gemma 2, training": lambda: train(BF16, GEMMA2_9B),
+}
+MORE = {
+    "Phi 3, a prefill": lambda: attend_in_cache(BF16, PHI3_MINI, has_tiles=True),
+    "Qwen 3 235B, a step": lambda: attend_in_cache(BF16, QWEN3_235B, has_tiles=False),
+    "Qwen 3 235B, a prefill": lambda: attend_in_cache(BF16, QWEN3_235B, has_tiles=True),
+    "1B, a prefill": lambda: attend_in_cache(BF16, LLAMA3_1B, has_tiles=True),
+    "7B in fp32, a prefill": lambda: attend_in_cache(FP32, QWEN2_7B, has_tiles=True),
+    "Gemma 2 in fp32, a step": lambda: attend_in_cache(FP32, GEMMA2_9B, has_tiles=False),
+    "7B, training": lambda: train(BF16, QWEN2_7B),
+    "Gemma 2 in fp32, training": lambda: train(FP32, GEMMA2_9B),
+}
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [*((capability, name) for capability in (80, 90, 100) for name in CASES), *((90, name) for name in MORE)],
+)
+def test_kernels_spill_nothing_and_fit_shared_memory(monkeypatch, tmp_path_factory, capability, name):
+    with recording(monkeypatch) as launches:
+        (CASES | MORE)[name]()
+    assert launches
+    used = {each.name: compiled(each, capability, tmp_path_factory.getbasetemp()) for each in launches}
+    assert not {kernel: use for kernel, use in used.items() if use.stack_bytes or use.local_bytes}
+    assert not {kernel: use for kernel, use in used.items() if use.shared_bytes > SHARED_BYTES}

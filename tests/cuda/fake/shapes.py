@@ -1,0 +1,68 @@
+"""A model of each family with the head sizes, groups and settings of a real one, cut to a few layers."""
+
+from __future__ import annotations
+
+from hybridflow.families.config_json import read_config
+from hybridflow.families.model import ModelConfig
+
+_CONFIGS = {
+    "llama": dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8),
+    "mistral": dict(
+        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, sliding_window=1024
+    ),
+    "qwen2": dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4),
+    "qwen3": dict(
+        hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128
+    ),
+    "phi3": dict(hidden_size=3072, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=32),
+    "gemma": dict(
+        hidden_size=3072, intermediate_size=24576, num_attention_heads=16, num_key_value_heads=16, head_dim=256
+    ),
+    "gemma2": dict(
+        hidden_size=3584,
+        intermediate_size=14336,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=256,
+        sliding_window=1024,
+        query_pre_attn_scalar=256,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+    ),
+    "mixtral": dict(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
+    "qwen3_moe": dict(
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    ),
+}
+
+
+FAMILIES = tuple(_CONFIGS)
+
+
+def family_model(name: str) -> ModelConfig:
+    """Return a bf16 model of a family, of two layers."""
+    values = dict(
+        model_type=name,
+        num_hidden_layers=2,
+        vocab_size=32000,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-6,
+        torch_dtype="bfloat16",
+        **_CONFIGS[name],
+    )
+    return read_config(values, where="tests").model

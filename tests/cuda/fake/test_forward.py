@@ -1,0 +1,135 @@
+"""Forward passes in training on a fake GPU: every family, on one device, with little memory and no question to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybridflow.config.roles import LoRAConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models import cuda_attention
+from hybridflow.models.attention import PackedAttention
+from hybridflow.models.experts import ExpertLayer
+from hybridflow.models.gpt import build_transformer
+from hybridflow.models.log_probs import vocab_parallel_log_probs
+from hybridflow.models.scoring import Scoring
+from tests.cuda.fake.batches import one_sequence, shared_prompts
+from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
+from tests.cuda.fake.shapes import FAMILIES, family_model
+
+ATTENTION = {"_varlen_attn", "packed_attention"}
+LAUNCHES_PER_LAYER = 75
+"""Not a goal, but what there is: norms, rotations and activations are not fused without Transformer Engine."""
+
+
+@pytest.fixture(autouse=True)
+def experts_left_out(monkeypatch):
+    """Leave out mixtures of experts, whose tokens are dealt by counts that the host reads."""
+    monkeypatch.setattr(
+        ExpertLayer, "forward", lambda self, hidden, padding_mask=None: (torch.zeros_like(hidden), None)
+    )
+
+
+def build(world, model, **given):
+    groups = place(world, ParallelLayout())[1]
+    return groups, build_transformer(model, ParallelLayout(), groups, DEVICE, vocab_size=model.vocab_size, **given)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_gives_log_probabilities(monkeypatch, name):
+    model = family_model(name)
+    with fake_cuda(monkeypatch) as world:
+        groups, built = build(world, model)
+        batch = shared_prompts(3, 4, 900, 300)
+        with Launches() as launches:
+            logits = built(batch.tokens, batch.attention, batch.rows)
+            found = vocab_parallel_log_probs(logits, batch.targets, group=groups.tp, vocab_size=model.vocab_size)
+    assert logits.shape == (len(batch.rows), model.vocab_size) and logits.dtype == torch.bfloat16
+    assert all(each.device == DEVICE and each.requires_grad for each in (logits, *found))
+    assert {each.device for each in built.parameters()} == {DEVICE}
+    used = {each: count for each, count in launches.names.items() if each in ATTENTION}
+    assert sum(used.values()) == model.num_layers
+    assert launches.names["packed_attention"] == (model.num_layers if model.attention_softcap else 0)
+    assert sum(launches.names.values()) <= LAUNCHES_PER_LAYER * model.num_layers + 40, launches.names
+
+
+def test_a_critic_gives_values(monkeypatch):
+    with fake_cuda(monkeypatch) as world:
+        _, built = build(world, family_model("llama"), has_value_head=True)
+        batch = shared_prompts(2, 2, 100, 50)
+        values = built(batch.tokens, batch.attention, batch.rows)
+    assert values.shape == (len(batch.rows), 1) and values.device == DEVICE and values.requires_grad
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_adapters_alone_are_trained(monkeypatch, name):
+    with fake_cuda(monkeypatch) as world:
+        lora = LoRAConfig(rank=8, alpha=16.0)
+        _, built = build(world, family_model(name), lora=lora)
+        batch = shared_prompts(2, 2, 100, 50)
+        logits = built(batch.tokens, batch.attention, batch.rows)
+    trained = [each for each in built.parameters() if each.requires_grad]
+    assert trained and {each.device for each in trained} == {DEVICE}
+    assert len(trained) < len(list(built.parameters())) and logits.requires_grad
+
+
+KINDS = {
+    "plain": (Scoring(scale=0.1), 128, torch.bfloat16),
+    "window": (Scoring(scale=0.1, window=64), 128, torch.bfloat16),
+    "cap": (Scoring(scale=0.1, softcap=50.0), 256, torch.bfloat16),
+    "cap and window": (Scoring(scale=0.1, softcap=50.0, window=64), 256, torch.bfloat16),
+    "fp32 with a window": (Scoring(scale=0.1, window=64), 128, torch.float32),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_of_attention_does_not_grow_with_the_square_of_tokens(monkeypatch, kind):
+    scoring, head, dtype = KINDS[kind]
+    made = []
+    for tokens in (8192, 16384):
+        with fake_cuda(monkeypatch):
+            attention: PackedAttention = one_sequence(tokens)
+            query, key, value = (
+                torch.empty(tokens, heads, head, dtype=dtype, device=DEVICE, requires_grad=True) for heads in (8, 2, 2)
+            )
+            with Launches() as launches:
+                context = attention.attend(0, query, key, value, scoring)
+        assert context.shape == query.shape and context.dtype == dtype and context.requires_grad
+        made.append(launches.made_bytes)
+    assert made[1] <= 2.01 * made[0], launches.names
+    assert made[0] <= 16 * query.nbytes
+
+
+def test_prompts_that_samples_share_are_computed_once(monkeypatch):
+    made = {}
+    for samples in (1, 8):
+        with fake_cuda(monkeypatch):
+            batch = shared_prompts(1, samples, 4096, 16)
+            tokens = len(batch.tokens)
+            query, key, value = (
+                torch.empty(tokens, heads, 128, dtype=torch.bfloat16, device=DEVICE) for heads in (8, 2, 2)
+            )
+            with Launches() as launches:
+                assert batch.attention.attend(0, query, key, value, Scoring(scale=0.1)).shape == query.shape
+            made[samples] = launches.made_bytes - 2 * key.nbytes / tokens * sum(batch.lengths) * (samples > 1)
+    # But for keys and values, which are gathered for each sample.
+    assert made[8] <= 1.1 * made[1]
+
+
+def test_models_in_fp32_ask_torch_for_what_needs_no_scores_of_all_pairs(monkeypatch):
+    asked = []
+
+    def fused(query, key, value, *, attn_mask, is_causal, scale, enable_gqa):
+        # What the memory-efficient kernel takes. Which kernel torch takes it asks the device.
+        assert attn_mask is None and is_causal and not enable_gqa and query.shape[1] == key.shape[1]
+        asked.append(query.shape)
+        return torch.empty_like(query)
+
+    monkeypatch.setattr(cuda_attention, "scaled_dot_product_attention", fused)
+    with fake_cuda(monkeypatch) as world:
+        _, built = build(world, replace(family_model("llama"), dtype="fp32"))
+        batch = shared_prompts(2, 2, 100, 50)
+        built(batch.tokens, batch.attention, batch.rows)
+    assert len(asked) == 2

@@ -1,0 +1,33 @@
+"""Log-probabilities of many tokens: how much memory they take beside the logits and their gradient."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models.log_probs import _VocabParallelLogProbs
+from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
+
+TOKENS, VOCAB = 8192, 152064
+
+
+class Context:
+    """What autograd gives a function: the engine itself asks for a real device."""
+
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
+
+
+def test_no_copy_of_the_logits_is_made(monkeypatch):
+    with fake_cuda(monkeypatch) as world:
+        group = place(world, ParallelLayout())[1].tp
+        logits = torch.empty(TOKENS, VOCAB, dtype=torch.bfloat16, device=DEVICE)
+        targets = torch.zeros(TOKENS, dtype=torch.int64, device=DEVICE)
+        context = Context()
+        with Launches() as launches:
+            log_prob, entropy = _VocabParallelLogProbs.forward(context, logits, targets, group, VOCAB, 1.0)
+            gradient, *_ = _VocabParallelLogProbs.backward(context, log_prob, entropy)
+    assert log_prob.device == DEVICE and gradient.shape == logits.shape and gradient.dtype == logits.dtype
+    assert launches.made_bytes - gradient.nbytes <= 0.05 * 4 * logits.numel()
+    # Forward reads the logits once; backward reads them and writes the gradient.
+    assert launches.num_bytes <= 1.01 * 3 * logits.nbytes

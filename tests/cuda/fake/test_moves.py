@@ -1,0 +1,132 @@
+"""Resharding and snapshots on a fake GPU: what is copied is on the right device, and as much as planned.
+
+Offload is shown elsewhere: storages of fake tensors do not know their device.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridflow.checkpoint.training_state import Shares
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models.gpt import build_transformer
+from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.parallel.megatron import collection, rank_sets
+from hybridflow.reshard.execute import Resharder
+from hybridflow.reshard.holdings import WeightHoldings
+from hybridflow.reshard.plan import held_bytes, participants, plan, received_limit
+from hybridflow.reshard.views import local_sizes
+from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda
+from tests.cuda.fake.shapes import family_model
+
+SIZE = 8
+LAYOUTS = ParallelLayout(tp=4, pp=2), ParallelLayout(tp=2, dp=4)
+
+
+def note_pinned(monkeypatch) -> list[int]:
+    """From here on make host memory without asking a driver to pin it; returns the bytes that were to be pinned."""
+    empty, found = torch.empty, []
+
+    def plain(*shape, pin_memory=False, **given):
+        made = empty(*shape, **given)
+        if pin_memory:
+            found.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "empty", plain)
+    return found
+
+
+@pytest.fixture
+def addresses(monkeypatch):
+    """Give fake tensors addresses: each storage far from the others."""
+    starts: dict[int, int] = {}
+
+    def address(self):
+        start = starts.setdefault(self.untyped_storage()._cdata, len(starts) + 1)
+        return start * 2**40 + self.storage_offset() * self.element_size()
+
+    monkeypatch.setattr(torch.Tensor, "data_ptr", address)
+
+
+@functools.cache
+def spec():
+    model = family_model("llama")
+    return model, model_spec(shape_of(model, model.vocab_size))
+
+
+def mesh_of(layout: ParallelLayout) -> DeviceMesh:
+    return DeviceMesh(name=str(layout), layout=layout, ranks=tuple(range(SIZE)), ranks_per_node=8)
+
+
+class Everyone:
+    """Answers for all ranks as this one does, but for the messages that each sends."""
+
+    def __init__(self, resharder: Resharder) -> None:
+        self._resharder = resharder
+
+    def gather(self, value, name):
+        mine = self._resharder
+        if not (isinstance(value, list) and all(isinstance(each, list) for each in value)):
+            return [value] * SIZE
+        found = []
+        for rank in range(SIZE):
+            other = copy.copy(mine)
+            other._world = copy.copy(mine._world)
+            other._world.rank = rank
+            waves = other._divide(plan(mine._model, *mine._holdings, rank), {})
+            found.append([[[to, len(each)] for (source, to), each in wave.items() if source == rank] for wave in waves])
+        return found
+
+
+def test_weights_are_packed_and_unpacked_on_the_device(monkeypatch, addresses):
+    model, tensors = spec()
+    source, target = (WeightHoldings(tensors, mesh_of(layout)) for layout in LAYOUTS)
+    monkeypatch.setattr(Resharder, "_gather", lambda self, value: dict(enumerate(Everyone(self).gather(value, ""))))
+    monkeypatch.setattr(Resharder, "_synchronize", lambda self: None)
+    exchanged: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda each: exchanged.extend(one.tensor for one in each) or [])
+    with fake_cuda(monkeypatch, rank=3, size=SIZE) as world:
+        world.make_groups([participants(source.mesh, target.mesh)])
+        given = [
+            {
+                name: torch.empty(size, dtype=torch.bfloat16, device=DEVICE)
+                for name, size in local_sizes(tensors, holdings, 3).items()
+            }
+            for holdings in (source, target)
+        ]
+        resharder = Resharder(
+            world, tensors, source, target, source_tensors=given[0], target_tensors=given[1], transport="torch"
+        )
+        with Launches() as launches:
+            stats = resharder.run()
+    assert {each.device for each in resharder._buckets.values()} == {DEVICE}
+    assert sum(each.nbytes for each in exchanged) == stats.received_bytes + stats.sent_bytes
+    assert sum(each.nbytes for each in resharder._buckets.values()) == stats.extra_bytes
+    assert stats.received_bytes == stats.limit_bytes == received_limit(tensors, source, target, 3)
+    # Many views at once: far fewer launches than tensors and boxes.
+    assert 0 < launches.names["_foreach_copy_"] <= 2 * stats.messages + 2 * len(tensors.tensors)
+
+
+def test_a_snapshot_is_pinned_host_memory_of_a_rank_s_own_part(monkeypatch):
+    model, tensors = spec()
+    mesh = mesh_of(ParallelLayout(tp=2, pp=2, dp=2))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    with fake_cuda(monkeypatch, rank=0, size=SIZE) as world:
+        world.make_groups(rank_sets([mesh], SIZE))
+        groups = collection(world, mesh)
+        built = build_transformer(model, mesh.layout, groups, DEVICE, vocab_size=model.vocab_size)
+        pinned = note_pinned(monkeypatch)
+        shares = Shares(built, tensors, mesh, 0, None)
+        copies = [shares.copied() for _ in range(2)]
+    assert {each.values.device.type for found in copies for each in found} == {"cpu"}
+    # The second snapshot overwrites the first.
+    assert sum(pinned) == sum(each.values.nbytes for each in copies[0])
+    assert 0 < sum(pinned) <= held_bytes(tensors, WeightHoldings(tensors, mesh), 0)

@@ -1,0 +1,67 @@
+"""The GPU engine on a fake GPU: a prefill and a step of decoding of every family, without a question to the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models.experts import ExpertLayer
+from hybridflow.models.gpt import build_transformer
+from hybridflow.rollout.blocks import BLOCK_TOKENS
+from hybridflow.rollout.gpu import decode
+from hybridflow.rollout.gpu.cache import GpuAttention, rows_per_tile
+from hybridflow.rollout.gpu.runner import runs_on_gpu
+from hybridflow.rollout.gpu.transformer import GpuTransformer
+from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
+from tests.cuda.fake.shapes import FAMILIES, family_model
+
+ROWS = 64
+DENSE = [name for name in FAMILIES if family_model(name).num_experts is None]
+
+
+@pytest.fixture(autouse=True)
+def experts_left_out(monkeypatch):
+    """Leave out mixtures of experts, whose tokens are dealt by counts that the host reads."""
+    monkeypatch.setattr(
+        ExpertLayer, "forward", lambda self, hidden, padding_mask=None: (torch.zeros_like(hidden), None)
+    )
+
+
+def prefill_attention(tokens: int, dtype: torch.dtype, sharers: int, context: int) -> GpuAttention:
+    """Return the attention of four prompts."""
+    most = rows_per_tile(dtype, sharers)
+    tiles = 4 * -(-tokens // 4 // most)
+    longs = torch.empty(2, tokens, dtype=torch.int64, device=DEVICE)
+    ints = torch.empty(4, -(-context // BLOCK_TOKENS), dtype=torch.int32, device=DEVICE)
+    addresses = torch.empty(2, 2, dtype=torch.int64, device=DEVICE)
+    return GpuAttention(addresses, ints, *longs, torch.empty(2, tiles, dtype=torch.int32, device=DEVICE), most)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prefill_and_a_step_ask_nothing_of_the_device(monkeypatch, name):
+    model = family_model(name)
+    monkeypatch.setattr(
+        decode._State,
+        "_pair",
+        lambda self, *shape, dtype: (torch.zeros(shape, dtype=dtype, device=DEVICE), torch.zeros(shape, dtype=dtype)),
+    )
+    with fake_cuda(monkeypatch) as world, torch.inference_mode():
+        groups = place(world, ParallelLayout())[1]
+        built = build_transformer(model, ParallelLayout(), groups, DEVICE, vocab_size=model.vocab_size)
+        assert runs_on_gpu(built)
+        transformer = GpuTransformer(built, groups.tp, model.vocab_size)
+        tokens = torch.empty(800, dtype=torch.int64, device=DEVICE)
+        attention = prefill_attention(800, torch.bfloat16, transformer.sharers, model.max_context)
+        with Launches() as prefill:
+            logits = transformer(tokens, attention, torch.empty(4, dtype=torch.int64, device=DEVICE))
+        assert logits.shape == (4, model.vocab_size) and logits.device == DEVICE
+        decoder = decode.Decoder(
+            transformer, groups.tp, max_rows=ROWS, max_steps=16, context=model.max_context, device=DEVICE
+        )
+        with Launches() as step:
+            decoder.step(ROWS)
+    assert transformer.is_capturable == (name in DENSE)
+    assert prefill.names["attend"] == step.names["attend"] == model.num_layers
+    for launches in (prefill, step):
+        assert sum(launches.names.values()) <= 12 * model.num_layers + 20, launches.names

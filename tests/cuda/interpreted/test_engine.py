@@ -1,0 +1,136 @@
+"""The engine's kernels on small models: texts are those of the CPU engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.parallel.world import World
+from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.gpu import decode
+from hybridflow.rollout.gpu.runner import GpuRunner
+from hybridflow.rollout.request import Request, SamplingParams
+from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, make_model
+
+SMALL = replace(TINY, num_layers=2, num_attention_heads=6, hidden_size=48, head_dim=16, num_query_groups=2)
+NORMED = replace(SMALL, qkv_bias=False, qk_norm=True)
+KINDS = [
+    {"stop_ids": tuple(range(0, VOCAB, 5))},
+    {"greedy": True},
+    {"temperature": 0.6, "stop_ids": (3, 4)},
+    {"temperature": 1.4},
+]
+CUTS = [{"temperature": 1.4, "top_k": 5}, {"top_p": 0.8, "top_k": 9}, {"min_p": 0.1}, {"top_p": 0.5, "min_p": 0.2}]
+PENALTY = {"temperature": 1.4, "top_k": 5, "repetition_penalty": 1.2}
+
+
+@pytest.fixture(scope="module")
+def world():
+    made = World(rank=0, size=1, ranks_per_node=1, device=torch.device("cpu"), deadline_s=60.0, store=dist.HashStore())
+    yield made
+    dist.destroy_process_group()
+
+
+def requests(count: int, kinds) -> list[Request]:
+    """Of unequal lengths: some prompts are longer than a tile, some than a block of the cache."""
+    generator = torch.Generator().manual_seed(count)
+    return [
+        Request(
+            prompt=torch.randint(0, VOCAB, (1 + number * 7 % 29,), generator=generator),
+            params=SamplingParams(max_new_tokens=1 + number * 7 % 12, **kinds[number % len(kinds)]),
+            prompt_index=number // 2,
+            index=number % 2,
+        )
+        for number in range(count)
+    ]
+
+
+def generated(engine: MegatronEngine, asked: list[Request]):
+    return [(each.tokens.tolist(), each.finish, each.error) for each in engine.generate(asked)]
+
+
+def both(world: World, shape, asked: list[Request]):
+    """Return what the CPU engine and the GPU engine generate, and the largest difference of a log-probability."""
+    model, _, groups, _ = make_model(world, ParallelLayout(), model=shape)
+    found = []
+    for is_gpu in (False, True):
+        engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=8)
+        if is_gpu:
+            engine._runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
+        found.append(engine.generate(asked))
+    texts = [[(each.tokens.tolist(), each.finish, each.error) for each in responses] for responses in found]
+    gaps = [
+        (getattr(ours, name) - getattr(theirs, name)).abs().max().item()
+        for ours, theirs in zip(*found, strict=True)
+        for name in ("log_probs", "sampled_log_probs")
+    ]
+    gap = max(gaps)
+    return *texts, gap
+
+
+@pytest.mark.parametrize(
+    ("shape", "kinds"),
+    [
+        pytest.param(SMALL, KINDS, id="bias"),
+        pytest.param(NORMED, [*KINDS, PENALTY], id="normalized heads, and a penalty that the host applies"),
+        pytest.param(SMALL, [KINDS[0], *CUTS], id="cuts"),
+        pytest.param(CAPPED, KINDS, id="caps, windows, norms behind, 12 dims a head"),
+        pytest.param(replace(MIXTURE, num_layers=2), KINDS[:2], id="mixture of experts, step by step"),
+    ],
+)
+def test_texts_are_those_of_the_cpu_engine(world, shape, kinds):
+    ours, theirs, gap = both(world, shape, requests(10, kinds))
+    assert ours == theirs and gap < 1e-5
+    assert {row[1] for row in ours} == {"stop", "length"} or len(kinds) != len(KINDS)
+
+
+def test_texts_are_the_same_where_the_keys_are_split(world, monkeypatch):
+    monkeypatch.setattr(decode, "splits_for", lambda rows, groups, processors: 3)
+    ours, theirs, gap = both(world, SMALL, requests(5, KINDS))
+    assert ours == theirs and gap < 1e-5
+
+
+def test_logits_that_are_not_finite_fail_and_harm_no_other(world):
+    model, _, groups, _ = make_model(world, ParallelLayout(), model=SMALL)
+    asked = requests(8, KINDS)
+    found = []
+    for is_damaged in (False, True):
+        if is_damaged:
+            model.embedding.word_embeddings.weight.data[17] = torch.nan
+        engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=8)
+        engine._runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
+        found.append(generated(engine, asked))
+    failed = [row for row in range(8) if found[1][row][1] == "failed"]
+    assert 1 <= len(failed) < 8
+    for row in range(8):
+        if row in failed:
+            assert "its logits are not finite" in found[1][row][2]
+        else:
+            assert found[1][row] == found[0][row]
+
+
+def test_weights_are_read_where_they_are_after_an_update(world):
+    model, _, groups, _ = make_model(world, ParallelLayout(), model=SMALL)
+    runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
+    asked = requests(3, KINDS)
+    engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=8)
+    engine._runner = runner
+    before = generated(engine, asked)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    engine.weights_changed()
+    after = generated(engine, asked)
+    fresh = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=8)
+    assert after != before and after == generated(fresh, asked)
+
+
+def test_graphs_are_captured_for_few_numbers_of_rows():
+    for most in (1, 5, 64, 256, 1024):
+        sizes = decode.buckets(most)
+        assert sizes[-1] == most and sorted(set(sizes)) == sizes and len(sizes) <= 40
+        assert all(large <= max(8, small * 1.5 + 8) for small, large in zip(sizes, sizes[1:], strict=False))

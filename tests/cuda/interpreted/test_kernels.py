@@ -1,0 +1,309 @@
+"""The engine's kernels one by one, in Triton's interpreter, next to plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+from hybridflow.rollout.blocks import BLOCK_TOKENS
+from hybridflow.rollout.gpu import ops
+from hybridflow.rollout.gpu.cache import tiles_of
+from hybridflow.rollout.gpu.sampling_kernels import _mixed, gumbel
+from hybridflow.rollout.sampling import gumbel_noise, row_keys
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = [pytest.param(each, id=str(each)[6:]) for each in (FP32, BF16, FP16)]
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype, steps: int = 4) -> None:
+    """Compare with a result in fp32, to some steps of a number format."""
+    tolerance = 5e-6 if dtype is FP32 else steps * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+def random(*shape: int, dtype: torch.dtype = FP32, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def normalized(values: Tensor, weight: Tensor, eps: float, centre: float) -> Tensor:
+    values = values.float()
+    return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * (weight.float() + centre)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 96), (2, 130)])
+@pytest.mark.parametrize("kind", ["no product", "product", "normalized product"])
+def test_sums_are_normalized(kind, rows, width, dtype):
+    hidden, product = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype, seed=2)
+    weight, post = random(width, dtype=dtype, seed=3), random(width, dtype=dtype, seed=4)
+    expected = hidden.float()
+    if kind != "no product":
+        added = normalized(product, post, 1e-5, 1.0).to(dtype) if kind == "normalized product" else product
+        expected = (expected + added.float()).to(dtype).float()
+    normed = torch.empty_like(hidden)
+    given = None if kind == "no product" else product
+    ops.add_norm(hidden, normed, given, post if kind == "normalized product" else None, weight, 1e-5, 1.0)
+    close(hidden, expected, dtype)
+    close(normed, normalized(expected, weight, 1e-5, 1.0), dtype, steps=16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "inner"), [(1, 1), (3, 100), (2, 1025)])
+@pytest.mark.parametrize("is_gelu", [False, True])
+def test_gates(is_gelu, rows, inner, dtype):
+    mixed, result = random(rows, 2 * inner, dtype=dtype), torch.empty(rows, inner, dtype=dtype)
+    ops.gate(result, mixed, is_gelu)
+    gates, others = mixed.float().chunk(2, 1)
+    active = gelu(gates, approximate="tanh") if is_gelu else silu(gates)
+    close(result, active.to(dtype).float() * others, dtype)
+
+
+@dataclass
+class Paged:
+    """A cache of two layers whose memory held NaN, of sequences with so many tokens in scattered blocks."""
+
+    lengths: list[int]
+    groups: int
+    head: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        per_sequence = -(-max(self.lengths) // BLOCK_TOKENS)
+        num_blocks = len(self.lengths) * per_sequence + 1
+        shape = (2, 2, num_blocks, BLOCK_TOKENS, self.groups, self.head)
+        self.memory = torch.full(shape, torch.nan, dtype=self.dtype)
+        self.addresses = torch.tensor([[each.data_ptr() for each in layer] for layer in self.memory])
+        order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(3)) + 1
+        self.tables = order.int().view(len(self.lengths), per_sequence)
+
+    def rows(self, kind: int, sequence: int, count: int) -> Tensor:
+        """View the first tokens of a sequence in layer 1, ``[tokens, groups, head]``; keys are kind 0, values 1."""
+        blocks = self.memory[1, kind, self.tables[sequence].long()]
+        return blocks.flatten(0, 1)[:count]
+
+    def fill(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Write random keys and values, and return them by sequence, in fp32."""
+        found: tuple[list[Tensor], list[Tensor]] = [], []
+        for sequence, length in enumerate(self.lengths):
+            for kind in (0, 1):
+                values = random(length, self.groups, self.head, dtype=self.dtype, seed=10 * sequence + kind)
+                for position in range(length):
+                    block = self.tables[sequence, position // BLOCK_TOKENS]
+                    self.memory[1, kind, block, position % BLOCK_TOKENS] = values[position]
+                found[kind].append(values.float())
+        return found
+
+
+def turned(values: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """Rotate ``[rows, …, head]``; the table is ``[context, 2, head / 2]``."""
+    shape = (len(positions), *(1,) * (values.dim() - 2), -1)
+    cosine, sine = (table[positions, part].view(shape) for part in (0, 1))
+    low, high = values.chunk(2, -1)
+    return torch.cat([low * cosine - high * sine, high * cosine + low * sine], -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("groups", "sharers", "head"), [(2, 3, 16), (1, 1, 12), (3, 8, 6)])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_keys_and_values_are_written_where_the_table_says(has_norms, groups, sharers, head, dtype):
+    cache = Paged([40, 1, 18], groups, head, dtype)
+    sequences, positions = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([16, 39, 0, 17, -1])
+    mixed = random(5, groups, sharers + 2, head, dtype=dtype)
+    angles = torch.outer(torch.arange(48.0), torch.arange(1, head // 2 + 1).float() ** -1)
+    rotary = torch.stack([angles.cos(), angles.sin()], 1)
+    norms = (random(head, dtype=dtype, seed=5), random(head, dtype=dtype, seed=6)) if has_norms else (None, None)
+    query = torch.empty(5, groups, sharers, head, dtype=dtype)
+    ops.store(query, mixed, cache.addresses, cache.tables, sequences, positions, rotary, *norms, 1, 1e-5, 0.0)
+    queries, keys = mixed[:, :, :sharers].float(), mixed[:, :, sharers].float()
+    if has_norms:
+        queries, keys = (
+            normalized(each, weight, 1e-5, 0.0) for each, weight in zip((queries, keys), norms, strict=True)
+        )
+    close(query, turned(queries, rotary, positions.clamp(min=0)), dtype, steps=16)
+    written = torch.zeros(cache.memory[1, 0].shape[:2], dtype=torch.bool)
+    for row in range(4):
+        sequence, position = int(sequences[row]), int(positions[row])
+        block, token = int(cache.tables[sequence, position // BLOCK_TOKENS]), position % BLOCK_TOKENS
+        written[block, token] = True
+        close(cache.memory[1, 0, block, token], turned(keys, rotary, positions.clamp(min=0))[row], dtype, steps=16)
+        assert torch.equal(cache.memory[1, 1, block, token], mixed[row, :, sharers + 1])
+    # The padding row and the other layer wrote nothing.
+    assert cache.memory[1][:, ~written].isnan().all() and cache.memory[0].isnan().all()
+
+
+def attended(query: Tensor, keys: list[Tensor], values: list[Tensor], where, scale, softcap, window) -> Tensor:
+    """Attend row by row: ``[rows, groups, sharers, head]``."""
+    expected = torch.zeros(query.shape)
+    for row, (sequence, position) in enumerate(zip(*(each.tolist() for each in where), strict=True)):
+        if position < 0:
+            continue
+        seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
+        scores = torch.einsum("gsh,tgh->gst", query[row].float(), keys[sequence][seen]) * scale
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        expected[row] = torch.einsum("gst,tgh->gsh", scores.softmax(-1), values[sequence][seen])
+    return expected
+
+
+STEP = ([0, 1, 2, 0, 2], [39, 0, 17, -1, -1])
+"""Sequence and position of rows of a decoding step, two of them padding."""
+PREFILL = ([0] * 39 + [1] + [2] * 5, [*range(1, 40), 0, *range(13, 18)])
+"""A prompt but for its first token, a prompt of one token, and the end of a third."""
+
+
+SCORINGS = [(0.0, 0), (1.5, 0), (0.0, 5), (1.5, 20), (0.0, 1)]
+SHAPES = [
+    *(pytest.param(FP32, 2, 3, 16, *each, id=f"fp32, cap {each[0]}, window {each[1]}") for each in SCORINGS),
+    pytest.param(FP32, 1, 7, 12, 1.5, 20, id="12 dims, 7 sharers"),
+    pytest.param(BF16, 2, 1, 64, 1.5, 20, id="bf16"),
+    pytest.param(FP16, 1, 4, 40, 0.0, 5, id="fp16, 40 dims"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "groups", "sharers", "head", "softcap", "window"), SHAPES)
+@pytest.mark.parametrize("kind", ["a step", "a step, keys split", "tiles", "tiles, keys split"])
+def test_rows_attend_to_their_own_sequence(kind, dtype, groups, sharers, head, softcap, window):
+    cache = Paged([40, 1, 18], groups, head, dtype)
+    keys, values = cache.fill()
+    where = tuple(map(torch.tensor, PREFILL if kind.startswith("tiles") else STEP))
+    query = random(len(where[0]), groups, sharers, head, dtype=dtype, seed=7)
+    tiles, most = (None, None), 1
+    if kind.startswith("tiles"):
+        most = 4
+        tiles = tuple(torch.from_numpy(tiles_of(where[0].numpy(), most)))
+    context, partial, sums = torch.full_like(query, torch.nan), None, None
+    if kind.endswith("split"):
+        # More shares than there are keys for some rows.
+        partial, sums = torch.full((5, *query.shape), torch.nan), torch.full((2, 5, *query.shape[:-1]), torch.nan)
+    scoring = 0.3, softcap, window
+    ops.attend(context, partial, sums, query, cache.addresses, cache.tables, *where, *tiles, 1, most, *scoring)
+    if partial is not None:
+        ops.combine(context, partial, sums)
+    close(context, attended(query, keys, values, where, *scoring), dtype, steps=8)
+
+
+def test_rows_are_cut_into_tiles_of_one_sequence():
+    first, counts = tiles_of(np.array([4, 4, 4, 4, 4, 7, 2, 2]), 2).tolist()
+    assert (first, counts) == ([0, 2, 4, 5, 6], [2, 2, 1, 1, 2])
+    assert tiles_of(np.array([], np.int64), 2).shape == (2, 0)
+
+
+def sampled(logits: Tensor, keys: Tensor, lengths: Tensor | None, temperatures: Tensor, quiet: Tensor, num_real: int):
+    rows, parts = len(logits), ops.num_parts(logits.shape[1])
+    terms, ids = torch.empty(5, rows, parts), torch.empty(rows, parts, dtype=torch.int32)
+    ops.sample_part(terms, ids, logits, keys, lengths, temperatures, quiet, None, 0, num_real, 0.0)
+    found = torch.empty(rows, dtype=torch.int64), torch.empty(rows), torch.empty(rows)
+    ops.settle(*found, terms, ids, quiet)
+    return found
+
+
+def test_many_rows_have_the_tokens_of_the_reference(monkeypatch):
+    # The interpreter takes milliseconds for each program, of whatever width.
+    monkeypatch.setattr(ops, "PART_COLUMNS", 64)
+    rows, width, num_real = 300, 64, 57
+    generator = torch.Generator().manual_seed(5)
+    logits = random(rows, width) * 3
+    keys = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+    lengths = torch.randint(1, 1000, (rows,), generator=generator)
+    temperatures, quiet = torch.rand(rows, generator=generator) + 0.5, torch.zeros(rows, dtype=torch.uint8)
+    quiet[::5] = 1
+    tokens, log_probs, proposed = sampled(logits, keys, lengths, temperatures, quiet, num_real)
+    scaled = logits[:, :num_real] / temperatures[:, None]
+    noise = gumbel_noise(row_keys(keys, lengths), 0, num_real) * (1 - quiet[:, None])
+    assert torch.equal(tokens, (scaled + noise).argmax(-1))
+    expected = scaled.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(log_probs, expected, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(proposed, expected.masked_fill(quiet.bool(), 0), atol=2e-6, rtol=1e-6)
+
+
+@triton.jit
+def noise_of_rows(noise, keys, lengths, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    key = _mixed(_mixed(tl.load(keys + row).to(tl.uint64)) + tl.load(lengths + row).to(tl.uint64))
+    tl.store(noise + row[:, None] * WIDTH + column[None, :], gumbel(key[:, None], column[None, :]))
+
+
+def test_the_noise_of_sixteen_thousand_rows_gives_the_tokens_of_the_reference():
+    rows, width = 1 << 14, 1 << 6
+    generator = torch.Generator().manual_seed(6)
+    keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
+    lengths = torch.randint(1, 1 << 20, (rows,), generator=generator)
+    logits, noise = random(rows, width) * 3, torch.empty(rows, width)
+    noise_of_rows[(1,)](noise, keys, lengths, ROWS=rows, WIDTH=width)
+    expected = gumbel_noise(row_keys(keys, lengths), 0, width)
+    torch.testing.assert_close(noise, expected, atol=5e-7, rtol=5e-7)
+    assert torch.equal((logits + noise).argmax(-1), (logits + expected).argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_over_several_parts_of_the_vocabulary(dtype):
+    rows, width = 6, 2 * ops.PART_COLUMNS + 13
+    logits = random(rows, width, dtype=dtype) * 2
+    keys, temperatures = torch.arange(rows) * 977, torch.full((rows,), 0.8)
+    quiet = torch.tensor([0, 1] * 3, dtype=torch.uint8)
+    tokens, log_probs, _ = sampled(logits, keys, None, temperatures, quiet, width - 5)
+    scaled = logits[:, : width - 5].float() / temperatures[:, None]
+    noise = gumbel_noise(keys, 0, width - 5) * (1 - quiet[:, None])
+    assert torch.equal(tokens, (scaled + noise).argmax(-1))
+    expected = scaled.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(log_probs, expected, atol=5e-6, rtol=1e-6)
+
+
+def test_what_cannot_be_sampled_is_told():
+    logits = torch.zeros(4, 8)
+    logits[1, 3], logits[2] = torch.nan, -torch.inf
+    logits[3, 2] = torch.inf
+    quiet = torch.zeros(4, dtype=torch.uint8)
+    tokens, _, _ = sampled(logits, torch.arange(4), None, torch.ones(4), quiet, 8)
+    assert tokens[0] >= 0 and tokens[1:].tolist() == [-1, -1, -1]
+
+
+def test_tokens_are_taken_up_and_rows_end():
+    # Goes on; ends by a stop token; a stop token that comes too early; ends by length; failed; had ended before.
+    tokens = torch.tensor([5, 7, 7, 5, -1, 5])
+    state = {
+        "token_in": torch.zeros(6, dtype=torch.int64),
+        "lengths": torch.tensor([4, 4, 4, 9, 4, 4]),
+        "positions": torch.tensor([3, 3, 3, 8, 3, -1]),
+        "counts": torch.tensor([1, 0, 0, 2, 1, 3]),
+        "failures": torch.zeros(6, dtype=torch.int64),
+    }
+    history, log_probs = torch.full((4, 6), -9), torch.full((2, 4, 6), -9.0)
+    chosen = torch.arange(6) / 8
+    stops = torch.tensor([[7, -1, 8]] * 6, dtype=torch.int32)
+    ends, no_stop_before = torch.full((6,), 10), torch.tensor([0, 5, 6, 0, 0, 0])
+    ops.advance(*state.values(), history, *log_probs, tokens, chosen, chosen + 1, ends, no_stop_before, stops)
+    assert {name: each.tolist() for name, each in state.items()} == {
+        "token_in": [5, 7, 7, 5, 0, 0],
+        "lengths": [5, 5, 5, 10, 4, 4],
+        "positions": [4, -1, 4, -1, -1, -1],
+        "counts": [2, 1, 1, 3, 1, 3],
+        "failures": [0, 0, 0, 0, -1, 0],
+    }
+    written = {(1, 0): 5, (0, 1): 7, (0, 2): 7, (2, 3): 5}
+    assert {(step, row): int(history[step, row]) for step, row in (history != -9).nonzero().tolist()} == written
+    assert all(log_probs[:, step, row].tolist() == [row / 8, row / 8 + 1] for step, row in written)
+    assert int((log_probs != -9).sum()) == 2 * len(written)
+
+
+@pytest.mark.parametrize("operator", ["add_norm", "gate", "attend", "sample_part"])
+def test_no_rows(operator):
+    none, longs = torch.empty(0, 8), torch.empty(0, dtype=torch.int64)
+    quiet = torch.empty(0, dtype=torch.uint8)
+    if operator == "add_norm":
+        ops.add_norm(none, none.clone(), none.clone(), None, torch.ones(8), 1e-5, 0.0)
+    elif operator == "gate":
+        ops.gate(torch.empty(0, 4), none, False)
+    elif operator == "attend":
+        cache = Paged([1], 1, 16, FP32)
+        query = torch.empty(0, 1, 2, 16)
+        where = cache.addresses, cache.tables, longs, longs
+        ops.attend(torch.empty_like(query), None, None, query, *where, None, None, 0, 1, 1.0, 0.0, 0)
+    else:
+        assert [len(each) for each in sampled(none, longs, longs, torch.empty(0), quiet, 8)] == [0, 0, 0]

@@ -1,0 +1,126 @@
+"""What computes attention on a GPU, and what it is told of sequences with shared beginnings."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.attention.varlen
+from torch.nn.functional import scaled_dot_product_attention
+
+from hybridflow.models import cuda_attention
+from hybridflow.models.attention import PackedAttention
+from hybridflow.models.cuda_attention import Sequences
+from hybridflow.models.scoring import Scoring
+
+CPU = torch.device("cpu")
+PLAIN, WINDOW, CAP = {}, {"has_window": True}, {"has_cap": True}
+HOPPER, ADA, TURING = (9, 0), (8, 9), (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head", "scoring", "capability", "expected"),
+    [
+        pytest.param(torch.bfloat16, 128, PLAIN, HOPPER, "varlen", id="bf16"),
+        pytest.param(torch.float16, 96, WINDOW, ADA, "varlen", id="fp16 with a window"),
+        pytest.param(torch.bfloat16, 256, PLAIN, HOPPER, "varlen", id="wide heads"),
+        pytest.param(torch.bfloat16, 256, PLAIN, ADA, "rectangles", id="wide heads, little shared memory"),
+        pytest.param(torch.bfloat16, 256, CAP, HOPPER, "triton", id="cap"),
+        pytest.param(torch.float32, 64, CAP, TURING, "triton", id="cap in fp32"),
+        pytest.param(torch.float32, 128, PLAIN, HOPPER, "rectangles", id="fp32"),
+        pytest.param(torch.float32, 128, WINDOW, HOPPER, "triton", id="window in fp32"),
+        pytest.param(torch.bfloat16, 12, PLAIN, HOPPER, "rectangles", id="head size that is no multiple of 8"),
+        pytest.param(torch.bfloat16, 320, PLAIN, HOPPER, "rectangles", id="head size above 256"),
+        pytest.param(torch.float16, 128, PLAIN, TURING, "rectangles", id="older GPU"),
+    ],
+)
+def test_what_computes_it(dtype, head, scoring, capability, expected):
+    assert cuda_attention.backend(dtype, head, capability, **scoring) == expected
+
+
+@pytest.mark.parametrize(
+    ("is_installed", "scoring", "expected"),
+    [
+        pytest.param(True, PLAIN, "flash_attn", id="flash-attn"),
+        pytest.param(False, PLAIN, "rectangles", id="neither"),
+        pytest.param(False, WINDOW, "triton", id="neither, with a window"),
+    ],
+)
+def test_what_computes_it_with_an_older_torch(monkeypatch, is_installed, scoring, expected):
+    monkeypatch.setattr(cuda_attention, "has_varlen", lambda: False)
+    found = SimpleNamespace() if is_installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    assert cuda_attention.backend.__wrapped__(torch.bfloat16, 128, HOPPER, **scoring) == expected
+
+
+def test_a_window_that_all_sequences_fit_into_is_none(monkeypatch):
+    monkeypatch.setattr(cuda_attention, "_capability", lambda device: HOPPER)
+    sequences, query = Sequences([5, 3], torch.arange(8), CPU), torch.zeros(8, 2, 16)
+    assert [sequences.backend(query, Scoring(scale=1.0, window=each)) for each in (4, 5)] == ["triton", "rectangles"]
+
+
+def test_a_torch_whose_packed_attention_lacks_windows_or_groups_counts_as_without(monkeypatch):
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", lambda query, key, value, is_causal=False: None)
+    assert not cuda_attention.has_varlen.__wrapped__()
+
+
+def packed_by_hand(query, key, value, query_starts, key_starts, most_queries, most_keys, *, scale, window_size):
+    """Attend as flash attention documents it: a sequence's last query sees its last key."""
+    found = []
+    for index in range(len(query_starts) - 1):
+        part, seen = (slice(*starts[index : index + 2].tolist()) for starts in (query_starts, key_starts))
+        queries, keys, values = (each.transpose(0, 1)[None] for each in (query[part], key[seen], value[seen]))
+        assert queries.shape[2] <= most_queries and keys.shape[2] <= most_keys
+        gap = torch.arange(keys.shape[2]) - torch.arange(queries.shape[2])[:, None] - keys.shape[2] + queries.shape[2]
+        mask = (gap <= window_size[1]) if window_size[1] >= 0 else torch.ones_like(gap, dtype=torch.bool)
+        if window_size[0] >= 0:
+            mask &= gap >= -window_size[0]
+        context = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+        found.append(context[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+def varlen_attn(*given, scale, window_size, enable_gqa):
+    assert enable_gqa
+    return packed_by_hand(*given, scale=scale, window_size=window_size)
+
+
+def flash_attn_varlen_func(*given, softmax_scale, causal, window_size, deterministic):
+    assert causal and not deterministic
+    return packed_by_hand(*given, scale=softmax_scale, window_size=window_size)
+
+
+SHARED = [[0, 1, 2, 3, 4], [0, 1, 2, *range(5, 30)], [0, 1, 2], [30, 31, 32], [30, 31], [33]]
+APART = [[0, 1, 2, 3], [4], [*range(5, 12)]]
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
+@pytest.mark.parametrize("window", [None, 1, 3, 20, 100])
+@pytest.mark.parametrize("places", [SHARED, APART])
+def test_packed_kernels_are_told_of_own_queries_and_all_keys(monkeypatch, places, window, backend):
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    generator, tokens = torch.Generator().manual_seed(1), max(map(max, places)) + 1
+    packed = [torch.randn(tokens, heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
+    lengths, flat = [len(each) for each in places], torch.tensor([place for each in places for place in each])
+    scoring = Scoring(scale=0.4, window=window)
+    sequences = Sequences(lengths, flat, CPU)
+    expected = PackedAttention(lengths, CPU, flat).attend(0, *packed, scoring)
+    context = sequences.attend(*packed, scoring, backend)
+    torch.testing.assert_close(context, expected, atol=1e-6, rtol=0)
+    weight = torch.randn(context.shape, generator=generator)
+    pairs = (torch.autograd.grad((each * weight).sum(), packed) for each in (context, expected))
+    for one, another in zip(*pairs, strict=True):
+        torch.testing.assert_close(one, another, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "places", [pytest.param([[0, 1], [2, 0]], id="not at the beginning"), pytest.param([[1], [0]], id="out of order")]
+)
+def test_places_that_cannot_be_told_so_are_refused(places):
+    flat = torch.tensor([place for each in places for place in each])
+    with pytest.raises(AssertionError):
+        Sequences([len(each) for each in places], flat, CPU)

@@ -1,0 +1,51 @@
+"""Experts by grouped products: the numbers and gradients of one expert after the other."""
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from hybridflow.models import experts
+from hybridflow.models.grouped import grouped_experts
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 9, 8], [0, 0, 0, 20], [1, 1, 1, 1]])
+def test_grouped_experts_are_what_each_computes(counts):
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).requires_grad_()
+
+    hidden, weights = draw(sum(counts), 16), draw(sum(counts))
+    first, second = [draw(48, 16) for _ in counts], [draw(16, 24) for _ in counts]
+    given = [hidden, weights, *first, *second]
+    found = grouped_experts(hidden, torch.tensor(counts), weights, first, second, silu)
+    parts = []
+    for rows, scale, one, two in zip(hidden.split(counts), weights.split(counts), first, second, strict=True):
+        gate, value = (rows @ one.T).chunk(2, dim=-1)
+        parts.append((silu(gate) * value * scale[:, None]) @ two.T)
+    expected = torch.cat(parts)
+    torch.testing.assert_close(found, expected)
+    gradient = torch.randn(expected.shape, generator=generator)
+    for one, other in zip(
+        torch.autograd.grad(found, given, gradient), torch.autograd.grad(expected, given, gradient), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+def test_frozen_experts_have_no_gradient():
+    hidden = torch.randn(4, 8, requires_grad=True)
+    first, second = [torch.randn(16, 8)], [torch.randn(8, 8)]
+    grouped_experts(hidden, torch.tensor([4]), torch.ones(4), first, second, silu).sum().backward()
+    assert hidden.grad is not None and first[0].grad is None
+
+
+def test_pairs_need_not_be_counted():
+    scores = torch.rand(50, 6, generator=torch.Generator().manual_seed(2))
+    is_chosen = torch.zeros(50, 6, dtype=torch.bool).scatter_(1, scores.topk(2, dim=1).indices, True)
+    expected = experts.pairs(is_chosen, 2)
+
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+    found = experts.pairs(is_chosen.as_subclass(OnGpu), 2)
+    assert all(torch.equal(torch.Tensor(one), other) for one, other in zip(found, expected, strict=True))

@@ -1,0 +1,110 @@
+"""vLLM within this process: where it runs, and in which order it is put to sleep, woken and given weights."""
+
+import importlib
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybridflow.families.config_json import describe
+from hybridflow.families.model import ModelConfig
+
+MODEL = ModelConfig(num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=2, max_context=8, vocab_size=16)
+
+
+class UniProcExecutor:
+    """Stands in for vLLM's, which takes the first GPU."""
+
+    def _distributed_args(self):
+        return "tcp://a:1", 0, 0
+
+
+class LLM:
+    """Records what it is asked."""
+
+    def __init__(self, **options):
+        self.options, self.log = options, []
+        self.llm_engine = types.SimpleNamespace(engine_core=None)
+
+    def sleep(self, level):
+        self.log.append(("sleep", level))
+
+    def wake_up(self, tags):
+        self.log.append(("wake", *tags))
+
+    def collective_rpc(self, name, kwargs):
+        self.log.append((name, *(each for each, _ in kwargs["weights_iterator"])))
+
+    def reset_prefix_cache(self):
+        self.log.append(("forget",))
+        return True
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """A function that makes an engine on a device, of a vLLM that only records."""
+    modules = {name: types.ModuleType(name) for name in ("vllm", "vllm.v1", "vllm.v1.executor")}
+    modules["vllm"].LLM, modules["vllm"].__version__ = LLM, "0"
+    executor = modules["vllm.v1.executor.uniproc_executor"] = types.ModuleType("vllm.v1.executor.uniproc_executor")
+    executor.UniProcExecutor = UniProcExecutor
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    name = "hybridflow.rollout.engines.vllm_engine"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    engine = importlib.import_module(name).VllmEngine
+
+    def made(device, can_sleep=True):
+        found = engine(
+            describe(replace(MODEL), family="llama", has_value_head=False),
+            log_probs="raw",
+            seed=1,
+            vocab_size=16,
+            max_concurrent=2,
+            memory_share=0.5,
+            device=torch.device(device),
+            can_sleep=can_sleep,
+        )
+        return found, found._llm
+
+    yield made
+    sys.modules.pop(name, None)
+
+
+def test_it_runs_on_the_ranks_own_gpu(make):
+    _, llm = make("cuda:3")
+    executor = llm.options["distributed_executor_backend"]
+    assert issubclass(executor, UniProcExecutor) and executor()._distributed_args() == ("tcp://a:1", 0, 3)
+    assert make("cpu")[1].options["distributed_executor_backend"] == "uni"
+
+
+def test_weights_come_before_the_room_for_the_cache_is_taken(make):
+    engine, llm = make("cuda:0")
+    assert llm.options["enable_sleep_mode"]
+    engine.sleep(keeps_weights=False)
+    engine.sleep(keeps_weights=False)
+    assert engine.lacks_weights
+    with pytest.raises(AssertionError, match="gone"):
+        engine.wake(None)
+    engine.wake(iter([("a", torch.zeros(1))]))
+    assert llm.log == [("sleep", 2), ("wake", "weights"), ("reload_weights", "a"), ("forget",), ("wake", "kv_cache")]
+    assert not engine.lacks_weights
+
+
+def test_weights_that_are_kept_need_not_come_again(make):
+    engine, llm = make("cuda:0")
+    engine.sleep(keeps_weights=True)
+    assert not engine.lacks_weights
+    engine.wake(None)
+    assert llm.log == [("sleep", 1), ("wake", "weights"), ("wake", "kv_cache")]
+
+
+@pytest.mark.parametrize(("device", "can_sleep"), [("cpu", True), ("cuda:0", False)])
+def test_where_it_cannot_sleep_it_only_takes_weights(make, device, can_sleep):
+    engine, llm = make(device, can_sleep)
+    assert not llm.options["enable_sleep_mode"]
+    engine.sleep(keeps_weights=False)
+    engine.wake(iter([("a", torch.zeros(1))]))
+    engine.wake(None)
+    assert llm.log == [("reload_weights", "a"), ("forget",)]

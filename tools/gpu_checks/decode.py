@@ -1,0 +1,121 @@
+"""How fast a Qwen2 shape decodes, beside what the bandwidth allows and beside transformers."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from gpu_checks.common import build, copy_rate, fill, find_device, make_world, result, run, seconds_of, shape
+
+_PROMPT = 128
+_SHORT, _LONG = 32, 160
+"""Response tokens of two runs; their difference in time is that of decoding alone."""
+
+
+def main(argument: str, is_dry: bool) -> dict[str, Any]:
+    """Measure a size, a key of ``SHAPES``, at two batches."""
+    import torch
+
+    prompt, lengths = (8, (8, 136)) if is_dry else (_PROMPT, (_SHORT, _LONG))
+    batches = (2, 4) if is_dry else (64, 256)
+    model = shape(argument, is_dry, context=512)
+    # Half of what is read and written together.
+    rate = copy_rate(is_dry)
+    step_s: dict[str, dict[int, float]] = {"ours": {}, "transformers": {}}
+    for name, load in (("ours", _load_ours), ("transformers", _load_transformers)):
+        generate = load(model, max(batches), prompt)
+        for batch in batches:
+            step_s[name][batch] = _step_s(generate, batch, lengths)
+            print(f"{name}, batch {batch}: {1e3 * step_s[name][batch]:.2f} ms a step", file=sys.stderr, flush=True)
+        del generate
+        gc.collect()
+        torch.cuda.empty_cache()
+    figures, texts, bounds = [], [], {}
+    for batch in batches:
+        limit_s = _step_bytes(model, batch, prompt + sum(lengths) / 2) / rate
+        ours_s, theirs_s = step_s["ours"][batch], step_s["transformers"][batch]
+        share, ratio = limit_s / ours_s, theirs_s / ours_s
+        figures.append({"batch": batch, "ours_s": ours_s, "transformers_s": theirs_s, "limit_s": limit_s})
+        texts.append(
+            f"batch {batch}: {batch / ours_s:,.0f} tokens/s, bandwidth bound over time per token {share:.2f}, "
+            f"{ratio:.1f} times transformers"
+        )
+        if argument == "7b" and batch == 64:
+            bounds = {"bound over time": (share, ">=", 0.5), "times transformers": (ratio, ">=", 5.0)}
+    return result("; ".join(texts), bounds, {"copy_bytes_per_s": rate, "batches": figures})
+
+
+def _step_s(generate: Callable[[int, int], None], batch: int, lengths: tuple[int, int]) -> float:
+    """Return the seconds of a step of decoding."""
+    short_s, long_s = (seconds_of(lambda length=length: generate(batch, length), repeats=2) for length in lengths)
+    return (long_s - short_s) / (lengths[1] - lengths[0])
+
+
+def _step_bytes(model: Any, batch: int, context: float) -> float:
+    """Return what a step reads at least: all matrices that are multiplied with, and the keys and values."""
+    element = 4 if model.dtype == "fp32" else 2
+    hidden, head = model.hidden_size, model.head_size
+    attention = hidden * head * 2 * (model.num_attention_heads + model.query_groups)
+    matrices = model.num_layers * (attention + 3 * hidden * model.ffn_hidden_size) + hidden * model.vocab_size
+    cached = batch * context * 2 * model.num_layers * model.query_groups * head
+    return float(element * (matrices + cached))
+
+
+def _prompts(model: Any, batch: int, prompt: int) -> Any:
+    import torch
+
+    return torch.randint(0, model.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(batch))
+
+
+def _load_ours(model: Any, most: int, prompt: int) -> Callable[[int, int], None]:
+    from hybridflow.rollout.engine import MegatronEngine
+    from hybridflow.rollout.request import Request, SamplingParams
+
+    built, _, groups = build(make_world(), model)
+    fill(built)
+    engine = MegatronEngine(built, groups, vocab_size=model.vocab_size, seed=1, max_concurrent=most)
+
+    def generate(batch: int, length: int) -> None:
+        params = SamplingParams(max_new_tokens=length)
+        prompts = enumerate(_prompts(model, batch, prompt))
+        engine.generate([Request(prompt=each, params=params, prompt_index=index) for index, each in prompts])
+
+    return generate
+
+
+def _load_transformers(model: Any, most: int, prompt: int) -> Callable[[int, int], None]:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.ffn_hidden_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.query_groups,
+        max_position_embeddings=model.max_context,
+        tie_word_embeddings=model.tied_embeddings,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    torch.set_default_dtype(torch.float32 if model.dtype == "fp32" else torch.bfloat16)
+    with find_device():
+        built = Qwen2ForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+
+    def generate(batch: int, length: int) -> None:
+        tokens = _prompts(model, batch, prompt).to(find_device())
+        with torch.inference_mode():
+            found = built.generate(
+                tokens, attention_mask=torch.ones_like(tokens), do_sample=True, top_k=0, max_new_tokens=length
+            )
+        assert found.shape[1] == prompt + length, f"transformers made {found.shape[1] - prompt} of {length} tokens"
+
+    return generate
+
+
+if __name__ == "__main__":
+    run(main)

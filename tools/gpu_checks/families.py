@@ -1,0 +1,175 @@
+"""The GPU computes what the CPU does, for a small model of every family, in fp32: training and generating."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from gpu_checks.common import CheckError, build, make_world, result, run
+
+_SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "gemma2": {
+        "head_dim": 32,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 32,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 4.0,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
+    "qwen3": {"head_dim": 32},
+    "mistral": {"sliding_window": 8},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {"pad_token_id": 0, "sliding_window": 12},
+    "gemma": {"head_dim": 32, "tie_word_embeddings": True},
+}
+"""Keys of ``config.json`` in which a family differs, those first that differ most."""
+
+_BOUNDS = {"log-probabilities": 1e-4, "gradients": 1e-3, "weights": 1e-4, "text log-probabilities": 1e-4, "texts": 0}
+
+
+def main(argument: str, is_dry: bool) -> dict[str, Any]:
+    """Compute everything here and, at the same time, in a process that sees no GPU; compare."""
+    from safetensors.torch import load_file
+
+    if argument:
+        _compute_all(argument)
+        return {}
+    command = [sys.executable, "-m", "gpu_checks.families", "cpu.safetensors"]
+    with subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdout=sys.stderr) as reference:
+        _compute_all("gpu.safetensors")
+    if reference.returncode:
+        raise CheckError("the CPU's process failed; the log says why")
+    ours, theirs = load_file("gpu.safetensors"), load_file("cpu.safetensors")
+    apart = {family: dict.fromkeys(_BOUNDS, 0.0) for family in SPECIAL}
+    failed = {family for family in SPECIAL if not _names(ours, family) == _names(theirs, family) != set()}
+    for name, value in ours.items():
+        family, kind, _ = name.split("|")
+        if family in failed:
+            continue
+        if kind == "texts":
+            apart[family][kind] += float(value.tolist() != theirs[name].tolist())
+        else:
+            gap = (value - theirs[name]).abs().max()
+            gap = gap / theirs[name].abs().max().clamp(min=1e-6) if kind == "gradients" else gap
+            # A difference that is not a number is the largest.
+            apart[family][kind] = max(apart[family][kind], float(gap.nan_to_num(float("inf"))))
+    bounds = {
+        f"{family}: difference of {kind}": (apart[family][kind], "<=", bound)
+        for family in SPECIAL
+        for kind, bound in _BOUNDS.items()
+    }
+    bounds["families that failed"] = (len(failed), "<=", 0)
+    worst = {kind: max(each[kind] for each in apart.values()) for kind in _BOUNDS}
+    text = ", ".join(f"{kind} {value:.2g}" for kind, value in worst.items())
+    text = f"largest differences over {len(SPECIAL) - len(failed)} families: {text}"
+    return result("; ".join([text, *(f"{family} failed: see the log" for family in failed)]), bounds, apart)
+
+
+def _names(found: Mapping[str, Any], family: str) -> set[str]:
+    return {name for name in found if name.startswith(f"{family}|")}
+
+
+def _compute_all(path: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from hybridflow.families.config_json import read_config
+    from hybridflow.families.tables import FAMILIES
+
+    if SPECIAL.keys() != FAMILIES.keys():
+        raise CheckError(f"families without settings here: {sorted(FAMILIES.keys() ^ SPECIAL.keys())}")
+    torch.set_num_threads(1)
+    world, found = make_world(), {}
+    for family, special in SPECIAL.items():
+        values = {"model_type": family, "architectures": [FAMILIES[family].causal], **_SHAPE, **special}
+        print(f"{family} on {world.device}", file=sys.stderr, flush=True)
+        try:
+            values = _compute(world, read_config(values, where=family).model)
+            found |= {f"{family}|{name}": value.detach().cpu().contiguous() for name, value in values.items()}
+        except Exception:  # the other families tell more
+            traceback.print_exc()
+    save_file(found, path)
+
+
+def _compute(world: Any, model: Any) -> dict[str, Any]:
+    """Return, by kind and name, what is to be equal."""
+    import torch
+
+    from hybridflow.config.roles import OptimizerConfig
+    from hybridflow.models.log_probs import vocab_parallel_log_probs
+    from hybridflow.models.microbatch import pack
+    from hybridflow.models.specs import logical_parameters
+    from hybridflow.models.training import Trainable
+    from hybridflow.models.weights import describe_model, initialize
+    from hybridflow.rollout.engine import MegatronEngine
+
+    vocab = model.vocab_size
+    built, mesh, groups = build(world, model)
+    initialize(built, describe_model(world, model, vocab_size=vocab), mesh, 0, seed=3, std=0.1)
+    engine = MegatronEngine(built, groups, vocab_size=vocab, seed=7, max_concurrent=8)
+    found = {}
+    for index, response in enumerate(engine.generate(_requests(vocab))):
+        found[f"texts|{index}"] = response.tokens
+        found[f"text log-probabilities|{index}"] = response.log_probs
+    # Large enough that a step is smooth in the gradient: without it Adam's first one is its sign.
+    trainable = Trainable(built, groups, OptimizerConfig(lr=1e-2, eps=1e-2))
+    generator = torch.Generator().manual_seed(0)
+    lengths = (12, 19, 3, 40)
+    sequences = [torch.randint(0, vocab, (length,), generator=generator) for length in lengths]
+    batch = pack(list(range(len(lengths))), sequences, [length // 3 for length in lengths], world.device)
+    kept = []
+
+    def loss(output: Any, micro_batch: Any) -> tuple[Any, None]:
+        log_probs, entropy = vocab_parallel_log_probs(output, micro_batch.targets, group=groups.tp, vocab_size=vocab)
+        kept.append(log_probs)
+        return -(log_probs + 0.1 * entropy).mean(), None
+
+    trainable.accumulate([batch], loss)
+    found["log-probabilities|all"] = kept[0]
+    found |= {f"gradients|{name}": value.clone() for name, value in trainable.state()["gradient"].items()}
+    trainable.step()
+    return found | {f"weights|{name}": value.data for name, value in logical_parameters(built).items()}
+
+
+def _requests(vocab: int) -> list[Any]:
+    """Of unequal lengths, beyond a block of the cache, sampled in several ways."""
+    import torch
+
+    from hybridflow.rollout.request import Request, SamplingParams
+
+    kinds: list[dict[str, Any]] = [
+        {"stop_ids": tuple(range(0, vocab, 9))},
+        {"greedy": True},
+        {"temperature": 1.4},
+        {"temperature": 1.4, "top_k": 5, "repetition_penalty": 1.2},
+    ]
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Request(
+            prompt=torch.randint(0, vocab, (1 + number * 7 % 29,), generator=generator),
+            params=SamplingParams(max_new_tokens=20, **kinds[number % len(kinds)]),
+            prompt_index=number,
+        )
+        for number in range(16)
+    ]
+
+
+if __name__ == "__main__":
+    run(main)

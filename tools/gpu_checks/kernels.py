@@ -1,0 +1,180 @@
+"""The Triton kernels at the sizes of a 7B model in bf16, each beside plain torch on the same device."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from types import SimpleNamespace
+from typing import Any
+
+from gpu_checks.common import find_device, make_world, result, run, runs_kernels
+
+_BF16, _FP32 = 2.0**-6, 1e-4
+"""Largest difference over the largest value: of what is rounded to bf16 a few times, and of sums in fp32."""
+
+
+def main(argument: str, is_dry: bool) -> dict[str, Any]:
+    """Run every kernel of the decode engine, and those of log-probabilities."""
+    import torch
+
+    if not runs_kernels():
+        return result("Triton is not installed: nothing was run", {}, {})
+    if is_dry:
+        # Triton's interpreter has no products of matrices in bf16.
+        sizes = dict(dtype=torch.float32, rows=3, hidden=96, ffn=160, groups=2, sharers=3, head=16, vocab=5000)
+    else:
+        sizes = dict(dtype=torch.bfloat16, rows=64, hidden=3584, ffn=18944, groups=4, sharers=7, head=128, vocab=152064)
+    apart: dict[str, tuple[float, float]] = {}
+    for check in (_check_layer, _check_attention, _check_log_probs):
+        try:
+            apart |= check(SimpleNamespace(**sizes, context=40 if is_dry else 2000))
+        except Exception:  # the others tell more
+            traceback.print_exc()
+            apart[f"{check.__name__}, which failed"] = (math.inf, 0.0)
+    bounds = {f"difference of {name}": (gap, "<=", bound) for name, (gap, bound) in apart.items()}
+    text = ", ".join(f"{name} {gap:.2g}" for name, (gap, _) in apart.items())
+    return result(f"largest relative differences: {text}", bounds, {name: gap for name, (gap, _) in apart.items()})
+
+
+def _random(sizes: Any, *shape: int) -> Any:
+    """Return normal numbers, the same for the same shape."""
+    import torch
+
+    generator = torch.Generator(device=find_device()).manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, device=find_device()).to(sizes.dtype)
+
+
+def _gap(found: Any, expected: Any) -> float:
+    found, expected = found.detach().double(), expected.detach().double()
+    gap = (found - expected).abs().max() / expected.abs().max()
+    return float(gap.nan_to_num(float("inf")))
+
+
+def _norm(values: Any, weight: Any, eps: float) -> Any:
+    import torch
+
+    values = values.float()
+    return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def _check_layer(sizes: Any) -> dict[str, tuple[float, float]]:
+    """Norms and the gate of a feed-forward block."""
+    import torch
+    from torch.nn.functional import silu
+
+    from hybridflow.rollout.gpu import ops
+
+    hidden, product = _random(sizes, sizes.rows, sizes.hidden), _random(sizes, sizes.rows, sizes.hidden).flip(0)
+    weight, both = _random(sizes, sizes.hidden), _random(sizes, sizes.rows, 2 * sizes.ffn)
+    total = hidden + product
+    normed, inner = torch.empty_like(hidden), both.new_empty(sizes.rows, sizes.ffn)
+    ops.add_norm(hidden, normed, product, None, weight, 1e-6, 0.0)
+    ops.gate(inner, both, False)
+    gate, up = both.float().chunk(2, dim=1)
+    return {
+        "sum": (_gap(hidden, total), _BF16),
+        "norm": (_gap(normed, _norm(total, weight, 1e-6)), _BF16),
+        "gate": (_gap(inner, silu(gate) * up), _BF16),
+    }
+
+
+def _check_attention(sizes: Any) -> dict[str, tuple[float, float]]:
+    """Prefill in tiles, then a decode step with whole and with split keys; with and without window and cap."""
+    import numpy as np
+    import torch
+
+    from hybridflow.models.rotary import rotary_table
+    from hybridflow.models.scoring import Scoring
+    from hybridflow.rollout.blocks import BLOCK_TOKENS
+    from hybridflow.rollout.gpu.cache import GpuAttention, rows_per_tile, tiles_of
+
+    device, num_sequences = find_device(), 2
+    groups, sharers, head, context = sizes.groups, sizes.sharers, sizes.head, sizes.context
+    # Blocks in an order that is not that of the tokens.
+    per_sequence = -(-context // BLOCK_TOKENS)
+    tables = (
+        torch.arange(num_sequences * per_sequence, dtype=torch.int32, device=device).flip(0).view(num_sequences, -1)
+    )
+    cache = torch.zeros(2, tables.numel(), BLOCK_TOKENS, groups, head, dtype=sizes.dtype, device=device)
+    addresses = torch.tensor([[each.data_ptr() for each in cache]], device=device)
+    frequencies = 1e4 ** -(torch.arange(0, head, 2, device=device) / head)
+    rotary, norms = rotary_table(frequencies, context), (_random(sizes, head), _random(sizes, head).flip(0))
+    mixed = _random(sizes, num_sequences * context, groups, sharers + 2, head)
+    rows = torch.arange(len(mixed), device=device)
+    is_last = rows % context == context - 1
+    most = rows_per_tile(sizes.dtype, sharers)
+    found: dict[str, tuple[float, float]] = {}
+    plain = Scoring(scale=head**-0.5)
+    for name, scoring in {"": plain, ", window and cap": Scoring(scale=head**-0.5, softcap=20.0, window=17)}.items():
+        expected = _attend(mixed.view(num_sequences, context, groups, sharers + 2, head), rotary, norms, scoring)
+        for kind, chosen, splits in (("prefill", ~is_last, 1), ("decode", is_last, 1), ("split decode", is_last, 4)):
+            sequences, positions = rows[chosen] // context, rows[chosen] % context
+            tiles = torch.from_numpy(tiles_of(sequences.cpu().numpy().astype(np.int64), most)).to(device)
+            how = {"tiles": tiles, "rows_per_tile": most} if kind == "prefill" else {"splits": splits}
+            attention = GpuAttention(addresses, tables, sequences, positions, **how)
+            output = attention.attend_mixed(0, mixed[chosen].contiguous(), rotary, norms, scoring, 1e-6, 0.0)
+            found[f"{kind}{name}"] = _gap(output, expected[chosen]), _BF16
+    return found
+
+
+def _attend(mixed: Any, rotary: Any, norms: tuple[Any, Any], scoring: Any) -> Any:
+    """Return what the kernels must, in fp32, ``[rows, groups * sharers * head]``, a group at a time."""
+    import torch
+
+    num_sequences, context, groups, width, head = mixed.shape
+    places = torch.arange(context, device=mixed.device)
+    behind = places[:, None] - places
+    is_hidden = (behind < 0) | (behind >= (scoring.window or context))
+    outputs = []
+    for group in range(groups):
+        query, key, value = mixed[:, :, group].split([width - 2, 1, 1], dim=2)
+        query, key = (
+            _turn(_norm(each, weight, 1e-6), rotary).to(mixed.dtype).float()
+            for each, weight in zip((query, key), norms, strict=True)
+        )
+        scores = scoring.scale * torch.einsum("bqsh,bkh->bsqk", query, key[:, :, 0])
+        if scoring.softcap:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        weights = scores.masked_fill_(is_hidden, -math.inf).softmax(-1)
+        outputs.append(torch.einsum("bsqk,bkh->bqsh", weights, value[:, :, 0].float()))
+    return torch.stack(outputs, dim=2).reshape(num_sequences * context, -1)
+
+
+def _turn(values: Any, rotary: Any) -> Any:
+    import torch
+
+    low, high = values.chunk(2, dim=-1)
+    cosine, sine = rotary[:, None].unbind(2)
+    return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1)
+
+
+def _check_log_probs(sizes: Any) -> dict[str, tuple[float, float]]:
+    """Log-probabilities, entropy and their gradient."""
+    import torch
+
+    from hybridflow.models import log_probs
+
+    if find_device().type == "cpu":
+        log_probs._uses_kernels = lambda logits: True
+    world = make_world()
+    world.make_groups([(0,)])
+    tokens, temperature = 4 * sizes.rows, 0.7
+    logits = (3 * _random(sizes, tokens, sizes.vocab)).requires_grad_()
+    targets = torch.arange(tokens, device=logits.device) * 37 % (sizes.vocab - 3)
+    found = log_probs.vocab_parallel_log_probs(
+        logits, targets, group=world.group((0,)), vocab_size=sizes.vocab - 3, temperature=temperature
+    )
+    (found[0].sum() + 0.3 * found[1].sum()).backward()
+    exact = logits.detach().double().requires_grad_()
+    log_p = (exact[:, : sizes.vocab - 3] / temperature).log_softmax(-1)
+    expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    (expected[0].sum() + 0.3 * expected[1].sum()).backward()
+    return {
+        "log-probabilities": (_gap(found[0], expected[0]), _FP32),
+        "entropies": (_gap(found[1], expected[1]), _FP32),
+        "their gradient": (_gap(logits.grad, exact.grad), _BF16),
+    }
+
+
+if __name__ == "__main__":
+    run(main)

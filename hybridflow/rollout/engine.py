@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -239,19 +240,21 @@ class MegatronEngine:
         num_blocks = sum(map(blocks_for, lengths))
         return max(len(lengths), 1), max(lengths, default=1), max(min(num_blocks, self._most_blocks), 1)
 
-    def run(self, cache: Cache, tables: np.ndarray, step: Step, rows: Tensor) -> Tensor | None:
-        """Run this stage's part of a step's forward pass.
+    def attention(self, cache: Cache, tables: np.ndarray, step: Step) -> Any:
+        """Return the attention of a step's tokens, for ``run``."""
+        return self._runner.attention(cache, tables, step.slots, step.positions)
+
+    def run(self, tokens: Tensor, attention: Any, rows: Tensor) -> Tensor | None:
+        """Run this stage's part of a forward pass.
 
         Return logits of the rows, ``[rows, padded_vocab/tp]``, on the last stage.
         """
-        tokens = torch.from_numpy(step.tokens).to(self.device)
         stage, stages = self.groups.pp.rank(), self._stage_ranks
         config = self.model.config
         if stage > 0:
             hidden = torch.empty(len(tokens), 1, config.hidden_size, dtype=config.params_dtype, device=self.device)
             dist.recv(hidden, src=stages[stage - 1], group=self.groups.pp)
             self.model.set_input_tensor(hidden)
-        attention = self._runner.attention(cache, tables, step.slots, step.positions)
         output = self._runner(tokens, attention, rows)
         if self.model.post_process:
             return output
@@ -556,7 +559,8 @@ class Session:
         rows = torch.from_numpy(np.concatenate([step.rows, step.scored])).to(engine.device)
         if len(step.copies):
             self._cache.copy(*torch.from_numpy(step.copies).to(engine.device).unbind(1))
-        output = engine.run(self._cache, scheduler.tables, step, rows)
+        attention = engine.attention(self._cache, scheduler.tables, step)
+        output = engine.run(torch.from_numpy(step.tokens).to(engine.device), attention, rows)
         if output is None:
             return _Outcome(engine.receive_tokens(len(step.rows)), engine.version)
         num = len(step.rows)

@@ -16,6 +16,7 @@ from hybridflow.errors import DataError
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.microbatch import pack
 from hybridflow.rollout import engine as engine_module
+from hybridflow.rollout import runner
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.paged import block_bytes
 from hybridflow.rollout.request import Request, Response, SamplingParams
@@ -98,7 +99,7 @@ def generated(world, layouts: list[ParallelLayout], variants: list[dict]):
         model, mesh, groups, _ = make_model(world, layout)
         for variant in variants:
             engine_module.STEP_TOKENS = variant.get("step_tokens", 2048)
-            engine_module.runs_on_cpu = RUNS_ON_CPU if variant.get("is_quick", True) else lambda model: False
+            runner.runs_on_cpu = RUNS_ON_CPU if variant.get("is_quick", True) else lambda model: False
             blocks = variant.get("blocks")
             engine = MegatronEngine(
                 model,
@@ -124,7 +125,7 @@ def generated(world, layouts: list[ParallelLayout], variants: list[dict]):
     return found
 
 
-RUNS_ON_CPU = engine_module.runs_on_cpu
+RUNS_ON_CPU = runner.runs_on_cpu
 
 
 def logits_of(world, sequences: list[list[int]]) -> list[np.ndarray]:
@@ -259,7 +260,7 @@ def damaged(world, layout: ParallelLayout, token: int):
             if 0 <= local < len(weight):
                 weight.data[local] = torch.nan
         for is_quick in (True, False):
-            engine_module.runs_on_cpu = RUNS_ON_CPU if is_quick else lambda model: False
+            runner.runs_on_cpu = RUNS_ON_CPU if is_quick else lambda model: False
             # Few blocks, so that what one that failed leaves behind is used by others.
             engine = MegatronEngine(
                 model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=4, cache_memory=8 * block_bytes(model)

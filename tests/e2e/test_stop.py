@@ -15,10 +15,12 @@ from hybridflow.errors import DataError
 from hybridflow.exit_status import REQUEUE
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.observe.starts import read_starts
+from hybridflow.parallel import world
 from hybridflow.roles.actor import Actor
 from hybridflow.rollout.engine import MegatronEngine, Session
 from hybridflow.trainer import stopping
 from hybridflow.trainer.stopping import Stopping
+from hybridflow.trainer.trainer import Trainer
 from tests.e2e.commands import RECIPE, fork_ranks, lasting_metrics, run_well, write_recipe
 from tests.support.waiting import wait_until
 
@@ -165,16 +167,36 @@ def test_with_fewer_ranks_the_fallback_goes_on(tmp_path, unbroken):
     assert read_starts(tmp_path / "run")[1].layouts["actor.update"] == "tp1.pp1.dp1"
 
 
+def meeting_the_last(num_ranks):
+    """A hook: so short a job would be over before a rank without work finds it; the others train when it has."""
+    open_store, run = world.open_store, Trainer.run
+
+    def opened(start, **deadline):
+        store = open_store(start, **deadline)
+        if start.rank == num_ranks - 1:
+            Path("came").touch()
+        return store
+
+    def run_later(trainer):
+        wait_until(Path("came").exists, within_s=60)
+        return run(trainer)
+
+    def hook(rank):
+        world.open_store, Trainer.run = opened, run_later
+
+    return hook
+
+
 def test_ranks_that_no_layout_uses_leave_when_the_job_is_over(tmp_path):
     write_recipe(tmp_path, RECIPE + FALLBACK)
-    run_well([*RUN, "trainer.steps=1"], tmp_path, num_ranks=3)
+    run_well([*RUN, "trainer.steps=1"], tmp_path, num_ranks=3, hook=meeting_the_last(3))
     assert read_starts(tmp_path / "run")[0].ranks == 2
 
 
 def test_of_two_ranks_one_stands_by_while_the_other_trains(tmp_path):
     write_recipe(tmp_path, RECIPE + FALLBACK)
     one = ["cluster.ranks=1", "actor.update={}", "actor.rollout={}"]
-    run_well([*RUN, *one, "trainer.steps=1"], tmp_path)
+    run_well([*RUN, *one, "trainer.steps=1"], tmp_path, hook=meeting_the_last(2))
     assert read_starts(tmp_path / "run")[0].ranks == 1
 
 

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 from hybridflow.config.data import DataSourceConfig
 from hybridflow.data.files import File, find_files
@@ -37,15 +37,29 @@ from hybridflow.errors import DataError, HybridflowError
 from hybridflow.observe.files import replace_file, sync_path
 from hybridflow.sections import read_section, to_dict
 
-if TYPE_CHECKING:
-    from hybridflow.parallel.coordinator import Coordinator
-
 _FILES = "files.json"
 _MOST_PARTS = 64
 _SHOWN, _REASONS = 5, 20
 _STALLED_S = 600.0
 _TELL_S = 10.0
 _LEFTOVER_S = 3600.0
+
+
+class Everyone(Protocol):
+    """The ranks that prepare and share a store; ``parallel.coordinator.Coordinator`` is one."""
+
+    rank: int
+    ranks: tuple[int, ...]
+
+    @property
+    def is_lead(self) -> bool:
+        """Return whether this is the first of the ranks."""
+
+    def decide(self, name: str, value: Any) -> Any:
+        """Return the lead's JSON value on every rank."""
+
+    def gather(self, value: Any, name: str = "gather") -> list[Any]:
+        """Return every rank's JSON value, on every rank."""
 
 
 class Alone:
@@ -62,10 +76,6 @@ class Alone:
     def gather(self, value: Any, name: str = "gather") -> list[Any]:
         """Return the value alone."""
         return [value]
-
-
-Everyone: TypeAlias = "Coordinator | Alone"
-"""The ranks that prepare and share a store."""
 
 
 class Given(NamedTuple):

@@ -7,7 +7,6 @@ recomputes the softmax of its columns, chunk by chunk, so that no fp32 copy of t
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ def vocab_parallel_log_probs(
 
 def uses_kernels(logits: Tensor) -> bool:
     """Return whether Triton computes it: on CUDA, where torch comes with Triton."""
-    return logits.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return logits.is_cuda
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):

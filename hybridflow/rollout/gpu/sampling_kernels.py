@@ -64,16 +64,22 @@ def _order(value):
 
 
 @triton.jit
+def _scaled(row_logits, column, num_real, temperature, softcap, HAS_CAP: tl.constexpr):
+    """Return some columns of a row, capped and over the temperature, in fp32; minus infinity from ``num_real`` on."""
+    value = tl.load(row_logits + column, mask=column < num_real, other=-float("inf")).to(tl.float32)
+    if HAS_CAP:
+        value = tl.where(column < num_real, softcap * (2.0 * tl.sigmoid(2.0 * value / softcap) - 1.0), -float("inf"))
+    return tl.div_rn(value, temperature)
+
+
+@triton.jit
 def _above(row_logits, edge, floor, largest, temperature, softcap, num_real, IS_COUNT: tl.constexpr,
            HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Return the number, or the weight, of a row's scaled logits that are neither below edge nor floor, in fp64."""
     found = tl.zeros([], tl.float64)
     for start in range(0, num_real, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        value = tl.load(row_logits + column, mask=column < num_real, other=-float("inf")).to(tl.float32)
-        if HAS_CAP:
-            value = softcap * (2.0 * tl.sigmoid(2.0 * value / softcap) - 1.0)
-        scaled = tl.div_rn(value, temperature)
+        scaled = _scaled(row_logits, column, num_real, temperature, softcap, HAS_CAP)
         order = _order(scaled)
         is_above = (order >= edge) & (order >= floor) & (column < num_real)
         if IS_COUNT:
@@ -113,10 +119,8 @@ def find_floors(floors, logits, temperatures, top_k, top_p, min_p, num_real, str
         largest = tl.full([], -float("inf"), tl.float32)
         for start in range(0, num_real, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            value = tl.load(source + column, mask=column < num_real, other=-float("inf")).to(tl.float32)
-            if HAS_CAP:
-                value = softcap * (2.0 * tl.sigmoid(2.0 * value / softcap) - 1.0)
-            largest = tl.maximum(largest, tl.max(tl.div_rn(value, temperature), 0))
+            scaled = _scaled(source, column, num_real, temperature, softcap, HAS_CAP)
+            largest = tl.maximum(largest, tl.max(scaled, 0))
         if (most > 0) & (most < num_real):
             edge = lowest
             for bit in range(32):
@@ -167,11 +171,7 @@ def sample_part(terms, ids, logits, keys, lengths, temperatures, is_quiet, floor
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
-    is_there = column < num_real
-    value = tl.load(logits + row * stride + column, mask=is_there, other=-float("inf")).to(tl.float32)
-    if HAS_CAP:
-        value = softcap * (2.0 * tl.sigmoid(2.0 * value / softcap) - 1.0)
-    scaled = tl.where(is_there, tl.div_rn(value, tl.load(temperatures + row)), -float("inf"))
+    scaled = _scaled(logits + row * stride, column, num_real, tl.load(temperatures + row), softcap, HAS_CAP)
     largest = tl.max(scaled, 0)
     shares = tl.exp(scaled - tl.maximum(largest, -3.4028234663852886e38))
     total = tl.sum(shares, 0)

@@ -17,6 +17,22 @@ LARGEST_HEAD = 256
 
 
 @triton.jit
+def _span(starts, sequence):
+    """Return where a sequence begins, and how many tokens it has there."""
+    first = tl.load(starts + sequence)
+    return first, tl.load(starts + sequence + 1) - first
+
+
+@triton.jit
+def _key_range(place, num_keys, window, HAS_WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Return the first key, a multiple of ``KEYS``, and the end of what a block of queries sees from a place on."""
+    begin = place * 0
+    if HAS_WINDOW:
+        begin = tl.maximum(place - window + 1, 0) // KEYS * KEYS
+    return begin, tl.minimum(place + QUERIES, num_keys)
+
+
+@triton.jit
 def _capped(scores, softcap, HAS_CAP: tl.constexpr):
     """Return capped scores, and the factor that the cap puts on their gradients."""
     slope = 1.0
@@ -65,9 +81,8 @@ def forward(context, normalizers, query, key, value, query_starts, key_starts, n
         WIDTH: Power of 2, at least ``HEAD`` and 16.
     """
     sequence, head = tl.program_id(1), tl.program_id(2)
-    first, num_queries = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
-    key_first, num_keys = tl.load(key_starts + sequence), tl.load(key_starts + sequence + 1)
-    num_queries, num_keys = num_queries - first, num_keys - key_first
+    first, num_queries = _span(query_starts, sequence)
+    key_first, num_keys = _span(key_starts, sequence)
     start = tl.program_id(0) * QUERIES
     if start < num_queries:
         row, at = start + tl.arange(0, QUERIES), tl.arange(0, WIDTH)
@@ -80,9 +95,7 @@ def forward(context, normalizers, query, key, value, query_starts, key_starts, n
         largest = tl.full([QUERIES], -float("inf"), tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         result = tl.zeros([QUERIES, WIDTH], tl.float32)
-        begin, end = 0, tl.minimum(num_keys - num_queries + start + QUERIES, num_keys)
-        if HAS_WINDOW:
-            begin = tl.maximum(num_keys - num_queries + start - window + 1, 0) // KEYS * KEYS
+        begin, end = _key_range(num_keys - num_queries + start, num_keys, window, HAS_WINDOW, QUERIES, KEYS)
         groups: tl.constexpr = HEADS // SHARERS
         base_of_keys = (key_first.to(tl.int64) * groups + head // SHARERS) * HEAD
         for base in range(begin, end, KEYS):
@@ -118,9 +131,8 @@ def query_gradient(grad_query, deltas, grad, context, normalizers, query, key, v
     tokens]`` fp32. ``context`` and ``normalizers`` are as ``forward`` leaves them; see there for the rest.
     """
     sequence, head = tl.program_id(1), tl.program_id(2)
-    first, num_queries = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
-    key_first, num_keys = tl.load(key_starts + sequence), tl.load(key_starts + sequence + 1)
-    num_queries, num_keys = num_queries - first, num_keys - key_first
+    first, num_queries = _span(query_starts, sequence)
+    key_first, num_keys = _span(key_starts, sequence)
     start = tl.program_id(0) * QUERIES
     if start < num_queries:
         row, at = start + tl.arange(0, QUERIES), tl.arange(0, WIDTH)
@@ -138,9 +150,7 @@ def query_gradient(grad_query, deltas, grad, context, normalizers, query, key, v
         tl.store(deltas + at_row, delta, mask=is_row)
         normalizer = tl.load(normalizers + at_row, mask=is_row, other=0.0)
         result = tl.zeros([QUERIES, WIDTH], tl.float32)
-        begin, end = 0, tl.minimum(num_keys - num_queries + start + QUERIES, num_keys)
-        if HAS_WINDOW:
-            begin = tl.maximum(num_keys - num_queries + start - window + 1, 0) // KEYS * KEYS
+        begin, end = _key_range(num_keys - num_queries + start, num_keys, window, HAS_WINDOW, QUERIES, KEYS)
         groups: tl.constexpr = HEADS // SHARERS
         base_of_keys = (key_first.to(tl.int64) * groups + head // SHARERS) * HEAD
         for base in range(begin, end, KEYS):
@@ -168,9 +178,8 @@ def key_gradient(grad_key, grad_value, deltas, grad, normalizers, query, key, va
     gradient of the context, ``normalizers`` as ``forward`` leaves it; see there for the rest.
     """
     sequence, group = tl.program_id(1), tl.program_id(2)
-    first, num_queries = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
-    key_first, num_keys = tl.load(key_starts + sequence), tl.load(key_starts + sequence + 1)
-    num_queries, num_keys = num_queries - first, num_keys - key_first
+    first, num_queries = _span(query_starts, sequence)
+    key_first, num_keys = _span(key_starts, sequence)
     start = tl.program_id(0) * KEYS
     if start < num_keys:
         key_at, at = start + tl.arange(0, KEYS), tl.arange(0, WIDTH)

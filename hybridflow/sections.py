@@ -16,6 +16,7 @@ import types
 import typing
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
@@ -41,6 +42,19 @@ _WORDS: dict[type, str] = {int: "an integer", float: "a number", str: "text", bo
 _PLURALS: dict[type, str] = {int: "integers", float: "numbers", str: "texts"}
 # YAML 1.1 reads a number with an exponent and no point, such as 1e-4, as text.
 _EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
+# YAML 1.1 reads 1:30 as 90, and 010 as 8.
+_MISREAD = re.compile(r".*:.*|[-+]?0[0-9_]+")
+
+LARGEST_INTEGER = 1 << 24
+"""Largest integer of a key that has no other bound."""
+
+_MOST_CHARACTERS = 1 << 19
+"""Longest YAML in characters, with its aliases written out."""
+
+_MOST_LEVELS = 64
+"""Deepest nesting of YAML, and of dotted keys."""
+
+_MOST_SHOWN = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +76,42 @@ class Bounds:
         return high_enough and number <= self.high and math.isfinite(number)
 
     def __str__(self) -> str:
-        upper = "" if self.high == math.inf else f" and at most {self.high:g}"
+        upper = "" if self.high == math.inf else f" and at most {_in_words(self.high)}"
         return f"{'above' if self.above else 'of at least'} {self.low:g}{upper}"
 
 
 Count = Annotated[int, Bounds(low=1)]
 CountOrZero = Annotated[int, Bounds(low=0)]
+ListedCount = Annotated[int, Bounds(low=1, high=1 << 16)]
+"""Number of things that a plan or a start lists one by one: ranks, experts, processes."""
+
+Seed = Annotated[int, Bounds(low=0, high=1 << 53)]
+"""Every reader of JSON holds it exactly."""
+
 Positive = Annotated[float, Bounds(low=0, above=True)]
 NotNegative = Annotated[float, Bounds(low=0)]
+Seconds = Annotated[float, Bounds(low=0, high=10**8, above=True)]
+"""How long to wait. The clocks of the system take no number that is much larger."""
+
 Share = Annotated[float, Bounds(low=0, high=1)]
+
+
+def _in_words(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+def read_yaml(path: Path) -> object:
+    """Return the value that a YAML file stands for.
+
+    Raises:
+        ConfigError: The file cannot be read, or ``parse_yaml`` refuses it.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    return parse_yaml(text, str(path))
 
 
 def parse_yaml(text: str, source: str) -> object:
@@ -81,12 +122,49 @@ def parse_yaml(text: str, source: str) -> object:
         source: What messages call it.
 
     Raises:
-        ConfigError: The text is not YAML, or gives a key twice.
+        ConfigError: The text is not YAML, gives a key twice, or is too long or nested too deeply.
     """
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(f"{source}: is longer than {_MOST_CHARACTERS} characters; write less")
     try:
-        return yaml.load(text, Loader=_UniqueKeyLoader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node, source)
+        return loader.construct_document(node)
+    except RecursionError:
+        raise ConfigError(f"{source}: is nested deeper than {_MOST_LEVELS} levels; nest it less") from None
+    # All but the first: a tag that does not fit its text, and an impossible date.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _check_size(root: yaml.Node, source: str) -> None:
+    """Refuse YAML that is too large with its aliases written out, before anything writes them out."""
+    size, left = 0, [(root, 0, source)]
+    while left:
+        node, depth, where = left.pop()
+        size += 1 + (len(node.value) if isinstance(node, yaml.ScalarNode) else 0)
+        if depth > _MOST_LEVELS:
+            raise ConfigError(f"{where}: is nested deeper than {_MOST_LEVELS} levels; nest it less")
+        if size > _MOST_CHARACTERS:
+            raise ConfigError(
+                f"{where}: is longer than {_MOST_CHARACTERS} characters with its aliases written out; use fewer aliases"
+            )
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                # The outermost key is enough to find the place.
+                is_outermost = depth == 0 and isinstance(key, yaml.ScalarNode)
+                place = f"{source}: {shorten(key.value)}" if is_outermost else where
+                left += [(key, depth + 1, place), (value, depth + 1, place)]
+        elif isinstance(node, yaml.SequenceNode):
+            left += [(item, depth + 1, where) for item in node.value]
+
+
+def shorten(text: str) -> str:
+    """Return a text for a message, without its end if it is long."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def read_section(
@@ -151,18 +229,33 @@ def _hints(kind: type) -> Mapping[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, which would silently keep the last of two equal keys, made to refuse them."""
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, which would silently keep the last of two equal keys, made to refuse them.
+
+    A number that YAML 1.1 reads as another one, or that no key takes, stays text: no key for a number takes it.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: list[Any] = []
+        seen: set[str] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key that is no text", key_node.start_mark)
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key_node.value!r} twice", key_node.start_mark
+                    None, None, f"key {shorten(key_node.value)!r} twice", key_node.start_mark
                 )
-            seen.append(key_node.value)
+            seen.add(key_node.value)
         return super().construct_mapping(node, deep)
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float | str:
+        text = str(self.construct_scalar(node))
+        if _MISREAD.fullmatch(text) or len(text) > _MOST_SHOWN:
+            return text
+        return self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
 
 
 def put_over(values: Mapping[Any, Any], overrides: Sequence[str]) -> tuple[dict[Any, Any], dict[str, str]]:
@@ -179,19 +272,22 @@ def put_over(values: Mapping[Any, Any], overrides: Sequence[str]) -> tuple[dict[
     origins: dict[str, str] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
+        shown = f"override {shorten(override)!r}"
         if not equals or not all(key.split(".")):
-            raise ConfigError(f"override {override!r}: expected dotted.key=value, for instance trainer.steps=10")
+            raise ConfigError(f"{shown}: expected dotted.key=value, for instance trainer.steps=10")
         *sections, last = key.split(".")
+        if len(sections) > _MOST_LEVELS:
+            raise ConfigError(f"{shown}: has {len(sections)} dots, and no key has more than {_MOST_LEVELS}")
         place = merged
         for depth, section in enumerate(sections):
             if place.get(section) is None:
                 place[section] = {}
             if not isinstance(place[section], dict):
                 name = ".".join(sections[: depth + 1])
-                raise ConfigError(f"override {override!r}: {name} is {_found(place[section])}, not a section with keys")
+                raise ConfigError(f"{shown}: {name} is {_found(place[section])}, not a section with keys")
             place = place[section]
-        place[last] = parse_yaml(text, f"override {override!r}")
-        origins[key] = f"override {override!r}"
+        place[last] = parse_yaml(text, shown)
+        origins[key] = shown
     return merged, origins
 
 
@@ -262,16 +358,22 @@ class _Reader:
             value = _as_float(value)
         allowed = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
         fits = any(value == item and type(value) is type(item) for item in allowed) if allowed else type(value) is kind
+        is_bounded = any(isinstance(bound, Bounds) and bound.high < math.inf for bound in bounds)
+        if kind is int and type(value) is int and value > LARGEST_INTEGER and not is_bounded:
+            link = "and" if bounds else "of"
+            expected = f"{describe(hint)} {link} at most {LARGEST_INTEGER}"
+            raise self._error(key, f"expected {expected}, found {_found(value)}")
         if not fits or not all(_within(value, bound) for bound in bounds):
             raise self._error(key, f"expected {describe(hint)}, found {_found(value)}")
         return value
 
     def _unknown(self, name: str, siblings: list[str], prefix: str) -> ConfigError:
         elsewhere = [key for key in resume_rules(self.root) if key.split(".")[-1] == name]
-        close = difflib.get_close_matches(name, siblings, n=1, cutoff=0)
+        close = difflib.get_close_matches(shorten(name), siblings, n=1, cutoff=0)
         nearest = " or ".join(elsewhere if elsewhere else [f"{prefix}{close[0]}"])
         where = f"keys of {prefix[:-1]}" if prefix else "keys"
-        return self._error(f"{prefix}{name}", f"unknown key; did you mean {nearest}? {where}: {', '.join(siblings)}")
+        told = f"unknown key; did you mean {nearest}? {where}: {', '.join(siblings)}"
+        return ConfigError(f"{self._origin(f'{prefix}{name}')}: {prefix}{shorten(name)}: {told}")
 
     def _error(self, key: str, complaint: str) -> ConfigError:
         return ConfigError(f"{self._origin(key)}: {key}: {complaint}")
@@ -284,7 +386,8 @@ class _Reader:
 
 
 def _as_float(value: object) -> object:
-    if type(value) is int or (isinstance(value, str) and _EXPONENT.fullmatch(value)):
+    # A float holds no integer of more bits.
+    if (type(value) is int and value.bit_length() < 1024) or (isinstance(value, str) and _EXPONENT.fullmatch(value)):
         return float(typing.cast(str, value))
     return value
 
@@ -326,4 +429,11 @@ def describe(hint: Any) -> str:
 
 def _found(value: object) -> str:
     kinds: dict[type, str] = {**_WORDS, dict: "a section", list: "a list"}
-    return "null" if value is None else f"{value!r} ({kinds.get(type(value), type(value).__name__)})"
+    return "null" if value is None else f"{_shown(value)} ({kinds.get(type(value), type(value).__name__)})"
+
+
+def _shown(value: object) -> str:
+    # Python writes no integer of more than 4300 digits in decimal.
+    if isinstance(value, int) and value.bit_length() > 1024:
+        return f"an integer of {value.bit_length()} bits"
+    return shorten(repr(value))

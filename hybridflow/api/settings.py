@@ -16,7 +16,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS, CHOSEN
 from hybridflow.recipe.load import recipe_from_dict
-from hybridflow.sections import parse_yaml
+from hybridflow.sections import read_yaml
 
 SHORT: Mapping[str, tuple[str, ...]] = {
     "batch_size": ("trainer.mini_batch_size",),
@@ -90,11 +90,7 @@ def read_config(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
     if isinstance(config, str | Path):
-        try:
-            text = Path(config).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"config {config}: cannot be read: {error}; give a YAML file, or a mapping") from error
-        config = parse_yaml(text, str(config))
+        config = read_yaml(Path(config))
     if not isinstance(config, Mapping):
         raise ConfigError(f"config: found {type(config).__name__}; give a mapping, or a YAML file of one")
     return copy.deepcopy(dict(config))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridflow.sections import Count, Positive
+from hybridflow.sections import ListedCount, Positive, Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,12 @@ class ClusterConfig:
             (``hybridflow plan job``) is refused before it starts. None means no limit.
     """
 
-    ranks: Count = 1
-    ranks_per_node: Count | None = None
-    deadline_s: Positive = 1800.0
-    start_deadline_s: Positive = 120.0
-    dead_after_s: Positive = 20.0
-    threads_per_rank: Count = 1
+    ranks: ListedCount = 1
+    ranks_per_node: ListedCount | None = None
+    deadline_s: Seconds = 1800.0
+    start_deadline_s: Seconds = 120.0
+    dead_after_s: Seconds = 20.0
+    threads_per_rank: ListedCount = 1
     memory_budget_gb: Positive | None = None
 
 
@@ -41,5 +41,5 @@ class FallbackConfig:
         overrides: Overrides ``key=value``, as on the command line. They set layouts that fill these ranks.
     """
 
-    ranks: Count
+    ranks: ListedCount
     overrides: tuple[str, ...] = ()

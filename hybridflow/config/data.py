@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from hybridflow.config.types import Server, Variable
 from hybridflow.errors import ConfigError
-from hybridflow.sections import MAY_CHANGE, Count, CountOrZero, Positive, Share
+from hybridflow.sections import MAY_CHANGE, Bounds, Count, ListedCount, Positive, Seconds, Seed, Share
 
 FileFormat = Literal["jsonl", "parquet", "hdf5", "datasets"]
 
@@ -29,7 +29,7 @@ class ArithmeticConfig:
 
     num_train: Count
     num_held_out: Count
-    seed: CountOrZero = 1
+    seed: Seed = 1
     max_operand: Count = 99
     operation: Literal["add", "multiply"] = "add"
     mistake_share: Share = 0.0
@@ -63,8 +63,8 @@ class SpoolConfig:
     """
 
     path: str
-    deadline_s: Positive = field(default=900.0, metadata=MAY_CHANGE)
-    poll_s: Positive = field(default=1.0, metadata=MAY_CHANGE)
+    deadline_s: Seconds = field(default=900.0, metadata=MAY_CHANGE)
+    poll_s: Seconds = field(default=1.0, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,8 @@ class KafkaConfig:
     options: dict[str, str] = field(default_factory=dict, metadata=MAY_CHANGE)
     options_env: dict[str, Variable] = field(default_factory=dict, metadata=MAY_CHANGE)
     on_lost: Literal["error", "skip"] = field(default="error", metadata=MAY_CHANGE)
-    deadline_s: Positive = field(default=900.0, metadata=MAY_CHANGE)
-    poll_s: Positive = field(default=1.0, metadata=MAY_CHANGE)
+    deadline_s: Seconds = field(default=900.0, metadata=MAY_CHANGE)
+    poll_s: Seconds = field(default=1.0, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +150,8 @@ class DataConfig:
     prompt_as_message: bool = False
     max_prompt_tokens: Count | None = None
     on_bad_row: Literal["error", "skip"] = field(default="error", metadata=MAY_CHANGE)
-    max_row_bytes: Count = field(default=16777216, metadata=MAY_CHANGE)
-    num_workers: Count = field(default=1, metadata=MAY_CHANGE)
+    max_row_bytes: Annotated[int, Bounds(low=1, high=1 << 30)] = field(default=16777216, metadata=MAY_CHANGE)
+    num_workers: ListedCount = field(default=1, metadata=MAY_CHANGE)
     cache_dir: str | None = field(default=None, metadata=MAY_CHANGE)
     arithmetic: ArithmeticConfig | None = None
 

@@ -25,7 +25,7 @@ from hybridflow.config.rollout import RolloutConfig
 from hybridflow.config.trainer import ProfileConfig, TrainerConfig
 from hybridflow.config.types import Name
 from hybridflow.families.model import ModelConfig
-from hybridflow.sections import MAY_CHANGE, NOT_A_KEY, CountOrZero, may_change_below
+from hybridflow.sections import MAY_CHANGE, NOT_A_KEY, Seed, may_change_below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Recipe:
     name: Name = field(metadata=MAY_CHANGE)
     namespace: Name | None = field(default=None, metadata=MAY_CHANGE)
     algorithm: str
-    seed: CountOrZero = 1
+    seed: Seed = 1
     run_dir: str = field(default="", metadata=MAY_CHANGE)
     cluster: ClusterConfig = field(default=ClusterConfig(), metadata=MAY_CHANGE)
     model: ModelConfig = field(metadata=may_change_below("path"))

@@ -12,7 +12,7 @@ from hybridflow.config.types import Score, Variable
 from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.sections import MAY_CHANGE, Count, CountOrZero, NotNegative, Positive, changed_keys
+from hybridflow.sections import MAY_CHANGE, Count, CountOrZero, NotNegative, Seconds, changed_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class SandboxConfig:
             read and write what the job can, and it has network access.
     """
 
-    wall_s: Positive = 10.0
+    wall_s: Seconds = 10.0
     cpu_s: Count = 10
     memory_mib: Count = 512
     processes: Count = 16
@@ -125,7 +125,7 @@ class RewardConfig:
     ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
     layout: ParallelLayout | None = field(default=None, metadata=MAY_CHANGE)
     offload: bool = field(default=False, metadata=MAY_CHANGE)
-    timeout_s: Positive | None = field(default=None, metadata=MAY_CHANGE)
+    timeout_s: Seconds | None = field(default=None, metadata=MAY_CHANGE)
     retries: CountOrZero = field(default=0, metadata=MAY_CHANGE)
     on_failure: Literal["error", "score", "drop"] = "error"
     failure_score: Score = 0.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from hybridflow.config.types import Score, StopText, Variable
-from hybridflow.sections import MAY_CHANGE, Bounds, Count, CountOrZero, Positive, Share
+from hybridflow.sections import MAY_CHANGE, Bounds, Count, CountOrZero, Positive, Seconds, Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class EnvironmentConfig:
 
     name: str
     max_turns: Count = 4
-    step_deadline_s: Positive = 30.0
+    step_deadline_s: Seconds = 30.0
     failure_reward: Score = 0.0
 
 
@@ -58,8 +58,8 @@ class SamplingEngineConfig:
     off_policy: bool = False
     max_in_flight: Count = field(default=64, metadata=MAY_CHANGE)
     retries: CountOrZero = field(default=5, metadata=MAY_CHANGE)
-    read_timeout_s: Positive = field(default=600.0, metadata=MAY_CHANGE)
-    deadline_s: Positive = field(default=1800.0, metadata=MAY_CHANGE)
+    read_timeout_s: Seconds = field(default=600.0, metadata=MAY_CHANGE)
+    deadline_s: Seconds = field(default=1800.0, metadata=MAY_CHANGE)
     memory_share: Annotated[float, Bounds(low=0, high=1, above=True)] = field(default=0.4, metadata=MAY_CHANGE)
 
     @property

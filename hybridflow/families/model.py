@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Annotated, Literal
 
 from hybridflow.errors import ConfigError
-from hybridflow.sections import MAY_CHANGE, Count, Positive
+from hybridflow.sections import MAY_CHANGE, Bounds, Count, ListedCount, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class ModelConfig:
 
     # Where the weights come from makes no other model of it.
     path: str | None = field(default=None, compare=False)
-    num_layers: Count
+    num_layers: Annotated[int, Bounds(low=1, high=1 << 14)]
     hidden_size: Count
     ffn_hidden_size: Count
     num_attention_heads: Count
@@ -105,7 +105,7 @@ class ModelConfig:
     logit_softcap: Positive | None = None
     window: Count | None = None
     window_layers: tuple[int, ...] | None = None
-    num_experts: Count | None = None
+    num_experts: ListedCount | None = None
     experts_per_token: Count = 2
     normalized_experts: bool = True
     init_std: Positive = field(default=0.02, metadata=MAY_CHANGE)
@@ -121,6 +121,9 @@ class ModelConfig:
         """Return the width of each head."""
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
+
+_MOST_EXPERTS = 1 << 16
+"""A plan lists them one by one."""
 
 FREE_SETTINGS = ("path", "max_context", "vocab_divisible_by", "init_std", "dtype")
 """Settings that may be other than where the weights come from; with any other these would be misread."""
@@ -182,6 +185,11 @@ def _check_window(model: ModelConfig, owner: str) -> None:
 def _check_experts(model: ModelConfig, owner: str) -> None:
     if model.num_experts is None:
         return
+    if model.num_layers * model.num_experts > _MOST_EXPERTS:
+        raise ConfigError(
+            f"{owner}.num_layers={model.num_layers} × {owner}.num_experts={model.num_experts} = "
+            f"{model.num_layers * model.num_experts} experts, more than {_MOST_EXPERTS}; lower one of the two"
+        )
     if model.experts_per_token > model.num_experts:
         raise ConfigError(
             f"{owner}.experts_per_token={model.experts_per_token} is more than "

@@ -62,6 +62,11 @@ def render_batch(job: BatchJob) -> str:
     """
     for what, path in (("working directory", job.folder), ("run_dir", job.run_dir), ("recipe", job.recipe)):
         check_line(str(path), what)
+    if job.code is not None and ":" in str(job.code):
+        raise ConfigError(
+            f"run_dir {job.run_dir}: its ':' would split PYTHONPATH, by which the job finds its copy of hybridflow; "
+            "use a path without it, or --installed"
+        )
     lines = [
         "#!/bin/bash",
         "# Written by `hybridflow launch slurm` from the recipe and the site settings beside this file.",

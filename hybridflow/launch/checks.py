@@ -114,7 +114,7 @@ def node_range(nodes: str | None, num_ranks: int, per_node: int) -> tuple[int, i
                 f"{per_node}, or cluster.ranks_per_node to a divisor of {num_ranks}"
             )
         return num_ranks // per_node, num_ranks // per_node
-    match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", nodes)
+    match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", nodes)
     fewest, most = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
     if not 1 <= fewest <= most:
         raise ConfigError(f"--nodes {nodes}: expected a number of nodes such as 4, or a range such as 3-4")

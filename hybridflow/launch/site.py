@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from hybridflow.errors import ConfigError
-from hybridflow.sections import Bounds, Count, CountOrZero, Positive, parse_yaml, read_section, to_dict
+from hybridflow.sections import Bounds, CountOrZero, ListedCount, Positive, read_section, read_yaml, to_dict
 
 SITE_FILE = Path("~/.config/hybridflow/site.yaml")
 
@@ -63,12 +63,12 @@ class Site:
     qos: str | None = None
     constraint: str | None = None
     time: str | None = None
-    ranks_per_node: Count | None = None
+    ranks_per_node: ListedCount | None = None
     gpus_per_node: CountOrZero = 0
     gpu_type: str | None = None
     gpu_option: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     gpu_memory_gb: Positive | None = None
-    cpus_per_task: Count | None = None
+    cpus_per_task: ListedCount | None = None
     memory: str | None = None
     exclusive: bool = False
     mpi: Literal["none", "pmi2", "pmix"] = "none"
@@ -88,11 +88,7 @@ def load_site(file: Path | None) -> Site:
     path = SITE_FILE.expanduser() if file is None else file
     if file is None and not path.exists():
         return Site()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
-    values = parse_yaml(text, str(path))
+    values = read_yaml(path)
     if isinstance(values, dict) and type(values.get("time")) is int:
         raise ConfigError(
             f"{path}: time: YAML reads what stands there as the number {values['time']}; put it in quotes, as in "
@@ -171,7 +167,7 @@ def seconds_of(limit: str, what: str) -> int:
         ConfigError: It is none of minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
             days-hours:minutes:seconds; or it is 0.
     """
-    match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", limit)
+    match = re.fullmatch(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?", limit)
     if match is None:
         raise ConfigError(
             f"{what}: {limit!r} is no time limit; expected for instance 24:00:00 (hours), 1-12 (a day and 12 hours) or "

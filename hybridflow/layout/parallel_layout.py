@@ -10,6 +10,9 @@ from hybridflow.errors import LayoutError
 
 AXES = ("tp", "pp", "dp", "cp", "ep", "vpp")
 
+MOST_RANKS = 1 << 16
+"""Ranks are listed one by one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
@@ -42,8 +45,12 @@ class ParallelLayout:
     def __post_init__(self) -> None:
         sizes = {axis: getattr(self, axis) for axis in (*AXES, "etp") if (axis, self.etp) != ("etp", None)}
         for axis, size in sizes.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise LayoutError(f"layout {axis}={size!r}: expected an integer of at least 1")
+            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_RANKS:
+                raise LayoutError(f"layout {axis}={size!r}: expected an integer of at least 1 and at most {MOST_RANKS}")
+        if self.world_size > MOST_RANKS:
+            raise LayoutError(
+                f"layout tp·pp·dp·cp = {self.world_size} ranks: expected at most {MOST_RANKS}; lower one of the sizes"
+            )
         if self.tp * self.cp * self.dp % (self.expert_tp * self.ep):
             raise LayoutError(
                 f"layout ep={self.ep} with etp={self.expert_tp}: their product does not divide the "
@@ -75,7 +82,8 @@ class ParallelLayout:
         """
         sizes: dict[str, Any] = {}
         for part in text.split("."):
-            match = re.fullmatch(r"(tp|pp|dp|cp|ep|vpp|etp)([0-9]+)|(layers)([0-9]+(?:-[0-9]+)*)", part)
+            # More digits are in no number that fits.
+            match = re.fullmatch(r"(tp|pp|dp|cp|ep|vpp|etp)([0-9]{1,9})|(layers)([0-9]{1,9}(?:-[0-9]{1,9})*)", part)
             axis = None if match is None else match[1] or match[3]
             if match is None or axis is None or axis in sizes:
                 raise LayoutError(f"layout {text!r}: cannot read {part!r}; expected for instance 'tp2.pp1.dp4'")

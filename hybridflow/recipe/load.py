@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,11 @@ from hybridflow.errors import ConfigError, HybridflowError, LayoutError
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.recipe.checks import MODELS, check_recipe, check_settings
-from hybridflow.sections import parse_yaml, put_over, read_section, to_dict
+from hybridflow.sections import put_over, read_section, read_yaml, shorten, to_dict
 from hybridflow.shipped import shipped
+
+_MOST_FALLBACKS = 64
+"""Each is checked as a recipe of its own."""
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -24,7 +28,7 @@ def find_recipe(name: str | Path) -> Path:
     Raises:
         ConfigError: There is neither such a file nor such a shipped recipe.
     """
-    if Path(name).is_file():
+    if os.path.isfile(name):
         return Path(name)
     found = {path.stem: path for path in shipped("launch/recipes").glob("*.yaml")}
     if str(name) in found:
@@ -44,11 +48,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         LayoutError: A layout does not fit its ranks or its model.
     """
     path = find_recipe(name)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
-    return recipe_from_dict(parse_yaml(text, str(path)), source=str(path), overrides=overrides)
+    return recipe_from_dict(read_yaml(path), source=str(path), overrides=overrides)
 
 
 def recipe_for_ranks(recipe: Recipe, name: str | Path, overrides: Sequence[str], num_ranks: int) -> Recipe:
@@ -127,6 +127,10 @@ def recipe_from_dict(
         check_recipe(recipe, in_memory)
     except (ConfigError, LayoutError) as error:
         raise type(error)(f"{source}: {error}") from None
+    if len(recipe.fallbacks) > _MOST_FALLBACKS:
+        raise ConfigError(
+            f"{source}: fallbacks: found {len(recipe.fallbacks)}, expected at most {_MOST_FALLBACKS}; remove some"
+        )
     if isinstance(values, Mapping):
         for index, fallback in enumerate(recipe.fallbacks):
             # One that does not fit is found out now, and not when a node has died.
@@ -168,6 +172,8 @@ def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo]) -> dict[
                 found[key] = read_model_info(Path(path))
             except HybridflowError as error:
                 raise type(error)(f"{key}.path={path!r}: {error}") from None
+            except OSError as error:
+                raise ConfigError(f"{key}.path={shorten(path)!r}: {error.strerror}; name a directory") from None
     return found
 
 

@@ -67,6 +67,10 @@ class OptimizerHoldings:
     def _ranges(self) -> dict[str, tuple[FlatRange, ...]]:
         return flat_ranges(self._model, self.mesh.layout)
 
+    @functools.cached_property
+    def _by_replica(self) -> dict[str, dict[int, FlatRange]]:
+        return {name: {dealt.replica: dealt for dealt in ranges} for name, ranges in self._ranges.items()}
+
     def stages(self, tensor: TensorSpec) -> tuple[int, ...]:
         """See ``Holdings.stages``."""
         return self._weights.stages(tensor)
@@ -101,7 +105,7 @@ class OptimizerHoldings:
         replica = place.cp + layout.cp * place.dp
         if tensor.expert is not None:
             replica = (place.tp + layout.tp * replica) // (layout.expert_tp * layout.ep)
-        return next((dealt for dealt in self._ranges[tensor.name] if dealt.replica == replica), None)
+        return self._by_replica[tensor.name].get(replica)
 
     def num_shares(self, tensor: TensorSpec) -> int:
         """See ``Holdings.num_shares``."""

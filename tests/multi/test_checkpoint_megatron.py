@@ -324,7 +324,8 @@ def test_arguments_that_do_not_belong_to_the_tensors(saved, tmp_path, form):
 
     refused(CheckpointError, "linear_fc1.weight.*expected", ffn_hidden_size=32)
     refused(CheckpointError, "layers", num_layers=8)
-    refused(CheckpointError, "layers|too few", num_layers=10**9)
+    refused(CheckpointError, "layers|too few", num_layers=16_000)
+    refused(ConfigError, "num_layers: expected an integer of at least 1 and at most 16384", num_layers=10**9)
     if form == "dist":
         refused(CheckpointError, "output_layer", untie_embeddings_and_output_weights=False)
     refused(ConfigError, "normalization='LayerNorm' is not computed", normalization="LayerNorm")

@@ -212,6 +212,11 @@ def test_paths_with_line_breaks_are_refused(key):
     ("changes", "words"),
     [
         (dict(run_dir=Path("/a\\b")), "backslash"),
+        (
+            dict(run_dir=Path("/a:b"), code=Path("/a:b/launch/0001/code")),
+            "run_dir /a:b: its ':' would split PYTHONPATH",
+        ),
+        (dict(run_dir=Path(os.fsdecode(b"/a\xff"))), "which no batch file can hold"),
         (dict(folder=Path("/a,b"), site=JOBS["pyxis"].site), "cannot be mounted"),
         (dict(run_dir=Path("/a:b"), site=JOBS["apptainer"].site), "cannot be mounted"),
     ],
@@ -225,7 +230,7 @@ def test_paths_that_slurm_or_a_container_would_misread_are_refused(changes, word
     ("text", "words"),
     [
         ("acount: nlp", "acount: unknown key; did you mean account?"),
-        ("time: 24:00:00", 'number 86400; put it in quotes, as in time: "24:00:00"'),
+        ("time: 90", 'number 90; put it in quotes, as in time: "24:00:00"'),
         ("gpus_per_node: -1", "gpus_per_node: expected an integer of at least 0"),
         ("mpi: pmi", "mpi: expected one of none, pmi2, pmix"),
         ("container: {kind: pyxis}", "container.kind=pyxis with container.image=None; give both, or neither"),

@@ -96,7 +96,10 @@ def test_what_a_fallback_changes_is_inherited_too():
     ("override", "says"),
     [
         ("critic.model.hiden_size=64", "critic.model.hiden_size: unknown key; did you mean critic.model.hidden_size?"),
-        ("critic.model.num_layers=many", "critic.model.num_layers: expected an integer of at least 1, found 'many'"),
+        (
+            "critic.model.num_layers=many",
+            "critic.model.num_layers: expected an integer of at least 1 and at most 16384, found 'many'",
+        ),
         ("critic.model.hidden_size=30", "critic.model.hidden_size=30 over critic.model.num_attention_heads=4"),
         ("critic.model.max_context=16", "critic.model.max_context=16 is shorter than model.max_context=32"),
         ("critic.model=3", "critic.model: expected a section with keys path, num_layers"),

@@ -22,6 +22,7 @@ from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import DONE, REQUEUE, exit_status
 from hybridflow.launch.command import add_launch, add_recipe, add_slurm_options, batch_file, train_here
+from hybridflow.observe.console import complain, print_out
 from hybridflow.observe.status_command import add_status
 from hybridflow.parallel.rank import run_rank
 from hybridflow.parallel.signals import CaughtSignals
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except HybridflowError as error:
         if arguments.recipe is None or _speaks(arguments.recipe):
-            print(f"hybridflow: {error}", file=sys.stderr, flush=True)
+            complain(error)
         return exit_status(error)
 
 
@@ -209,7 +210,7 @@ def _plan_job(arguments: argparse.Namespace) -> int:
         from hybridflow.trainer.plan import plan_job
 
         plan = plan_job(recipe)
-        print(mermaid(plan.train, plan.meshes))
+        print_out(mermaid(plan.train, plan.meshes))
         return 0
     _print_plan(recipe)
     if arguments.script:
@@ -224,11 +225,11 @@ def _print_plan(recipe: Recipe) -> None:
     from hybridflow.trainer.plan import placement_warnings, plan_job
 
     plan = plan_job(recipe)
-    print(plan_table(plan.whole, plan.meshes, recipe.cluster.ranks))
+    print_out(plan_table(plan.whole, plan.meshes, recipe.cluster.ranks))
     memory = job_memory(recipe, plan.meshes)
-    print(f"\nmemory of each rank, estimated\n{memory_table(memory)}\n{memory_summary(memory)}")
+    print_out(f"\nmemory of each rank, estimated\n{memory_table(memory)}\n{memory_summary(memory)}")
     for warning in placement_warnings(plan.meshes):
-        print(f"hybridflow: {warning}", file=sys.stderr)
+        complain(warning)
 
 
 def _plan_reshard(arguments: argparse.Namespace) -> int:

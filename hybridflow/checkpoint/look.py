@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import HybridflowError
 from hybridflow.exit_status import DIFFERENT, DONE, SOURCE, Ended, exit_status
-from hybridflow.observe.console import print_out, signals_raise
+from hybridflow.observe.console import complain, print_out, signals_raise
 from hybridflow.reshard.report import format_bytes
 
 if TYPE_CHECKING:
@@ -88,10 +88,10 @@ def _run(command: Callable[[argparse.Namespace], int], arguments: argparse.Names
         with signals_raise():
             return command(arguments)
     except Ended as ended:
-        print(f"hybridflow: ended by {signal.Signals(ended.signal).name}", file=sys.stderr, flush=True)
+        complain(f"ended by {signal.Signals(ended.signal).name}")
         return exit_status(ended)
     except (HybridflowError, OSError) as error:
-        print(f"hybridflow: {error}", file=sys.stderr, flush=True)
+        complain(error)
         return exit_status(error)
 
 

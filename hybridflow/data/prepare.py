@@ -34,6 +34,7 @@ from hybridflow.data.rows import HERE, Row, plain_row
 from hybridflow.data.shaping import Shape, Shaper, no_rows, shaped_row
 from hybridflow.data.tokenizer import read_object
 from hybridflow.errors import DataError, HybridflowError
+from hybridflow.observe.console import print_out
 from hybridflow.observe.files import replace_file, sync_path
 from hybridflow.sections import read_section, to_dict
 
@@ -136,7 +137,7 @@ def prepare(
     *,
     everyone: Everyone | None = None,
     num_workers: int = 1,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = print_out,
 ) -> RowStore:
     """Return the store of a source's rows: the existing one, or one that all ranks make now.
 

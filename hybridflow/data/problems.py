@@ -28,6 +28,7 @@ from hybridflow.data.row_store import RowStore, Stored
 from hybridflow.data.shaping import Shape, examples_of
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
+from hybridflow.observe.console import print_out
 
 FOLDER = "rows"
 """Where stores are kept in a run's directory."""
@@ -217,7 +218,7 @@ def open_problems(
     *,
     seed: int,
     everyone: Everyone | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = print_out,
 ) -> StoredProblems:
     """Prepare what training draws from, or find it prepared. Collective: ``everyone``.
 
@@ -243,7 +244,7 @@ def open_stores(
     folder: Path,
     *,
     everyone: Everyone | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = print_out,
 ) -> list[RowStore]:
     """Open the stores of sources; see ``open_problems``."""
     data = shape.data

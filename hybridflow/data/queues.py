@@ -12,6 +12,7 @@ from hybridflow.data.problems import StoredProblems
 from hybridflow.data.shaping import Shape
 from hybridflow.data.spool import SpoolTaker, spooled
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.observe.console import print_out
 
 
 def open_queue(
@@ -21,7 +22,7 @@ def open_queue(
     folder: Path,
     *,
     everyone: Everyone | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = print_out,
 ) -> StoredProblems:
     """Begin to take from a queue, on the lowest rank, and to wait for what it takes. Collective: ``everyone``.
 

@@ -21,6 +21,7 @@ from hybridflow.launch.local import local_environment, run_local
 from hybridflow.launch.site import SITE_FILE, absolute
 from hybridflow.launch.snapshot import next_folder, write_snapshot
 from hybridflow.launch.submit import follow, submit
+from hybridflow.observe.console import complain
 from hybridflow.observe.files import replace_file
 from hybridflow.recipe.load import load_recipe
 from hybridflow.trainer.plan import plan_job
@@ -116,7 +117,7 @@ def batch_file(arguments: argparse.Namespace) -> str:
 
 def _warn(warnings: Sequence[str]) -> None:
     for warning in warnings:
-        print(f"hybridflow: warning: {warning}", file=sys.stderr)
+        complain(f"warning: {warning}")
 
 
 def _slurm(arguments: argparse.Namespace) -> int:

@@ -1,10 +1,11 @@
-"""What the commands on checkpoints have in common: printing to whoever listens, and ending when asked to."""
+"""What commands have in common: printing to whoever listens, also what others have written, and ending when asked."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,21 +13,31 @@ from typing import NoReturn
 
 from hybridflow.exit_status import Ended
 
+# Control characters but tab and newline, marks that turn the direction of text, separators of lines, lone surrogates.
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Return a text that others may have written, with what a terminal would obey as ``\u001b``, as JSON has it."""
+    return _COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
 
 def print_out(text: str) -> None:
-    """Print to whoever still listens: ``| head`` closes its end early."""
+    """Print what may hold text of others to whoever still listens: ``| head`` closes its end early."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Letters that the terminal's encoding lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        print(text, flush=True)
+        print(printable(text), flush=True)
     except BrokenPipeError:
         # What Python would flush at exit has nowhere to go either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_foreign(text: str) -> None:
-    """Print as ``print_out`` does; letters that the terminal cannot show are escaped."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    print_out(text)
+def complain(what: object) -> None:
+    """Print an error or a warning on standard error. No line of it looks like the beginning of another message."""
+    text = printable(str(what)).replace("\n", "\n  ")
+    print(f"hybridflow: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,8 @@ import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
+from hybridflow.observe.console import printable
+
 LOGS_DIR = "logs"
 
 _MOST_EARLY_NOTES = 200
@@ -52,7 +54,7 @@ def open_rank_log(run_dir: Path, start_number: int, rank: int) -> Path:
 def say(text: str) -> None:
     """Print a line on the job's console, from whichever rank."""
     if _console_fds[0] == 1:
-        print(text, flush=True)
+        print(printable(text), flush=True)
     else:
         _write(_console_fds[0], f"{text}\n")
 
@@ -74,6 +76,6 @@ def note(text: str) -> None:
 
 def _write(descriptor: int, text: str) -> None:
     """Write all of it, at once if the file takes it, past the buffers that a stuck thread may hold."""
-    left = text.encode(errors="backslashreplace")
+    left = printable(text).encode()
     while left:
         left = left[os.write(descriptor, left) :]

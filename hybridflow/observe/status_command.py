@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import HybridflowError
 from hybridflow.exit_status import DONE, exit_status
-from hybridflow.observe.console import print_foreign
+from hybridflow.observe.console import complain, print_out
 
 _EXAMPLES = """examples:
   hybridflow status runs/quickstart
@@ -47,12 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             found.append(read_status(run_dir))
         except (HybridflowError, OSError) as error:
-            print(f"hybridflow: {error}", file=sys.stderr, flush=True)
+            complain(error)
             end = exit_status(error)
     if arguments.json:
         lines = [json.dumps(asdict(status)) for status in found]
     else:
         lines = [as_text(found[0]) if len(arguments.runs) == 1 else as_table(found)] if found else []
     if lines:
-        print_foreign("\n".join(lines))
+        print_out("\n".join(lines))
     return end

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         WriteError: The file cannot be written.
     """
     from hybridflow.data.tokenizer import open_tokenizer
-    from hybridflow.observe.console import print_foreign
+    from hybridflow.observe.console import print_out
     from hybridflow.rollout.archive import list_segments
 
     _check_export(arguments)
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = _choose(_matching(folder, steps, pattern, tokenizer), arguments)
     lines = [_as_json(each, tokenizer) if arguments.json else _as_text(each, tokenizer) for each in chosen]
     if lines:
-        print_foreign("\n".join(lines) if arguments.json else "\n\n".join(lines))
+        print_out("\n".join(lines) if arguments.json else "\n\n".join(lines))
     else:
         print("hybridflow: no sample matches", file=sys.stderr, flush=True)
     return 0
@@ -157,7 +157,7 @@ def _matching(
 def _steps(text: str | None) -> range | None:
     if text is None:
         return None
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    match = re.fullmatch(r"([0-9]{1,15})(?:-([0-9]{1,15}))?", text)
     if match is None:
         raise ConfigError(f"--steps {text}: expected a step, or the first and the last, such as 10-20")
     return range(int(match[1]), int(match[2] or match[1]) + 1)

@@ -18,6 +18,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 from hybridflow.exit_status import DONE, FAILURE, REQUEUE
 from hybridflow.observe.activity import current_activity
+from hybridflow.observe.console import print_out
 from hybridflow.observe.rank_log import tell
 from hybridflow.parallel.world import World
 from hybridflow.rollout.engine import LOOK_STEPS
@@ -85,7 +86,7 @@ def dry_run(arguments: argparse.Namespace) -> int:
         f"{memory_line(model, layout, sum(lengths[-arguments.max_concurrent :]), arguments.cache_memory)}"
     )
     for prompt_index, reason in list(bad.items())[:5]:
-        print(f"{prompts[prompt_index].place}: {reason}")
+        print_out(f"{prompts[prompt_index].place}: {reason}")
     return FAILURE if bad else DONE
 
 

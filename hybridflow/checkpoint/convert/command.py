@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import FAILURE, Ended, exit_status
-from hybridflow.observe.console import print_out, signals_raise
+from hybridflow.observe.console import complain, print_out, signals_raise
 from hybridflow.parallel.start import Start, find_start, rank_hint
 from hybridflow.reshard.report import format_bytes, format_seconds
 
@@ -192,7 +192,7 @@ def _end(ended: Ended, out: Path) -> NoReturn:
 
     name = signal.Signals(ended.signal).name
     kept = f"; {part_folder(out)} is kept, and the same command goes on where it was" * part_folder(out).exists()
-    print(f"hybridflow: ended by {name}{kept}", file=sys.stderr, flush=True)
+    complain(f"ended by {name}{kept}")
     # No interpreter shutdown: it would wait for threads, and they for the disk.
     os._exit(exit_status(ended))
 
@@ -210,7 +210,7 @@ def _explain(error: Exception, rank: int) -> int:
     if status == FAILURE and not isinstance(error, (HybridflowError, OSError)):
         traceback.print_exception(error)
         error = RuntimeError("failed, see above; this is an error of hybridflow's own")
-    print(f"hybridflow: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
+    complain(f"{f'rank {rank}: ' if rank else ''}{error}")
     return status
 
 
